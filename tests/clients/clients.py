@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Clients that others wrote, against the real binary: `make test-clients`.
+"""Independent clients against the real binary: `make test-clients`.
 
     clients.py BINARY [FAMILY …]
 
@@ -18,12 +18,12 @@ import rpc
 import upstreams
 from gateway import CERTIFICATE, KEY, Gateway
 
-# Each has `check(clear, tls)`, which takes two URLs and returns what it has shown.
+# Each has `check(clear, tls)`, which takes two URLs and returns a description of what it checked.
 FAMILIES = ["metrics", "fields", "curl", "requesting", "node", "rpc", "nghttp2", "slow", "tls"]
 
 
 def configuration(http, websocket, grpc):
-    """Everything that the families ask for; each has limits of its own, so that they do not meet."""
+    """The configuration for all families. Each family has its own limits."""
     upstream = {"http": http, "websocket": websocket, "grpc": grpc}
     return f"""
 [admin]
@@ -55,7 +55,7 @@ name = "own"
 path = "/own"
 respond = {{ status = 200, body = "own" }}
 
-# Nothing passes here, as somebody has asked for it once before the families come.
+# A limit that one request before the checks exhausts.
 [limit.closed]
 by = "route"
 quota = "1/24h"
@@ -107,11 +107,11 @@ def main():
     binary, *names = sys.argv[1:]
     behind = [upstreams.http(), upstreams.websocket(), rpc.serve()]
     for name in names or FAMILIES:
-        # Each has a gateway of its own.
+        # Each has its own gateway.
         with Gateway(binary, configuration(*behind)) as gateway:
             urllib3.request("GET", f"{gateway.urls[0]}/closed")
             family = importlib.import_module(name)
-            # One asks the operator's listener, too.
+            # One family uses the admin listener as well.
             also = [gateway.admin] if family is metrics else []
             print(family.check(*gateway.urls, *also), flush=True)
 

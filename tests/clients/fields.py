@@ -1,4 +1,4 @@
-"""What the gateway tells its callers of limits, read by parsers that others wrote: http_sfv, urllib3, and npm's in fields.mjs."""
+"""RateLimit headers read by independent parsers: http_sfv, urllib3, and npm packages in fields.mjs."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import urllib3
 
 from gateway import NODE, expect
 
-# Each route has limits of its own, so that the checks do not meet.
+# Each route has its own limits.
 DIALECTS = ["ietf", "draft-11", "draft-07", "draft-03", "github"]
 PATIENT = {
     "token-bucket": 'quota = "2/2s"\nburst = 2',
@@ -19,7 +19,7 @@ PATIENT = {
     "sliding-buckets": 'quota = "2/2s"\nalgorithm = "sliding-buckets"',
     "sliding-log": 'quota = "2/2s"\nalgorithm = "sliding-log"',
 }
-# Of each limit in PATIENT: enough for several waits.
+# The quota of each limit in PATIENT: enough for several waits.
 REQUESTS = 10
 
 
@@ -31,7 +31,7 @@ def configuration():
             f'[[route]]\nname = "{name}"\npath = "/{name}"\nrespond = {{ status = 200 }}\nlimits = {json.dumps(limits)}\n{extra}\n'
         )
 
-    # Three a quarter of an hour is what binds and what is violated; the others are listed beside it.
+    # 3 per 15 minutes is the binding and violated limit; the others are listed beside it.
     parts.append('[limit.narrow]\nby = ["ip", "route"]\nquota = "3/15m"\nalgorithm = "sliding-log"\n')
     parts.append('[limit.broad]\nby = ["ip", "route"]\nquota = "1000/hour"\n')
     parts.append('[limit.month]\nby = ["ip", "route"]\nquota = "100000/month"\nalgorithm = "fixed-window"\n')
@@ -45,7 +45,7 @@ def configuration():
 
 
 def items(value):
-    """Names and parameters of a structured-field list."""
+    """Return names and parameters of a structured-field list."""
     parsed = http_sfv.List()
     parsed.parse(value.encode())
     for item in parsed:
@@ -56,7 +56,7 @@ def items(value):
 
 
 def structured_fields(pool, address):
-    """http_sfv reads RateLimit and RateLimit-Policy; they agree with the status, Retry-After and the body."""
+    """http_sfv parses RateLimit and RateLimit-Policy, and they agree with the status, Retry-After and the body."""
     policy = {"narrow": {"q": 3, "w": 900}, "broad": {"q": 1000, "w": 3600}, "month": {"q": 100000}}
     for number in range(5):
         reply = pool.request("GET", f"{address}/python-ietf", retries=False)
@@ -78,7 +78,7 @@ def structured_fields(pool, address):
 
 
 def patience(pool, address, name, waits, failures):
-    """urllib3 waits as told: no request sees a second 429."""
+    """urllib3 waits for Retry-After: no request gets a second 429."""
     retries = urllib3.Retry(
         total=5, status_forcelist=[429], respect_retry_after_header=True, backoff_factor=0, raise_on_status=False
     )

@@ -1,4 +1,4 @@
-"""The gateway under test: the real binary on free ports, and what the checks share."""
+"""The gateway under test: the real binary on free ports, and shared helpers."""
 
 import re
 import subprocess
@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# The published development certificate: for localhost and 127.0.0.1, and its own authority.
+# The published development certificate for localhost and 127.0.0.1, which is its own CA.
 CERTIFICATE = ROOT / "certs/dev.pem"
 KEY = ROOT / "certs/dev.key"
-# Where npm has put its packages, and the Makefile our scripts.
+# The directory with npm packages and copies of the scripts.
 NODE = ROOT / "target/clients"
 
 
@@ -20,7 +20,7 @@ def expect(condition, what):
 
 
 class Gateway:
-    """A running gateway; `urls` has its listeners in their order, `admin` is the operator's."""
+    """A running gateway. `urls` has its listeners in order, `admin` is the admin listener."""
 
     def __init__(self, binary, configuration):
         self.folder = tempfile.TemporaryDirectory()

@@ -1,4 +1,4 @@
-"""Python's clients: requests, httpx with HTTP/1.1 and HTTP/2, websockets."""
+"""Python clients: requests, httpx with HTTP/1.1 and HTTP/2, websockets."""
 
 import asyncio
 import ssl
@@ -16,12 +16,12 @@ from upstreams import LARGE
 
 def with_requests(url):
     with requests.Session() as session:
-        # No proxies and no authorities from the environment.
+        # No proxies and no trust roots from the environment.
         session.trust_env = False
         session.verify = str(CERTIFICATE)
         got = session.post(f"{url}/echo", params={"a": "b c"}, json={"x": "é"}, timeout=20).json()
         expect((got["method"], got["target"], got["length"]) == ("POST", "/echo?a=b+c", 15), got)
-        # A generator goes in chunks.
+        # A generator is sent chunked.
         got = session.put(f"{url}/echo", data=(LARGE[:100_000] for _ in range(10)), timeout=20).json()
         expect((got["length"], got["headers"].get("transfer-encoding")) == (1_000_000, "chunked"), got)
         expect(session.get(f"{url}/large", timeout=20).content == LARGE, "4 MiB")
@@ -34,7 +34,7 @@ def with_requests(url):
 
 
 def patient(get):
-    """Whoever waits as long as Retry-After says is admitted."""
+    """A client that waits for Retry-After is admitted."""
     statuses = []
     for _ in range(3):
         reply = get()
@@ -53,10 +53,10 @@ def with_httpx(url, http2, name):
         got = client.put(f"{url}/echo", content=(LARGE[:100_000] for _ in range(10))).json()
         expect(got["length"] == 1_000_000, got)
         expect(client.get(f"{url}/large").content == LARGE, "4 MiB")
-        # Cookies come in several fields with HTTP/2 (RFC 9113 §8.2.3).
+        # With HTTP/2 cookies may be in several fields (RFC 9113 §8.2.3).
         got = client.get(f"{url}/echo", cookies={"a": "1", "b": "2"}).json()
         expect(got["headers"]["cookie"] == "a=1; b=2", got)
-        # With HTTP/2 httpcore does not read an answer while the window for its body is closed.
+        # With HTTP/2 httpcore reads no response while the window for its body is closed.
         reply = client.post(f"{url}/closed", content=LARGE[:50_000] if http2 else LARGE)
         expect(reply.status_code == 429 and reply.json()["status"] == 429, reply.text)
         expect(client.get(f"{url}/echo").status_code == 200, "what follows")

@@ -1,4 +1,4 @@
-"""slowhttptest: slow heads, slow bodies and slow readers are closed at their deadlines, and others are served meanwhile."""
+"""slowhttptest: slow heads, slow bodies and slow readers are closed at their timeouts, and other clients are served meanwhile."""
 
 import re
 import subprocess
@@ -13,14 +13,14 @@ SECONDS = 10
 
 
 def attack(mode, url, *arguments):
-    """Begins; it ends when no connection is left, or when the time is over."""
+    """Start. The process ends when no connection is left or the time is over."""
     shape = ["-c", str(CONNECTIONS), "-r", str(CONNECTIONS), "-l", str(SECONDS), "-p", "3"]
     run = ["slowhttptest", mode, *shape, "-u", url, *arguments]
     return subprocess.Popen(run, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
 
 
 def result(attack, what):
-    """What it has said in the end; others must have been served all the time."""
+    """Return the final output. Other clients must have been served throughout."""
     said = re.sub(r"\x1b\[[0-9;]*m", "", attack.communicate(timeout=6 * SECONDS)[0])
     available = re.findall(r"service available:\s+(\w+)", said)
     expect(available and set(available) == {"YES"}, f"{what}: others were not served:\n{said[-2000:]}")
@@ -28,7 +28,7 @@ def result(attack, what):
 
 
 def established(url):
-    """Connections that the gateway holds (proc_net_tcp(5): state 1)."""
+    """Return the connections of the gateway (proc_net_tcp(5): state 1)."""
     port = f":{urlsplit(url).port:04X}"
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(1 for row in rows if row[1].endswith(port) and row[3] == "01")
@@ -42,13 +42,13 @@ def check(clear, _tls):
         said = result(attack(mode, url, *arguments), what)
         expect("Exit status: No open connections left" in said, f"{what}: connections stay open:\n{said[-2000:]}")
 
-    # Who reads 32 bytes in 5 s learns late that it is over: what counts is what the gateway holds.
+    # A client that reads 32 bytes per 5 s notices the close late, so count the connections of the gateway.
     readers = attack("-X", f"{clear}/large", "-w", "512", "-y", "1024", "-n", "5", "-z", "32")
     counts = []
     while readers.poll() is None:
         counts.append(established(clear))
         time.sleep(0.1)
-    # Some ends before the last begins.
+    # Some connections end before the last one begins.
     expect(max(counts) > CONNECTIONS * 0.8, f"slow readers: {max(counts)} connections at most")
     expect(counts[-1] <= 5, f"slow readers: {counts[-1]} connections stay open")
     result(readers, "slow readers")

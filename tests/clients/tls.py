@@ -1,4 +1,4 @@
-"""sslscan: no protocol and no cipher that is weak."""
+"""sslscan: no weak protocol and no weak cipher."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ def check(_clear, tls):
         strong = cipher.startswith("TLS_" if version == "TLSv1.3" else "ECDHE-") and re.search("GCM|CHACHA20", cipher)
         expect(strong, f"{version} {cipher}")
     expect({version for version, _ in ciphers} == {"TLSv1.2", "TLSv1.3"}, ciphers)
-    # Debian's build cannot look for compression.
+    # Debian's build cannot test compression.
     for weakness, attribute in [("compression", "supported"), ("renegotiation", "supported"), ("heartbleed", "vulnerable")]:
         expect(all(found.get(attribute) == "0" for found in test.findall(weakness)), weakness)
     version = subprocess.run(["sslscan", "--version"], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""What stands behind the gateway: an HTTP server that tells what it got, and a WebSocket server that says it back."""
+"""The upstreams: an HTTP server that echoes requests, and a WebSocket server that echoes messages."""
 
 import gzip
 import hashlib
@@ -9,12 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import serve
 
-# A body that is larger than all buffers on the way.
+# A body larger than all buffers on the way.
 LARGE = bytes(range(256)) * (4 << 12)
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Any request is answered with what came; `/large`, `/gzip` and `/events` with what they say."""
+    """Echo requests; `/large`, `/gzip` and `/events` respond with what their names say."""
 
     protocol_version = "HTTP/1.1"
 
@@ -68,23 +68,23 @@ class Echo(BaseHTTPRequestHandler):
 
 class Quiet(ThreadingHTTPServer):
     daemon_threads = True
-    # Whom the queue has no room for comes seconds later.
+    # Connections beyond the backlog would arrive seconds later.
     request_queue_size = 1024
 
     def handle_error(self, *_):
-        # A client that breaks off ends a connection in the middle; that is what some checks do.
+        # Some checks abort requests, which ends a connection early.
         pass
 
 
 def http():
-    """Starts the HTTP server; its address."""
+    """Start the HTTP server. Return its address."""
     server = Quiet(("127.0.0.1", 0), Echo)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return "%s:%d" % server.server_address
 
 
 def websocket():
-    """Starts the WebSocket server, which speaks first; its address."""
+    """Start the WebSocket server, which sends the first message. Return its address."""
 
     def echo(connection):
         try:

@@ -1,4 +1,4 @@
-//! The access log: what it says of each request, and that nothing gets lost unsaid.
+//! The access log: the fields of each record, both formats, and counted losses.
 
 use std::collections::HashSet;
 use std::fs::{self, OpenOptions};
@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::Client;
 use crate::support::frames::{Http2, RST_STREAM, frame};
 use crate::support::gateway::Gateway;
-use crate::support::operator::{metric, with_admin};
 use crate::support::redis::Redis;
 use crate::support::upstream::{Upstream, read_request, serve};
-use crate::support::{Raise, eventually};
+use crate::support::{SetOnDrop, eventually};
 use serde_json::{Value, json};
 
 const JSON: &str = "[log]\nformat = \"json\"\naccess = \"access.log\"\n";
@@ -25,7 +25,7 @@ fn written(gateway: &Gateway) -> String {
     fs::read_to_string(gateway.directory().join("access.log")).unwrap()
 }
 
-/// The lines of a log in JSON, once there are so many.
+/// Return the JSON records of the log once there are `count` of them.
 fn lines(gateway: &Gateway, count: usize) -> Vec<Value> {
     eventually("the lines are written", || written(gateway).lines().count() >= count);
     let lines: Vec<_> = written(gateway).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -33,15 +33,15 @@ fn lines(gateway: &Gateway, count: usize) -> Vec<Value> {
     lines
 }
 
-#[allow(clippy::disallowed_methods)] // a clock of the test's own
+#[allow(clippy::disallowed_methods)] // the test measures the system clock
 fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64()
 }
 
 #[test]
-fn a_line_says_what_became_of_a_request_and_why() {
+fn record_has_the_outcome_of_the_request_and_its_reason() {
     let upstream =
-        Upstream::answering(|_| b"HTTP/1.1 201 Created\r\nx-used: 7\r\ncontent-length: 3\r\n\r\nabc".to_vec());
+        Upstream::responding(|_| b"HTTP/1.1 201 Created\r\nx-used: 7\r\ncontent-length: 3\r\n\r\nabc".to_vec());
     let server = upstream.url().trim_start_matches("http://").to_owned();
     let gateway = Gateway::start(&format!(
         "{JSON}[client_ip]\ntrusted_proxies = [\"127.0.0.1/32\"]\n\
@@ -96,7 +96,7 @@ fn a_line_says_what_became_of_a_request_and_why() {
     assert!(times[0] <= (ended - began) * 1000.0, "ms: {line:#}");
     let starts: Vec<_> = lines.iter().map(|line| line["time"].as_f64().unwrap()).collect();
     assert!(starts.is_sorted() && starts[0] > began - 0.01 && starts[5] < ended + 0.01, "{began} {starts:?} {ended}");
-    // Each limit, with a hash that is the same for the same identity and for no other.
+    // Each limit has a hash that is equal for equal identities only.
     let of = |line: &Value, place: usize| line["limits"][place].clone();
     assert_eq!(line["limits"].as_array().unwrap().len(), 4);
     let who = line["identity"].as_str().unwrap();
@@ -108,10 +108,10 @@ fn a_line_says_what_became_of_a_request_and_why() {
     assert_ne!(of(line, 1)["identity"], of(line, 0)["identity"]);
     assert_eq!(of(&lines[1], 0)["identity"], of(line, 0)["identity"]);
     assert_eq!((&of(line, 3)["limit"], &of(line, 3)["cost"]), (&json!("tokens"), &json!(7)), "what the response said");
-    // On trial.
+    // A shadow limit.
     assert_eq!((&lines[1]["decision"], &lines[1]["shadow_denied"]), (&json!("shadow_denied"), &json!(["trial"])));
     assert_eq!(of(&lines[1], 2)["decision"], "shadow_denied");
-    // Denied: only the one that denies has decided.
+    // Denied: only the limit that denied is listed.
     let denied = &lines[2];
     assert_eq!(
         (&denied["status"], &denied["outcome"], &denied["decision"], &denied["limit"], &denied["remaining"]),
@@ -119,20 +119,20 @@ fn a_line_says_what_became_of_a_request_and_why() {
     );
     assert_eq!((&of(denied, 0)["decision"], &of(denied, 1)["decision"]), (&json!("denied"), &Value::Null));
     assert!(denied["upstream"].is_null() && denied["trace_id"].is_null(), "{denied:#}");
-    // No answer from upstream.
+    // No response from the upstream.
     let gone = &lines[3];
     assert_eq!(
         (&gone["outcome"], &gone["upstream"], &gone["server"], &gone["upstream_status"], &gone["decision"]),
         (&json!("upstream-connect-failure"), &json!("gone"), &json!("127.0.0.1:1"), &Value::Null, &Value::Null)
     );
-    // Each has an id, also those that nobody was told of.
+    // Each has a request ID, including those that no upstream or client saw.
     let ids: HashSet<_> = lines[3..].iter().map(|line| line["request_id"].as_str().unwrap()).collect();
     assert!(ids.len() == 3 && ids.iter().all(|id| id.len() == 36), "{ids:?}");
     assert!(!written(&gateway).contains("planted") && !written(&gateway).contains("somebody"));
 }
 
 #[test]
-fn who_decided_while_the_store_fails_is_told() {
+fn record_says_who_decided_while_the_store_fails() {
     let redis = Redis::start();
     let limits = "[limit.share]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"fixed-window\"\n\
                   [limit.open]\nby = \"ip\"\nquota = \"2/day\"\non_store_error = \"allow\"\n\
@@ -170,7 +170,7 @@ fn who_decided_while_the_store_fails_is_told() {
 }
 
 #[test]
-fn the_text_form_says_the_same() {
+fn text_format_has_the_same_fields() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "[log]\nformat = \"text\"\naccess = \"access.log\"\n[limit.hour]\nby = \"ip\"\nquota = \"1/hour\"\n\
@@ -230,18 +230,18 @@ fn client_abort_before_the_response_is_logged() {
 }
 
 #[test]
-fn a_reader_that_is_stuck_costs_lines_that_are_counted_and_no_request() {
+fn stuck_reader_drops_records_that_are_counted_and_fails_no_request() {
     let directory = tempfile::tempdir().unwrap();
     let pipe = directory.path().join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    // Who opens a pipe to write waits for a reader, which never reads.
+    // Opening a pipe for writing needs a reader. This one never reads.
     let stuck = OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
     let mut gateway = Gateway::start(&with_admin(&format!(
         "[log]\nformat = \"json\"\naccess = \"{}\"\n\
          [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nrespond = {{ status = 200 }}\n",
         pipe.display()
     )));
-    // What waits, what is being written and what the pipe holds is less than 17 MiB.
+    // The queue, the record in progress and the pipe hold less than 17 MiB.
     let (path, requests) = (format!("/{}", "x".repeat(8_000)), 3_000_u64);
     let mut client = gateway.client();
     for _ in 0..requests {
@@ -273,7 +273,7 @@ fn a_reader_that_is_stuck_costs_lines_that_are_counted_and_no_request() {
 }
 
 #[test]
-fn lines_that_cannot_be_written_are_counted() {
+fn unwritable_records_are_counted() {
     let gateway = Gateway::start(&with_admin(
         "[log]\nformat = \"json\"\naccess = \"/dev/full\"\n\
          [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n",
@@ -286,7 +286,7 @@ fn lines_that_cannot_be_written_are_counted() {
 }
 
 #[test]
-fn the_file_may_be_renamed_at_any_time() {
+fn renamed_file_is_reopened_without_losing_records() {
     let mut gateway = Gateway::start(&format!(
         "{JSON}[[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nrespond = {{ status = 200 }}\n"
     ));
@@ -304,14 +304,14 @@ fn the_file_may_be_renamed_at_any_time() {
                 }
             });
         }
-        let _over = Raise(&over);
+        let _over = SetOnDrop(&over);
         for round in 0..20 {
-            eventually("there is something in the file", || fs::metadata(&log).is_ok_and(|file| file.len() > 0));
+            eventually("the file has content", || fs::metadata(&log).is_ok_and(|file| file.len() > 0));
             fs::rename(&log, folder.join(format!("access.log.{round}"))).unwrap();
             if round == 10 {
-                // Nothing can be written there for a while.
+                // A directory in place of the file makes writes fail for a while.
                 fs::create_dir(&log).unwrap();
-                eventually("it is told", || gateway.log().contains("cannot reopen the log file"));
+                eventually("it is logged", || gateway.log().contains("cannot reopen the log file"));
                 fs::remove_dir(&log).unwrap();
             }
         }
@@ -338,7 +338,7 @@ fn name(path: &Path) -> String {
 }
 
 #[test]
-fn the_last_lines_are_written_before_the_process_ends() {
+fn last_records_are_written_before_the_process_ends() {
     for _ in 0..3 {
         let mut gateway =
             Gateway::start(&format!("{JSON}[[route]]\nname = \"r\"\npath = \"/\"\nrespond = {{ status = 200 }}\n"));
@@ -352,9 +352,10 @@ fn the_last_lines_are_written_before_the_process_ends() {
 }
 
 #[test]
-fn a_file_has_one_format_wherever_the_gateway_is_started() {
+fn file_format_does_not_depend_on_the_terminal() {
     let config = "[log]\naccess = \"access.log\"\n[[route]]\nname = \"r\"\npath = \"/r\"\nrespond = { status = 200 }\n";
-    // `script` gives the gateway a terminal as its standard error, and copies what it says there. `timeout` ends one that is left.
+    // `script` gives the gateway a terminal as standard error and copies its output. `timeout` ends a leftover
+    // process.
     let on_terminal = |path: &Path| {
         let line = format!("exec timeout 60 {} --config {}", env!("CARGO_BIN_EXE_sluicegate"), path.display());
         let mut outer = Command::new("sh");

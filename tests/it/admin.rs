@@ -1,21 +1,21 @@
-//! The operator's listener: health, readiness, metrics, and who may ask.
+//! The admin listener: health, readiness, metrics and access control.
 
 use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, TcpStream};
 use std::time::Duration;
 
+use crate::support::admin_listener::{HERE, ask, metric, with_admin};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
-use crate::support::operator::{HERE, ask, metric, with_admin};
 use crate::support::redis::Redis;
 use crate::support::upstream::Upstream;
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hi\" }\n";
 
 #[test]
-fn metrics_count_what_happened() {
-    let upstream = Upstream::answering(|seen| {
+fn metrics_count_requests_and_decisions() {
+    let upstream = Upstream::responding(|seen| {
         let status = if seen.target() == "/up/bad" { "500 Oops" } else { "204 No Content" };
         format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n").into_bytes()
     });
@@ -64,7 +64,7 @@ fn metrics_count_what_happened() {
 }
 
 #[test]
-fn both_text_formats_are_spoken() {
+fn metrics_are_served_in_both_text_formats() {
     let gateway = Gateway::start(&with_admin(HELLO));
     let ask = |accept| Client::connect(gateway.admin()).get_with("/metrics", &[HERE, ("accept", accept)]);
     let (classic, open) = (ask("*/*"), ask("application/openmetrics-text;version=1.0.0,text/plain;q=0.5"));
@@ -76,7 +76,7 @@ fn both_text_formats_are_spoken() {
 }
 
 #[test]
-fn a_failing_store_is_seen_and_so_is_who_decided_instead() {
+fn failing_store_and_fallback_decisions_are_visible() {
     let redis = Redis::start();
     let limits = "[limit.share]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"fixed-window\"\n\
                   [limit.open]\nby = \"ip\"\nquota = \"2/day\"\non_store_error = \"allow\"\n";
@@ -89,7 +89,7 @@ fn a_failing_store_is_seen_and_so_is_who_decided_instead() {
     assert_eq!(metric(&gateway, "sluicegate_store_calls_total"), 1.0);
     assert_eq!(metric(&gateway, "sluicegate_store_circuit_breaker_openings_total"), 0.0);
     drop(redis);
-    eventually("the store is given up", || {
+    eventually("the breaker opens", || {
         gateway.get("/hello");
         metric(&gateway, "sluicegate_store_up") == 0.0
     });
@@ -108,10 +108,10 @@ fn a_failing_store_is_seen_and_so_is_who_decided_instead() {
 }
 
 #[test]
-fn the_state_of_each_server_is_seen() {
+fn metrics_show_the_state_of_each_endpoint() {
     let (release, held) = std::sync::mpsc::channel::<()>();
     let held = std::sync::Mutex::new(held);
-    let upstream = Upstream::answering(move |seen| {
+    let upstream = Upstream::responding(move |seen| {
         if seen.target() == "/up" {
             held.lock().unwrap().recv().ok();
         }
@@ -126,11 +126,11 @@ fn the_state_of_each_server_is_seen() {
     let of = |name: &str, server: &str| {
         metric(&gateway, &format!("sluicegate_upstream_server_{name}{{upstream=\"api\",server=\"{server}\"}}"))
     };
-    eventually("a server is given up", || of("up", "127.0.0.1:1") == 0.0);
+    eventually("a server is abandoned", || of("up", "127.0.0.1:1") == 0.0);
     assert_eq!((of("up", &server), of("requests_in_flight", &server)), (1.0, 0.0));
     let mut client = gateway.client();
     client.send(b"GET /up HTTP/1.1\r\nhost: a\r\n\r\n");
-    eventually("a request is under way", || of("requests_in_flight", &server) == 1.0);
+    eventually("a request is in flight", || of("requests_in_flight", &server) == 1.0);
     let ready = ask(&gateway, "/readyz").json();
     let state = |place: usize| ready["upstreams"]["api"][place]["state"].as_str().unwrap().to_owned();
     assert_eq!(
@@ -140,16 +140,16 @@ fn the_state_of_each_server_is_seen() {
     );
     release.send(()).unwrap();
     assert_eq!(client.reply().unwrap().status, 200);
-    eventually("it is over", || of("requests_in_flight", &server) == 0.0);
+    eventually("it has ended", || of("requests_in_flight", &server) == 0.0);
 }
 
 #[test]
-fn a_token_is_asked_for_where_there_is_one() {
+fn configured_token_is_required() {
     let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
     let ask = |token: &str| Client::connect(gateway.admin()).get_with("/metrics", &[("authorization", token)]);
     for wrong in ["", "sesame", "Bearer sesam", "Bearer sesame ", "Bearer sesame2", "Basic sesame"] {
         let reply = ask(wrong);
-        let expected = if wrong == "Bearer sesame " { 200 } else { 401 }; // the field's end is not part of its value
+        let expected = if wrong == "Bearer sesame " { 200 } else { 401 }; // trailing spaces are not part of the value
         assert_eq!(reply.status, expected, "{wrong:?}");
         assert!(!reply.text().contains("sesame"), "{}", reply.text());
     }
@@ -158,7 +158,7 @@ fn a_token_is_asked_for_where_there_is_one() {
 }
 
 #[test]
-fn without_a_token_only_names_of_this_machine_are_answered() {
+fn without_a_token_only_local_hosts_are_served() {
     let gateway = Gateway::start(&with_admin(HELLO));
     let port = gateway.admin().port();
     let ask = |path: &str, host: &str| Client::connect(gateway.admin()).get_with(path, &[("host", host)]).status;
@@ -174,28 +174,28 @@ fn without_a_token_only_names_of_this_machine_are_answered() {
     let mut client = Client::connect(gateway.admin());
     client.send(b"GET http://evil.example/metrics HTTP/1.1\r\nhost: localhost\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 403);
-    // Who knows the token is no page of somebody else's.
+    // With a token, the Host header does not matter: another web page does not have the token.
     let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
     let known = [("host", "gateway.example"), ("authorization", "Bearer sesame")];
     assert_eq!(Client::connect(gateway.admin()).get_with("/metrics", &known).status, 200);
 }
 
 #[test]
-fn what_is_not_there_is_said() {
+fn unknown_admin_paths_and_methods_are_rejected() {
     let gateway = Gateway::start(&with_admin(HELLO));
     assert_eq!(ask(&gateway, "/healthz").text(), "ok\n");
     assert_eq!(ask(&gateway, "/metric").status, 404);
     let reply = Client::connect(gateway.admin()).request("POST", "/metrics", &[HERE], b"");
     assert_eq!((reply.status, reply.header("allow")), (405, Some("GET, HEAD")));
-    // It is a listener of its own.
+    // The admin listener is a separate listener.
     assert_eq!(gateway.get("/metrics").status, 404);
 }
 
 #[test]
-fn while_it_stops_it_is_not_ready() {
+fn draining_gateway_is_not_ready() {
     let (release, held) = std::sync::mpsc::channel::<()>();
     let held = std::sync::Mutex::new(held);
-    let upstream = Upstream::answering(move |_| {
+    let upstream = Upstream::responding(move |_| {
         held.lock().unwrap().recv().ok();
         b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n".to_vec()
     });
@@ -205,9 +205,9 @@ fn while_it_stops_it_is_not_ready() {
     )));
     let mut client = gateway.client();
     client.send(b"GET /up HTTP/1.1\r\nhost: a\r\n\r\n");
-    eventually("it is under way", || upstream.count() == 1);
+    eventually("it is in flight", || upstream.count() == 1);
     gateway.terminate();
-    eventually("it is told", || ask(&gateway, "/readyz").status == 503);
+    eventually("it is logged", || ask(&gateway, "/readyz").status == 503);
     assert_eq!(ask(&gateway, "/readyz").json()["status"], "stopping");
     assert_eq!(ask(&gateway, "/healthz").status, 200);
     release.send(()).unwrap();
@@ -215,11 +215,11 @@ fn while_it_stops_it_is_not_ready() {
     assert!(gateway.wait().success());
 }
 
-/// Sends requests for metrics until neither side's socket takes more, and reads nothing.
+/// Send requests for metrics until the socket buffers of both sides are full, without reading.
 fn never_reads(stream: &mut TcpStream) {
     stream.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
     let requests = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n".repeat(10_000);
-    // The gateway may have closed it to make room for another one.
+    // The gateway may have closed the connection in favour of another one.
     if let Err(error) = stream.write_all(&requests) {
         use ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, WouldBlock};
         assert!(matches!(error.kind(), WouldBlock | TimedOut | BrokenPipe | ConnectionReset), "{error}");
@@ -227,7 +227,7 @@ fn never_reads(stream: &mut TcpStream) {
 }
 
 #[test]
-fn idle_admin_connections_are_shed_for_new_ones() {
+fn idle_admin_connections_are_closed_for_new_ones() {
     let here: IpAddr = "127.0.0.1".parse().unwrap();
     let others: Vec<IpAddr> = (2..6).map(|last| [127, 0, 0, last].into()).collect();
     type Attack = fn(&mut TcpStream);
@@ -260,7 +260,7 @@ fn idle_admin_connections_are_shed_for_new_ones() {
 fn busy_admin_connections_leave_room_for_health_checks_and_other_peers() {
     let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
     let known = [HERE, ("authorization", "Bearer sesame")];
-    // The body never comes: each is busy until the gateway gives it up.
+    // The bodies never arrive, so each connection is busy until its timeout.
     let unfinished = b"POST /api/reset HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer sesame\r\n\
                        content-type: application/json\r\nexpect: 100-continue\r\ncontent-length: 100\r\n\r\n";
     let busy = || {
@@ -277,11 +277,13 @@ fn busy_admin_connections_leave_room_for_health_checks_and_other_peers() {
     let mut other = Client::connect_from([127, 0, 0, 2].into(), gateway.admin());
     assert_eq!(other.get_with("/metrics", &known).status, 200);
     drop(held);
-    eventually("there is room again", || Client::connect(gateway.admin()).get_with("/metrics", &known).status == 200);
+    eventually("the queue has room again", || {
+        Client::connect(gateway.admin()).get_with("/metrics", &known).status == 200
+    });
 }
 
 #[test]
-fn an_idle_admin_connection_is_closed_at_its_deadline() {
+fn idle_admin_connection_is_closed_at_its_deadline() {
     let gateway = Gateway::start(&with_admin(HELLO));
     let mut silent = Client::connect(gateway.admin());
     let mut kept = Client::connect(gateway.admin());
@@ -289,7 +291,7 @@ fn an_idle_admin_connection_is_closed_at_its_deadline() {
     let mut full = Client::connect(gateway.admin());
     never_reads(full.stream.get_mut());
     for (what, client) in [("silent", &mut silent), ("kept alive", &mut kept)] {
-        client.stream.get_mut().set_read_timeout(Some(2 * PATIENCE)).unwrap();
+        client.stream.get_mut().set_read_timeout(Some(2 * MAX_WAIT)).unwrap();
         client.assert_closed(what);
     }
     eventually(

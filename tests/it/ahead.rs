@@ -1,4 +1,4 @@
-//! Units that are taken ahead: fewer calls, bounds that hold, and nothing that stays away.
+//! Prefetched tokens: fewer calls, documented bounds, and no lost tokens.
 
 use std::collections::HashSet;
 use std::net::SocketAddr;
@@ -6,16 +6,16 @@ use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::{Client, load};
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::{metric, with_admin};
 use crate::support::redis::Redis;
 use crate::support::resp::{Answer, FakeRedis};
 use crate::support::upstream::Upstream;
 use sluicegate::limiter::clock::{monotonic, unix_us};
 
-/// One limit for all, in a store that is never given up: whatever is admitted was charged.
+/// Return a configuration with one global limit and a store with a long timeout: every admitted request was charged.
 fn config(redis: &Redis, limit: &str) -> String {
     format!(
         "[server]\nworkers = 2\n[store]\nurl = \"{}\"\ntimeout = \"5s\"\n\
@@ -34,7 +34,7 @@ fn addresses(gateways: &[Gateway]) -> Vec<SocketAddr> {
     gateways.iter().map(|gateway| gateway.address).collect()
 }
 
-/// Units that Redis has counted for the one limit, of a kind that counts in whole units.
+/// Return the tokens that Redis has charged to the limit, for algorithms that count in whole tokens.
 fn charged(redis: &Redis) -> u64 {
     let Some(key) = redis.keys().pop() else { return 0 };
     let mut connection = redis.connection();
@@ -42,10 +42,10 @@ fn charged(redis: &Redis) -> u64 {
     if kind == "list" {
         return redis::cmd("LLEN").arg(&key).query(&mut connection).unwrap();
     }
-    // It may have vanished since: a log without entries is no key.
+    // The key may be gone: an empty log has no key.
     let state: Option<Vec<u8>> = redis::cmd("GET").arg(&key).query(&mut connection).unwrap();
     let Some(state) = state else { return 0 };
-    // Sliding buckets are text, a window is numbers.
+    // The state of sliding buckets is text, that of a window is binary.
     if state.contains(&0) {
         return u64::from_le_bytes(state[16..24].try_into().unwrap());
     }
@@ -54,11 +54,11 @@ fn charged(redis: &Redis) -> u64 {
     counters.split(',').map(|counter| counter.parse::<u64>().unwrap()).sum()
 }
 
-/// Sends requests until more is charged than was admitted; so many were admitted, and charged.
-fn until_something_is_kept(redis: &Redis, gateway: &Gateway) -> (u64, u64) {
+/// Send requests until more is charged than was admitted. Return how many were admitted and charged.
+fn until_tokens_are_prefetched(redis: &Redis, gateway: &Gateway) -> (u64, u64) {
     let mut total = 0;
     let mut counted = 0;
-    eventually("a hot identity has units ahead", || {
+    eventually("tokens of a hot identity are prefetched", || {
         total += admitted(&load(&[gateway.address], 8, 16, "/r", &[]));
         counted = charged(redis);
         counted > total
@@ -67,17 +67,17 @@ fn until_something_is_kept(redis: &Redis, gateway: &Gateway) -> (u64, u64) {
 }
 
 #[test]
-fn three_gateways_admit_exactly_a_fixed_window_and_ask_seldom() {
+fn three_gateways_with_prefetch_admit_exactly_a_fixed_window_with_few_calls() {
     const UNITS: u64 = 6000;
     let mut calls = Vec::new();
     for lease in [0, 100] {
         let redis = Redis::start();
         let limit = format!("algorithm = \"fixed-window\"\nquota = \"{UNITS}/24h\"\nprefetch = {lease}");
         let gateways = [(); 3].map(|()| Gateway::start(&config(&redis, &limit)));
-        // All of them fit, so that calls are compared and not denials.
+        // All requests fit, so that the number of calls does not depend on denials.
         let mut total = admitted(&load(&addresses(&gateways), 48, 5000, "/r", &[]));
         calls.push(redis.calls("evalsha") + redis.calls("eval"));
-        eventually("nothing stays away", || {
+        eventually("all tokens are returned", || {
             total += admitted(&load(&addresses(&gateways), 12, 600, "/r", &[]));
             assert!(total <= UNITS, "{total} were admitted");
             total == UNITS
@@ -89,10 +89,10 @@ fn three_gateways_admit_exactly_a_fixed_window_and_ask_seldom() {
     assert!(calls[1] * 3 < calls[0], "calls without a lease, and with one: {calls:?}");
 }
 
-/// When requests were sent and answered, of those that were admitted.
+/// The times at which admitted requests were sent and answered.
 type Times = Vec<(Instant, Instant)>;
 
-/// Sends `total` requests over 8 connections to each of the gateways.
+/// Send `total` requests over 8 connections to each gateway.
 fn burst(addresses: &[SocketAddr], total: usize) -> Times {
     let connections = addresses.len() * 8;
     std::thread::scope(|scope| {
@@ -113,7 +113,7 @@ fn burst(addresses: &[SocketAddr], total: usize) -> Times {
     })
 }
 
-/// No span of time holds more admitted requests, whole, than are allowed for its length.
+/// Assert that no time span contains more complete admitted requests than `allowed` of its length.
 fn assert_bound(what: &str, times: &Times, allowed: impl Fn(Duration) -> u64) {
     for (from, _) in times {
         let mut ends: Vec<_> = times.iter().filter(|(sent, _)| sent >= from).map(|(_, answered)| *answered).collect();
@@ -126,7 +126,7 @@ fn assert_bound(what: &str, times: &Times, allowed: impl Fn(Duration) -> u64) {
 }
 
 #[test]
-fn a_burst_grows_by_no_more_than_a_lease_for_each_gateway() {
+fn prefetch_grows_a_burst_by_at_most_one_prefetch_per_gateway() {
     const LEASE: u64 = 15;
     const UNITS: f64 = 100.0;
     const WINDOW: Duration = Duration::from_millis(500);
@@ -140,10 +140,11 @@ fn a_burst_grows_by_no_more_than_a_lease_for_each_gateway() {
         let gateways = [Gateway::start(&config), Gateway::start(&config)];
         let mut times = Times::new();
         for _ in 0..4 {
-            // First as many as leave something ahead, then, when the limit is whole again, as many as it gives.
+            // First requests that leave prefetched tokens behind, then, when the limit is full again, all that it
+            // admits.
             times.extend(burst(&addresses(&gateways), 32));
             let whole = monotonic() + WINDOW + WINDOW / 10;
-            eventually("the limit is whole", || monotonic() > whole);
+            eventually("the limit is full", || monotonic() > whole);
             times.extend(burst(&addresses(&gateways), 320));
         }
         assert!(times.len() > 4 * UNITS as usize, "{limit}: {} admitted", times.len());
@@ -156,14 +157,14 @@ fn a_burst_grows_by_no_more_than_a_lease_for_each_gateway() {
 }
 
 #[test]
-fn units_of_one_window_are_not_used_in_the_next() {
+fn prefetched_tokens_are_not_used_in_the_next_window() {
     const UNITS: u64 = 60;
     const SECOND: u64 = 1_000_000;
     let redis = Redis::start();
     let limit = format!("algorithm = \"fixed-window\"\nquota = \"{UNITS}/1s\"\nprefetch = 20");
     let gateways = [(); 2].map(|()| Gateway::start(&config(&redis, &limit)));
     let phase = |wanted: RangeInclusive<u64>| {
-        eventually("the time comes", || wanted.contains(&(unix_us() % SECOND)));
+        eventually("the time has passed", || wanted.contains(&(unix_us() % SECOND)));
     };
     let mut seen = 0;
     for _ in 0..4 {
@@ -182,43 +183,43 @@ fn units_of_one_window_are_not_used_in_the_next() {
 }
 
 #[test]
-fn what_is_left_comes_back() {
+fn unused_prefetched_tokens_are_returned() {
     for algorithm in ["fixed-window", "sliding-log", "sliding-buckets"] {
         let redis = Redis::start();
         let limit = format!("algorithm = \"{algorithm}\"\nquota = \"10000/24h\"\nprefetch = 50");
         let gateway = Gateway::start(&config(&redis, &limit));
-        let (total, _) = until_something_is_kept(&redis, &gateway);
-        eventually("what nobody used is given back", || charged(&redis) == total);
+        let (total, _) = until_tokens_are_prefetched(&redis, &gateway);
+        eventually("unused tokens are returned", || charged(&redis) == total);
     }
 }
 
 #[test]
-fn a_bucket_gets_back_what_has_not_flowed_back() {
+fn bucket_is_credited_only_with_tokens_that_have_not_refilled() {
     const UNITS: u64 = 1_000_000;
     let redis = Redis::start();
     let config = config(&redis, "quota = \"1000000/1000h\"\nprefetch = 50");
     let (hot, other) = (Gateway::start(&config), Gateway::start(&config));
     let (mut total, mut least) = (0, UNITS);
-    eventually("a hot identity has units ahead", || {
+    eventually("tokens of a hot identity are prefetched", || {
         total += admitted(&load(&[hot.address], 8, 16, "/r", &[]));
         total += 1;
         least = other.get("/r").remaining("l");
         least + 10 < UNITS - total
     });
-    eventually("they are given back", || {
+    eventually("they are returned", || {
         total += 1;
-        // Four seconds bring one token; what has flowed back since is not given back once more.
+        // One token refills in 4 s. Tokens that have refilled since the charge are not credited again.
         other.get("/r").remaining("l") + 2 >= UNITS - total
     });
 }
 
 #[test]
-fn a_gateway_that_stops_gives_back_at_once_and_one_that_is_killed_keeps_a_lease_at_most() {
+fn stopped_gateway_returns_tokens_and_killed_one_loses_at_most_one_prefetch() {
     for killed in [false, true] {
         let redis = Redis::start();
         let limit = "algorithm = \"sliding-log\"\nquota = \"10000/24h\"\nprefetch = 50";
         let mut gateway = Gateway::start(&config(&redis, limit));
-        let (total, _) = until_something_is_kept(&redis, &gateway);
+        let (total, _) = until_tokens_are_prefetched(&redis, &gateway);
         if killed {
             gateway.child.kill().unwrap();
             gateway.wait();
@@ -233,14 +234,14 @@ fn a_gateway_that_stops_gives_back_at_once_and_one_that_is_killed_keeps_a_lease_
 }
 
 #[test]
-fn who_was_denied_meanwhile_gets_what_comes_back() {
+fn returned_tokens_admit_an_identity_that_was_denied() {
     let redis = Redis::start();
     let config = config(&redis, "algorithm = \"sliding-log\"\nquota = \"2000/24h\"\nprefetch = 2000");
     let (hot, other) = (Gateway::start(&config), Gateway::start(&config));
-    let (total, counted) = until_something_is_kept(&redis, &hot);
+    let (total, counted) = until_tokens_are_prefetched(&redis, &hot);
     assert_eq!(counted, 2000, "all of it was taken");
     let mut left = 2000 - total;
-    // At first it is denied, and remembers it.
+    // The other gateway denies at first and caches the denial.
     let mut client = other.client();
     eventually("the other gateway gets the rest", || {
         left -= u64::from(client.get("/r").status == 200);
@@ -250,7 +251,7 @@ fn who_was_denied_meanwhile_gets_what_comes_back() {
 }
 
 #[test]
-fn what_is_told_is_what_is_there() {
+fn remaining_counts_every_request_and_at_most_one_prefetch() {
     let redis = Redis::start();
     let gateway = Gateway::start(&config(&redis, "algorithm = \"fixed-window\"\nquota = \"5000/24h\"\nprefetch = 100"));
     const EACH: u64 = 100;
@@ -265,34 +266,34 @@ fn what_is_told_is_what_is_there() {
     for told in told {
         for (asked, left) in (1..).zip(told) {
             assert!(left <= 5000 - asked, "{left} after {asked} of this client alone");
-            // What another worker keeps is not there for this one.
+            // Tokens that another worker has prefetched are not available to this one.
             assert!(left >= 5000 - 16 * EACH - 100, "{left} after {asked}");
         }
     }
-    eventually("what nobody used is given back", || charged(&redis) == 16 * EACH);
+    eventually("unused tokens are returned", || charged(&redis) == 16 * EACH);
     assert_eq!(gateway.get("/r").remaining("l"), 5000 - 16 * EACH - 1);
 }
 
 #[test]
-fn a_unit_that_was_taken_ahead_is_refunded_where_it_was_charged() {
+fn prefetched_token_is_refunded_where_it_was_charged() {
     let redis = Redis::start();
-    let upstream = Upstream::answering(|_| b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n".to_vec());
+    let upstream = Upstream::responding(|_| b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n".to_vec());
     let route = format!("upstream = \"u\"\n[upstream.u]\nservers = [\"{}\"]\n", upstream.url());
     let limit = "algorithm = \"sliding-log\"\nquota = \"10000/24h\"\nprefetch = 50\nrefund_on = [\"5xx\"]";
     let gateway = Gateway::start(&config(&redis, limit).replace("respond = { status = 200 }\n", &route));
     let mut most = 0;
-    eventually("a hot identity has units ahead", || {
+    eventually("tokens of a hot identity are prefetched", || {
         let statuses = load(&[gateway.address], 8, 160, "/r", &[]);
         assert_eq!(statuses, [500; 160]);
         most = most.max(charged(&redis));
         most > 8
     });
-    // A log forgets the entry of the instant that it is told, and no other.
-    eventually("all of it is given back", || charged(&redis) == 0);
+    // A sliding log deletes the entry of the charged instant only.
+    eventually("all tokens are returned", || charged(&redis) == 0);
 }
 
 #[test]
-fn check_says_what_a_lease_gives_up_and_where_it_does_nothing() {
+fn check_reports_the_cost_of_prefetch_and_where_it_has_no_effect() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
     let check = |store: &str| {
@@ -328,10 +329,10 @@ fn check_says_what_a_lease_gives_up_and_where_it_does_nothing() {
     assert!(said.contains("the `prefetch` of `bucket` does nothing: no call is saved with the memory store"), "{said}");
 }
 
-/// A request that meets another limit as well is denied by Redis, as all is prefetched; this denial is cached.
+/// Redis denies a request with another limit, as all tokens are prefetched. This denial is cached.
 #[test]
-fn prefetched_units_are_used_before_the_denial_cache_answers() {
-    // The first call for each identity waits for a word; what is prefetched is all that there is.
+fn prefetched_tokens_are_used_before_the_denial_cache() {
+    // The first call of each identity is held. The prefetched tokens are the whole quota.
     let (word, words) = mpsc::channel::<()>();
     let (words, known) = (Mutex::new(words), Arc::new(Mutex::new(HashSet::new())));
     let fake = FakeRedis::start(move |command| {
@@ -356,7 +357,7 @@ fn prefetched_units_are_used_before_the_denial_cache_answers() {
     )));
     let mut clients = [gateway.client(), gateway.client()];
     let mut numbers = 0..;
-    // Prefetched units are used for a second: where this machine took longer for five requests, nothing is learned.
+    // Prefetched tokens are used for 1 s. A try that takes longer for five requests shows nothing and is repeated.
     eventually("five requests within the second of a prefetch", || {
         let id = format!("id-{}", numbers.next().unwrap());
         let request = format!("GET /one HTTP/1.1\r\nHost: a\r\nX-Id: {id}\r\n\r\n");
@@ -366,7 +367,7 @@ fn prefetched_units_are_used_before_the_denial_cache_answers() {
         clients[0].send(request.as_bytes());
         eventually("the first request is in flight", || fake.calls().len() > calls);
         clients[1].send(request.as_bytes());
-        eventually("the second one waits for it", || waiting() > before);
+        eventually("the second one waits", || waiting() > before);
         let prefetched = monotonic();
         word.send(()).unwrap();
         for client in &mut clients {

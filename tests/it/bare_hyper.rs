@@ -1,15 +1,15 @@
-//! What hyper does by itself with hostile bytes: what we build on, and what we add because it leaves it to us.
+//! What hyper does by itself with hostile bytes: the behaviour that the gateway relies on, and the gaps that it fills.
 //!
-//! A row that fails after an update of hyper says what to look at again.
+//! A case that fails after an update of hyper names the code of the gateway to review.
 
-#![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
+#![allow(clippy::disallowed_methods)] // the test measures times
 
 use std::convert::Infallible;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::Client;
 use bytes::Bytes;
 use http::{Request, Response};
@@ -19,7 +19,8 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto::Builder;
 
-/// A server as in `src/listener.rs`, without ours behind it: it says what it was asked, and reads bodies where the path says so.
+/// A server like `src/listener.rs` without the gateway: it responds with the request and reads bodies if the path
+/// says so.
 fn bare(configure: impl FnOnce(&mut Builder<TokioExecutor>)) -> SocketAddr {
     let mut builder = Builder::new(TokioExecutor::new());
     configure(&mut builder);
@@ -58,10 +59,10 @@ async fn answer(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Inf
     Ok(Response::new(Full::new(Bytes::from(said))))
 }
 
-/// All that is answered to these bytes and a last request.
-fn ask(address: SocketAddr, bytes: &[u8]) -> String {
+/// Send these bytes and a last request. Return all responses.
+fn exchange(address: SocketAddr, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let last = b"GET /last HTTP/1.1\r\nHost: l\r\nConnection: close\r\n\r\n";
     let _ = stream.write_all(&[bytes, last].concat());
     let mut answer = Vec::new();
@@ -69,8 +70,8 @@ fn ask(address: SocketAddr, bytes: &[u8]) -> String {
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-/// The statuses and what was said, without heads.
-fn gist(answer: &str) -> String {
+/// Return the statuses and bodies of the responses.
+fn summary(answer: &str) -> String {
     let answers = answer.split("HTTP/1.1 ").skip(1).map(|answer| {
         let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((answer, ""));
         format!("{} {body}", &head[..3]).trim().to_owned()
@@ -78,7 +79,7 @@ fn gist(answer: &str) -> String {
     answers.collect::<Vec<_>>().join(" / ")
 }
 
-/// A claim, what is sent, what hyper makes of it. A last request is answered where the connection goes on.
+/// A claim, the bytes, and the responses of hyper. The last request has a response if the connection continues.
 const HTTP_1: &[(&str, &str, &str)] = &[
     // ---- framing
     (
@@ -223,14 +224,14 @@ const HTTP_1: &[(&str, &str, &str)] = &[
     ),
     ("TRACE", "TRACE / HTTP/1.1\r\nHost: a\r\n\r\n", "200 TRACE /|host=a|body= / 200 GET /last|host=l|body="),
     ("any method", "GeT! / HTTP/1.1\r\nHost: a\r\n\r\n", "200 GeT! /|host=a|body= / 200 GET /last|host=l|body="),
-    // ---- fields
+    // ---- header fields
     (
         "underscores and dots in names",
         "GET / HTTP/1.1\r\nHost: a\r\nX_A: 1\r\nX.A: 2\r\n\r\n",
         "200 GET /|host=a|x_a=1|x.a=2|body= / 200 GET /last|host=l|body=",
     ),
     (
-        "an Expect that nobody knows",
+        "an unknown Expect",
         "GET / HTTP/1.1\r\nHost: a\r\nExpect: x\r\n\r\n",
         "200 GET /|host=a|expect=x|body= / 200 GET /last|host=l|body=",
     ),
@@ -252,11 +253,11 @@ const HTTP_1: &[(&str, &str, &str)] = &[
 ];
 
 #[test]
-fn hyper_makes_this_of_http_1() {
+fn hyper_handles_hostile_http1_as_expected() {
     let address = bare(|_| {});
     let mut wrong = String::new();
     for (claim, sent, expected) in HTTP_1 {
-        let found = gist(&ask(address, sent.as_bytes()));
+        let found = summary(&exchange(address, sent.as_bytes()));
         if found != *expected {
             wrong.push_str(&format!("{claim}\n  expected {expected}\n  found    {found}\n"));
         }
@@ -265,9 +266,9 @@ fn hyper_makes_this_of_http_1() {
     assert!(wrong.is_empty(), "{wrong}");
 }
 
-/// No `100 Continue` goes out before the body is asked for, and none at all if the answer comes without it.
+/// `100 Continue` is sent when the body is polled, and never if the response does not read the body.
 #[test]
-fn hyper_continues_when_the_body_is_polled() {
+fn hyper_sends_100_continue_when_the_body_is_polled() {
     let address = bare(|_| {});
     for (path, first) in [("/early", 200), ("/", 100)] {
         let mut client = Client::connect(address);
@@ -278,21 +279,21 @@ fn hyper_continues_when_the_body_is_polled() {
     }
 }
 
-/// An answer that does not wait for the body is lost in a reset, if the client sends on.
+/// If the response does not wait for the body and the client continues to send, a reset destroys the response.
 #[test]
-fn hyper_does_not_linger() {
+fn hyper_does_not_drain_unread_bodies() {
     let address = bare(|_| {});
     let mut stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     stream.write_all(b"POST /early HTTP/1.1\r\nHost: a\r\nContent-Length: 67108864\r\n\r\n").unwrap();
     let block = vec![0; 64 << 10];
     let written = (0..1024).take_while(|_| stream.write_all(&block).is_ok()).count();
     assert!(written < 1024, "the server closes while the client sends");
 }
 
-/// A head of which nothing is ready: no deadline without a timer, and none for what comes before a protocol is known.
+/// An incomplete head has no timeout without a timer, and none before the protocol is known.
 #[test]
-fn hyper_has_no_deadline_of_its_own_for_a_head() {
+fn hyper_has_no_default_head_timeout() {
     let address = bare(|_| {});
     let timed = bare(|builder| {
         builder.http1().timer(hyper_util::rt::TokioTimer::new()).header_read_timeout(Duration::from_millis(100));
@@ -301,14 +302,14 @@ fn hyper_has_no_deadline_of_its_own_for_a_head() {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.write_all(bytes).unwrap();
         stream.set_read_timeout(Some(wait)).unwrap();
-        // A 408 or nothing: the end comes.
+        // A 408 or nothing, then the end of the connection.
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).is_ok()
     };
     let short = Duration::from_millis(500);
     for (what, address, bytes, wait, expected) in [
         ("no timer", address, &b"GET / HTTP/1.1\r\n"[..], short, false),
-        ("a timer", timed, b"GET / HTTP/1.1\r\n", PATIENCE, true),
+        ("a timer", timed, b"GET / HTTP/1.1\r\n", MAX_WAIT, true),
         ("a timer, but no byte", timed, b"", short, false),
         ("a timer, but the preface of HTTP/2 may come", timed, b"PRI * HT", short, false),
         (
@@ -323,12 +324,12 @@ fn hyper_has_no_deadline_of_its_own_for_a_head() {
     }
 }
 
-/// How much of a head is buffered before it is refused.
+/// The size of a head that hyper buffers before it rejects the request.
 #[test]
-fn hyper_buffers_heads_up_to_its_bound() {
+fn hyper_buffers_heads_up_to_its_limit() {
     let heads = |address, length: usize| {
         let mut stream = TcpStream::connect(address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         let head = [&b"GET / HTTP/1.1\r\nHost: a\r\nX-A: "[..], &vec![b'a'; length], b"\r\n\r\n"].concat();
         let _ = stream.write_all(&head);
         let mut first = [0; 12];
@@ -336,7 +337,7 @@ fn hyper_buffers_heads_up_to_its_bound() {
     };
     let address = bare(|_| {});
     assert_eq!(heads(address, 300 << 10).as_deref(), Some("200"), "far more than 32 KiB by default");
-    // One more read may bring as much as is there already: below twice the bound a head may be whole by then.
+    // One more read may complete the head: below twice the limit the head may be accepted.
     assert!(matches!(heads(address, 900 << 10).as_deref(), None | Some("431")), "its bound is 417,792 bytes");
     let small = bare(|builder| {
         builder.http1().max_buf_size(32 << 10);
@@ -344,21 +345,21 @@ fn hyper_buffers_heads_up_to_its_bound() {
     assert_eq!(heads(small, 16 << 10).as_deref(), Some("200"), "a bound of ours");
     assert!(matches!(heads(small, 64 << 10).as_deref(), None | Some("431")), "a bound of ours");
     let uri = |length: usize| {
-        let answer = ask(address, format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "a".repeat(length)).as_bytes());
+        let answer = exchange(address, format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "a".repeat(length)).as_bytes());
         answer.get(9..12).map(str::to_owned)
     };
     assert_eq!(uri(60_000).as_deref(), Some("200"), "targets of 64 KiB");
     assert_eq!(uri(70_000).as_deref(), Some("414"), "no longer ones");
     let lines = |count: usize| {
         let lines = "x: 1\r\n".repeat(count - 1);
-        ask(address, format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n").as_bytes()).get(9..12).map(str::to_owned)
+        exchange(address, format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n").as_bytes()).get(9..12).map(str::to_owned)
     };
     assert_eq!((lines(100).as_deref(), lines(101).as_deref()), (Some("200"), Some("431")), "100 lines by default");
 }
 
-/// HTTP/2 has its own words for the same: crumbs stay apart, `:authority` may differ from Host.
+/// HTTP/2 differs: cookie crumbs stay separate, and `:authority` may differ from Host.
 #[test]
-fn hyper_makes_this_of_http_2() {
+fn hyper_handles_hostile_http2_as_expected() {
     let address = bare(|_| {});
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let talk = async {
@@ -375,6 +376,6 @@ fn hyper_makes_this_of_http_2() {
         let response = sender.send_request(request.unwrap()).await.unwrap();
         String::from_utf8(response.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap()
     };
-    let said = runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("HTTP/2 is answered") });
+    let said = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("HTTP/2 is answered") });
     assert_eq!(said, "GET http://b/x|host=a|cookie=a=1|cookie=b=2|x_a=1|body=");
 }

@@ -1,4 +1,5 @@
-//! Bounds of what many identities, wrong clocks and a long outage can do. `OPERATIONS=1000000` makes a long run.
+//! Bounds with many identities, wrong clocks and a long outage: faults 35 to 37 in docs/testing.md.
+//! `OPERATIONS=1000000` makes a long run.
 
 use std::cell::Cell;
 use std::io::Write;
@@ -9,7 +10,7 @@ use crate::support::gateway::Gateway;
 use crate::support::random::{operations, property};
 use crate::support::redis::Redis;
 use crate::support::stores::{Limit, SECOND, START, Stores, calendar, call, concurrency, every_algorithm, redis_store};
-use crate::support::{Raise, eventually};
+use crate::support::{SetOnDrop, eventually};
 use proptest::prelude::*;
 use sluicegate::limiter::algorithm::Status;
 use sluicegate::limiter::clock::{Clock, monotonic, unix_us};
@@ -18,20 +19,20 @@ use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::verdict::{Charge, Operation};
 
 #[test]
-fn identities_take_no_memory_of_the_gateway_and_every_key_expires() {
+fn many_identities_take_bounded_memory_and_every_key_expires() {
     const CLIENTS: usize = 8;
     const BATCH: usize = 100;
-    /// Of the whole process, what it holds before the first request included.
+    /// Resident memory of the whole process.
     const MOST: u64 = 64 << 20;
     let redis = Redis::start();
-    // One limit that admits and one that soon denies: what was denied is remembered.
+    // One limit that admits, and one that denies the second request, so that the denial is cached.
     let gateway = Gateway::start(&format!(
         "{}[limit.many]\nby = \"header:x-id\"\nquota = \"100/24h\"\n[limit.one]\nby = \"header:x-id\"\nquota = \"1/24h\"\n\
          [[route]]\nname = \"many\"\npath = \"/many\"\nlimits = [\"many\"]\nrespond = {{ status = 200 }}\n\
          [[route]]\nname = \"one\"\npath = \"/one\"\nlimits = [\"one\"]\nrespond = {{ status = 200 }}\n",
         redis.store()
     ));
-    // Nine in ten are admitted by the one limit, the tenth is denied by the other.
+    // Nine in ten identities use the limit that admits, one in ten the one that denies.
     let identities = operations() / CLIENTS / BATCH * CLIENTS * BATCH;
     std::thread::scope(|scope| {
         for client in 0..CLIENTS {
@@ -61,26 +62,29 @@ fn identities_take_no_memory_of_the_gateway_and_every_key_expires() {
     });
     let memory = gateway.memory();
     let (keys, expiring) = redis.keyspace();
-    println!("row 35: {identities} identities, {} MiB in the gateway, {expiring} of {keys} keys expire", memory >> 20);
+    println!(
+        "fault 35: {identities} identities, {} MiB in the gateway, {expiring} of {keys} keys expire",
+        memory >> 20
+    );
     assert_eq!((keys, expiring), (identities as u64, identities as u64));
     assert!(memory <= MOST, "{memory} bytes");
 }
 
 #[test]
-fn the_clocks_of_gateways_change_no_decision() {
+fn skewed_gateway_clocks_change_no_decision() {
     let redis = Redis::start();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (hour, window) = (3600 * SECOND as i64, 3650 * 86_400 * SECOND);
     let decisions = Cell::new(0);
-    // Who asks for how much, by which of the gateways.
-    let step = (0..3u128, 0..12u64, 0..5usize);
-    property(operations() / 20, 30, prop::collection::vec(step, 1..60), |calls| {
+    // Identity, cost and gateway of a call.
+    let call = (0..3u128, 0..12u64, 0..5usize);
+    property(operations() / 20, 30, prop::collection::vec(call, 1..60), |calls| {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
         let right = redis_store(&redis, "right", Clock::Store);
-        // An hour is what happens. Clocks that are off by the length of the windows would give back all of them.
+        // An hour is realistic. Clocks off by a whole window would reset every limit if they mattered.
         let gateways = [0, hour, -hour, window as i64, -(window as i64)]
             .map(|off| redis_store(&redis, "wrong", Clock::Skewed(off)));
-        // Windows of ten years: none of them begins while the test runs.
+        // Windows of ten years, so that none begins while the test runs.
         for (name, rule) in every_algorithm(50, window) {
             let limit = Limit::new(name, rule);
             for (who, cost, gateway) in &calls {
@@ -96,11 +100,11 @@ fn the_clocks_of_gateways_change_no_decision() {
         }
         calls.len()
     });
-    println!("row 36: 0 of {} decisions changed by clocks that are off", decisions.get());
+    println!("fault 36: 0 of {} decisions changed by clocks that are off", decisions.get());
 }
 
 #[tokio::test]
-async fn a_redis_whose_clock_goes_back_an_hour_locks_nobody_out_for_longer_than_a_full_state() {
+async fn redis_clock_set_back_locks_out_no_longer_than_a_full_state() {
     const MINUTE: u64 = 60 * SECOND;
     let redis = Redis::start();
     let stores = Stores::new(&redis, "back");
@@ -124,7 +128,7 @@ async fn a_redis_whose_clock_goes_back_an_hour_locks_nobody_out_for_longer_than_
             stores.clock.set(back);
             let locked_out = ask(1, 10).await;
             assert_ne!(locked_out.status, Status::Ok, "{name}: nothing is given away");
-            // Somebody else spends everything at this instant.
+            // Another identity uses its whole quota at this instant.
             spend(2).await;
             let spent = ask(2, 10).await;
             assert!(locked_out.retry_us <= spent.retry_us, "{name}: {locked_out:?} instead of {spent:?}");
@@ -132,14 +136,14 @@ async fn a_redis_whose_clock_goes_back_an_hour_locks_nobody_out_for_longer_than_
             assert_eq!(ask(1, 11).await.status, Status::Ok, "{name}: it ends");
             longest = longest.max(locked_out.retry_us);
         }
-        println!("row 36: {name}, a lock-out of {} s at most after a step back of an hour", longest / SECOND);
+        println!("fault 36: {name}, a lock-out of {} s at most after a step back of an hour", longest / SECOND);
     }
 }
 
 #[test]
-fn two_gateways_without_their_store_admit_what_the_manual_says() {
+fn two_gateways_in_an_outage_admit_at_most_the_documented_bound() {
     const LIMIT: u64 = 51;
-    // Rounded up, of both gateways.
+    // The shares of both gateways, rounded up.
     const SHARES: u64 = 52;
     const WINDOW: u64 = 2;
     let algorithms = [
@@ -167,7 +171,7 @@ fn two_gateways_without_their_store_admit_what_the_manual_says() {
     let (began, began_us) = (monotonic(), unix_us());
     let admitted: Vec<[AtomicU64; 2]> = algorithms.iter().map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
-        let _raise = Raise(&over);
+        let _raise = SetOnDrop(&over);
         for (n, admitted) in admitted.iter().enumerate() {
             for (gateway, admitted) in gateways.iter().zip(admitted) {
                 let over = &over;
@@ -177,7 +181,7 @@ fn two_gateways_without_their_store_admit_what_the_manual_says() {
                         let status = client.get(&format!("/{n}")).status;
                         assert!([200, 429].contains(&status), "{status}");
                         admitted.fetch_add(u64::from(status == 200), Ordering::SeqCst);
-                        // Greedy, and yet not all that the machine can do.
+                        // More requests than the limits admit, without using the whole machine.
                         std::thread::sleep(Duration::from_millis(2));
                     }
                 });
@@ -185,10 +189,10 @@ fn two_gateways_without_their_store_admit_what_the_manual_says() {
         }
         let spent =
             || admitted.iter().all(|each| each.iter().map(|count| count.load(Ordering::SeqCst)).sum::<u64>() >= LIMIT);
-        eventually("all is spent", spent);
+        eventually("all quotas are used up", spent);
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
-        // What is tested is time.
+        // The test needs an outage of this length.
         std::thread::sleep(Duration::from_secs(operations() as u64 / 12_500));
     });
     let (seconds, ended_us) = (began.elapsed().as_secs_f64(), unix_us());
@@ -197,12 +201,12 @@ fn two_gateways_without_their_store_admit_what_the_manual_says() {
         let admitted: u64 = admitted.iter().map(|count| count.load(Ordering::SeqCst)).sum();
         let back = match *algorithm {
             "fixed-window" => begun * SHARES,
-            // Its rate is divided exactly.
+            // The rate of a bucket is divided exactly.
             "token-bucket" => (LIMIT as f64 * seconds / WINDOW as f64).ceil() as u64,
             _ => (SHARES as f64 * seconds / WINDOW as f64).ceil() as u64,
         };
         let most = 2 * LIMIT + back + 2;
-        println!("row 37: {algorithm:?}, {admitted} admitted in {seconds:.1} s of at most {most}");
+        println!("fault 37: {algorithm:?}, {admitted} admitted in {seconds:.1} s of at most {most}");
         assert!(admitted <= most, "{algorithm:?}");
         assert!(admitted >= 2 * LIMIT, "{algorithm:?}: the local share is given, {admitted}");
     }

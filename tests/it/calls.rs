@@ -1,9 +1,9 @@
-//! Which requests share a call of Redis.
+//! Batching: which checks share a call to Redis.
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::resp::{Answer, FakeRedis};
 use crate::support::stores::{Limit, SECOND, all as all_of, bucket, call, quota};
 use sluicegate::limiter::clock::{Clock, monotonic};
@@ -22,8 +22,8 @@ use tokio::task::{JoinHandle, yield_now};
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
-/// A server whose answers to checks each need a word of the sender, as long as there is one.
-fn held() -> (FakeRedis, mpsc::Sender<()>) {
+/// A server that replies to each check when the sender sends, until the sender is dropped.
+fn held_redis() -> (FakeRedis, mpsc::Sender<()>) {
     let (sender, words) = mpsc::channel();
     let words = Mutex::new(words);
     let fake = FakeRedis::start(move |command| {
@@ -36,16 +36,16 @@ fn held() -> (FakeRedis, mpsc::Sender<()>) {
 }
 
 async fn connected(fake: &FakeRedis, timeout: Duration) -> ServerStore {
-    connected_by(fake, timeout, 1).await
+    store_with_connections(fake, timeout, 1).await
 }
 
-/// A store with so many connections, which take turns.
-async fn connected_by(fake: &FakeRedis, timeout: Duration, connections: u32) -> ServerStore {
+/// Return a store with this number of connections, used in turn.
+async fn store_with_connections(fake: &FakeRedis, timeout: Duration, connections: u32) -> ServerStore {
     let settings = RedisSettings {
         prefix: "rl".to_owned(),
         connections,
         timeout,
-        connect_timeout: PATIENCE,
+        connect_timeout: MAX_WAIT,
         algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
     };
@@ -55,7 +55,7 @@ async fn connected_by(fake: &FakeRedis, timeout: Duration, connections: u32) -> 
     store
 }
 
-/// So many requests of different identities, each in a round of its own; whether they get a verdict.
+/// Make checks of different identities, each in its own tick. The tasks return whether they got a verdict.
 async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<bool>> {
     let mut asked = Vec::new();
     for identity in 0..requests {
@@ -64,7 +64,7 @@ async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<
             let limit = Limit::new("l", bucket(10, SECOND, 10));
             call(&store, Operation::Check, &[limit.charge(identity, 1)]).await.is_ok()
         }));
-        // It asks, its call is made up, and the connection writes it.
+        // Let the check run, its call be encoded and the connection write it.
         for _ in 0..10 {
             yield_now().await;
         }
@@ -75,55 +75,55 @@ async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<
 async fn all(asked: Vec<JoinHandle<bool>>) -> bool {
     let mut decided = true;
     for one in asked {
-        decided &= timeout(PATIENCE, one).await.expect("nobody waits for ever").unwrap();
+        decided &= timeout(MAX_WAIT, one).await.expect("the check ends").unwrap();
     }
     decided
 }
 
-/// Returns when the server has got so many calls.
-async fn come(fake: &FakeRedis, requests: usize) {
+/// Wait until the server has received this many requests.
+async fn wait_for_requests(fake: &FakeRedis, requests: usize) {
     let all = async {
         while fake.requests() < requests {
             yield_now().await;
         }
     };
-    timeout(PATIENCE, all).await.expect("they come");
+    timeout(MAX_WAIT, all).await.expect("they come");
 }
 
-/// How many requests each call was for.
+/// Return the number of requests of each call.
 fn sizes(fake: &FakeRedis) -> Vec<usize> {
     fake.calls().iter().map(|call| call.requests().len()).collect()
 }
 
 #[tokio::test]
-async fn while_eight_are_under_way_those_who_come_wait_and_share_a_call() {
-    let (fake, words) = held();
-    let store = Arc::new(connected(&fake, PATIENCE).await);
+async fn checks_wait_and_share_a_call_while_eight_are_in_flight() {
+    let (fake, words) = held_redis();
+    let store = Arc::new(connected(&fake, MAX_WAIT).await);
     let asked = one_by_one(&store, 30).await;
     drop(words);
     assert!(all(asked).await);
     assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22]);
-    // None of them is under way any more.
+    // None of the calls is in flight.
     for _ in 0..4 {
         assert!(all(one_by_one(&store, 1).await).await);
     }
 }
 
 #[tokio::test]
-async fn an_answer_that_does_not_come_is_waited_for_a_part_of_the_time_and_the_next_ones_not_at_all() {
+async fn missing_reply_delays_waiting_checks_for_a_part_of_the_timeout_only() {
     let fake = FakeRedis::start(|command| if command.is_script() { Answer::Silence } else { Answer::Usual });
     let store = Arc::new(connected(&fake, Duration::from_secs(8)).await);
     let mut asked = one_by_one(&store, 30).await;
-    come(&fake, 30).await;
+    wait_for_requests(&fake, 30).await;
     asked.extend(one_by_one(&store, 3).await);
-    come(&fake, 33).await;
+    wait_for_requests(&fake, 33).await;
     assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22, 1, 1, 1]);
     assert!(!asked.iter().any(JoinHandle::is_finished), "their own time is not over");
 }
 
 #[tokio::test]
-async fn the_time_of_those_who_wait_begins_when_they_ask() {
-    let (fake, words) = held();
+async fn timeout_of_waiting_checks_starts_when_they_are_made() {
+    let (fake, words) = held_redis();
     let timeout = Duration::from_secs(1);
     let store = Arc::new(connected(&fake, timeout).await);
     let other = Arc::new(connected(&fake, timeout + timeout / 32).await);
@@ -138,8 +138,8 @@ async fn the_time_of_those_who_wait_begins_when_they_ask() {
 }
 
 #[tokio::test]
-async fn cancelled_request_leaves_a_waiting_batch_and_the_others_are_charged_with_their_own_keys() {
-    // Two limits for each request, and two costs: two groups in one call. The last digits of `remaining` name the key.
+async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
+    // Two limits per request and two costs: two groups in one call. The last digits of `remaining` identify the key.
     let limits = [("a", 10), ("b", 20)].map(|(name, burst)| Limit::new(name, bucket(burst, SECOND, burst)));
     let key = |limit: &Limit, identity| limit.key("rl", identity).into_iter().map(char::from).collect::<String>();
     let named: Vec<_> = (0..20).flat_map(|identity| limits.iter().map(move |limit| (limit, identity))).collect();
@@ -154,7 +154,7 @@ async fn cancelled_request_leaves_a_waiting_batch_and_the_others_are_charged_wit
         let _ = replies.lock().unwrap().recv();
         command.admitted_with(|key| known.iter().position(|known| known == key).unwrap_or(99) as u64)
     });
-    let store = Arc::new(connected(&fake, PATIENCE).await);
+    let store = Arc::new(connected(&fake, MAX_WAIT).await);
     let in_flight = one_by_one(&store, 8).await;
     let mut waiting = Vec::new();
     for identity in 8..18 {
@@ -167,7 +167,7 @@ async fn cancelled_request_leaves_a_waiting_batch_and_the_others_are_charged_wit
         }));
         yield_now().await;
     }
-    // Of each group one from the middle; the first of one group and the last of the other.
+    // One from the middle of each group, the first of one group and the last of the other.
     let cancelled = [8, 11, 12, 17];
     for identity in cancelled {
         let task = &mut waiting[identity - 8];
@@ -178,7 +178,7 @@ async fn cancelled_request_leaves_a_waiting_batch_and_the_others_are_charged_wit
     assert!(all(in_flight).await);
     for (identity, task) in (8..18).zip(waiting) {
         if !cancelled.contains(&identity) {
-            let remaining = timeout(PATIENCE, task).await.expect("the call is answered").unwrap();
+            let remaining = timeout(MAX_WAIT, task).await.expect("the call is answered").unwrap();
             assert_eq!(remaining, [2 * identity, 2 * identity + 1], "identity {identity} has its own reply");
         }
     }
@@ -194,14 +194,14 @@ async fn cancelled_request_leaves_a_waiting_batch_and_the_others_are_charged_wit
 async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
     const READONLY: &str = "READONLY You can't write against a read only replica.";
     for all_fail in [true, false] {
-        // A replica at first: calls that write fail inside the reply, calls that write nothing are answered.
+        // A replica at first: calls that write fail inside the reply, calls that write nothing succeed.
         let fake = FakeRedis::start(move |command| match command.connection {
             1 if !command.is_script() => Answer::Usual,
             1 if all_fail => command.refused(READONLY),
             1 => command.first_refused(READONLY),
             _ => Answer::Usual,
         });
-        let store = connected(&fake, PATIENCE).await;
+        let store = connected(&fake, MAX_WAIT).await;
         let limit = Limit::new("l", bucket(10, SECOND, 10));
         let charges = [1, 2, 3].map(|identity| [limit.charge(identity, 1)]);
         let verdicts = all_of(charges.iter().map(|charges| call(&store, Operation::Check, charges))).await;
@@ -217,9 +217,9 @@ async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
 }
 
 #[tokio::test]
-async fn a_call_for_a_hot_key_takes_those_along_who_come_while_the_worker_is_busy() {
-    let (fake, words) = held();
-    let hot = Hot::new(connected(&fake, PATIENCE).await, PATIENCE);
+async fn call_for_a_hot_key_coalesces_checks_of_a_busy_worker() {
+    let (fake, words) = held_redis();
+    let hot = Hot::new(connected(&fake, MAX_WAIT).await, MAX_WAIT);
     let check = move || {
         let hot = hot.clone();
         async move { hot.check().await }
@@ -228,23 +228,23 @@ async fn a_call_for_a_hot_key_takes_those_along_who_come_while_the_worker_is_bus
     let first = tokio::spawn(async move {
         assert!(check().await);
         let mut asked = Vec::new();
-        // One in each round, as a busy worker reads them.
+        // One per tick, as a busy worker reads requests.
         for _ in 0..8 {
             asked.push(tokio::spawn(check()));
             yield_now().await;
         }
         asked
     });
-    come(&fake, 1).await;
+    wait_for_requests(&fake, 1).await;
     let second = tokio::spawn(another());
     yield_now().await;
     drop(words);
-    let later = timeout(PATIENCE, first).await.expect("it is answered").unwrap();
+    let later = timeout(MAX_WAIT, first).await.expect("it is answered").unwrap();
     assert!(all([second].into_iter().chain(later).collect()).await);
     assert_eq!(fake.calls()[1].cost(), 5, "the one that waited, and those of four rounds");
 }
 
-/// Checks of one identity, which share their calls.
+/// Checks of one identity, which are coalesced.
 #[derive(Clone)]
 struct Hot {
     ledger: Arc<StoreHandle>,
@@ -264,7 +264,7 @@ impl Hot {
         }
     }
 
-    /// Whether a check gets a verdict.
+    /// Return whether a check gets a verdict.
     async fn check(&self) -> bool {
         let Hot { ledger, coalescer, plan } = self;
         let pending = OwnedCharge {
@@ -284,10 +284,10 @@ impl Hot {
 }
 
 #[tokio::test]
-async fn checks_without_a_unit_do_not_wait_for_the_refund_of_a_cancelled_one() {
-    let (words, held) = mpsc::channel::<()>();
-    let held = Mutex::new(held);
-    // The first two calls are held. Each call grants one unit, and refunds have no reply.
+async fn checks_without_a_token_do_not_wait_for_the_refund_of_a_cancelled_one() {
+    let (words, held_redis) = mpsc::channel::<()>();
+    let held = Mutex::new(held_redis);
+    // The first two calls are held. Each call grants one token, and refunds get no reply.
     let fake = FakeRedis::start(move |command| match command.operation() {
         Some('R') => Answer::Silence,
         Some(_) => {
@@ -296,25 +296,25 @@ async fn checks_without_a_unit_do_not_wait_for_the_refund_of_a_cancelled_one() {
         }
         None => Answer::Usual,
     });
-    // A call is not waited for longer than a sixteenth of the timeout, if another one is to be made.
-    let timeout = 16 * PATIENCE;
-    let hot = Hot::new(connected_by(&fake, timeout, 2).await, timeout);
+    // New checks wait for a call in flight for at most a sixteenth of the timeout.
+    let timeout = 16 * MAX_WAIT;
+    let hot = Hot::new(store_with_connections(&fake, timeout, 2).await, timeout);
     let check = || {
         let hot = hot.clone();
         tokio::spawn(async move { hot.check().await })
     };
     let first = check();
-    come(&fake, 1).await;
+    wait_for_requests(&fake, 1).await;
     let (cancelled, other) = (check(), check());
     yield_now().await;
     words.send(()).unwrap();
-    come(&fake, 2).await;
+    wait_for_requests(&fake, 2).await;
     assert_eq!(fake.calls()[1].cost(), 2, "one call for both");
     cancelled.abort();
     assert!(cancelled.await.is_err());
     drop(words);
     assert!(all(vec![first, other]).await);
-    come(&fake, 4).await;
+    wait_for_requests(&fake, 4).await;
     assert_eq!(fake.calls().iter().filter(|call| call.operation() == Some('R')).count(), 1);
 }
 

@@ -1,4 +1,4 @@
-//! Certificates of clients: who gets in, and whose quota it is.
+//! Client certificates: which clients connect, and which identity they have.
 
 use std::path::Path;
 
@@ -13,12 +13,12 @@ use sluicegate::limiter::clock;
 
 const NAME: &str = "gate.test";
 
-/// Each route for itself, so that one test's questions do not spend another's quota.
+/// One limit per route, so that requests of one case do not use the quota of another.
 const ROUTES: &str = "[limit.who]\nby = \"client-cert\"\nquota = \"100/24h\"\nexempt = [\"client-cert=CN=monitor,O=Acme\"]\n\
                       [[route]]\nname = \"who\"\npath = \"/who\"\nlimits = [\"who\"]\nrespond = { status = 200 }\n\
                       [[route]]\nname = \"open\"\npath = \"/open\"\nrespond = { status = 200 }\n";
 
-/// Writes the server's certificate and the authorities, and says how a listener names them.
+/// Write the server certificate and the client CA. Return the listener configuration.
 fn listener(folder: &Path, server: &Pair, authorities: &str, auth: Option<&str>) -> String {
     for (name, content) in [("server.pem", &*server.cert), ("server.key", &server.key), ("ca.pem", authorities)] {
         std::fs::write(folder.join(name), content).unwrap();
@@ -32,7 +32,7 @@ fn listener(folder: &Path, server: &Pair, authorities: &str, auth: Option<&str>)
 }
 
 #[test]
-fn who_gets_in() {
+fn client_auth_decides_which_certificates_connect() {
     let folder = tempfile::tempdir().unwrap();
     let (ours, other) = (Authority::new("ours"), Authority::new("other"));
     let server = Pair::server(NAME, NOW);
@@ -44,7 +44,7 @@ fn who_gets_in() {
 
     let alice = [(DnType::CommonName, "alice")];
     let good = ours.client(&alice, NOW);
-    let strangers = [
+    let untrusted = [
         ("of another authority", other.client(&alice, NOW)),
         ("of an authority with our authority's name", Authority::new("ours").client(&alice, NOW)),
         ("that signed itself", Pair::server("alice", NOW)),
@@ -54,7 +54,7 @@ fn who_gets_in() {
     ];
     for version in [&TLS12, &TLS13] {
         let status = |pair: Option<&Pair>, address, path| {
-            // Nothing is resumed: the check is what is looked at.
+            // A new TLS configuration resumes no session, so that the certificate is verified.
             ask(&tls(&[&server.der], pair, &[version]), address, NAME, path).map(|reply| reply.status)
         };
         for (what, pair, address, who, open) in [
@@ -67,7 +67,7 @@ fn who_gets_in() {
             assert_eq!(status(pair, address, "/who"), who, "{what}, {version:?}");
             assert_eq!(status(pair, address, "/open"), open, "{what}, {version:?}");
         }
-        for (what, pair) in &strangers {
+        for (what, pair) in &untrusted {
             for (listener, address) in [("required", required), ("optional", optional)] {
                 assert_eq!(status(Some(pair), address, "/open"), None, "a certificate {what}, {listener}, {version:?}");
             }
@@ -82,7 +82,7 @@ fn who_gets_in() {
 }
 
 #[test]
-fn a_subject_is_one_identity_whatever_the_certificate() {
+fn certificates_of_one_subject_share_one_identity() {
     let folder = tempfile::tempdir().unwrap();
     let (one, other) = (Authority::new("one"), Authority::new("other"));
     let server = Pair::server(NAME, NOW);
@@ -95,7 +95,7 @@ fn a_subject_is_one_identity_whatever_the_certificate() {
     };
     let (cn, o, ou) = (DnType::CommonName, DnType::OrganizationName, DnType::OrganizationalUnitName);
     let alice = [(o.clone(), "Acme"), (cn.clone(), "alice")];
-    // Renewed, with another key, by another authority.
+    // The same subject with another key, and from another CA.
     for (left, pair) in [99, 98, 97].into_iter().zip([
         one.client(&alice, NOW),
         one.client(&alice, [2001, 3000]),
@@ -114,19 +114,19 @@ fn a_subject_is_one_identity_whatever_the_certificate() {
         vec![(cn.clone(), "alice\\,O=Acme")],
         vec![(o.clone(), "Acme"), (cn.clone(), "alice ")],
     ] {
-        assert_eq!(remaining(&one.client(&subject, NOW)), 99, "{subject:?} is somebody else");
+        assert_eq!(remaining(&one.client(&subject, NOW)), 99, "{subject:?} is another identity");
     }
-    // Many certificates have an empty subject: it is nobody's.
+    // Many certificates have an empty subject. It is no identity.
     let client = tls(&[&server.der], Some(&one.client(&[], NOW)), &[&TLS13]);
     assert_eq!(ask(&client, gateway.address, NAME, "/who").unwrap().status, 401);
-    // Exempt by what the documentation says the text is.
+    // Exempt by the subject text that the manual documents.
     let monitor = tls(&[&server.der], Some(&one.client(&[(o, "Acme"), (cn, "monitor")], NOW)), &[&TLS13]);
     let reply = ask(&monitor, gateway.address, NAME, "/who").unwrap();
     assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "{reply:?}");
 }
 
 #[test]
-fn a_resumed_session_keeps_its_identity_and_is_worth_nothing_elsewhere() {
+fn resumed_session_keeps_its_identity_and_opens_no_other_listener() {
     let folder = tempfile::tempdir().unwrap();
     let ours = Authority::new("ours");
     let server = Pair::server(NAME, NOW);
@@ -140,23 +140,23 @@ fn a_resumed_session_keeps_its_identity_and_is_worth_nothing_elsewhere() {
         for (count, kind) in
             (0..3).zip([rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed, rustls::HandshakeKind::Resumed])
         {
-            let mut connection = TlsClient::shake(&client, required, NAME).unwrap();
+            let mut connection = TlsClient::handshake(&client, required, NAME).unwrap();
             assert_eq!(connection.get("/who").remaining("who"), first - count, "{version:?}");
-            assert_eq!(shaken(&connection), kind, "{version:?}, connection {count}");
+            assert_eq!(handshake_kind(&connection), kind, "{version:?}, connection {count}");
         }
-        // A session from where nobody asks for a certificate must not open the door where one is required.
-        let nobody = tls(&[&server.der], None, &[version]);
+        // A session of a listener without client authentication must not connect to one that requires it.
+        let without_certificate = tls(&[&server.der], None, &[version]);
         for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
-            let mut connection = TlsClient::shake(&nobody, none, NAME).unwrap();
+            let mut connection = TlsClient::handshake(&without_certificate, none, NAME).unwrap();
             assert_eq!(connection.get("/open").status, 200);
-            assert_eq!(shaken(&connection), kind, "{version:?}");
+            assert_eq!(handshake_kind(&connection), kind, "{version:?}");
         }
-        assert!(ask(&nobody, required, NAME, "/open").is_none(), "{version:?}");
+        assert!(ask(&without_certificate, required, NAME, "/open").is_none(), "{version:?}");
     }
 }
 
 #[test]
-fn a_session_does_not_outlive_its_certificate() {
+fn session_does_not_outlive_its_certificate() {
     let folder = tempfile::tempdir().unwrap();
     let ours = Authority::new("ours");
     let server = Pair::server(NAME, NOW);
@@ -164,29 +164,29 @@ fn a_session_does_not_outlive_its_certificate() {
         [Some("required"), Some("optional")].map(|auth| listener(folder.path(), &server, &ours.pem(), auth)).concat();
     let gateway = Gateway::start(&format!("{ROUTES}{listeners}"));
     let now_s = || clock::unix_us() / 1_000_000;
-    // For this second and five more: time for four handshakes.
+    // Valid for this second and five more: time for four handshakes.
     let until = now_s() + 5;
     let alice = ours.client_until(&[(DnType::CommonName, "alice")], until);
     let sessions = [&TLS12, &TLS13].map(|version| tls(&[&server.der], Some(&alice), &[version]));
     for (client, address) in sessions.iter().zip(gateway.addresses()) {
         for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
-            let mut connection = TlsClient::shake(client, address, NAME).unwrap();
-            assert_eq!((connection.get("/who").status, shaken(&connection)), (200, kind));
+            let mut connection = TlsClient::handshake(client, address, NAME).unwrap();
+            assert_eq!((connection.get("/who").status, handshake_kind(&connection)), (200, kind));
         }
     }
     eventually("the certificate has expired", || now_s() > until);
     for (client, address) in sessions.iter().zip(gateway.addresses()) {
-        let mut connection = TlsClient::shake(client, address, NAME).unwrap();
-        // For whoever resumes, rustls does not look at the certificate again.
-        assert_eq!(shaken(&connection), rustls::HandshakeKind::Resumed);
+        let mut connection = TlsClient::handshake(client, address, NAME).unwrap();
+        // rustls does not verify the certificate again on resumption.
+        assert_eq!(handshake_kind(&connection), rustls::HandshakeKind::Resumed);
         let _ =
             std::io::Write::write_all(connection.stream.get_mut(), b"GET /open HTTP/1.1\r\nHost: gate.test\r\n\r\n");
         assert!(connection.reply().is_none(), "an expired certificate is as good as none");
     }
 }
 
-/// A first key exchange that was asked for again is a full handshake, too.
-fn shaken(client: &TlsClient) -> rustls::HandshakeKind {
+/// Return the kind of handshake. One with HelloRetryRequest is a full handshake.
+fn handshake_kind(client: &TlsClient) -> rustls::HandshakeKind {
     match client.stream.get_ref().conn.handshake_kind().unwrap() {
         rustls::HandshakeKind::FullWithHelloRetryRequest => rustls::HandshakeKind::Full,
         kind => kind,
@@ -194,7 +194,7 @@ fn shaken(client: &TlsClient) -> rustls::HandshakeKind {
 }
 
 #[test]
-fn authorities_are_reloaded_and_their_sessions_end() {
+fn reload_of_client_ca_file_ends_sessions_of_removed_ones() {
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Authority::new("old"), Authority::new("new"));
     let server = Pair::server(NAME, NOW);
@@ -205,11 +205,11 @@ fn authorities_are_reloaded_and_their_sessions_end() {
         [&old, &new].map(|authority| tls(&[&server.der], Some(&authority.client(&alice, NOW)), &[&TLS13]));
     let gets_in = |client| ask(client, gateway.address, NAME, "/who").is_some();
     assert!(gets_in(&of_old) && !gets_in(&of_new), "at first");
-    let mut running = TlsClient::shake(&of_old, gateway.address, NAME).unwrap();
+    let mut running = TlsClient::handshake(&of_old, gateway.address, NAME).unwrap();
     assert_eq!(running.get("/who").status, 200);
 
     std::fs::write(folder.path().join("ca.pem"), new.pem()).unwrap();
-    eventually("the new authority counts", || gets_in(&of_new));
+    eventually("the new CA is trusted", || gets_in(&of_new));
     assert!(!gets_in(&of_old), "its session is not resumed");
     for (content, reason) in [
         ("", "there is no certificate"),
@@ -231,7 +231,7 @@ fn authorities_are_reloaded_and_their_sessions_end() {
 }
 
 #[test]
-fn fields_about_certificates_are_not_a_clients_to_set() {
+fn certificate_headers_of_clients_are_removed() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "[client_ip]\ntrusted_proxies = [\"127.0.0.9/32\"]\n[upstream.u]\nservers = [\"{}\"]\n\
@@ -249,7 +249,7 @@ fn fields_about_certificates_are_not_a_clients_to_set() {
 }
 
 #[test]
-fn reload_that_names_another_client_ca_ends_the_sessions_of_the_old_one() {
+fn reload_with_another_client_ca_ends_sessions_of_the_old_one() {
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Authority::new("old"), Authority::new("new"));
     let server = Pair::server(NAME, NOW);
@@ -259,14 +259,14 @@ fn reload_that_names_another_client_ca_ends_the_sessions_of_the_old_one() {
         let before = format!("{ROUTES}{}", listener(folder.path(), &server, &old.pem(), Some(auth)));
         let gateway = Gateway::start(&with_admin(&before));
         let connect = |client| {
-            let connection = TlsClient::shake(client, gateway.address, NAME).ok();
-            connection.map(|connection| shaken(&connection))
+            let connection = TlsClient::handshake(client, gateway.address, NAME).ok();
+            connection.map(|connection| handshake_kind(&connection))
         };
         let [of_old, of_new] =
             [&old, &new].map(|authority| tls(&[&server.der], Some(&authority.client(&alice, NOW)), &[version]));
         let accepted = |client| ask(client, gateway.address, NAME, "/who").is_some();
         assert!(accepted(&of_old) && !accepted(&of_new), "before the reload, {version:?}, {auth}");
-        // A reload that changes nothing about client certificates keeps the sessions.
+        // A reload that does not change client authentication keeps the sessions.
         reloads(&gateway, &format!("{before}[[route]]\nname = \"x\"\npath = \"/x\"\nrespond = {{ status = 200 }}\n"));
         assert_eq!(connect(&of_old), Some(rustls::HandshakeKind::Resumed), "{version:?}, {auth}");
 
@@ -290,8 +290,8 @@ fn reload_that_requires_client_certificates_ends_sessions_without_one() {
         let gateway = Gateway::start(&with_admin(before));
         let anonymous = tls(&[&server.der], None, &[version]);
         for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
-            let mut connection = TlsClient::shake(&anonymous, gateway.address, NAME).unwrap();
-            assert_eq!((connection.get("/open").status, shaken(&connection)), (200, kind), "{version:?}");
+            let mut connection = TlsClient::handshake(&anonymous, gateway.address, NAME).unwrap();
+            assert_eq!((connection.get("/open").status, handshake_kind(&connection)), (200, kind), "{version:?}");
         }
         reloads(&gateway, &required);
         assert!(ask(&anonymous, gateway.address, NAME, "/open").is_none(), "{version:?}");
@@ -299,7 +299,7 @@ fn reload_that_requires_client_certificates_ends_sessions_without_one() {
 }
 
 #[test]
-fn reload_with_the_first_client_ca_again_ends_the_sessions_of_the_one_in_between() {
+fn reload_back_to_the_first_client_ca_ends_sessions_of_the_second() {
     let folder = tempfile::tempdir().unwrap();
     let (first, other) = (Authority::new("first"), Authority::new("other"));
     let server = Pair::server(NAME, NOW);
@@ -312,7 +312,7 @@ fn reload_with_the_first_client_ca_again_ends_the_sessions_of_the_one_in_between
     assert!(accepted(&of_first) && !accepted(&of_other), "at first");
     std::fs::write(folder.path().join("ca.pem"), other.pem()).unwrap();
     eventually("the other CA is trusted", || accepted(&of_other));
-    // With the reload, and not only when the file is seen to have changed.
+    // With the reload itself, and not only when the file watcher sees the change.
     std::fs::write(folder.path().join("ca.pem"), first.pem()).unwrap();
     reloads(&gateway, &config);
     assert!(!accepted(&of_other), "a session of the CA in between is not resumed");
@@ -327,14 +327,14 @@ fn running_connection_keeps_its_subject_when_a_reload_changes_trusted_proxies() 
     let config = format!("{ROUTES}{}", listener(folder.path(), &server, &ours.pem(), Some("required")));
     let gateway = Gateway::start(&with_admin(&config));
     let client = tls(&[&server.der], Some(&ours.client(&[(DnType::CommonName, "alice")], NOW)), &[&TLS13]);
-    let mut connection = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+    let mut connection = TlsClient::handshake(&client, gateway.address, NAME).unwrap();
     assert_eq!(connection.get("/who").remaining("who"), 99);
     reloads(&gateway, &format!("{config}[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\n"));
     assert_eq!(connection.get("/who").remaining("who"), 98);
 }
 
 #[test]
-fn missing_certificates_are_charged_to_limits_by_address() {
+fn missing_certificates_are_charged_to_limits_by_ip() {
     let folder = tempfile::tempdir().unwrap();
     let ours = Authority::new("ours");
     let server = Pair::server(NAME, NOW);

@@ -1,4 +1,5 @@
-//! Concurrency over the wire: places that end with the body, with the client, with the gateway; renewed as long as it takes.
+//! Concurrency limits over the wire: permits end with the body, the client or the gateway, and are renewed in
+//! between.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -13,7 +14,7 @@ use crate::support::upstream::{read_head, serve};
 use crate::support::{assert_silent, eventually};
 use sluicegate::limiter::clock::monotonic;
 
-/// An upstream that begins an answer and ends it when it is told.
+/// An upstream that starts responses and ends them when the test says.
 struct Streaming {
     address: SocketAddr,
     streams: Arc<Mutex<Receiver<TcpStream>>>,
@@ -32,13 +33,13 @@ impl Streaming {
         Streaming { address, streams: Arc::new(Mutex::new(streams)) }
     }
 
-    /// The next request's side of the conversation.
+    /// Return the server side of the next request.
     fn next(&self) -> TcpStream {
-        self.streams.lock().unwrap().recv_timeout(crate::support::PATIENCE).unwrap()
+        self.streams.lock().unwrap().recv_timeout(crate::support::MAX_WAIT).unwrap()
     }
 }
 
-/// Leases last for the upstream's time and five seconds.
+/// The permit TTL is `response_timeout` and 5 s.
 fn config(store: &str, upstream: SocketAddr, quota: u64, response_timeout: &str) -> String {
     format!(
         "{store}[limit.places]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"{quota}\"\n\
@@ -48,7 +49,7 @@ fn config(store: &str, upstream: SocketAddr, quota: u64, response_timeout: &str)
     )
 }
 
-/// Starts a request; its head has come, its body goes on.
+/// Start a request. Its response head has arrived and its body is open.
 fn hold(gateway: &Gateway) -> Client {
     let mut client = gateway.client();
     client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
@@ -57,7 +58,7 @@ fn hold(gateway: &Gateway) -> Client {
 }
 
 #[test]
-fn a_place_is_taken_while_the_body_goes_on_and_free_when_it_ends() {
+fn permit_is_held_until_the_body_ends() {
     let redis = Redis::start();
     for store in [String::new(), redis.store()] {
         let upstream = Streaming::start();
@@ -69,7 +70,7 @@ fn a_place_is_taken_while_the_body_goes_on_and_free_when_it_ends() {
         assert_eq!(full.header("retry-after"), Some("1"));
         assert_eq!(full.header("ratelimit"), Some("\"places\";r=0"));
         assert_eq!(full.header("ratelimit-policy"), Some("\"places\";q=2;qu=\"concurrent-requests\""));
-        // The first one ends: chunk and end of body.
+        // The first response ends: a chunk and the end of the body.
         upstream.next().write_all(b"0\r\n\r\n").unwrap();
         let mut rest = Vec::new();
         while !rest.ends_with(b"0\r\n\r\n") {
@@ -78,7 +79,7 @@ fn a_place_is_taken_while_the_body_goes_on_and_free_when_it_ends() {
             rest.push(byte[0]);
         }
         let mut reply = None;
-        eventually("the place is free", || {
+        eventually("the permit is free", || {
             let quick = gateway.get("/quick");
             let free = quick.status == 200;
             reply = Some(quick);
@@ -90,7 +91,7 @@ fn a_place_is_taken_while_the_body_goes_on_and_free_when_it_ends() {
 }
 
 #[test]
-fn a_client_that_leaves_frees_its_place() {
+fn disconnected_client_releases_its_permit() {
     let redis = Redis::start();
     for store in [String::new(), redis.store()] {
         let upstream = Streaming::start();
@@ -98,15 +99,15 @@ fn a_client_that_leaves_frees_its_place() {
         let held: Vec<_> = (0..20).map(|_| hold(&gateway)).collect();
         assert_eq!(gateway.get("/quick").status, 429);
         drop(held);
-        eventually("all places are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=19"));
+        eventually("all permits are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=19"));
     }
 }
 
 #[test]
-fn requests_that_are_cancelled_at_any_moment_leak_no_place() {
+fn requests_cancelled_at_any_moment_leak_no_permit() {
     let redis = Redis::start();
     let upstream = Streaming::start();
-    // Several connections: the release of a slot may be faster than the call that takes it.
+    // With several connections the release of a permit may overtake the call that acquires it.
     let store = redis.store() + "connections = 8\n";
     let gateway = Gateway::start(&config(&store, upstream.address, 1000, "30s"));
     std::thread::scope(|scope| {
@@ -116,20 +117,21 @@ fn requests_that_are_cancelled_at_any_moment_leak_no_place() {
                 for _ in 0..50 {
                     let mut client = gateway.client();
                     client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-                    // Closed while it is read, decided, forwarded or answered: chance decides, this only spreads it.
+                    // The request is cancelled while it is read, decided, forwarded or answered. The pause only
+                    // spreads the moments.
                     std::thread::sleep(Duration::from_micros(250 * pause));
                 }
             });
         }
     });
-    eventually("all places are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=999"));
+    eventually("all permits are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=999"));
 }
 
 #[test]
-fn slots_that_end_while_the_store_hangs_are_free_when_it_goes_on() {
+fn permits_released_while_the_store_hangs_are_free_when_it_continues() {
     let redis = Redis::start();
     let upstream = Streaming::start();
-    // Leases of 65 s: longer than this test waits.
+    // A permit TTL of 65 s, longer than this test waits.
     let store = redis.store().replace("5s", "1s");
     let gateway = Gateway::start(&config(&store, upstream.address, 5, "60s"));
     eventually("the store decides", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=4"));
@@ -137,18 +139,18 @@ fn slots_that_end_while_the_store_hangs_are_free_when_it_goes_on() {
     assert_eq!(gateway.get("/quick").status, 429);
     crate::support::signal(&redis.child, "STOP");
     drop(held);
-    // Requests of this time are decided locally; what was asked of the store runs when it goes on.
+    // Requests are decided locally now. Calls that were sent run when the store continues.
     eventually("the breaker opens", || {
-        // At once: each waits for the deadline, which is long enough for a busy machine to decide all before.
+        // All at once: each waits for the timeout, which is long enough to decide all of them on a busy machine.
         load(&[gateway.address], 8, 8, "/quick", &[]);
         gateway.log().contains("the store fails")
     });
     crate::support::signal(&redis.child, "CONT");
-    eventually("all slots are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=4"));
+    eventually("all permits are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=4"));
 }
 
 #[test]
-fn requests_that_asked_no_store_release_nothing_there() {
+fn requests_that_made_no_store_call_release_nothing_in_the_store() {
     let port = crate::support::redis::free_port();
     let store = format!("[store]\nurl = \"redis://127.0.0.1:{port}\"\n");
     let mut gateway = Gateway::start(&config(&store, Streaming::start().address, 1000, "30s"));
@@ -160,7 +162,7 @@ fn requests_that_asked_no_store_release_nothing_there() {
     for _ in 0..300 {
         assert_eq!(client.get("/quick").status, 200);
     }
-    // A release that was owed would be sent now, and before the process ends.
+    // A release that was pending would be sent now, before the process ends.
     let redis = Redis::start_on(port).expect("the port is still free");
     eventually("the store decides", || gateway.log().contains("the store answers again"));
     gateway.terminate();
@@ -170,15 +172,15 @@ fn requests_that_asked_no_store_release_nothing_there() {
 }
 
 #[test]
-fn slots_of_this_gateway_alone_are_released_whatever_stands_beside_them() {
+fn permits_granted_without_the_store_are_released_at_once() {
     let upstream = Streaming::start();
     let store = format!("[store]\nurl = \"redis://127.0.0.1:{}\"\n", crate::support::redis::free_port());
     let text = config(&store, upstream.address, 1, "30s").replace("[\"places\"]", "[\"open\", \"places\"]")
         + "[limit.open]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"5\"\non_store_error = \"allow\"\n";
     let gateway = Gateway::start(&text);
     for _ in 0..5 {
-        // Released right after its answer, long before its lease ends.
-        eventually("the slot is free", || gateway.get("/quick").status == 200);
+        // Released right after the response, long before the permit TTL.
+        eventually("the permit is free", || gateway.get("/quick").status == 200);
     }
 }
 
@@ -206,10 +208,10 @@ fn concurrency_is_exact_over_two_gateways() {
 }
 
 #[test]
-fn a_gateway_that_dies_frees_its_slots_when_their_leases_end() {
+fn killed_gateway_frees_its_permits_after_the_permit_ttl() {
     let redis = Redis::start();
     let upstream = Streaming::start();
-    // Leases of 6 s.
+    // A permit TTL of 6 s.
     let config = config(&redis.store(), upstream.address, 100, "1s");
     let mut dying = Gateway::start(&config);
     let other = Gateway::start(&config);
@@ -219,20 +221,20 @@ fn a_gateway_that_dies_frees_its_slots_when_their_leases_end() {
     dying.child.kill().unwrap();
     dying.wait();
     assert_eq!(other.get("/quick").status, 429, "the dead do not release");
-    eventually("the leases have ended", || other.get("/quick").header("ratelimit") == Some("\"places\";r=99"));
-    // Renewed no later than when it died, each ends a lease after that.
+    eventually("the permits have expired", || other.get("/quick").header("ratelimit") == Some("\"places\";r=99"));
+    // Each permit was renewed at the latest when the gateway was killed, and ends one TTL later.
     assert!(killed.elapsed() < Duration::from_secs(6 + 2), "{:?}", killed.elapsed());
     drop(held);
 }
 
 #[test]
-fn a_stream_of_several_leases_keeps_its_place_while_the_limit_is_full() {
+fn stream_longer_than_the_permit_ttl_keeps_its_permit() {
     let redis = Redis::start();
     std::thread::scope(|scope| {
         for store in [String::new(), redis.store()] {
             scope.spawn(move || {
                 let upstream = Streaming::start();
-                // A lease of 6 s, renewed each 2 s.
+                // A permit TTL of 6 s, renewed every 2 s.
                 let gateway = Gateway::start(&config(&store, upstream.address, 2, "1s"));
                 let (_one, _two) = (hold(&gateway), hold(&gateway));
                 let mut streams = [upstream.next(), upstream.next()];
@@ -242,18 +244,18 @@ fn a_stream_of_several_leases_keeps_its_place_while_the_limit_is_full() {
                     for stream in &mut streams {
                         stream.write_all(b"1\r\nb\r\n").unwrap();
                     }
-                    // What is tested is time: that of two leases, in which nobody may go.
+                    // Wait for two permit TTLs, in which no permit may end.
                     assert_silent(&mut streams[0], Duration::from_millis(100));
                 }
                 streams[0].write_all(b"0\r\n\r\n").unwrap();
-                eventually("one place is free", || gateway.get("/quick").status == 200);
+                eventually("one permit is free", || gateway.get("/quick").status == 200);
             });
         }
     });
 }
 
 #[test]
-fn a_gateway_that_is_stopped_releases_its_places() {
+fn stopped_gateway_releases_its_permits() {
     let redis = Redis::start();
     let upstream = Streaming::start();
     let config = format!("[server]\ndrain_timeout = \"100ms\"\n{}", config(&redis.store(), upstream.address, 5, "30s"));
@@ -263,13 +265,13 @@ fn a_gateway_that_is_stopped_releases_its_places() {
     assert_eq!(other.get("/quick").status, 429);
     gateway.terminate();
     gateway.wait();
-    eventually("the places are free long before the leases end", || {
+    eventually("the permits are free long before the permit TTL", || {
         other.get("/quick").header("ratelimit") == Some("\"places\";r=4")
     });
 }
 
 #[test]
-fn a_place_is_one_limit_of_many() {
+fn permit_is_charged_together_with_other_limits() {
     let redis = Redis::start();
     let upstream = Streaming::start();
     let text = config(&redis.store(), upstream.address, 2, "30s")
@@ -285,9 +287,9 @@ fn a_place_is_one_limit_of_many() {
         );
     }
     drop(held);
-    eventually("the places are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
+    eventually("the permits are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
     drop(hold(&gateway));
-    eventually("the place is free again", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
+    eventually("the permit is free again", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
     assert_eq!(gateway.get("/r").json()["violated-policies"], serde_json::json!(["log"]));
     assert_eq!(gateway.get("/quick").header("ratelimit"), Some("\"places\";r=1"), "who is denied holds no place");
 }

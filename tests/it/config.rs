@@ -1,4 +1,5 @@
-//! Configurations: each bad file is refused with the message that it states, each good one is accepted.
+//! Configuration files: each invalid file is rejected with the message that it states, and each valid one is
+//! accepted.
 
 use std::path::{Path, PathBuf};
 
@@ -24,9 +25,9 @@ fn check_with(path: &Path, arguments: &[&str]) -> (Option<i32>, String, String) 
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
-/// The lines `#! …` of a file are what the report must contain, in this order.
+/// The report must contain the `#!` lines of each file, in order.
 #[test]
-fn bad_files_are_refused_with_their_reason() {
+fn invalid_files_are_rejected_with_their_reason() {
     let files = files("invalid");
     assert!(files.len() >= 30, "{} files found", files.len());
     for path in files {
@@ -37,7 +38,7 @@ fn bad_files_are_refused_with_their_reason() {
     }
 }
 
-/// What a file states in its lines `#! …`, in this order.
+/// Assert that the report contains the `#!` lines of a file in order.
 fn has_in_order(path: &Path, text: &str, report: &str) {
     let mut rest = report;
     let mut expectations = 0;
@@ -51,7 +52,7 @@ fn has_in_order(path: &Path, text: &str, report: &str) {
     assert!(expectations > 0, "{} states no message", path.display());
 }
 
-/// The places that a report shows: line and column.
+/// Return the positions in a report: line and column.
 fn places(report: &str) -> Vec<(u64, u64)> {
     let arrows = report.lines().filter_map(|line| line.trim_start().strip_prefix("--> "));
     let numbers = arrows.map(|place| {
@@ -62,14 +63,14 @@ fn places(report: &str) -> Vec<(u64, u64)> {
     numbers.collect()
 }
 
-/// The same in the object of `--json`, of those that have a place.
+/// Return the positions in the output of `--json`.
 fn places_of(findings: &Value) -> Vec<(u64, u64)> {
     let place = |finding: &Value| Some((finding["line"].as_u64()?, finding["column"].as_u64()?));
     findings.as_array().unwrap().iter().filter_map(place).collect()
 }
 
 #[test]
-fn odd_files_are_accepted_with_warnings() {
+fn suspicious_files_are_accepted_with_warnings() {
     let files = files("warned");
     assert!(files.len() >= 13, "{} files found", files.len());
     for path in files {
@@ -77,12 +78,12 @@ fn odd_files_are_accepted_with_warnings() {
         let (code, out, report) = check(&path);
         assert_eq!((code, report.as_str()), (Some(0), ""), "{}", path.display());
         has_in_order(&path, &text, &out);
-        // Nothing else is odd about it.
+        // The file has no other warnings.
         let stated = text.lines().filter(|line| line.starts_with("#! warning: ")).count();
         let total = if stated == 1 { "\n1 warning\n".to_owned() } else { format!("\n{stated} warnings\n") };
         assert!(out.matches("\nwarning: ").count() == stated && out.ends_with(&total), "{}\n{out}", path.display());
         assert_eq!(places(&out).len(), stated, "each has its place: {}\n{out}", path.display());
-        // Scripts learn the same.
+        // `--strict` exits with 1.
         assert_eq!(check_with(&path, &["--strict"]).0, Some(1), "{}", path.display());
         let (code, json, _) = check_with(&path, &["--json", "--strict"]);
         let json: Value = serde_json::from_str(&json).unwrap();
@@ -97,7 +98,7 @@ fn odd_files_are_accepted_with_warnings() {
 }
 
 #[test]
-fn scripts_learn_the_errors_as_well() {
+fn check_json_reports_the_same_errors() {
     for path in files("invalid") {
         let (code, json, report) = check_with(&path, &["--json"]);
         let json: Value = serde_json::from_str(&json).unwrap();
@@ -107,7 +108,7 @@ fn scripts_learn_the_errors_as_well() {
 }
 
 #[test]
-fn scripts_learn_what_limits_guarantee() {
+fn check_json_reports_the_guarantees_of_limits() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (code, out, _) = check_with(&root.join("gateway.toml"), &["--json", "--strict"]);
     let report: Value = serde_json::from_str(&out).unwrap();
@@ -123,7 +124,7 @@ fn scripts_learn_what_limits_guarantee() {
 }
 
 #[test]
-fn a_store_is_left_alone_where_that_is_asked_for() {
+fn check_offline_does_not_connect_to_the_store() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/warned/no_secret.toml");
     assert!(check(&path).1.contains("warning: store: nothing listens"));
     let (code, out, _) = check_with(&path, &["--offline"]);
@@ -131,7 +132,7 @@ fn a_store_is_left_alone_where_that_is_asked_for() {
 }
 
 #[test]
-fn colours_are_for_terminals() {
+fn colours_are_only_written_to_terminals() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
     for file in ["warned/limit_unused.toml", "invalid/by_missing.toml"] {
         let said = |variables: &[(&str, &str)]| {
@@ -147,7 +148,7 @@ fn colours_are_for_terminals() {
 }
 
 #[test]
-fn good_files_are_accepted() {
+fn valid_files_are_accepted_by_check() {
     let files = files("valid");
     assert!(files.len() >= 3, "{} files found", files.len());
     for path in files {
@@ -158,7 +159,7 @@ fn good_files_are_accepted() {
 }
 
 #[test]
-fn the_shipped_file_is_accepted() {
+fn shipped_configuration_is_accepted() {
     let (code, out, report) = check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml"));
     assert_eq!((code, report.as_str()), (Some(0), ""));
     assert!(out.contains("3 routes, 3 limits"), "{out}");
@@ -172,7 +173,7 @@ fn the_shipped_file_is_accepted() {
 }
 
 #[test]
-fn a_file_that_cannot_be_used_gets_one_clear_message() {
+fn unusable_file_gives_one_error() {
     let directory = tempfile::tempdir().unwrap();
     let write = |name: &str, bytes: &[u8]| {
         let path = directory.path().join(name);
@@ -197,7 +198,7 @@ fn a_file_that_cannot_be_used_gets_one_clear_message() {
 }
 
 #[test]
-fn unset_variables_and_bad_consumers_are_named() {
+fn unset_variables_and_invalid_consumers_are_reported() {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(
         directory.path().join("people.toml"),

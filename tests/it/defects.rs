@@ -1,25 +1,33 @@
-//! Known defects of rate limiters, and the tests that show that this one does not have them.
+//! Known defects of rate limiters, and the tests that show that Sluicegate does not have them:
 //!
-//! | defect | test |
-//! |---|---|
-//! | counting and expiry are two commands: a key without a TTL | `no_gateway_that_is_killed_leaves_a_key_without_a_ttl` |
-//! | every hit extends the TTL: steady traffic below the limit is locked out | `a_ttl_that_every_hit_extends_never_locks_out_steady_traffic` |
-//! | denied requests are logged, too: memory grows, and it never unblocks | `a_flood_of_denials_costs_no_memory` in `invariants.rs` |
-//! | the timestamp is the member: hits in one microsecond collapse | `a_burst_at_one_instant_is_counted_in_full` |
-//! | the key expires between two commands: stuck for ever | `a_key_that_expires_between_two_calls_is_no_trap` |
-//! | a herd passes a check before the first of it is counted | `a_herd_of_first_requests_is_admitted_once` |
-//! | the key is named by the minute: an hour later it is the same | `a_window_an_hour_later_is_another_window` |
-//! | each gateway goes by its own clock | `gateways_whose_clocks_differ_admit_the_limit_once` |
-//! | the TTL is shorter than the refill: a fresh burst too early | `a_key_outlives_the_refill_of_its_bucket` |
-//! | a month is 30 days, a week starts on Thursday | `a_month_has_its_own_days` |
-//! | one limit denies, the other is charged | `a_denied_request_is_charged_nowhere` in `limits.rs` |
-//! | the reply is lost and the call is sent again: charged twice | `a_call_whose_reply_is_lost_is_charged_once` in `distributed.rs` |
-//! | a script that Redis has forgotten becomes an error | `forgotten_scripts_are_sent_again` in `distributed.rs` |
-//! | Retry-After is rounded down: the polite client is denied again | `who_waits_as_long_as_he_is_told_is_admitted` in `limits.rs` |
-//! | a refund after the window makes a negative key that never expires | `a_late_refund_makes_no_key` |
-//! | the gateway dies, and what was in flight counts for ever | `a_gateway_that_dies_frees_its_slots_when_their_leases_end` in `concurrency.rs` |
-//! | the store is down: errors for everyone, or seconds of waiting | `without_redis_each_limit_does_what_it_says` and `a_stopped_redis_costs_a_deadline_and_no_answer_is_crossed` in `distributed.rs`, `a_busy_redis_is_no_error_for_clients` |
-//! | the identity's text is in the key: identities collide | `no_two_identities_share_a_key`, and `hostile_identities_have_buckets_of_their_own` in `identity.rs` |
+//! - Counting and expiry are two commands: a key without TTL: `killed_gateway_leaves_no_key_without_ttl`.
+//! - Every request extends the TTL: steady traffic below the limit is locked out:
+//!   `extended_ttl_does_not_lock_out_steady_traffic`.
+//! - Denied requests are logged: memory grows, and the lockout never ends: `denials_take_no_memory` in
+//!   `invariants.rs`.
+//! - The timestamp is the member of a sorted set: requests of one microsecond count once:
+//!   `burst_at_one_instant_is_counted_in_full`.
+//! - The key expires between two commands: a permanent lockout:
+//!   `key_that_expires_between_two_calls_does_not_lock_out`.
+//! - Many requests pass the check before the first is counted: `concurrent_first_requests_admit_exactly_the_limit`.
+//! - The key has the minute in its name: an hour later it is the same key: `window_an_hour_later_has_its_own_count`.
+//! - Each gateway uses its own clock: `gateways_with_different_clocks_admit_the_limit_once`.
+//! - The TTL is shorter than the refill: an early fresh burst: `key_outlives_the_refill_of_its_bucket`.
+//! - A month is 30 days, a week starts on Thursday: `calendar_months_have_their_own_length`.
+//! - One limit denies, and the other one is charged: `denied_request_is_charged_to_no_limit` in `limits.rs`.
+//! - The reply is lost and the call is sent again: charged twice: `call_without_reply_is_charged_once` in
+//!   `distributed.rs`.
+//! - A script missing after SCRIPT FLUSH is an error: `script_flush_under_load_causes_no_error` in `distributed.rs`.
+//! - Retry-After is rounded down: a client that waits is denied again:
+//!   `client_that_waits_for_retry_after_is_admitted` in `limits.rs`.
+//! - A refund after the window creates a negative key that never expires: `late_refund_creates_no_key`.
+//! - The gateway crashes, and its requests in flight count for ever:
+//!   `killed_gateway_frees_its_permits_after_the_permit_ttl` in `concurrency.rs`.
+//! - The store is down: errors for all clients, or seconds of waiting:
+//!   `without_redis_each_limit_follows_on_store_error` and `stopped_redis_costs_one_timeout_and_crosses_no_replies`
+//!   in `distributed.rs`, `busy_redis_causes_no_client_error`.
+//! - The key contains the text of the identity: identities collide: `no_two_identities_share_a_key`, and
+//!   `hostile_identities_have_their_own_buckets` in `identity.rs`.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -37,7 +45,7 @@ use sluicegate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use sluicegate::limiter::quota::CalendarUnit;
 use sluicegate::limiter::verdict::Operation;
 
-/// A gateway with these limits on `/r`, that asks Redis for every request.
+/// A gateway with these limits on `/r` that calls Redis for every request.
 fn gateway(redis: &Redis, limits: &[&str]) -> Gateway {
     let named: String = limits.iter().enumerate().map(|(n, limit)| format!("[limit.l{n}]\n{limit}\n")).collect();
     let names: Vec<_> = (0..limits.len()).map(|n| format!("\"l{n}\"")).collect();
@@ -50,7 +58,7 @@ fn gateway(redis: &Redis, limits: &[&str]) -> Gateway {
 }
 
 #[test]
-fn no_gateway_that_is_killed_leaves_a_key_without_a_ttl() {
+fn killed_gateway_leaves_no_key_without_ttl() {
     let redis = Redis::start();
     let limits = [
         "token-bucket",
@@ -65,13 +73,13 @@ fn no_gateway_that_is_killed_leaves_a_key_without_a_ttl() {
     for round in 1..=5 {
         let mut gateway = gateway(&redis, &limits);
         let calls = redis.calls("evalsha");
-        // Sent without waiting for replies, so that calls are under way when the gateway dies.
+        // Requests are sent without waiting for responses, so that calls are in flight when the gateway is killed.
         let mut streams: Vec<_> = (0..8).map(|_| TcpStream::connect(gateway.address).unwrap()).collect();
         for (id, stream) in streams.iter_mut().enumerate() {
             let request = format!("GET /r HTTP/1.1\r\nHost: a\r\nX-Id: {round}-{id}\r\n\r\n");
             stream.write_all(request.repeat(500).as_bytes()).unwrap();
         }
-        eventually("the gateway counts", || redis.calls("evalsha") > calls + 20 * round);
+        eventually("the gateway counts the request", || redis.calls("evalsha") > calls + 20 * round);
         gateway.child.kill().unwrap();
         gateway.child.wait().unwrap();
         assert!(redis.keys().len() > limits.len(), "{:?}", redis.keys());
@@ -80,12 +88,12 @@ fn no_gateway_that_is_killed_leaves_a_key_without_a_ttl() {
 }
 
 #[tokio::test]
-async fn a_ttl_that_every_hit_extends_never_locks_out_steady_traffic() {
+async fn extended_ttl_does_not_lock_out_steady_traffic() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "steady");
     for (name, rule) in every_algorithm(5, SECOND).into_iter().filter(|(name, _)| *name != "calendar") {
         let limit = Limit::new(name, rule);
-        // The next hit always comes before the second is over.
+        // Each request comes before the second is over.
         for hit in 1..=500 {
             stores.clock.set(START + hit * 600_000);
             assert_eq!(stores.check(&limit).await.retry_us, 0, "{name}: hit {hit}");
@@ -95,7 +103,7 @@ async fn a_ttl_that_every_hit_extends_never_locks_out_steady_traffic() {
 }
 
 #[tokio::test]
-async fn a_burst_at_one_instant_is_counted_in_full() {
+async fn burst_at_one_instant_is_counted_in_full() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "burst");
     for (name, rule) in every_algorithm(20, 60 * SECOND) {
@@ -110,7 +118,7 @@ async fn a_burst_at_one_instant_is_counted_in_full() {
 }
 
 #[test]
-fn a_key_that_expires_between_two_calls_is_no_trap() {
+fn key_that_expires_between_two_calls_does_not_lock_out() {
     let redis = Redis::start();
     for limit in [
         "quota = \"5/3650d\"\nalgorithm = \"fixed-window\"",
@@ -140,7 +148,7 @@ fn a_key_that_expires_between_two_calls_is_no_trap() {
             }
         });
         assert_eq!(admitted + denied, asked, "{limit}: no errors");
-        // Each key that expired is a fresh limit.
+        // Each expired key is a fresh limit.
         assert!(admitted >= 20, "{limit}: {admitted} admitted");
         redis.assert_every_key_expires();
         expire();
@@ -152,7 +160,7 @@ fn a_key_that_expires_between_two_calls_is_no_trap() {
 }
 
 #[test]
-fn a_herd_of_first_requests_is_admitted_once() {
+fn concurrent_first_requests_admit_exactly_the_limit() {
     let redis = Redis::start();
     for limit in [
         "quota = \"1/24h\"",
@@ -171,12 +179,12 @@ fn a_herd_of_first_requests_is_admitted_once() {
 }
 
 #[tokio::test]
-async fn a_window_an_hour_later_is_another_window() {
+async fn window_an_hour_later_has_its_own_count() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "later");
     for (name, rule) in every_algorithm(3, 60 * SECOND).into_iter().filter(|(name, _)| *name != "calendar") {
         let limit = Limit::new(name, rule);
-        // The key is still there: no time has passed for Redis.
+        // The key still exists: time passes for the scripts only.
         for hour in 0..5 {
             stores.clock.set(START + hour * 3600 * SECOND);
             for left in [2, 1, 0] {
@@ -189,12 +197,12 @@ async fn a_window_an_hour_later_is_another_window() {
 }
 
 #[tokio::test]
-async fn gateways_whose_clocks_differ_admit_the_limit_once() {
+async fn gateways_with_different_clocks_admit_the_limit_once() {
     let redis = Redis::start();
     let hour = 3600 * SECOND as i64;
     let gateways =
         [Clock::Store, Clock::Skewed(hour), Clock::Skewed(-hour)].map(|clock| redis_store(&redis, "skew", clock));
-    // Windows of ten years: none of them begins while the test runs.
+    // Windows of ten years, so that none begins while the test runs.
     for (name, rule) in every_algorithm(50, 3650 * 86_400 * SECOND) {
         let limit = Limit::new(name, rule);
         let (mut admitted, mut last) = (0, 0);
@@ -210,13 +218,13 @@ async fn gateways_whose_clocks_differ_admit_the_limit_once() {
 }
 
 #[tokio::test]
-async fn a_key_outlives_the_refill_of_its_bucket() {
+async fn key_outlives_the_refill_of_its_bucket() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "login");
     for pause in [1, 2, 6, 12, 13, 30, 59, 60, 61] {
         let limit = Limit::new(&format!("every{pause}"), bucket(5, 60 * SECOND, 5));
         let start = stores.clock.now_us();
-        // In parts of a token: one comes back each second, twelve are a token.
+        // In parts of a token: one refills per second, and twelve are a token.
         let mut parts = 5 * 12;
         for burst in 0..600 / pause {
             stores.clock.set(start + burst * pause * SECOND);
@@ -232,7 +240,7 @@ async fn a_key_outlives_the_refill_of_its_bucket() {
 }
 
 #[tokio::test]
-async fn a_month_has_its_own_days() {
+async fn calendar_months_have_their_own_length() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "calendar");
     let (day, hour) = (24, 1);
@@ -241,13 +249,13 @@ async fn a_month_has_its_own_days() {
         (CalendarUnit::Month, "UTC", "2027-02-01T00:00:00Z", 28 * day),
         (CalendarUnit::Month, "UTC", "2028-02-01T00:00:00Z", 29 * day),
         (CalendarUnit::Month, "UTC", "2027-04-01T00:00:00Z", 30 * day),
-        // Summer time begins and ends.
+        // Daylight saving time begins and ends.
         (CalendarUnit::Month, "Europe/Berlin", "2027-02-28T23:00:00Z", 31 * day - hour),
         (CalendarUnit::Month, "Europe/Berlin", "2027-09-30T22:00:00Z", 31 * day + hour),
         (CalendarUnit::Day, "Europe/Berlin", "2027-03-27T23:00:00Z", day - hour),
         (CalendarUnit::Day, "Europe/Berlin", "2027-10-30T22:00:00Z", day + hour),
         (CalendarUnit::Day, "America/New_York", "2027-11-07T04:00:00Z", day + hour),
-        // By half an hour.
+        // A change of half an hour.
         (CalendarUnit::Day, "Australia/Lord_Howe", "2027-01-01T13:00:00Z", day),
         // A Monday.
         (CalendarUnit::Week, "UTC", "2027-01-04T00:00:00Z", 7 * day),
@@ -272,7 +280,7 @@ async fn a_month_has_its_own_days() {
 }
 
 #[tokio::test]
-async fn a_late_refund_makes_no_key() {
+async fn late_refund_creates_no_key() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "late");
     let rules = every_algorithm(5, 60 * SECOND).into_iter().chain([("concurrency", concurrency(5, 60 * SECOND))]);
@@ -282,14 +290,14 @@ async fn a_late_refund_makes_no_key() {
         stores.clock.set(START);
         let full = stores.call(Operation::Check, &[limit.charge(1, 5)]).await;
         assert_eq!(full.granted, 1, "{name}");
-        // The window is over, the key still there.
+        // The window is over, and the key still exists.
         let later = START + longest_reset(&limit.rule);
         stores.clock.set(later);
         refund().await;
         let again = stores.call(Operation::Check, &[limit.charge(2, 5)]).await;
         assert_eq!(again.outcomes[0].remaining, full.outcomes[0].remaining, "{name}: no more than the limit");
         redis.assert_every_key_expires();
-        // The keys are gone.
+        // The keys are deleted.
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
         stores.clock.set(later + longest_reset(&limit.rule));
         refund().await;
@@ -298,7 +306,7 @@ async fn a_late_refund_makes_no_key() {
 }
 
 #[test]
-fn a_busy_redis_is_no_error_for_clients() {
+fn busy_redis_causes_no_client_error() {
     let redis = Redis::start();
     let mut connection = redis.connection();
     redis::cmd("CONFIG").arg("SET").arg("lua-time-limit").arg(20).exec(&mut connection).unwrap();
@@ -310,7 +318,7 @@ fn a_busy_redis_is_no_error_for_clients() {
     let mut client = gateway.client();
     let mut decided_by_store = || loop {
         let reply = client.get("/r");
-        // Until it is known whether Redis is late or gone.
+        // 503 until the breaker opens.
         if reply.status != 503 {
             assert_eq!(reply.status, 200);
             return reply.header("ratelimit").is_some();
@@ -321,8 +329,8 @@ fn a_busy_redis_is_no_error_for_clients() {
     std::thread::scope(|scope| {
         let mut blocker = redis.connection();
         let script = scope.spawn(move || redis::cmd("EVAL").arg("while true do end").arg(0).exec(&mut blocker));
-        // First it is silent, then it answers that it is busy.
-        eventually("requests pass without it", || !decided_by_store());
+        // Redis is silent first, then replies BUSY.
+        eventually("requests are admitted without the store", || !decided_by_store());
         let killed = || redis::cmd("SCRIPT").arg("KILL").exec(&mut redis.connection()).is_ok();
         eventually("the script is killed", killed);
         assert!(script.join().unwrap().is_err(), "it did not end by itself");
@@ -332,9 +340,9 @@ fn a_busy_redis_is_no_error_for_clients() {
 
 #[test]
 fn no_two_identities_share_a_key() {
-    // What keys are made of, the tag of a header's value, and the first bytes of a length.
+    // Characters of the key syntax: the tag of a header value, delimiters, and the first bytes of a length.
     const LETTERS: [&str; 5] = ["h", "{", "}", ":", "\0"];
-    /// All texts of up to so many of the letters.
+    /// Return all texts of up to `length` of these letters.
     fn texts(length: u32) -> Vec<String> {
         let mut all = vec![String::new()];
         let mut last = all.clone();

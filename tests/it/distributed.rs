@@ -1,4 +1,4 @@
-//! Several gateways on one Redis: limits that are exact, keys that tell nothing, outages that are no outages.
+//! Several gateways on one Redis: exact limits, keys without personal data, and outages.
 
 use std::process::Command;
 
@@ -8,13 +8,13 @@ use crate::support::gateway::Gateway;
 use crate::support::http2;
 use crate::support::redis::{Redis, free_port};
 use crate::support::relay::Relay;
-use crate::support::server::{Mood, Server};
+use crate::support::server::{Behaviour, Server};
 use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
 
-/// A store whose late replies are not mistaken for over-admission: it may take its time, and an error denies.
-fn patient(url: &str, limit: &str) -> String {
+/// A configuration with a long store timeout that denies on errors: no late reply looks like over-admission.
+fn config(url: &str, limit: &str) -> String {
     format!(
         "[store]\nurl = \"{url}\"\ntimeout = \"5s\"\n[api_key]\non_unknown = \"accept\"\n\
          [limit.l]\n{limit}\non_store_error = \"deny\"\n\
@@ -34,7 +34,7 @@ fn two_gateways_admit_exactly_the_limit() {
             .iter()
             .enumerate()
     {
-        let config = patient(&redis.url(), &format!("by = \"api-key\"\nquota = \"100/24h\"\n{limit}"));
+        let config = config(&redis.url(), &format!("by = \"api-key\"\nquota = \"100/24h\"\n{limit}"));
         let gateways = [Gateway::start(&config), Gateway::start(&config)];
         let key = format!("secret-key-{round}");
         let addresses = gateways.each_ref().map(|gateway| gateway.address);
@@ -42,7 +42,7 @@ fn two_gateways_admit_exactly_the_limit() {
         assert_eq!(statuses.len(), 5000);
         assert_eq!(count(&statuses, 503), 0, "{limit}: no store errors");
         let admitted = count(&statuses, 200);
-        // A token bucket of 100 a day gives one back each 864 s.
+        // A token bucket of 100 per 24 h refills one token every 864 s.
         assert_eq!((admitted, count(&statuses, 429)), (100, 4900), "{limit}");
     }
     redis.assert_every_key_expires();
@@ -53,11 +53,11 @@ fn two_gateways_admit_exactly_the_limit() {
 }
 
 #[test]
-fn two_gateways_admit_exactly_the_limit_over_both_protocols() {
+fn two_gateways_admit_exactly_the_limit_over_http1_and_http2() {
     const RUNS: usize = 20;
     let redis = Redis::start();
     let limit = "by = \"api-key\"\nquota = \"100/24h\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"";
-    let config = patient(&redis.url(), limit);
+    let config = config(&redis.url(), limit);
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
     let addresses = gateways.each_ref().map(|gateway| gateway.address);
     for run in 0..RUNS {
@@ -70,7 +70,7 @@ fn two_gateways_admit_exactly_the_limit_over_both_protocols() {
         let counts = (count(&statuses, 200), count(&statuses, 429), count(&statuses, 503));
         assert_eq!(counts, (100, 4900, 0), "run {run}: admitted, denied, store errors");
     }
-    println!("row 14: exactly 100 of 5000 in {RUNS} of {RUNS} runs");
+    println!("fault 14: exactly 100 of 5000 in {RUNS} of {RUNS} runs");
 }
 
 #[test]
@@ -97,9 +97,9 @@ fn keys_show_neither_addresses_nor_names() {
 }
 
 #[test]
-fn a_limit_in_two_shapes_has_two_states_and_in_two_sizes_one() {
+fn another_algorithm_or_window_has_its_own_state_and_another_quota_shares_it() {
     let redis = Redis::start();
-    let gateway = |limit: &str| Gateway::start(&patient(&redis.url(), &format!("by = \"global\"\n{limit}")));
+    let gateway = |limit: &str| Gateway::start(&config(&redis.url(), &format!("by = \"global\"\n{limit}")));
     let left = |gateway: &Gateway| {
         let reply = gateway.get("/r");
         assert_eq!(reply.status, 200, "{}", gateway.log());
@@ -119,7 +119,7 @@ fn a_limit_in_two_shapes_has_two_states_and_in_two_sizes_one() {
 fn hey_counts_as_many_200s_as_the_limit() {
     let redis = Redis::start();
     let gateway =
-        Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"500/24h\"\nalgorithm = \"fixed-window\""));
+        Gateway::start(&config(&redis.url(), "by = \"ip\"\nquota = \"500/24h\"\nalgorithm = \"fixed-window\""));
     let url = format!("http://{}/r", gateway.address);
     let output = Command::new("hey")
         .args(["-n", "3000", "-c", "50", &url])
@@ -137,7 +137,7 @@ fn hey_counts_as_many_200s_as_the_limit() {
 fn concurrent_calls_share_connections() {
     let redis = Redis::start();
     let workers = 2;
-    let config = patient(&redis.url(), "by = \"header:x-id\"\nquota = \"1000000/hour\"")
+    let config = config(&redis.url(), "by = \"header:x-id\"\nquota = \"1000000/hour\"")
         .replace("[store]", &format!("[server]\nworkers = {workers}\n[store]"));
     let gateway = Gateway::start(&config);
     std::thread::scope(|scope| {
@@ -152,20 +152,20 @@ fn concurrent_calls_share_connections() {
         }
     });
     let clients: String = redis::cmd("CLIENT").arg("LIST").query(&mut redis.connection()).unwrap();
-    // This connection asks, too.
+    // The connection of the test is counted as well.
     assert!(clients.lines().count() <= workers + 1, "{clients}");
     let calls = redis.calls("evalsha");
     assert!((1..=6400).contains(&calls), "at most one call for each request: {calls}");
 }
 
 #[test]
-fn scripts_are_loaded_when_a_connection_is_made() {
+fn scripts_are_loaded_when_a_connection_opens() {
     let redis = Redis::start();
-    let gateway = Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"5/min\""));
+    let gateway = Gateway::start(&config(&redis.url(), "by = \"ip\"\nquota = \"5/min\""));
     let bucket = TokenBucket::new("5/min".parse().unwrap(), 5).unwrap();
     let sha = &script(ScriptVariant::Single, AlgorithmSet::for_rules([&Rule::TokenBucket(bucket)])).sha;
     let mut connection = redis.connection();
-    eventually("the script is there before any request", || {
+    eventually("the script is loaded before any request", || {
         let exists: Vec<bool> = redis::cmd("SCRIPT").arg("EXISTS").arg(sha).query(&mut connection).unwrap();
         exists == [true]
     });
@@ -173,10 +173,10 @@ fn scripts_are_loaded_when_a_connection_is_made() {
 }
 
 #[test]
-fn forgotten_scripts_are_sent_again() {
+fn script_flush_under_load_causes_no_error() {
     let redis = Redis::start();
     let gateway =
-        Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"200/24h\"\nalgorithm = \"fixed-window\""));
+        Gateway::start(&config(&redis.url(), "by = \"ip\"\nquota = \"200/24h\"\nalgorithm = \"fixed-window\""));
     let mut flusher = redis.connection();
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -188,12 +188,12 @@ fn forgotten_scripts_are_sent_again() {
         let statuses = load(&[gateway.address], 16, 1600, "/r", &[]);
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
         assert_eq!((count(&statuses, 200), count(&statuses, 429)), (200, 1400), "no errors, an exact count");
-        println!("row 20: 0 errors, exactly 200 of 1600");
+        println!("fault 20: 0 errors, exactly 200 of 1600");
     });
 }
 
 #[test]
-fn without_redis_each_limit_does_what_it_says() {
+fn without_redis_each_limit_follows_on_store_error() {
     let nowhere = format!("redis://127.0.0.1:{}", free_port());
     for (on_error, instances, expected) in
         [("deny", 1, (0, 0, 40)), ("allow", 1, (40, 0, 0)), ("local", 1, (20, 20, 0)), ("local", 4, (5, 35, 0))]
@@ -206,30 +206,30 @@ fn without_redis_each_limit_does_what_it_says() {
         let statuses = load(&[gateway.address], 4, 40, "/r", &[]);
         let counts = (count(&statuses, 200), count(&statuses, 429), count(&statuses, 503));
         assert_eq!(counts, expected, "on_store_error = {on_error}, {instances} instances");
-        eventually("it is said", || gateway.log().contains("the store fails"));
+        eventually("it is logged", || gateway.log().contains("the store fails"));
         assert_eq!(gateway.log().matches("the store fails").count(), 1, "said once:\n{}", gateway.log());
     }
 }
 
 #[test]
-fn the_log_says_why_redis_cannot_be_used() {
+fn log_says_why_redis_is_unusable() {
     let redis = Redis::start();
     redis::cmd("CONFIG").arg("SET").arg("requirepass").arg("sesame").exec(&mut redis.connection()).unwrap();
     for (url, reason) in [
         (format!("redis://127.0.0.1:{}", free_port()), "nothing listens at"),
         (format!("redis://:wrong@127.0.0.1:{}", redis.port), "Redis refuses this user or password"),
     ] {
-        let gateway = Gateway::start(&patient(&url, "by = \"ip\"\nquota = \"1/min\"").replace("\"5s\"", "\"2s\""));
-        eventually("the store is given up", || gateway.log().contains("the store fails"));
+        let gateway = Gateway::start(&config(&url, "by = \"ip\"\nquota = \"1/min\"").replace("\"5s\"", "\"2s\""));
+        eventually("the breaker opens", || gateway.log().contains("the store fails"));
         assert!(gateway.log().contains(reason), "{url}: {}", gateway.log());
     }
 }
 
 #[test]
-fn a_call_whose_reply_is_lost_is_charged_once() {
+fn call_without_reply_is_charged_once() {
     let redis = Redis::start();
     let relay = Relay::start(redis.port);
-    // One worker: another could still be connecting when replies are lost, and open the breaker.
+    // One worker: another one could still be connecting when replies are dropped, and open the breaker.
     let gateway = Gateway::start(&format!(
         "[server]\nworkers = 1\n[store]\nurl = \"{}\"\ntimeout = \"1s\"\n\
          [limit.l]\nby = \"ip\"\nquota = \"100/hour\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\non_store_error = \"allow\"\n\
@@ -238,8 +238,8 @@ fn a_call_whose_reply_is_lost_is_charged_once() {
     ));
     let mut client = gateway.client();
     assert!(client.get("/r").header("ratelimit").unwrap().contains("r=99"));
-    relay.lose_replies(true);
-    // Fewer than open the breaker: each is written, and none is answered.
+    relay.drop_replies(true);
+    // Fewer calls than open the breaker. Each is written and gets no reply.
     for _ in 0..2 {
         let reply = client.get("/r");
         assert_eq!(
@@ -248,17 +248,17 @@ fn a_call_whose_reply_is_lost_is_charged_once() {
             "no reply came, and it is no outage yet"
         );
     }
-    relay.lose_replies(false);
+    relay.drop_replies(false);
     let keys = redis.keys();
     let key = keys.iter().find(|key| !key.contains("~probe")).unwrap();
     assert_eq!(redis.state(key)[1], 3, "each was charged once");
-    println!("row 22: 2 of 2 calls without a reply charged once");
+    println!("fault 22: 2 of 2 calls without a reply charged once");
 }
 
 #[test]
-fn an_unchecked_request_is_a_503_with_a_problem() {
+fn unchecked_request_is_503_with_a_problem_document() {
     let gateway =
-        Gateway::start(&patient(&format!("redis://127.0.0.1:{}", free_port()), "by = \"ip\"\nquota = \"1/min\""));
+        Gateway::start(&config(&format!("redis://127.0.0.1:{}", free_port()), "by = \"ip\"\nquota = \"1/min\""));
     let reply = gateway.get("/r");
     assert_eq!(reply.status, 503);
     assert_eq!(reply.header("retry-after"), Some("1"));
@@ -266,7 +266,7 @@ fn an_unchecked_request_is_a_503_with_a_problem() {
 }
 
 #[test]
-fn a_redis_that_comes_back_is_used_again() {
+fn recovered_redis_is_used_again() {
     let port = free_port();
     let url = format!("redis://127.0.0.1:{port}");
     let gateway = Gateway::start(&format!(
@@ -285,13 +285,13 @@ fn a_redis_that_comes_back_is_used_again() {
         eventually("the limit is enforced", || ask(&id).status == 429);
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
-        // Somebody else: what was denied stays denied for a while, since no outage gives a quota back.
-        eventually("requests pass without it", || ask("other").header("ratelimit").is_none());
+        // Another identity: a cached denial is not lifted by an outage.
+        eventually("requests are admitted without the store", || ask("other").header("ratelimit").is_none());
     }
 }
 
 #[test]
-fn a_stopped_redis_costs_a_deadline_and_no_answer_is_crossed() {
+fn stopped_redis_costs_one_timeout_and_crosses_no_replies() {
     let redis = Redis::start();
     let limits = "[limit.l]\nby = \"header:x-id\"\nquota = \"100000/24h\"\nalgorithm = \"fixed-window\"\non_store_error = \"allow\"\n";
     let gateway = Gateway::start(&format!(
@@ -303,7 +303,7 @@ fn a_stopped_redis_costs_a_deadline_and_no_answer_is_crossed() {
     let mut standing = |id: &str| {
         let reply = loop {
             let reply = client.get_with("/r", &[("x-id", id)]);
-            // Until it is known whether the store is late or gone.
+            // 503 until the breaker opens.
             if reply.status != 503 {
                 break reply;
             }
@@ -316,7 +316,7 @@ fn a_stopped_redis_costs_a_deadline_and_no_answer_is_crossed() {
     eventually("the store decides", || standing("warm").is_some());
     for round in 0..3 {
         crate::support::signal(&redis.child, "STOP");
-        eventually("requests pass without it", || standing("other").is_none());
+        eventually("requests are admitted without the store", || standing("other").is_none());
         crate::support::signal(&redis.child, "CONT");
         let id = format!("fresh-{round}");
         let mut before = None;
@@ -324,7 +324,7 @@ fn a_stopped_redis_costs_a_deadline_and_no_answer_is_crossed() {
             before = standing(&id);
             before.is_some()
         });
-        // Were replies crossed, somebody else's remaining would show up here.
+        // A crossed reply would show the remaining count of another identity.
         for step in 1..200 {
             if let Some(left) = standing(&id) {
                 assert!(left <= before.unwrap() - step, "{left} after {before:?} and {step} requests");
@@ -357,7 +357,7 @@ fn local_share_that_does_not_divide_evenly_is_rounded_up() {
 #[test]
 fn local_share_of_requests_in_flight_is_rounded_up() {
     let server = Server::start();
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let gateway = Gateway::start(&format!(
         "[store]\nurl = \"redis://127.0.0.1:{}\"\ngateway_count = 3\n\
          [limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"20\"\n\
@@ -369,7 +369,7 @@ fn local_share_of_requests_in_flight_is_rounded_up() {
     clients.iter_mut().for_each(|client| client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n"));
     eventually("seven are in flight", || server.running() == 7);
     assert_eq!(gateway.get("/r").status, 429, "a third of 20, rounded up");
-    server.set(Mood::Answers(200));
+    server.set(Behaviour::Respond(200));
     assert!(clients.iter_mut().all(|client| client.reply().unwrap().status == 200));
 }
 

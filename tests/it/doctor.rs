@@ -1,4 +1,4 @@
-//! `sluicegate doctor` examines real servers: it finds what was planted, says what to do, and never hangs.
+//! `sluicegate doctor` on real servers: it finds faults, says what to do, and never hangs.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -8,11 +8,11 @@ use std::time::Duration;
 use crate::support::gateway::binary;
 use crate::support::redis::{Redis, free_port};
 use crate::support::resp::{Answer, FakeRedis};
-use crate::support::{PATIENCE, signal, upstream};
+use crate::support::{MAX_WAIT, signal, upstream};
 use serde_json::Value;
 use sluicegate::limiter::clock::monotonic;
 
-/// A limit of each kind, so that every right is needed.
+/// One limit of each algorithm, so that every permission is needed.
 const KINDS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 
@@ -21,12 +21,12 @@ struct Examined {
     out: String,
 }
 
-/// Examines the store at this URL.
+/// Examine the store at a URL.
 fn examine(url: &str, timeout: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Examined {
     run("doctor", "", url, timeout, arguments, variables)
 }
 
-/// Runs a command with a configuration that begins like this.
+/// Run a command with a configuration.
 fn run(
     subcommand: &str,
     begin: &str,
@@ -55,10 +55,10 @@ fn run(
     Examined { code: output.status.code(), out: String::from_utf8(output.stdout).unwrap() }
 }
 
-/// Its name and status, what was found, what to do.
+/// Name, status, finding and advice of a check.
 type Check = (String, String, String, Option<String>);
 
-/// The checks of the one server.
+/// Return the checks of the only server.
 fn checks_with(url: &str, timeout: &str) -> (Option<i32>, Vec<Check>) {
     let examined = examine(url, timeout, &["--json"], &[]);
     let report: Value = serde_json::from_str(&examined.out).unwrap();
@@ -76,12 +76,12 @@ fn checks_with(url: &str, timeout: &str) -> (Option<i32>, Vec<Check>) {
     (examined.code, checks.collect())
 }
 
-/// The same, with a deadline that a busy machine does not miss.
+/// As [`checks_with`], with a timeout that a busy machine does not exceed.
 fn checks(url: &str) -> (Option<i32>, Vec<Check>) {
     checks_with(url, "5s")
 }
 
-/// The status and the text of one check.
+/// Return the status and text of one check.
 fn check(url: &str, name: &str) -> (Option<i32>, String, String) {
     let (code, checks) = checks(url);
     let found = checks.iter().find(|check| check.0 == name).unwrap_or_else(|| panic!("no {name} in {checks:?}"));
@@ -92,7 +92,7 @@ fn command(redis: &Redis, words: &[&str]) {
     redis::cmd(words[0]).arg(&words[1..]).exec(&mut redis.connection()).unwrap_or_else(|e| panic!("{words:?}: {e}"));
 }
 
-/// Makes the user `name` as the manual has it, with the password `secret`; the URL to come as that user.
+/// Create the user `name` as in the manual with the password `secret`. Return the URL with that user.
 fn user_of_the_manual(redis: &Redis, name: &str) -> (String, Vec<String>) {
     let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/redis.md")).unwrap();
     let start = format!("ACL SETUSER {name} ");
@@ -103,7 +103,7 @@ fn user_of_the_manual(redis: &Redis, name: &str) -> (String, Vec<String>) {
 }
 
 #[test]
-fn a_healthy_server_passes_every_check_and_keeps_nothing() {
+fn doctor_passes_a_healthy_server_and_leaves_no_keys() {
     let redis = Redis::start();
     let (code, checks) = checks(&redis.url());
     let names = [
@@ -157,7 +157,7 @@ fn a_healthy_server_passes_every_check_and_keeps_nothing() {
 }
 
 #[test]
-fn keys_that_never_expire_are_found_among_those_of_the_prefix() {
+fn keys_of_the_prefix_without_ttl_are_reported() {
     let redis = Redis::start();
     command(&redis, &["SET", "elsewhere", "1"]);
     command(&redis, &["SET", "rl:{a}:fine", "1", "EX", "1000"]);
@@ -171,7 +171,7 @@ fn keys_that_never_expire_are_found_among_those_of_the_prefix() {
 }
 
 #[test]
-fn the_search_for_keys_is_bounded_and_says_how_far_it_came() {
+fn key_scan_is_bounded_and_reports_how_far_it_came() {
     let redis = Redis::start();
     command(&redis, &["EVAL", "for i = 1, 150000 do redis.call('SET', 'other:' .. i, '1') end", "0"]);
     let (code, status, found) = check(&redis.url(), "keys");
@@ -182,7 +182,7 @@ fn the_search_for_keys_is_bounded_and_says_how_far_it_came() {
 }
 
 #[test]
-fn a_policy_that_may_evict_limits_and_what_it_evicted_are_told() {
+fn eviction_policy_and_evicted_keys_are_reported() {
     let redis = Redis::start();
     command(&redis, &["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]);
     let (code, status, found) = check(&redis.url(), "policy");
@@ -196,7 +196,7 @@ fn a_policy_that_may_evict_limits_and_what_it_evicted_are_told() {
         assert_eq!((code, status.as_str()), (Some(1), "failed"), "{found}");
         assert!(found.contains(why) && found.contains("8.0 MiB") && found.contains("noeviction"), "{found}");
     }
-    // Small parts of the maximum: Redis evicts one at a time, and stays above the threshold.
+    // Each value is a small part of the maximum: Redis evicts one at a time and stays above the threshold.
     let large = "x".repeat(1 << 17);
     for number in 0..96 {
         command(&redis, &["SET", &format!("large-{number}"), &large, "EX", "1000"]);
@@ -208,7 +208,7 @@ fn a_policy_that_may_evict_limits_and_what_it_evicted_are_told() {
 }
 
 #[test]
-fn a_full_server_that_evicts_nothing_fails_the_trial_and_says_why() {
+fn full_server_with_noeviction_fails_the_trial_with_its_reason() {
     let redis = Redis::start();
     command(&redis, &["CONFIG", "SET", "maxmemory", "100kb"]);
     let (code, status, found) = check(&redis.url(), "decisions");
@@ -217,7 +217,7 @@ fn a_full_server_that_evicts_nothing_fails_the_trial_and_says_why() {
 }
 
 #[test]
-fn the_user_of_the_gateway_leaves_out_what_it_may_not_see() {
+fn checks_without_permission_are_skipped_for_the_gateway_user() {
     let redis = Redis::start();
     let (url, _) = user_of_the_manual(&redis, "gateway");
     let (code, checks) = checks(&url);
@@ -238,7 +238,7 @@ fn the_user_of_the_gateway_leaves_out_what_it_may_not_see() {
 }
 
 #[test]
-fn the_user_of_the_doctor_leaves_out_nothing() {
+fn no_check_is_skipped_for_the_doctor_user() {
     let redis = Redis::start();
     command(&redis, &["SET", "rl:{a}:fine", "1", "EX", "1000"]);
     let (url, _) = user_of_the_manual(&redis, "doctor");
@@ -250,10 +250,10 @@ fn the_user_of_the_doctor_leaves_out_nothing() {
 }
 
 #[test]
-fn every_right_of_the_manual_that_is_missing_is_named() {
+fn each_missing_permission_of_the_manual_is_named() {
     let redis = Redis::start();
     let (url, words) = user_of_the_manual(&redis, "gateway");
-    // Without these the gateway does its work: their replies are not needed, or only asked for another database.
+    // The gateway works without these: it ignores their replies, or needs them for other databases only.
     let spare = ["+hello", "+client|setname", "+select"];
     let rights: Vec<_> = words.iter().filter(|word| word.starts_with('+') && !spare.contains(&word.as_str())).collect();
     assert_eq!(rights.len(), 24, "{rights:?}");
@@ -271,7 +271,7 @@ fn every_right_of_the_manual_that_is_missing_is_named() {
     assert!(status == "failed" && found.contains("~PREFIX:*"), "{found}");
 }
 
-/// A way to the server on which each piece of replies, counted from 0, is held up.
+/// A relay that delays the replies of the server. `hold` is called with the number of each piece, from 0.
 fn relay(port: u16, hold: impl Fn(usize) + Send + Sync + 'static) -> String {
     let address = upstream::serve(move |mut client| {
         let mut server = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -290,7 +290,7 @@ fn relay(port: u16, hold: impl Fn(usize) + Send + Sync + 'static) -> String {
 }
 
 #[test]
-fn a_server_that_is_no_master_or_too_old_fails() {
+fn replica_and_old_server_fail() {
     let (master, replica) = (Redis::start(), Redis::start());
     command(&replica, &["REPLICAOF", "127.0.0.1", &master.port.to_string()]);
     let (code, status, found) = check(&replica.url(), "role");
@@ -315,7 +315,7 @@ fn a_server_that_is_no_master_or_too_old_fails() {
 }
 
 #[test]
-fn a_slow_round_trip_is_told_by_the_deadline() {
+fn slow_round_trip_is_judged_by_store_timeout() {
     let redis = Redis::start();
     let url = relay(redis.port, |_| std::thread::sleep(Duration::from_millis(20)));
     for (timeout, expected, advice) in [
@@ -363,7 +363,7 @@ fn slow_connecting_is_a_warning() {
 #[test]
 fn check_warns_of_a_timeout_that_is_too_short_for_the_round_trip() {
     let redis = Redis::start();
-    // Longer in all than a silent store is waited for: it answers, but late.
+    // In total longer than the timeout for a silent store, but each reply arrives.
     let url = relay(redis.port, |_| std::thread::sleep(Duration::from_millis(30)));
     let said = run("check", "", &url, "50ms", &[], &[]);
     assert_eq!(said.code, Some(0), "{}", said.out);
@@ -409,7 +409,7 @@ fn overrides_without_persistence_are_a_warning() {
     command(&redis, &["CONFIG", "SET", "appendonly", "yes"]);
     assert_eq!(warns(admin, &url), (false, "append-only file".to_owned()));
     command(&redis, &["CONFIG", "SET", "appendonly", "no"]);
-    // Without INFO, CONFIG GET is enough.
+    // Without INFO, CONFIG GET is sufficient.
     let (url, _) = user_of_the_manual(&redis, "doctor");
     command(&redis, &["ACL", "SETUSER", "doctor", "-info"]);
     command(&redis, &["DEL", "rl:overrides"]);
@@ -417,7 +417,7 @@ fn overrides_without_persistence_are_a_warning() {
 }
 
 #[test]
-fn a_server_that_hangs_is_given_up() {
+fn hanging_server_is_abandoned_at_the_deadline() {
     let redis = Redis::start();
     signal(&redis.child, "STOP");
     let started = monotonic();
@@ -430,11 +430,11 @@ fn a_server_that_hangs_is_given_up() {
 }
 
 #[test]
-fn a_server_that_stops_answering_is_asked_no_more() {
+fn server_that_stops_replying_gets_no_further_checks() {
     let redis = Redis::start();
     let url = relay(redis.port, |piece| {
         if piece == 5 {
-            std::thread::park_timeout(PATIENCE);
+            std::thread::park_timeout(MAX_WAIT);
         }
     });
     let (code, checks) = checks(&url);
@@ -445,7 +445,7 @@ fn a_server_that_stops_answering_is_asked_no_more() {
 }
 
 #[test]
-fn nothing_there_and_a_wrong_password_are_one_failed_check() {
+fn unreachable_server_and_wrong_password_are_one_failed_check() {
     let redis = Redis::start();
     let port = free_port();
     for (url, expected) in [
@@ -465,7 +465,7 @@ fn nothing_there_and_a_wrong_password_are_one_failed_check() {
 }
 
 #[test]
-fn the_memory_store_has_nothing_to_examine_and_a_bad_file_is_code_2() {
+fn memory_store_has_no_checks_and_invalid_file_exits_with_2() {
     let table = examine("memory:", "5s", &[], &[]);
     assert_eq!((table.code, table.out.as_str()), (Some(0), "store: memory: there is no Redis to examine\n"));
     let report: Value = serde_json::from_str(&examine("memory:", "5s", &["--json"], &[]).out).unwrap();

@@ -1,5 +1,5 @@
-//! SIGTERM with 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams fails none (row 27), SIGTERM while
-//! connections keep coming has an end, and connections in the listen backlog are served.
+//! SIGTERM: 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams finish (fault 27 in docs/testing.md), new
+//! connections do not delay the end, and connections in the listen backlog are served.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -10,9 +10,9 @@ use crate::support::certificates::{NOW, Pair, TlsClient, tls};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::reload::says;
-use crate::support::server::{Mood, Server};
+use crate::support::server::{Behaviour, Server};
 use crate::support::upstream;
-use crate::support::{Raise, eventually, signal};
+use crate::support::{SetOnDrop, eventually, signal};
 use http_body_util::{BodyExt, Empty};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustls::version::TLS13;
@@ -25,7 +25,7 @@ const EVENTS: usize = 40;
 #[test]
 fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
     let server = Server::start();
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let released = Arc::new((Mutex::new(false), Condvar::new()));
     let events = {
         let released = released.clone();
@@ -50,7 +50,7 @@ fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
     let mut streams: Vec<_> = (0..EVENTS).map(|_| gateway.client()).collect();
     for stream in &mut streams {
         stream.send(b"GET /events HTTP/1.1\r\nHost: a\r\n\r\n");
-        // It has begun: what is left of it comes after the signal.
+        // The response has started. The rest follows after the signal.
         replies.push(stream.head().unwrap());
     }
     let second = std::thread::spawn(move || {
@@ -74,11 +74,11 @@ fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
             requests.join_all().await
         })
     });
-    eventually("all are under way", || server.running() == HTTP1 + HTTP2);
+    eventually("all are in flight", || server.running() == HTTP1 + HTTP2);
 
     gateway.terminate();
-    eventually("no new connection is taken", || TcpStream::connect(address).is_err());
-    server.set(Mood::Answers(200));
+    eventually("no new connection is accepted", || TcpStream::connect(address).is_err());
+    server.set(Behaviour::Respond(200));
     *released.0.lock().unwrap() = true;
     released.1.notify_all();
 
@@ -93,28 +93,28 @@ fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
         let whole = rest.ends_with(b"data: two\r\n\n\r\n0\r\n\r\n");
         failed += usize::from(head.status != 200 || !whole);
     }
-    println!("row 27: {} in flight, {failed} failed", HTTP1 + HTTP2 + EVENTS);
+    println!("fault 27: {} in flight, {failed} failed", HTTP1 + HTTP2 + EVENTS);
     assert_eq!(failed, 0);
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
 }
 
 #[test]
-fn clients_that_keep_connecting_do_not_keep_it_from_ending() {
+fn new_connections_do_not_delay_the_end_after_sigterm() {
     let mut gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", says("x")));
     let (address, over, tries) = (gateway.address.into(), AtomicBool::new(false), AtomicUsize::new(0));
     std::thread::scope(|scope| {
-        let end = Raise(&over);
+        let end = SetOnDrop(&over);
         for _ in 0..2 {
             scope.spawn(|| {
                 while !over.load(Ordering::SeqCst) {
-                    // Goes on where a queue that is full would keep others waiting.
+                    // Non-blocking: a full backlog would block a blocking connect.
                     let socket = Socket::new(Domain::IPV4, Type::STREAM.nonblocking(), None).unwrap();
                     let _ = socket.connect(&address);
                     tries.fetch_add(1, Ordering::SeqCst);
                 }
             });
         }
-        eventually("connections come", || tries.load(Ordering::SeqCst) > 10_000);
+        eventually("connections arrive", || tries.load(Ordering::SeqCst) > 10_000);
         gateway.terminate();
         assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
         drop(end);
@@ -132,7 +132,7 @@ fn connections_in_the_listen_backlog_at_sigterm_are_all_served() {
             &format!("[server]\nworkers = 1\n{}[[listener]]\naddress = \"127.0.0.1:0\"\n{certificates}", says("x")),
             &[("a.pem", &*pair.cert), ("a.key", &*pair.key)],
         );
-        // While the process is stopped the kernel completes the connections and queues them.
+        // While the process is stopped, the kernel completes the connections and queues them.
         signal(&gateway.child, "STOP");
         let mut queued: Vec<_> = (0..QUEUED).map(|_| gateway.client()).collect();
         if !secure {
@@ -144,7 +144,7 @@ fn connections_in_the_listen_backlog_at_sigterm_are_all_served() {
             false => client.reply().map(|reply| reply.status),
             true => {
                 let stream = client.stream.into_inner();
-                TlsClient::shake_over(stream, &tls_client, "gate.test")
+                TlsClient::handshake_over(stream, &tls_client, "gate.test")
                     .ok()
                     .map(|mut client| client.get("/says").status)
             }

@@ -1,6 +1,7 @@
-//! Limits of size, number and time at the edge, and answers that come before the request is read. Rows 8, 28 and 29.
+//! Limits of size, number and time at the listener, and responses that come before the request was read: faults 8, 28
+//! and 29 in docs/testing.md.
 
-#![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
+#![allow(clippy::disallowed_methods)] // the tests measure times
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
@@ -16,7 +17,7 @@ use crate::support::frames::{
 };
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Upstream, read_head, read_request, serve};
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -26,10 +27,10 @@ use tokio::net::TcpStream as AsyncStream;
 
 const UPLOAD: usize = 10 << 20;
 
-/// A machine that does much else may be so late with what has a deadline.
+/// Delay that a busy machine may add to a timeout.
 const LATE: Duration = Duration::from_secs(4);
 
-/// One route to an upstream, and some that never ask for the body.
+/// One route to an upstream, and some that never read the body.
 fn routes(upstream: SocketAddr, all: &str) -> String {
     format!(
         "[limit.once]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"1/year\"\n\
@@ -64,11 +65,11 @@ fn tls(address: SocketAddr) -> rustls::StreamOwned<rustls::ClientConnection, Tcp
     let name = ServerName::try_from("one.test").unwrap();
     let connection = rustls::ClientConnection::new(tls_client(&[b"http/1.1"]), name).unwrap();
     let stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     rustls::StreamOwned::new(connection, stream)
 }
 
-/// Sends a large body, whatever happens, and only then looks for the answer.
+/// Send a large body regardless of errors, then read the response.
 fn upload(stream: &mut (impl Read + Write), path: &str, chunked: bool) -> String {
     let framing = match chunked {
         true => "Transfer-Encoding: chunked".to_owned(),
@@ -84,20 +85,20 @@ fn upload(stream: &mut (impl Read + Write), path: &str, chunked: bool) -> String
         }
     }
     let mut answer = Vec::new();
-    // How it ends does not matter to whoever has read the answer.
+    // The end of the connection does not matter once the response is read.
     let _ = stream.read_to_end(&mut answer);
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-/// Whether somebody has read a whole answer with this status.
+/// Return whether this is a complete response with this status.
 fn is_read(answer: &str, status: u16) -> bool {
     let Some((head, body)) = answer.split_once("\r\n\r\n") else { return false };
     let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")).unwrap().parse::<usize>().unwrap();
     head.starts_with(&format!("HTTP/1.1 {status} ")) && head.contains("connection: close") && body.len() == length
 }
 
-/// Runs `job` for 100 clients, ten at a time; how many it went well for.
-fn of_100(job: impl Fn(usize) -> bool + Sync) -> usize {
+/// Run `job` for 100 clients, ten at a time. Return how many succeeded.
+fn successes_of_100(job: impl Fn(usize) -> bool + Sync) -> usize {
     std::thread::scope(|scope| {
         let job = &job;
         let threads: Vec<_> =
@@ -107,7 +108,7 @@ fn of_100(job: impl Fn(usize) -> bool + Sync) -> usize {
 }
 
 #[test]
-fn row_8_who_uploads_reads_why_it_was_denied() {
+fn uploading_client_reads_the_429() {
     let upstream = Upstream::start();
     let clear = Gateway::start(&routes(upstream.address, ""));
     let secure = Gateway::start(&format!("{}{}", routes(upstream.address, ""), over_tls()));
@@ -116,15 +117,15 @@ fn row_8_who_uploads_reads_why_it_was_denied() {
     let mut first = tls(secure.address);
     first.write_all(b"GET /limited HTTP/1.1\r\nHost: a.test\r\nConnection: close\r\n\r\n").unwrap();
     let _ = first.read_to_end(&mut Vec::new());
-    let read = of_100(|index| {
+    let read = successes_of_100(|index| {
         let mut stream = TcpStream::connect(clear.address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         is_read(&upload(&mut stream, "/limited", index % 2 == 0), 429)
     });
-    println!("row 8: HTTP/1.1: {read} of 100");
+    println!("fault 8: HTTP/1.1: {read} of 100");
     assert_eq!(read, 100);
-    let read = of_100(|index| is_read(&upload(&mut tls(secure.address), "/limited", index % 2 == 0), 429));
-    println!("row 8: TLS: {read} of 100");
+    let read = successes_of_100(|index| is_read(&upload(&mut tls(secure.address), "/limited", index % 2 == 0), 429));
+    println!("fault 8: TLS: {read} of 100");
     assert_eq!(read, 100);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     for (what, gateway) in [("clear", &clear), ("TLS", &secure)] {
@@ -135,7 +136,7 @@ fn row_8_who_uploads_reads_why_it_was_denied() {
             }
             clients.join_all().await.into_iter().filter(|status| *status == Some(429)).count()
         });
-        println!("row 8: HTTP/2, {what}: {read} of 100");
+        println!("fault 8: HTTP/2, {what}: {read} of 100");
         assert_eq!(read, 100);
     }
     assert_eq!(upstream.count(), 0);
@@ -165,10 +166,10 @@ async fn upload_by_http_2(address: SocketAddr, secure: bool) -> Option<u16> {
 }
 
 #[test]
-fn row_8_every_early_answer_is_read() {
-    let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec());
+fn uploading_client_reads_every_early_response() {
+    let upstream = Upstream::responding(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec());
     let early = serve(|mut stream| {
-        // An upstream that answers at once, and closes.
+        // An upstream that responds at once and closes.
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 507 Full\r\nContent-Length: 4\r\nConnection: close\r\n\r\nfull").unwrap();
         stream.shutdown(Shutdown::Write).unwrap();
@@ -179,7 +180,7 @@ fn row_8_every_early_answer_is_read() {
                  [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\nlimits = [\"l\"]\n";
     let down = Gateway::start(store);
     let full = Gateway::start(&routes(early, ""));
-    let nobody = Gateway::start(&routes("127.0.0.1:1".parse().unwrap(), ""));
+    let unreachable = Gateway::start(&routes("127.0.0.1:1".parse().unwrap(), ""));
     for (gateway, path, status) in [
         (&gateway, "/key", 401),
         (&gateway, "/none", 404),
@@ -187,7 +188,7 @@ fn row_8_every_early_answer_is_read() {
         (&gateway, "/small", 413),
         (&gateway, "/respond", 200),
         (&down, "/", 503),
-        (&nobody, "/up/", 502),
+        (&unreachable, "/up/", 502),
     ] {
         for chunked in [false, true] {
             let answer = upload(&mut TcpStream::connect(gateway.address).unwrap(), path, chunked);
@@ -196,7 +197,7 @@ fn row_8_every_early_answer_is_read() {
     }
     let answer = upload(&mut TcpStream::connect(full.address).unwrap(), "/up/", false);
     assert!(answer.starts_with("HTTP/1.1 507 ") && answer.ends_with("full"), "the upstream's own: {answer}");
-    // A head that is too long is answered before its end, too.
+    // A head that is too long is rejected before it ends.
     let mut stream = TcpStream::connect(gateway.address).unwrap();
     let _ = stream.write_all(format!("GET / HTTP/1.1\r\nx-long: {}", "x".repeat(1 << 20)).as_bytes());
     let mut answer = Vec::new();
@@ -205,7 +206,7 @@ fn row_8_every_early_answer_is_read() {
 }
 
 #[test]
-fn a_denied_request_with_a_small_body_costs_no_connection() {
+fn denied_request_with_a_small_body_keeps_the_connection() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&routes(upstream.address, ""));
     let mut client = gateway.client();
@@ -223,7 +224,7 @@ fn a_denied_request_with_a_small_body_costs_no_connection() {
 }
 
 #[test]
-fn who_sends_a_whole_request_keeps_the_connection() {
+fn complete_request_keeps_the_connection() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&routes(upstream.address, ""));
     let mut client = gateway.client();
@@ -237,7 +238,7 @@ fn who_sends_a_whole_request_keeps_the_connection() {
 }
 
 #[test]
-fn nobody_is_asked_for_a_body_that_is_not_wanted() {
+fn rejected_request_with_expect_gets_no_100_continue() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&routes(upstream.address, ""));
     assert_eq!(gateway.get("/limited").status, 200);
@@ -254,14 +255,14 @@ fn nobody_is_asked_for_a_body_that_is_not_wanted() {
             format!("POST {path} HTTP/1.1\r\nHost: a.test\r\nContent-Length: {length}\r\nExpect: 100-continue\r\n\r\n");
         client.send(head.as_bytes());
         let reply = client.reply().unwrap();
-        // What comes next could be the body or a request: nobody could tell.
+        // The next bytes could be the body or a request.
         assert_eq!((reply.status, reply.header("connection")), (status, Some("close")), "{path}");
         client.assert_closed(path);
     }
 }
 
 #[test]
-fn a_body_that_is_too_large_is_413() {
+fn body_larger_than_max_body_is_413() {
     let (tell, events) = channel();
     let upstream = serve(move |mut stream| {
         while let Some(seen) = read_request(&mut stream) {
@@ -274,11 +275,11 @@ fn a_body_that_is_too_large_is_413() {
     let exact = 32 << 10;
     let mut client = gateway.client();
     assert_eq!(client.request("POST", "/small", &[], &vec![b'x'; exact]).status, 200, "as much as may be");
-    assert_eq!(events.recv_timeout(PATIENCE).unwrap(), Some(exact));
+    assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), Some(exact));
     client.send(format!("POST /small HTTP/1.1\r\nHost: a.test\r\nContent-Length: {}\r\n\r\n", exact + 1).as_bytes());
     client.reply().unwrap().assert_problem(413, "by its length, before any of it came");
     for pieces in [exact + 1, 1000, 10] {
-        // Chunks say no length in advance.
+        // Chunked bodies have no length in advance.
         let mut client = gateway.client();
         client.send(b"POST /small HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n");
         let body = [format!("{pieces:x}\r\n").as_bytes(), &vec![b'x'; pieces], b"\r\n"].concat();
@@ -290,30 +291,30 @@ fn a_body_that_is_too_large_is_413() {
         let reply = client.reply().expect("an answer");
         reply.assert_problem(413, &format!("chunks of {pieces}"));
         assert_eq!(reply.header("connection"), Some("close"));
-        assert_eq!(events.recv_timeout(PATIENCE).unwrap(), None, "the upstream sees a request that breaks off");
+        assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), None, "the upstream sees a request that breaks off");
     }
-    // HTTP/2 without a length.
+    // HTTP/2 without Content-Length.
     let mut client = Http2::connect(gateway.address, &[]);
     client.send(&frame(HEADERS, END_HEADERS, 1, &block("POST", "/small", &[]))).unwrap();
     for _ in 0..3 {
         client.send(&frame(DATA, 0, 1, &vec![b'x'; 16 << 10])).unwrap();
     }
     let head = client.until(HEADERS, 1).expect("an answer");
-    // The status comes first, as a literal with an indexed name (RFC 7541 §6.2.2, Appendix A).
+    // The status is the first field, a literal with an indexed name (RFC 7541 §6.2.2, Appendix A).
     assert_eq!(head.payload[0] & 0x0f, 8, "{head:?}");
     assert_eq!(
         client.until(RST_STREAM, 1).expect("the stream ends").payload,
         [0, 0, 0, 0],
         "NO_ERROR: the answer counts"
     );
-    assert_eq!(events.recv_timeout(PATIENCE).unwrap(), None);
+    assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), None);
 }
 
 // ---- numbers -------------------------------------------------------------------------------------
 
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/\"\nrespond = { status = 200, body = \"hello\" }\n";
 
-/// Whether the other side has closed; nothing that it sent is expected.
+/// Return whether the connection is closed within `within`. Received bytes are an error.
 fn is_closed(stream: &mut TcpStream, within: Duration) -> bool {
     stream.set_read_timeout(Some(within)).unwrap();
     match stream.read(&mut [0; 1024]) {
@@ -324,7 +325,7 @@ fn is_closed(stream: &mut TcpStream, within: Duration) -> bool {
 }
 
 #[test]
-fn beyond_max_connections_clients_wait() {
+fn connections_beyond_max_connections_wait() {
     for layout in ["per-core", "work-stealing"] {
         let gateway =
             Gateway::start(&format!("[server]\nmax_connections = 3\nworkers = 2\nthreading = \"{layout}\"\n{HELLO}"));
@@ -336,11 +337,11 @@ fn beyond_max_connections_clients_wait() {
         for client in &mut waiting {
             client.send(b"GET / HTTP/1.1\r\nHost: a.test\r\nConnection: close\r\n\r\n");
         }
-        eventually("the log tells", || gateway.log().contains("max_connections"));
+        eventually("the event is logged", || gateway.log().contains("max_connections"));
         let stream = waiting[0].stream.get_mut();
         assert!(!is_closed(stream, Duration::from_millis(300)), "{layout}: neither answered nor refused");
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        // One place lets them all through, one after the other.
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
+        // One free connection serves all of them, one after the other.
         open.pop();
         for client in &mut waiting {
             assert_eq!(client.reply().expect("an answer").status, 200, "{layout}");
@@ -351,12 +352,12 @@ fn beyond_max_connections_clients_wait() {
 }
 
 #[test]
-fn a_client_has_its_share_of_connections() {
+fn connections_beyond_max_connections_per_ip_are_closed() {
     let config =
         "[server]\nmax_connections_per_ip = 2\n[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\nipv4_prefix = 31\n";
     let gateway = Gateway::start(&format!("{config}{HELLO}"));
     let from = |address: &str| Client::connect_from(address.parse::<IpAddr>().unwrap(), gateway.address);
-    // 127.0.0.2 and .3 are one network.
+    // With `ipv4_prefix = 31`, 127.0.0.2 and 127.0.0.3 are one network.
     let mut open = vec![from("127.0.0.2"), from("127.0.0.3")];
     for client in &mut open {
         assert_eq!(client.get("/").status, 200);
@@ -368,15 +369,15 @@ fn a_client_has_its_share_of_connections() {
         assert_eq!(client.get("/").status, 200, "a trusted proxy brings many clients");
     }
     open.pop();
-    eventually("a place comes free", || {
+    eventually("a connection slot is free", || {
         let mut client = from("127.0.0.2");
         let sent = client.stream.get_mut().write_all(b"GET / HTTP/1.1\r\nHost: a.test\r\nConnection: close\r\n\r\n");
         sent.is_ok() && client.reply().is_some_and(|reply| reply.status == 200)
     });
 }
 
-/// 400 connections to a process that may have 256 files.
-fn few_files(what: &str, server: &str) {
+/// Open 400 connections to a process with 256 descriptors.
+fn assert_calm_without_descriptors(what: &str, server: &str) {
     let gateway = Gateway::start_by(&format!("{server}{HELLO}"), |path: &Path| {
         let mut command = Command::new("sh");
         let script = format!("ulimit -n 256; exec {} --config {}", env!("CARGO_BIN_EXE_sluicegate"), path.display());
@@ -389,7 +390,7 @@ fn few_files(what: &str, server: &str) {
     let crowd: Vec<_> = (0..400).map(|_| TcpStream::connect(gateway.address).unwrap()).collect();
     let (started, before) = (Instant::now(), gateway.cpu_ms());
     while started.elapsed() < Duration::from_secs(2) {
-        // Whoever is in is served meanwhile.
+        // Accepted connections are served meanwhile.
         assert_eq!(early.get("/").status, 200, "{what}");
         std::thread::park_timeout(Duration::from_millis(100));
     }
@@ -398,30 +399,30 @@ fn few_files(what: &str, server: &str) {
     let left = Instant::now();
     assert_eq!(gateway.get("/").status, 200, "{what}: a new client");
     let recovered = left.elapsed();
-    println!("row 28: {what}: {:.1} % of a core, recovered in {recovered:?}", share * 100.0);
+    println!("fault 28: {what}: {:.1} % of a core, recovered in {recovered:?}", share * 100.0);
     assert!(share <= 0.2, "{what}: {share} of a core");
     assert!(recovered < Duration::from_secs(2) + LATE, "{what}: {recovered:?}");
 }
 
 #[test]
-fn row_28_when_files_run_out_the_gateway_stays_calm() {
-    few_files("the default of max_connections", "");
-    few_files("more connections than files", "[server]\nmax_connections = 1000\n");
+fn gateway_out_of_descriptors_uses_little_cpu_and_recovers() {
+    assert_calm_without_descriptors("the default of max_connections", "");
+    assert_calm_without_descriptors("more connections than files", "[server]\nmax_connections = 1000\n");
 }
 
 // ---- time ----------------------------------------------------------------------------------------
 
-/// Sends `start` at once and then `rest` by the byte; the time until the connection is closed.
+/// Send `start` at once, then `rest` byte by byte. Return the time until the connection is closed.
 fn lifetime(address: SocketAddr, start: &[u8], rest: &[u8]) -> Duration {
     let begun = Instant::now();
     let mut stream = TcpStream::connect(address).unwrap();
     stream.write_all(start).unwrap();
     let mut rest = rest.iter();
     stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
-    while begun.elapsed() < PATIENCE {
+    while begun.elapsed() < MAX_WAIT {
         match stream.read(&mut [0; 1024]) {
             Ok(0) => return begun.elapsed(),
-            // Settings of HTTP/2, or the server's part of a handshake.
+            // SETTINGS of HTTP/2, or a TLS handshake message.
             Ok(_) => {}
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
             Err(_) => return begun.elapsed(),
@@ -434,7 +435,7 @@ fn lifetime(address: SocketAddr, start: &[u8], rest: &[u8]) -> Duration {
 }
 
 #[test]
-fn row_29_who_never_finishes_a_head_is_closed_at_the_deadline() {
+fn incomplete_head_closes_the_connection_at_header_timeout() {
     let deadline = Duration::from_secs(1);
     let server = "[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1h\"\n";
     let clear = Gateway::start(&format!("{server}{HELLO}"));
@@ -462,7 +463,7 @@ fn row_29_who_never_finishes_a_head_is_closed_at_the_deadline() {
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     for (what, time) in times {
-        println!("row 29: {what}: closed after {time:?}");
+        println!("fault 29: {what}: closed after {time:?}");
         assert!(time >= deadline.mul_f64(0.9), "{what}: closed after {time:?}, too early");
         assert!(time <= deadline.mul_f64(1.1) + LATE, "{what}: closed after {time:?}, too late");
     }
@@ -471,8 +472,8 @@ fn row_29_who_never_finishes_a_head_is_closed_at_the_deadline() {
 const IDLE: Duration = Duration::from_millis(500);
 const IDLE_SERVER: &str = "[server]\nbody_idle_timeout = \"500ms\"\nworkers = 1\n";
 
-/// An upstream that sends a head and a first piece, and then what the test says.
-fn telling(head: &'static str, pieces: std::sync::mpsc::Receiver<Vec<u8>>) -> SocketAddr {
+/// An upstream that sends a head and a first piece, then the pieces of the test.
+fn streaming(head: &'static str, pieces: std::sync::mpsc::Receiver<Vec<u8>>) -> SocketAddr {
     let pieces = Mutex::new(pieces);
     serve(move |mut stream| {
         if read_request(&mut stream).is_none() {
@@ -486,9 +487,9 @@ fn telling(head: &'static str, pieces: std::sync::mpsc::Receiver<Vec<u8>>) -> So
 }
 
 #[test]
-fn an_upstream_may_be_silent_unless_it_owes_something() {
+fn idle_event_stream_stays_open_and_unfinished_body_times_out() {
     let (send, pieces) = channel();
-    let upstream = telling("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n", pieces);
+    let upstream = streaming("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n", pieces);
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream, "")));
     let mut client = gateway.client();
     client.send(b"GET /up/events HTTP/1.1\r\nHost: a.test\r\n\r\n");
@@ -496,14 +497,14 @@ fn an_upstream_may_be_silent_unless_it_owes_something() {
     let mut first = [0; 10];
     client.stream.read_exact(&mut first).unwrap();
     assert!(!is_closed(client.stream.get_mut(), 4 * IDLE), "events come when they come");
-    client.stream.get_mut().set_read_timeout(Some(PATIENCE)).unwrap();
+    client.stream.get_mut().set_read_timeout(Some(MAX_WAIT)).unwrap();
     send.send(b"6\r\nsecond\r\n0\r\n\r\n".to_vec()).unwrap();
     let mut second = [0; 16];
     client.stream.read_exact(&mut second).unwrap();
     assert_eq!(&second, b"6\r\nsecond\r\n0\r\n\r\n");
 
     let (_send, pieces) = channel();
-    let upstream = telling("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nfirst", pieces);
+    let upstream = streaming("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nfirst", pieces);
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream, "")));
     let mut client = gateway.client();
     let begun = Instant::now();
@@ -512,12 +513,12 @@ fn an_upstream_may_be_silent_unless_it_owes_something() {
     let mut rest = Vec::new();
     let _ = client.stream.read_to_end(&mut rest);
     let time = begun.elapsed();
-    assert_eq!(rest, b"first", "less than was promised: nobody takes it for whole");
+    assert_eq!(rest, b"first", "shorter than Content-Length");
     assert!(time >= IDLE.mul_f64(0.9) && time < IDLE + LATE, "{time:?}");
 }
 
 #[test]
-fn a_client_that_stops_in_its_body_is_408_once_the_time_is_over() {
+fn stalled_request_body_is_408_at_body_idle_timeout() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream.address, "")));
     for (what, start) in [
@@ -526,7 +527,7 @@ fn a_client_that_stops_in_its_body_is_408_once_the_time_is_over() {
     ] {
         let mut client = gateway.client();
         client.send(start);
-        // Less than the time, twice: it counts anew with each piece.
+        // Two pauses shorter than the timeout: each piece restarts it.
         for piece in [&b"a"[..], b"b"].iter().filter(|_| what == "by length") {
             std::thread::park_timeout(IDLE / 2);
             client.send(piece);
@@ -540,7 +541,7 @@ fn a_client_that_stops_in_its_body_is_408_once_the_time_is_over() {
     assert_eq!(upstream.count(), 0);
 }
 
-/// An upstream that sends as much as it can; each of its connections tells when it ends.
+/// An upstream that sends without end. The receiver gets a message when a connection ends.
 fn flood() -> (SocketAddr, std::sync::mpsc::Receiver<()>) {
     let (tell, ended) = channel();
     let address = serve(move |mut stream| {
@@ -556,13 +557,13 @@ fn flood() -> (SocketAddr, std::sync::mpsc::Receiver<()>) {
 }
 
 #[test]
-fn a_client_that_does_not_read_is_reset() {
+fn client_that_does_not_read_is_reset() {
     let (upstream, ended) = flood();
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream, "")));
     let mut client = gateway.client();
     let begun = Instant::now();
     client.send(b"GET /up/ HTTP/1.1\r\nHost: a.test\r\n\r\n");
-    ended.recv_timeout(PATIENCE).expect("the upstream hears of it");
+    ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
     let time = begun.elapsed();
     assert!(time >= IDLE.mul_f64(0.9) && time < IDLE + LATE, "{time:?}");
     let mut sink = vec![0; 1 << 20];
@@ -577,7 +578,7 @@ fn a_client_that_does_not_read_is_reset() {
 }
 
 #[test]
-fn a_client_that_reads_slowly_is_served() {
+fn slow_reader_is_served() {
     let (upstream, _ended) = flood();
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream, "")));
     let mut client = gateway.client();
@@ -591,7 +592,7 @@ fn a_client_that_reads_slowly_is_served() {
 }
 
 #[test]
-fn a_stream_whose_client_does_not_read_ends_alone() {
+fn unread_http2_stream_is_reset_alone() {
     let (upstream, ended) = flood();
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream, "")));
     for window in [0, 1000] {
@@ -599,8 +600,8 @@ fn a_stream_whose_client_does_not_read_ends_alone() {
         let begun = Instant::now();
         client.get(1, "/up/");
         client.get(3, "/respond");
-        ended.recv_timeout(PATIENCE).expect("the upstream hears of it");
-        // With no window at all an answer of two bytes is stuck as well.
+        ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
+        // Without any window a response of two bytes is blocked as well.
         let mut stuck = if window == 0 { vec![1, 3] } else { vec![1] };
         while !stuck.is_empty() {
             let frame = client.next().expect("the streams are reset");
@@ -608,15 +609,15 @@ fn a_stream_whose_client_does_not_read_ends_alone() {
         }
         let time = begun.elapsed();
         assert!(time >= IDLE.mul_f64(0.9) && time < IDLE + LATE, "{time:?}");
-        // The connection goes on.
+        // The connection continues.
         client.get(5, "/none");
         assert!(client.until(HEADERS, 5).is_some());
     }
 }
 
-/// Small bodies with a declared length are read before the request takes a permit of its upstream.
+/// Small bodies with Content-Length are read before the request takes a request permit of its upstream.
 #[test]
-fn slow_uploads_take_no_permit_of_an_upstream() {
+fn slow_uploads_hold_no_request_permit_of_an_upstream() {
     const PERMITS: usize = 3;
     let post = |length: usize| format!("POST /up/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: {length}\r\n\r\nx");
     for (what, length, settings, is_free) in [
@@ -634,7 +635,7 @@ fn slow_uploads_take_no_permit_of_an_upstream() {
         let mut slow: Vec<_> = (0..PERMITS).map(|_| gateway.client()).collect();
         slow.iter_mut().for_each(|client| client.send(post(length).as_bytes()));
         if is_free {
-            // None of them is seen by the upstream, however often others are.
+            // The upstream receives none of them, while other requests pass.
             for _ in 0..20 {
                 assert_eq!(gateway.get("/up/").status, 200, "{what}");
             }
@@ -654,7 +655,7 @@ fn slow_uploads_take_no_permit_of_an_upstream() {
 }
 
 #[test]
-fn a_body_slower_than_min_body_rate_is_408() {
+fn body_slower_than_min_body_rate_is_408() {
     let upstream = Upstream::start();
     let standard = Gateway::start(&routes(upstream.address, ""));
     let any = Gateway::start(&format!("[server]\nmin_body_rate = \"0B\"\n{}", routes(upstream.address, "")));
@@ -663,7 +664,7 @@ fn a_body_slower_than_min_body_rate_is_408() {
         "[server]\nrequest_buffer = \"0B\"\nbody_timeout = \"1m\"\n{}",
         routes(upstream.address, "")
     ));
-    // How much every 100 ms, for 80 times.
+    // Bytes per 100 ms, 80 times.
     for_each(vec![
         ("a byte at a time", &standard, "Content-Length: 80", 1, 408),
         ("a byte at a time of a large body", &standard, "Content-Length: 1000000", 1, 408),
@@ -678,7 +679,7 @@ fn a_body_slower_than_min_body_rate_is_408() {
     ]);
 }
 
-/// Uploads at the same time, each piece by piece.
+/// Upload concurrently, piece by piece.
 fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
     std::thread::scope(|scope| {
         for (what, gateway, framing, size, expected) in cases {
@@ -705,23 +706,23 @@ fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
     });
 }
 
-/// 12 connections with 100 streams each whose responses the client does not read: at most what HAProxy takes for the same.
+/// 12 connections with 100 unread streams each take at most as much memory as in HAProxy.
 #[test]
 fn unread_http2_responses_take_little_memory() {
     const CONNECTIONS: usize = 12;
     const STREAMS: usize = 100;
     /// HAProxy 2.6 takes 47 MiB.
     const MOST: u64 = 48 << 20;
-    // The largest windows that there are, so that only the socket is in the way; and none, so that only the streams are.
+    // The largest window, so that only the socket blocks; and none, so that only the streams do.
     for window in [(1 << 31) - 1, 0] {
-        let growth = unread(CONNECTIONS, STREAMS, window);
+        let growth = memory_of_unread_streams(CONNECTIONS, STREAMS, window);
         println!("{} KiB for {} streams with a window of {window}", growth >> 10, CONNECTIONS * STREAMS);
         assert!(growth <= MOST, "{} KiB with a window of {window}", growth >> 10);
     }
 }
 
-/// The memory that is taken for streams that nobody reads.
-fn unread(connections: usize, streams: usize, window: u32) -> u64 {
+/// Return the additional memory for unread streams.
+fn memory_of_unread_streams(connections: usize, streams: usize, window: u32) -> u64 {
     let (upstream, _ended) = flood();
     let gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", routes(upstream, "")));
     assert_eq!(gateway.get("/respond").status, 200);
@@ -734,7 +735,7 @@ fn unread(connections: usize, streams: usize, window: u32) -> u64 {
             client
         })
         .collect();
-    // It has taken what it takes when it takes no more for a while.
+    // The measurement ends when memory has not grown for a while.
     let (mut most, mut since) = (0, Instant::now());
     while since.elapsed() < Duration::from_secs(3) {
         let memory = gateway.memory().saturating_sub(before);
@@ -747,9 +748,9 @@ fn unread(connections: usize, streams: usize, window: u32) -> u64 {
     most
 }
 
-/// What stalled streams hold is not taken from those that are read.
+/// Memory of blocked streams does not reduce that of streams that are read.
 #[test]
-fn a_stream_goes_on_beside_unread_ones_that_use_up_the_budget() {
+fn stream_continues_beside_unread_ones_that_exhaust_max_buffered() {
     for settings in ["", "max_buffered = \"1B\"\n"] {
         let (upstream, _ended) = flood();
         let gateway = Gateway::start(&format!("[server]\nworkers = 1\n{settings}{}", routes(upstream, "")));
@@ -765,9 +766,9 @@ fn a_stream_goes_on_beside_unread_ones_that_use_up_the_budget() {
     }
 }
 
-/// Beyond the budget request bodies are streamed, and what was taken from it comes back.
+/// Request bodies beyond `max_buffered` are streamed, and buffers are returned to the budget.
 #[test]
-fn request_bodies_are_buffered_within_the_budget() {
+fn request_bodies_beyond_max_buffered_are_streamed() {
     let upstream = Upstream::start();
     let server = "[server]\nworkers = 1\nmax_buffered = \"100KiB\"\n";
     let gateway = Gateway::start(&format!("{server}{}", routes(upstream.address, "")));
@@ -786,7 +787,7 @@ fn request_bodies_are_buffered_within_the_budget() {
 }
 
 #[test]
-fn one_network_has_half_of_the_connections_by_default() {
+fn one_client_network_gets_half_of_the_connections_by_default() {
     let server = "[server]\nmax_connections = 11\n[client_ip]\ntrusted_proxies = [\"127.0.0.1\"]\n";
     let listeners = "[[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = true\n";
     let gateway = Gateway::start(&format!("{server}{HELLO}{listeners}"));
@@ -804,7 +805,7 @@ fn one_network_has_half_of_the_connections_by_default() {
             held.push(client);
         }
     }
-    // Others have room, and those of this machine are not counted.
+    // Other networks have free connections, and loopback connections are not counted.
     for from in ["192.0.2.2", "127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.1"] {
         let (client, status) = connect(from);
         assert_eq!(status, Some(200), "{from}");

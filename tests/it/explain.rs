@@ -1,14 +1,14 @@
-//! `sluicegate explain`: it says what the gateway does, and helps those who ask in a wrong way.
+//! `sluicegate explain`: its answer is what the gateway does, and wrong arguments are explained.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
 
+use crate::support::admin_listener::with_admin;
 use crate::support::client::Client;
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::with_admin;
 use crate::support::redis::{Redis, free_port};
 use crate::support::upstream::Upstream;
 use aws_lc_rs::digest::{SHA256, digest};
@@ -19,7 +19,7 @@ use sluicegate::snapshot::CompiledConfig;
 use sluicegate::tools::explain::Explainer;
 use sluicegate::tools::explain::limits::RedisCounters;
 
-/// A run is repeated by its seed.
+/// Random numbers from a seed, so that a run can be repeated.
 struct Random(u64);
 
 impl Random {
@@ -45,7 +45,7 @@ const HOSTS: [&str; 4] = ["", "api.test", "*.test", "*.b.test"];
 const PATHS: [&str; 7] =
     ["/v1/items", "/v1/items/{id}", "/v1/items/{id}/parts/{part}", "/v1/{*rest}", "/{*rest}", "/v1/items/me", "/{id}"];
 
-/// What stands apart on one path: methods and a value of `x-version`, in ways that do not tie.
+/// Routes that share a path and differ in methods and the header `x-version`, without ties.
 const CHOICES: [&[(&str, &str)]; 4] = [
     &[("", "")],
     &[("\"GET\"", ""), ("\"POST\", \"PUT\"", "")],
@@ -53,7 +53,7 @@ const CHOICES: [&[(&str, &str)]; 4] = [
     &[("\"GET\"", ""), ("\"GET\"", "1"), ("\"POST\"", "2")],
 ];
 
-/// Quotas of a day: nothing comes back while the test runs.
+/// Quotas of a day: nothing refills while the test runs.
 const LIMITS: [(&str, &str); 9] = [
     ("ip", "by = \"ip\"\nquota = \"40/day\"\n"),
     ("key", "by = \"api-key\"\nquota = \"20/day\"\non_missing = \"skip\"\ntiers = { pro = { quota = \"60/day\" } }\n"),
@@ -83,11 +83,11 @@ fn consumers() -> String {
     )
 }
 
-/// A configuration of the family.
+/// A random configuration.
 fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
     let unknown = random.of(&["reject", "anonymous", "accept"]);
     let mut text = format!(
-        // What is remembered of a denial says nothing of the other limits.
+        // A cached denial would not know the other limits.
         "{store}denial_cache = 0\n[server]\nworkers = 1\n[log]\nformat = \"json\"\naccess = \"access.log\"\n\
          [client_ip]\ntrusted_proxies = [\"127.0.0.2/32\", \"10.0.0.0/8\"]\n\
          [api_key]\nconsumers = \"consumers.toml\"\non_unknown = \"{unknown}\"\n[upstream.api]\nservers = [\"{upstream}\"]\n"
@@ -98,7 +98,7 @@ fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
     let mut number = 0;
     for host in HOSTS {
         for path in PATHS {
-            // Half of the paths of a host have no route, so that others take what they would.
+            // Half of the paths of a host have no route, so that other routes match.
             let choices = if random.happens(50) { random.of(&CHOICES) } else { &[] };
             for (methods, version) in choices {
                 number += 1;
@@ -128,7 +128,7 @@ fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
     text
 }
 
-/// A request of the family: from which address, and what it says.
+/// A random request: its address, and its parts.
 #[derive(Debug)]
 struct Asked {
     from: Ipv4Addr,
@@ -177,7 +177,7 @@ fn request(random: &mut Random) -> Asked {
     Asked { from: Ipv4Addr::new(127, 0, 0, random.of(&[1, 2, 3])), method, target, headers }
 }
 
-/// What `explain` says of it.
+/// Return the explanation of a request.
 fn explained(runtime: &CompiledConfig, remote: &RedisCounters, asked: &Asked) -> Value {
     let mut request = Request::builder().method(asked.method).uri(&asked.target);
     for (name, value) in &asked.headers {
@@ -188,7 +188,7 @@ fn explained(runtime: &CompiledConfig, remote: &RedisCounters, asked: &Asked) ->
     serde_json::to_value(explainer.explain(&request.body(()).unwrap(), &peer)).unwrap()
 }
 
-/// The parts that the access log has, too, in its form.
+/// Return the parts of an explanation that the access log has, in its form.
 fn as_logged(facts: &Value) -> Value {
     let limits = facts["limits"].as_array().unwrap().iter().filter(|limit| limit["usage"].is_object()).map(|limit| {
         let standing = &limit["usage"];
@@ -208,7 +208,7 @@ fn as_logged(facts: &Value) -> Value {
     ])
 }
 
-/// The same of a line. Who asks is not in the log where no route is found.
+/// Return the same parts of an access log record. It has no identities if no route matched.
 fn logged(line: &Value, facts: &Value) -> Value {
     let limits = line["limits"].as_array().into_iter().flatten();
     let limits = limits
@@ -217,8 +217,8 @@ fn logged(line: &Value, facts: &Value) -> Value {
     json!([line["method"], client, line["route"], line["status"], line["outcome"], limits.collect::<Vec<_>>()])
 }
 
-/// The header section that an upstream sees, if it is what came with these changes.
-fn told(asked: &Asked, facts: &Value) -> BTreeSet<String> {
+/// Return the header section that the upstream receives according to the explanation.
+fn upstream_headers(asked: &Asked, facts: &Value) -> BTreeSet<String> {
     let text = |value: &Value| value.as_str().unwrap().to_owned();
     let list = |name: &str| facts["upstream"][name].as_array().unwrap().clone();
     let set: Vec<_> = list("set_headers").iter().map(|field| text(&field["name"])).collect();
@@ -228,7 +228,7 @@ fn told(asked: &Asked, facts: &Value) -> BTreeSet<String> {
     let changed = list("set_headers").into_iter().map(|field| {
         let name = text(&field["name"]);
         let value = match name.as_str() {
-            // What it is cannot be known before.
+            // The generated value is unknown in advance.
             "x-request-id" => "made".to_owned(),
             "x-set" => {
                 assert!(field["value"].is_null(), "what is configured may be a secret");
@@ -241,7 +241,7 @@ fn told(asked: &Asked, facts: &Value) -> BTreeSet<String> {
     kept.chain(changed).map(|line| line.trim_end().to_owned()).collect()
 }
 
-fn seen(head: &str) -> BTreeSet<String> {
+fn headers_of(head: &str) -> BTreeSet<String> {
     let lines = head.lines().skip(1).filter_map(|line| line.split_once(':'));
     let lines = lines.map(|(name, value)| match name.to_ascii_lowercase() {
         id if id == "x-request-id" => format!("{id}: made"),
@@ -251,9 +251,9 @@ fn seen(head: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn it_says_what_the_gateway_does_a_thousand_times() {
-    // To HEAD without a body.
-    let upstream = Upstream::answering(|seen| {
+fn explanation_matches_the_gateway_for_a_thousand_requests() {
+    // A response to HEAD has no body.
+    let upstream = Upstream::responding(|seen| {
         let body = if seen.head.starts_with("HEAD ") { "" } else { "ok" };
         format!("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{body}").into_bytes()
     });
@@ -280,14 +280,14 @@ fn it_says_what_the_gateway_does_a_thousand_times() {
                 sent += 1;
                 let request = upstream.last();
                 assert_eq!(request.target(), facts["upstream"]["target"], "seed {seed}: {asked:?}");
-                assert_eq!(seen(&request.head), told(&asked, &facts), "seed {seed}: {asked:?}");
+                assert_eq!(headers_of(&request.head), upstream_headers(&asked, &facts), "seed {seed}: {asked:?}");
             } else if asked.method != "HEAD" && reply.status != 429 {
                 assert_eq!(reply.text(), facts["response"]["body"], "seed {seed}: {asked:?}");
             }
             for field in facts["response"]["headers"].as_array().unwrap() {
                 let (name, value) = (field["name"].as_str().unwrap(), field["value"].as_str());
                 match (name, value) {
-                    // What the configuration says is not shown, and time goes by.
+                    // Values of the configuration are not shown, and times differ.
                     (_, None) | ("ratelimit", _) => {
                         assert!(reply.header(name).is_some(), "seed {seed}: {name} of {asked:?}")
                     }
@@ -315,7 +315,7 @@ fn it_says_what_the_gateway_does_a_thousand_times() {
             routes.insert(format!("{seed} {}", line["route"]));
             denied += usize::from(line["status"] == 429);
         }
-        // The same from the command, with one request after the other as they stood in the end.
+        // The command gives the same, request by request with the final counters.
         for (asked, _) in said.iter().rev().filter(|(asked, _)| !asked.headers[0].1.contains('@')).take(3) {
             let facts = explained(&runtime, &remote, asked);
             let mut command = binary();
@@ -330,16 +330,16 @@ fn it_says_what_the_gateway_does_a_thousand_times() {
             assert_eq!(as_logged(&by_command), as_logged(&facts), "seed {seed}: {asked:?}");
         }
     }
-    // The family has something of everything.
+    // The random requests cover denials, forwarded requests and routes.
     assert!(denied > 30 && sent > 100 && routes.len() > 30, "{denied} denied, {sent} sent, {routes:?}");
     for outcome in ["ok", "rate-limited", "no-identity", "method-not-allowed", "bad-path", "bad-host"] {
         assert!(outcomes.contains(outcome), "{outcome} is not among {outcomes:?}");
     }
 }
 
-/// Nothing of a look stays.
+/// Explaining a request leaves no state behind.
 #[test]
-fn nothing_is_charged() {
+fn explain_charges_nothing() {
     let redis = Redis::start();
     let config = format!(
         "{}[[listener]]\naddress = \"127.0.0.1:0\"\n[limit.once]\nby = \"ip\"\nquota = \"1/day\"\n\
@@ -358,11 +358,11 @@ fn nothing_is_charged() {
     }
 }
 
-/// Costs that the file does not say.
+/// Costs that are known only with the response.
 #[test]
-fn what_is_paid_later_needs_one_unit_and_what_never_fits_is_told() {
+fn deferred_costs_and_costs_that_never_fit_are_explained() {
     let redis = Redis::start();
-    let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nx-used: 3\r\ncontent-length: 0\r\n\r\n".to_vec());
+    let upstream = Upstream::responding(|_| b"HTTP/1.1 200 OK\r\nx-used: 3\r\ncontent-length: 0\r\n\r\n".to_vec());
     let gateway = Gateway::start(&format!(
         "{}[client_ip]\ntrusted_proxies = [\"127.0.0.1/32\"]\n\
          [limit.later]\nby = \"ip\"\nquota = \"4/day\"\ncost.response_header = \"x-used\"\n\
@@ -380,7 +380,7 @@ fn what_is_paid_later_needs_one_unit_and_what_never_fits_is_told() {
         serde_json::from_slice(&output.stdout).unwrap()
     };
     for (left, decision) in [(4, "allowed"), (1, "allowed"), (0, "denied")] {
-        eventually("what was used is paid", || explain("/later", &[])["limits"][0]["usage"]["remaining"] == left);
+        eventually("used tokens are charged", || explain("/later", &[])["limits"][0]["usage"]["remaining"] == left);
         let facts = explain("/later", &[]);
         let limit = &facts["limits"][0];
         assert_eq!((&limit["post_paid"], &limit["cost"]), (&json!(true), &json!(1)), "{facts:#}");
@@ -403,9 +403,9 @@ fn samples() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/explain")
 }
 
-/// What is printed for each request. `BLESS=1` writes what is printed now.
+/// The output for each request. `BLESS=1` rewrites the expected files.
 #[test]
-fn the_page_of_each_request_is_as_written() {
+fn output_of_each_request_matches_its_file() {
     for (name, arguments) in [
         ("allowed", &["GET", "https://api.example.com/v1//users/./7?full=1", "-H", "X-Api-Key: key-of-alice"][..]),
         (
@@ -434,7 +434,7 @@ fn the_page_of_each_request_is_as_written() {
 }
 
 #[test]
-fn wrong_arguments_are_said() {
+fn invalid_arguments_are_reported() {
     for (arguments, expected) in [
         (
             &["GET", "/v1/users"][..],
@@ -455,9 +455,9 @@ fn wrong_arguments_are_said() {
     }
 }
 
-/// The counters of a gateway without Redis are its own.
+/// A gateway without Redis has its own counters.
 #[test]
-fn a_running_gateway_is_asked_for_what_it_has_in_memory() {
+fn memory_store_counters_are_read_from_the_running_gateway() {
     let rest = "[limit.once]\nby = \"ip\"\nquota = \"3/day\"\n[[route]]\nname = \"r\"\npath = \"/\"\nlimits = [\"once\"]\n\
         respond = { status = 200 }\n";
     let gateway = Gateway::start(&with_admin(rest));
@@ -466,7 +466,7 @@ fn a_running_gateway_is_asked_for_what_it_has_in_memory() {
         let output = binary().args(["explain", "GET", "http://a/", "--json", "--config"]).arg(file).output().unwrap();
         serde_json::from_slice(&output.stdout).unwrap()
     };
-    // Where it listens is not in the file.
+    // The admin address in the file is `127.0.0.1:0`, so the port is not in the file.
     let facts = explain(&file);
     assert!(
         facts["counters_unavailable"].as_str().unwrap().contains("in the memory of the running gateway"),
@@ -474,7 +474,7 @@ fn a_running_gateway_is_asked_for_what_it_has_in_memory() {
     );
     assert_eq!((&facts["decision"], &facts["limits"][0]["effective_quota"]["quota"]), (&Value::Null, &json!("3/day")));
     let text = std::fs::read_to_string(&file).unwrap();
-    // Not the file that the gateway follows.
+    // Another file than the one that the gateway watches.
     let file = gateway.directory().join("asked.toml");
     std::fs::write(&file, text.replacen("127.0.0.1:0", &gateway.admin().to_string(), 1)).unwrap();
     let explain = || explain(&file);
@@ -489,9 +489,9 @@ fn a_running_gateway_is_asked_for_what_it_has_in_memory() {
     assert!(names.contains(&&json!(HeaderName::from_static("retry-after").as_str())), "{names:?}");
 }
 
-/// Wrong credentials are charged to limits by address: 401 as long as they allow it, 429 from then on.
+/// Invalid credentials are charged to limits by address: 401 while these admit, then 429.
 #[test]
-fn wrong_credentials_and_an_exhausted_limit_by_address_are_explained_as_they_are_answered() {
+fn invalid_credentials_over_the_ip_limit_are_explained_as_answered() {
     let keys = "[api_key]\nconsumers = \"consumers.toml\"\n[limit.ip]\nby = \"ip\"\nquota = \"2/day\"\n\
                 algorithm = \"fixed-window\"\nstart = \"first-request\"\n[limit.key]\nby = \"api-key\"\nquota = \"9/day\"\n\
                 tiers = { pro = { quota = \"60/day\" } }\n";

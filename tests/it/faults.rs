@@ -1,4 +1,4 @@
-//! What becomes of requests when Redis answers with errors, or with no verdict, or hangs: row 19 of the faults.
+//! Redis replies with errors or with something that is no verdict, or hangs: fault 19 in docs/testing.md.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -17,7 +17,7 @@ use sluicegate::limiter::redis::server::{Address, RedisEndpoint};
 use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::verdict::{Operation, StoreError};
 
-/// A route for each `on_store_error`, and one with a shadow limit.
+/// One route per `on_store_error`, and one with a shadow limit.
 fn gateway(url: &str, timeout: &str) -> Gateway {
     let routes: String = ["allow", "deny", "local", "shadow"]
         .map(|name| {
@@ -32,25 +32,25 @@ fn gateway(url: &str, timeout: &str) -> Gateway {
     Gateway::start(&format!("[store]\nurl = \"{url}\"\ntimeout = \"{timeout}\"\n[server]\nworkers = 1\n{routes}"))
 }
 
-fn ask(gateway: &Gateway, path: &str, id: &str) -> Reply {
+fn get(gateway: &Gateway, path: &str, id: &str) -> Reply {
     gateway.client().get_with(path, &[("x-id", id)])
 }
 
-/// Whether the store decided.
+/// Return whether the store decided.
 fn is_decided(reply: &Reply) -> bool {
     reply.status == 200 && reply.header("ratelimit").is_some()
 }
 
 fn decides(gateway: &Gateway) {
-    eventually("the store decides", || is_decided(&ask(gateway, "/deny", "warm")));
+    eventually("the store decides", || is_decided(&get(gateway, "/deny", "warm")));
 }
 
-fn said(gateway: &Gateway, what: &str) -> usize {
+fn log_count(gateway: &Gateway, what: &str) -> usize {
     gateway.log().matches(what).count()
 }
 
-/// A server that is healthy until it is told to answer every script call with this.
-fn faulty() -> (FakeRedis, Arc<Mutex<Option<String>>>) {
+/// A healthy server until the test sets a reply for all script calls.
+fn failing_redis() -> (FakeRedis, Arc<Mutex<Option<String>>>) {
     let fault = Arc::<Mutex<Option<String>>>::default();
     let told = fault.clone();
     let fake = FakeRedis::start(move |command| match &*told.lock().unwrap() {
@@ -60,7 +60,7 @@ fn faulty() -> (FakeRedis, Arc<Mutex<Option<String>>>) {
     (fake, fault)
 }
 
-/// Replies that prove that nothing ran, and that may be others in a moment.
+/// Error replies that prove that nothing ran and that may be temporary.
 const PASSING: [&str; 5] = [
     "LOADING Redis is loading the dataset in memory",
     "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
@@ -73,7 +73,7 @@ const PASSING: [&str; 5] = [
 fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store_error() {
     let slow = Arc::<std::sync::atomic::AtomicBool>::default();
     let told = slow.clone();
-    // It takes longer than the timeout for requests, and answers the probes that follow: it works.
+    // It exceeds the timeout for requests and replies to the probes that follow, so it works.
     let fake = FakeRedis::start(move |command| {
         if command.is_script() && !command.is_probe() && told.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_millis(400));
@@ -84,21 +84,21 @@ fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store
     decides(&gateway);
     for path in ["/deny", "/allow", "/local", "/shadow"] {
         slow.store(true, Ordering::SeqCst);
-        let reply = ask(&gateway, path, "a");
+        let reply = get(&gateway, path, "a");
         if path == "/shadow" {
             assert_eq!(reply.status, 200, "a shadow limit rejects nothing");
         } else {
             assert_eq!((reply.status, reply.header("retry-after")), (503, Some("1")), "{path}");
         }
-        // Behind the next slow call the probe would be late as well.
+        // Behind another slow call, the probe would be late as well.
         slow.store(false, Ordering::SeqCst);
         decides(&gateway);
     }
-    assert_eq!(said(&gateway, "the store fails"), 0, "{}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store fails"), 0, "{}", gateway.log());
 }
 
 #[test]
-fn a_call_that_was_turned_away_is_made_again_and_charged_once() {
+fn retryable_error_is_retried_and_charged_once() {
     for text in PASSING {
         let (left, granted) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let (turn_away, grant) = (left.clone(), granted.clone());
@@ -116,17 +116,17 @@ fn a_call_that_was_turned_away_is_made_again_and_charged_once() {
         decides(&gateway);
         let (calls, before) = (fake.calls().len(), granted.load(Ordering::SeqCst));
         left.store(3, Ordering::SeqCst);
-        assert!(is_decided(&ask(&gateway, "/deny", "a")), "{text}: {}", gateway.log());
+        assert!(is_decided(&get(&gateway, "/deny", "a")), "{text}: {}", gateway.log());
         assert_eq!((fake.calls().len() - calls, granted.load(Ordering::SeqCst) - before), (4, 1), "{text}");
-        assert_eq!(said(&gateway, "the store"), 0, "nothing is said of it: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store"), 0, "nothing is said of it: {}", gateway.log());
         let connections = if text.starts_with("READONLY") { 2 } else { 1 };
         assert_eq!(fake.connections(), connections, "a replica is left for the master at the same address: {text}");
-        println!("row 19: {text}: made again, charged once");
+        println!("fault 19: {text}: made again, charged once");
     }
 }
 
 #[test]
-fn a_call_that_was_turned_away_and_then_gets_no_reply_is_not_made_again() {
+fn retried_call_without_reply_is_not_sent_again() {
     let turned_away = AtomicBool::new(false);
     let fake = FakeRedis::start(move |command| match command {
         _ if !command.is_script() || command.is_probe() => Answer::Usual,
@@ -134,17 +134,17 @@ fn a_call_that_was_turned_away_and_then_gets_no_reply_is_not_made_again() {
         _ => error("LOADING Redis is loading the dataset in memory"),
     });
     let gateway = gateway(&fake.url(), "500ms");
-    ask(&gateway, "/deny", "a").assert_problem(503, "no reply");
+    get(&gateway, "/deny", "a").assert_problem(503, "no reply");
     assert_eq!(fake.calls().len(), 2, "what may have run is not sent again");
 }
 
 #[test]
-fn scripts_that_are_missed_and_boundaries_that_are_stale_are_sent_once_more() {
+fn noscript_and_stale_window_boundaries_are_sent_once_more() {
     let fake =
         FakeRedis::start(
             |command| if command.is("EVALSHA") { error("NOSCRIPT No matching script.") } else { Answer::Usual },
         );
-    assert!(is_decided(&ask(&gateway(&fake.url(), "5s"), "/deny", "a")));
+    assert!(is_decided(&get(&gateway(&fake.url(), "5s"), "/deny", "a")));
     assert_eq!(fake.calls().iter().map(|call| call.words[0].clone()).collect::<Vec<_>>(), ["EVALSHA", "EVAL"]);
     let stale = AtomicBool::new(true);
     let fake = FakeRedis::start(move |command| {
@@ -159,11 +159,11 @@ fn scripts_that_are_missed_and_boundaries_that_are_stale_are_sent_once_more() {
     assert_eq!(gateway.get("/r").status, 200);
     let sent: Vec<_> = fake.calls().iter().map(|call| call.words[4..].to_vec()).collect();
     assert!(sent.len() == 2 && sent[0] != sent[1], "with boundaries of then: {sent:?}");
-    println!("row 19: NOSCRIPT, RLSTALE: sent once more");
+    println!("fault 19: NOSCRIPT, RLSTALE: sent once more");
 }
 
 #[test]
-fn a_store_that_answers_no_call_is_given_up_and_said_once() {
+fn persistent_errors_open_the_breaker_and_are_logged_once() {
     let lasting = [
         "MOVED 866 127.0.0.1:7001",
         "ASK 866 127.0.0.1:7001",
@@ -178,33 +178,33 @@ fn a_store_that_answers_no_call_is_given_up_and_said_once() {
         ("+OK\r\n", "not a verdict"),
         ("*2\r\n:1\r\n:2\r\n", "not a verdict"),
         ("$8\r\n12345678\r\n", "not a verdict"),
-        // As numbers, little more than nothing.
+        // Decoded as doubles, tiny numbers.
         ("$48\r\n012345670123456701234567012345670123456701234567\r\n", "not a verdict"),
         ("HTTP/1.1 400 Bad Request\r\n\r\n", "reached"),
     ];
     let replies = PASSING.iter().chain(&lasting).map(|text| (format!("-{text}\r\n"), text.split(' ').next().unwrap()));
     let cases: Vec<_> = replies.chain(garbage.map(|(reply, reason)| (reply.to_owned(), reason))).collect();
-    // Mostly waiting, each on a gateway of its own.
+    // The cases mostly wait, so four run concurrently, each with its own gateway.
     for some in cases.chunks(4) {
         std::thread::scope(|scope| {
             for (reply, reason) in some {
-                scope.spawn(move || is_given_up_and_said_once(reply, reason));
+                scope.spawn(move || assert_breaker_opens_once(reply, reason));
             }
         });
     }
 }
 
-/// A store that answers with `reply` from some time on; the log says the `reason`.
-fn is_given_up_and_said_once(reply: &str, reason: &str) {
-    let (fake, fault) = faulty();
+/// From some time on the store replies `reply`. The log has the `reason`.
+fn assert_breaker_opens_once(reply: &str, reason: &str) {
+    let (fake, fault) = failing_redis();
     let gateway = gateway(&fake.url(), "300ms");
     decides(&gateway);
     let calls = fake.calls().len();
     *fault.lock().unwrap() = Some(reply.to_owned());
     for _ in 0..5 {
-        ask(&gateway, "/deny", "a").assert_problem(503, reason);
+        get(&gateway, "/deny", "a").assert_problem(503, reason);
     }
-    eventually("the store is given up", || said(&gateway, "the store fails") == 1);
+    eventually("the breaker opens", || log_count(&gateway, "the store fails") == 1);
     assert!(gateway.log().contains(reason), "{reason}: {}", gateway.log());
     let made = fake.calls().len() - calls;
     if PASSING.iter().any(|text| text.starts_with(reason)) {
@@ -212,23 +212,23 @@ fn is_given_up_and_said_once(reply: &str, reason: &str) {
     } else {
         assert_eq!(made, 5, "{reason}: each call once");
     }
-    // Nobody asks it now but the one that looks whether it is back.
-    assert_eq!(ask(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
-    assert_eq!(ask(&gateway, "/allow", "a").status, 200, "{reason}");
-    assert_eq!(ask(&gateway, "/local", "a").status, 200, "{reason}");
+    // Only probes are sent now.
+    assert_eq!(get(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
+    assert_eq!(get(&gateway, "/allow", "a").status, 200, "{reason}");
+    assert_eq!(get(&gateway, "/local", "a").status, 200, "{reason}");
     let probes = fake.probes();
-    eventually("it is asked for signs of life", || fake.probes() >= probes + 3);
+    eventually("probes are sent", || fake.probes() >= probes + 3);
     assert_eq!(fake.calls().len() - calls, made, "{reason}: no request touches it");
-    assert_eq!(said(&gateway, "the store fails"), 1, "{reason}: {}", gateway.log());
-    assert_eq!(said(&gateway, "the store answers again"), 0, "{reason}: {}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store fails"), 1, "{reason}: {}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store answers again"), 0, "{reason}: {}", gateway.log());
     *fault.lock().unwrap() = None;
     decides(&gateway);
-    eventually("it is said", || said(&gateway, "the store answers again") == 1);
-    println!("row 19: {reason}: given up, said once, used again");
+    eventually("it is logged", || log_count(&gateway, "the store answers again") == 1);
+    println!("fault 19: {reason}: given up, said once, used again");
 }
 
 #[test]
-fn half_of_the_calls_that_fail_are_too_many() {
+fn breaker_opens_when_half_of_the_calls_fail() {
     let calls = AtomicUsize::new(0);
     let fake = FakeRedis::start(move |command| {
         let odd = || calls.fetch_add(1, Ordering::SeqCst) % 2 == 1;
@@ -237,17 +237,17 @@ fn half_of_the_calls_that_fail_are_too_many() {
     });
     let gateway = gateway(&fake.url(), "5s");
     for _ in 0..1000 {
-        ask(&gateway, "/allow", "a");
-        if said(&gateway, "the store fails") > 0 {
+        get(&gateway, "/allow", "a");
+        if log_count(&gateway, "the store fails") > 0 {
             break;
         }
     }
-    assert_eq!(said(&gateway, "the store fails"), 1);
+    assert_eq!(log_count(&gateway, "the store fails"), 1);
     assert!(fake.calls().len() >= 20, "{} calls", fake.calls().len());
 }
 
 #[test]
-fn a_store_that_takes_no_writes_is_asked_all_the_same() {
+fn store_that_rejects_writes_still_decides_denials() {
     let script = "script: ee5bed0f6963e93a14eebfb64f07c299c1b4313f, on @user_script:1.";
     for text in [
         format!("OOM command not allowed when used memory > 'maxmemory'. {script}"),
@@ -270,35 +270,35 @@ fn a_store_that_takes_no_writes_is_asked_all_the_same() {
         });
         let gateway = gateway(&fake.url(), "5s");
         decides(&gateway);
-        assert!(is_decided(&ask(&gateway, "/deny", "over")));
+        assert!(is_decided(&get(&gateway, "/deny", "over")));
         over.lock().unwrap().push(fake.calls().last().unwrap().keys()[0].clone());
         full.store(true, Ordering::SeqCst);
         let calls = fake.calls().len();
         for _ in 0..30 {
-            ask(&gateway, "/deny", "a").assert_problem(503, &text);
-            let allowed = ask(&gateway, "/allow", "a");
+            get(&gateway, "/deny", "a").assert_problem(503, &text);
+            let allowed = get(&gateway, "/allow", "a");
             assert_eq!((allowed.status, allowed.header("ratelimit")), (200, None), "{text}");
-            assert_eq!(ask(&gateway, "/local", "a").status, 200, "{text}");
-            assert_eq!(ask(&gateway, "/deny", "over").status, 429, "{text}: denied by the store");
+            assert_eq!(get(&gateway, "/local", "a").status, 200, "{text}");
+            assert_eq!(get(&gateway, "/deny", "over").status, 429, "{text}: denied by the store");
         }
         assert_eq!(fake.calls().len() - calls, 120, "{text}: the breaker stays closed, nothing is made again");
-        eventually("the change is said", || said(&gateway, "the store takes no writes") > 0);
-        assert_eq!(said(&gateway, "the store takes no writes"), 1, "{text}: {}", gateway.log());
+        eventually("the change is logged", || log_count(&gateway, "the store takes no writes") > 0);
+        assert_eq!(log_count(&gateway, "the store takes no writes"), 1, "{text}: {}", gateway.log());
         full.store(false, Ordering::SeqCst);
-        eventually("it is said that writes are taken", || {
+        eventually("accepted writes are logged", || {
             decides(&gateway);
-            said(&gateway, "the store takes writes again") == 1
+            log_count(&gateway, "the store takes writes again") == 1
         });
-        assert_eq!(said(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
         full.store(true, Ordering::SeqCst);
-        ask(&gateway, "/allow", "a");
-        eventually("the next change is said as well", || said(&gateway, "the store takes no writes") == 2);
-        println!("row 19: {text}: as on_store_error says, denials by the store, said once");
+        get(&gateway, "/allow", "a");
+        eventually("the next change is logged as well", || log_count(&gateway, "the store takes no writes") == 2);
+        println!("fault 19: {text}: as on_store_error says, denials by the store, said once");
     }
 }
 
 #[test]
-fn an_identity_whose_state_is_broken_is_refused_and_no_other() {
+fn broken_state_rejects_its_identity_and_no_other() {
     for text in [
         "WRONGTYPE Operation against a key holding the wrong kind of value script: ee5bed, on @user_script:1.",
         "ERR user_script:1: attempt to perform arithmetic on a nil value script: ee5bed, on @user_script:1.",
@@ -314,28 +314,28 @@ fn an_identity_whose_state_is_broken_is_refused_and_no_other() {
         let gateway = gateway(&fake.url(), "5s");
         let paths = ["/allow", "/local", "/shadow"];
         for path in paths {
-            assert_eq!(ask(&gateway, path, "broken").status, 200);
+            assert_eq!(get(&gateway, path, "broken").status, 200);
             broken.lock().unwrap().push(fake.calls().last().unwrap().keys()[0].clone());
         }
         for _ in 0..10 {
             for path in ["/allow", "/local"] {
-                let refused = ask(&gateway, path, "broken");
+                let refused = get(&gateway, path, "broken");
                 refused.assert_problem(503, text);
                 assert_eq!(refused.header("retry-after"), Some("1"), "{text}");
-                assert!(is_decided(&ask(&gateway, path, "other")), "{text}: {}", gateway.log());
+                assert!(is_decided(&get(&gateway, path, "other")), "{text}: {}", gateway.log());
             }
-            assert_eq!(ask(&gateway, "/shadow", "broken").status, 200, "{text}: shadows refuse nobody");
+            assert_eq!(get(&gateway, "/shadow", "broken").status, 200, "{text}: shadow limits reject nothing");
         }
-        let said_broken = said(&gateway, "an identity is refused");
+        let said_broken = log_count(&gateway, "an identity is refused");
         assert!((1..4).contains(&said_broken), "{text}: now and then: {}", gateway.log());
         assert!(gateway.log().contains(r#"[\"allow\"]"#), "{text}: of which limits: {}", gateway.log());
-        assert_eq!(said(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
-        println!("row 19: {text}: 503 for one identity");
+        assert_eq!(log_count(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
+        println!("fault 19: {text}: 503 for one identity");
     }
 }
 
 #[test]
-fn a_real_server_says_it_in_these_words() {
+fn errors_of_a_real_redis_are_handled_alike() {
     let redis = Redis::start();
     let gateway = gateway(&redis.url(), "300ms");
     let mut connection = redis.connection();
@@ -350,18 +350,18 @@ fn a_real_server_says_it_in_these_words() {
     ];
     for (times, (row, on, off)) in rows.into_iter().enumerate() {
         tell(on);
-        assert_eq!(ask(&gateway, "/deny", "a").status, 503, "{row}");
-        eventually("writes are refused", || gateway.log().contains(row));
+        assert_eq!(get(&gateway, "/deny", "a").status, 503, "{row}");
+        eventually("writes are rejected", || gateway.log().contains(row));
         tell(off);
-        eventually("it is said that writes are taken", || {
+        eventually("accepted writes are logged", || {
             decides(&gateway);
-            said(&gateway, "the store takes writes again") == times + 1
+            log_count(&gateway, "the store takes writes again") == times + 1
         });
-        assert_eq!(said(&gateway, "the store fails"), 0, "{row}: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store fails"), 0, "{row}: {}", gateway.log());
     }
     let replica = format!("REPLICAOF 127.0.0.1 {}", crate::support::redis::free_port());
     for (times, (row, calls, on, off)) in [
-        // What refuses to write is given up for a new connection, which finds out why.
+        // A server that rejects writes is left for a new connection, which finds the reason.
         ("is a replica; give the address of its master", 3, &*replica, "REPLICAOF NO ONE"),
         (
             "The user executing the script",
@@ -375,32 +375,32 @@ fn a_real_server_says_it_in_these_words() {
     .enumerate()
     {
         tell(on);
-        eventually("the store is given up", || {
-            assert_eq!(ask(&gateway, "/deny", "a").status, 503, "{row}");
-            said(&gateway, "the store fails") == times + 1
+        eventually("the breaker opens", || {
+            assert_eq!(get(&gateway, "/deny", "a").status, 503, "{row}");
+            log_count(&gateway, "the store fails") == times + 1
         });
         assert!(gateway.log().contains(row), "{row}: {}", gateway.log());
         let asked = || redis.calls("evalsha") + redis.rejections("evalsha") + redis.calls("hello");
         let before = asked();
-        eventually("it is asked for signs of life", || asked() >= before + calls);
-        assert_eq!(said(&gateway, "the store fails"), times + 1, "{row}: {}", gateway.log());
+        eventually("probes are sent", || asked() >= before + calls);
+        assert_eq!(log_count(&gateway, "the store fails"), times + 1, "{row}: {}", gateway.log());
         tell(off);
         decides(&gateway);
-        eventually("it is said", || said(&gateway, "the store answers again") == times + 1);
+        eventually("it is logged", || log_count(&gateway, "the store answers again") == times + 1);
     }
-    assert!(is_decided(&ask(&gateway, "/allow", "broken")));
+    assert!(is_decided(&get(&gateway, "/allow", "broken")));
     let key = redis.keys().into_iter().find(|key| key.contains("}:allow:")).unwrap();
     tell(&format!("DEL {key}"));
     tell(&format!("LPUSH {key} x"));
-    ask(&gateway, "/allow", "broken").assert_problem(503, "WRONGTYPE");
+    get(&gateway, "/allow", "broken").assert_problem(503, "WRONGTYPE");
     assert!(gateway.log().contains("WRONGTYPE"), "{}", gateway.log());
-    assert!(is_decided(&ask(&gateway, "/allow", "other")));
+    assert!(is_decided(&get(&gateway, "/allow", "other")));
     tell(&format!("DEL {key}"));
     redis.assert_every_key_expires();
 }
 
 #[test]
-fn a_server_that_turns_connections_away_sees_two_a_second() {
+fn server_that_closes_connections_receives_two_per_second() {
     let accepted = Arc::<AtomicUsize>::default();
     let count = accepted.clone();
     let address = crate::support::upstream::serve(move |stream| {
@@ -410,16 +410,16 @@ fn a_server_that_turns_connections_away_sees_two_a_second() {
     let started = monotonic();
     let gateway = gateway(&format!("redis://{address}"), "50ms");
     eventually("it has tried four times", || {
-        assert_eq!(ask(&gateway, "/allow", "a").status, 200);
+        assert_eq!(get(&gateway, "/allow", "a").status, 200);
         accepted.load(Ordering::SeqCst) >= 4
     });
     assert!(started.elapsed() >= Duration::from_millis(1500), "{:?}", started.elapsed());
-    assert_eq!(said(&gateway, "the store fails"), 1, "{}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store fails"), 1, "{}", gateway.log());
 }
 
 #[test]
-fn a_server_that_stays_a_replica_sees_few_connections() {
-    let (fake, fault) = faulty();
+fn server_that_stays_a_replica_receives_few_connections() {
+    let (fake, fault) = failing_redis();
     let gateway = gateway(&fake.url(), "5s");
     decides(&gateway);
     let started = monotonic();
@@ -427,7 +427,7 @@ fn a_server_that_stays_a_replica_sees_few_connections() {
     std::thread::scope(|scope| {
         for id in 0..16 {
             let gateway = &gateway;
-            scope.spawn(move || assert_eq!(ask(gateway, "/deny", &id.to_string()).status, 503));
+            scope.spawn(move || assert_eq!(get(gateway, "/deny", &id.to_string()).status, 503));
         }
     });
     let most = 2 + 2 * started.elapsed().as_secs() as usize + 1;
@@ -436,7 +436,7 @@ fn a_server_that_stays_a_replica_sees_few_connections() {
 }
 
 #[test]
-fn a_connection_that_is_not_made_in_time_is_given_up() {
+fn connection_not_established_in_time_is_abandoned() {
     let fake = FakeRedis::start(|command| {
         let hangs = command.connection == 1 && command.is("SCRIPT");
         if hangs { Answer::Silence } else { Answer::Usual }
@@ -446,28 +446,28 @@ fn a_connection_that_is_not_made_in_time_is_given_up() {
 }
 
 #[test]
-fn a_connection_that_breaks_costs_its_calls_and_is_replaced() {
+fn broken_connection_fails_its_calls_and_is_replaced() {
     let fake = FakeRedis::start(|command| {
         let breaks = command.connection == 1 && command.is_script() && !command.is_probe();
         if breaks { Answer::Close } else { Answer::Usual }
     });
     let gateway = gateway(&fake.url(), "5s");
-    ask(&gateway, "/deny", "a").assert_problem(503, "its reply is lost");
+    get(&gateway, "/deny", "a").assert_problem(503, "its reply is lost");
     assert_eq!(fake.calls().len(), 1, "what may have run is not sent again");
-    assert!(is_decided(&ask(&gateway, "/deny", "a")));
+    assert!(is_decided(&get(&gateway, "/deny", "a")));
 }
 
 #[tokio::test]
 async fn a_full_queue_rejects_further_checks_and_does_not_open_the_breaker() {
     const ASKED: usize = 20_000;
-    // The queue, and the window of calls in flight.
+    // The length of the queue, and the window of calls in flight.
     const QUEUED: usize = 16_384;
     const IN_FLIGHT: std::ops::RangeInclusive<usize> = 0..=16 * 128;
     let (release, released) = mpsc::channel::<()>();
     let released = Mutex::new(released);
     let fake = FakeRedis::start(move |command| {
         if command.is_script() {
-            // Hangs until the sender is gone.
+            // Block until the sender is dropped.
             let _ = released.lock().unwrap().recv();
         }
         Answer::Usual
@@ -510,7 +510,7 @@ async fn a_full_queue_rejects_further_checks_and_does_not_open_the_breaker() {
 }
 
 #[tokio::test]
-async fn a_node_of_a_cluster_may_refer_to_others_as_often_as_it_likes() {
+async fn redirects_of_a_cluster_node_do_not_open_its_breaker() {
     let fake =
         FakeRedis::start(|command| if command.is_script() { error("MOVED 866 127.0.0.1:7001") } else { Answer::Usual });
     let timeout = Duration::from_secs(60);

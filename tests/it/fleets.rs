@@ -1,5 +1,5 @@
-//! Fleets of servers: who is asked, what happens when one does not answer, how many requests there may be.
-#![allow(clippy::disallowed_methods)] // waits have a clock of their own
+//! Load balancing and failover: which server is chosen, what happens when one fails, and how many requests it gets.
+#![allow(clippy::disallowed_methods)] // waits use the system clock
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use crate::support::client::{Client, load};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
-use crate::support::server::{Mood, Server};
+use crate::support::server::{Behaviour, Server};
 
-/// A gateway before these servers, with more lines for its upstream.
+/// A gateway with these servers and more lines for its upstream.
 fn gateway(servers: &[&Server], lines: &str) -> Gateway {
     let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
     gateway_of(&urls.join(", "), lines)
@@ -32,8 +32,8 @@ fn weighted(servers: &[(&Server, u32)]) -> String {
 }
 
 #[test]
-fn turns_are_taken_by_weight() {
-    let [one, two, three, none] = &Server::fleet();
+fn round_robin_follows_weights() {
+    let [one, two, three, none] = &Server::start_many();
     let servers = weighted(&[(one, 1), (two, 2), (three, 3), (none, 0)]);
     let gateway = gateway_of(&servers, "balance = \"round-robin\"");
     let statuses = load(&[gateway.address], 8, 600, "/", &[]);
@@ -43,14 +43,14 @@ fn turns_are_taken_by_weight() {
 }
 
 #[test]
-fn chance_goes_by_weight() {
+fn random_follows_weights() {
     for balance in ["random", "least-requests", "hash:x-absent"] {
-        let [one, two] = &Server::fleet();
+        let [one, two] = &Server::start_many();
         let gateway = gateway_of(&weighted(&[(one, 1), (two, 3)]), &format!("balance = \"{balance}\""));
-        // One after the other, so that nobody has more to do than others.
+        // One request at a time, so that all servers have equal load.
         let mut client = gateway.client();
         (0..2000).for_each(|_| assert_eq!(client.get("/").status, 200));
-        // 500 with a standard deviation of 19.4: once in 10¹¹ runs it is seven of them off.
+        // 500 with a standard deviation of 19.4: seven of them are exceeded once in 10¹¹ runs.
         let count = one.count();
         assert!((364..=636).contains(&count), "{balance}: {count} of 2000 with a quarter of the weight");
         assert_eq!(count + two.count(), 2000);
@@ -58,30 +58,30 @@ fn chance_goes_by_weight() {
 }
 
 #[test]
-fn the_one_with_less_to_do_is_asked() {
-    let [one, two] = &Server::fleet();
+fn least_requests_picks_the_less_loaded_server() {
+    let [one, two] = &Server::start_many();
     let gateway = gateway(&[one, two], "balance = \"least-requests\"");
-    one.set(Mood::Holds);
-    two.set(Mood::Holds);
+    one.set(Behaviour::Hang);
+    two.set(Behaviour::Hang);
     let mut held = gateway.client();
     held.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("a request is held", || one.count() + two.count() == 1);
+    eventually("a request is queued", || one.count() + two.count() == 1);
     let (busy, free) = if one.count() == 1 { (one, two) } else { (two, one) };
-    free.set(Mood::Answers(200));
+    free.set(Behaviour::Respond(200));
     let mut client = gateway.client();
     (0..100).for_each(|_| assert_eq!(client.get("/").status, 200));
-    assert_eq!(busy.count(), 1, "nobody else came to the one that has a request already");
-    busy.set(Mood::Answers(200));
+    assert_eq!(busy.count(), 1, "the busy server gets no other request");
+    busy.set(Behaviour::Respond(200));
     assert_eq!(held.reply().unwrap().status, 200);
-    // What is over does not count: both are asked again.
+    // Finished requests do not count: both are used again.
     let before = busy.count();
     (0..100).for_each(|_| assert_eq!(client.get("/").status, 200));
     assert!(busy.count() >= before + 20, "{} of 100", busy.count() - before);
 }
 
 #[test]
-fn keys_stay_with_their_server() {
-    let servers = &Server::fleet::<4>();
+fn hash_balance_keeps_keys_on_their_server() {
+    let servers = &Server::start_many::<4>();
     let gateway = gateway(&servers.iter().collect::<Vec<_>>(), "balance = \"hash:x-tenant\"");
     let owner = |key: &str| {
         let before: Vec<_> = servers.iter().map(Server::count).collect();
@@ -95,20 +95,20 @@ fn keys_stay_with_their_server() {
         assert!((5..=40).contains(&own), "server {server} has {own} of 80 keys");
     }
     assert_eq!(keys.iter().map(|key| owner(key)).collect::<Vec<_>>(), owners, "the same keys, the same servers");
-    servers[2].down();
+    servers[2].stop();
     for (key, before) in keys.iter().zip(&owners) {
         let now = owner(key);
         assert!(now != 2 && (*before == 2 || now == *before), "`{key}` went from {before} to {now}");
     }
-    servers[2].up();
-    eventually("its keys are back", || keys.iter().zip(&owners).all(|(key, before)| owner(key) == *before));
+    servers[2].start_again();
+    eventually("its keys are restored", || keys.iter().zip(&owners).all(|(key, before)| owner(key) == *before));
 }
 
 #[test]
-fn a_server_that_is_gone_fails_no_request() {
-    let [gone, there] = &Server::fleet();
-    gone.down();
-    // Not even a POST: none of it is written anywhere else.
+fn stopped_server_fails_no_request() {
+    let [gone, there] = &Server::start_many();
+    gone.stop();
+    // POST as well: nothing of it was written to another server.
     let gateway = gateway(&[gone, there], "balance = \"round-robin\"\nretries = 0");
     let mut client = gateway.client();
     for number in 0..200 {
@@ -117,30 +117,30 @@ fn a_server_that_is_gone_fails_no_request() {
     }
     assert_eq!(there.count(), 200);
     assert_eq!(gateway.log().matches("server is unreachable").count(), 1, "{}", gateway.log());
-    gone.up();
+    gone.start_again();
     let back = Instant::now();
     eventually("it is used again", || client.get("/").status == 200 && gone.count() > 0);
     assert!(back.elapsed() < Duration::from_secs(5), "after {:?}", back.elapsed());
 }
 
 #[test]
-fn when_all_are_gone_it_is_502_and_heals() {
-    let [one, two] = &Server::fleet();
+fn all_servers_down_is_502_until_one_is_back() {
+    let [one, two] = &Server::start_many();
     let gateway = gateway(&[one, two], "");
-    one.down();
-    two.down();
+    one.stop();
+    two.stop();
     for _ in 0..3 {
         let reply = gateway.get("/");
         reply.assert_problem(502, "no server");
         assert!(!reply.text().contains("127.0.0.1"), "{}", reply.text());
     }
-    two.up();
-    assert_eq!(gateway.get("/").status, 200, "servers that were passed over are tried when nobody else is left");
+    two.start_again();
+    assert_eq!(gateway.get("/").status, 200, "skipped servers are tried when no other is left");
 }
 
 #[test]
-fn a_server_that_hangs_at_connecting_is_overtaken() {
-    // Nobody accepts: once the backlog is full, connects are neither taken nor refused.
+fn slow_connect_is_overtaken_by_another_server() {
+    // The server does not accept. Once the backlog is full, connects neither succeed nor fail.
     let silent = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     silent.bind(&"127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap().into()).unwrap();
     silent.listen(0).unwrap();
@@ -168,9 +168,9 @@ fn a_server_that_hangs_at_connecting_is_overtaken() {
 }
 
 #[test]
-fn what_breaks_off_is_repeated_elsewhere_if_that_is_harmless() {
-    let [broken, there] = &Server::fleet();
-    broken.set(Mood::Resets);
+fn broken_safe_requests_are_retried_on_another_server() {
+    let [broken, there] = &Server::start_many();
+    broken.set(Behaviour::Reset);
     let gateway = gateway(&[broken, there], "balance = \"round-robin\"\nretries = 1");
     let mut statuses = HashMap::<_, usize>::new();
     for number in 0..40 {
@@ -181,24 +181,24 @@ fn what_breaks_off_is_repeated_elsewhere_if_that_is_harmless() {
     }
     assert_eq!(statuses.keys().copied().max(), Some(502), "{statuses:?}: some of the POSTs met the broken server");
     let mut ids = HashMap::new();
-    [broken, there].into_iter().for_each(|server| server.ids("x-id", &mut ids));
+    [broken, there].into_iter().for_each(|server| server.count_values("x-id", &mut ids));
     assert!(ids.len() == 40 && ids.values().all(|count| *count == 1), "each POST once: {ids:?}");
 }
 
 #[test]
-fn nothing_is_posted_twice_while_servers_come_and_go() {
-    let servers = &Server::fleet::<3>();
+fn post_is_never_repeated_while_servers_restart() {
+    let servers = &Server::start_many::<3>();
     let gateway = gateway(&servers.iter().collect::<Vec<_>>(), "retries = 3\nconnect_timeout = \"5s\"");
     let done = AtomicBool::new(false);
     let answers = std::thread::scope(|scope| {
-        let stop = crate::support::Raise(&done);
+        let stop = crate::support::SetOnDrop(&done);
         let flapping = scope.spawn(|| {
             for server in servers.iter().cycle().take_while(|_| !done.load(Ordering::SeqCst)) {
-                server.down();
-                server.up();
-                server.set(Mood::Resets);
-                server.set(Mood::Answers(200));
-                // Some get through before the next one goes.
+                server.stop();
+                server.start_again();
+                server.set(Behaviour::Reset);
+                server.set(Behaviour::Respond(200));
+                // Some requests succeed before the next server stops.
                 let before = server.count();
                 while server.count() < before + 10 && !done.load(Ordering::SeqCst) {
                     std::thread::yield_now();
@@ -225,7 +225,7 @@ fn nothing_is_posted_twice_while_servers_come_and_go() {
     });
     assert!(answers.iter().all(|status| matches!(status, 200 | 502)), "{answers:?}");
     let mut ids = HashMap::new();
-    servers.iter().for_each(|server| server.ids("x-id", &mut ids));
+    servers.iter().for_each(|server| server.count_values("x-id", &mut ids));
     let twice: Vec<_> = ids.iter().filter(|(_, count)| **count > 1).collect();
     assert!(twice.is_empty(), "{twice:?}");
     let fine = answers.iter().filter(|status| **status == 200).count();
@@ -233,23 +233,23 @@ fn nothing_is_posted_twice_while_servers_come_and_go() {
 }
 
 #[test]
-fn retries_are_a_fifth_of_all_at_most() {
-    let servers = &Server::fleet::<3>();
-    servers.iter().for_each(|server| server.set(Mood::Resets));
+fn retry_budget_is_a_fifth_of_requests() {
+    let servers = &Server::start_many::<3>();
+    servers.iter().for_each(|server| server.set(Behaviour::Reset));
     let gateway = gateway(&servers.iter().collect::<Vec<_>>(), "retries = 10");
     let started = Instant::now();
     let statuses = load(&[gateway.address], 4, 1000, "/", &[]);
     assert!(statuses.iter().all(|status| *status == 502));
-    // The floor of each second, the first one in advance.
+    // The minimum of the budget per second, the first one in advance.
     let most = 1200 + 10 * (started.elapsed().as_secs() as usize + 2);
     let seen: usize = servers.iter().map(Server::count).sum();
     assert!((1100..=most).contains(&seen), "{seen} attempts for 1000 requests, {most} allowed");
 }
 
 #[test]
-fn errors_in_a_row_put_a_server_out_for_a_while() {
-    let [ill, one, two] = &Server::fleet();
-    ill.set(Mood::Answers(503));
+fn consecutive_errors_eject_a_server_for_a_time() {
+    let [ill, one, two] = &Server::start_many();
+    ill.set(Behaviour::Respond(503));
     let gateway = gateway(
         &[ill, one, two],
         "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 3, base_ejection_time = \"2s\" }",
@@ -259,17 +259,17 @@ fn errors_in_a_row_put_a_server_out_for_a_while() {
     assert_eq!((refused, ill.count()), (3, 3), "three errors and no more");
     assert!(gateway.log().contains("server is ejected after consecutive errors"), "{}", gateway.log());
     assert!(gateway.log().contains("\"errors\":3,"), "{}", gateway.log());
-    ill.set(Mood::Answers(200));
+    ill.set(Behaviour::Respond(200));
     eventually("it is used again", || client.get("/").status == 200 && ill.count() > 3);
     assert!(gateway.log().contains("ejection of server ended"), "{}", gateway.log());
-    // A success in between: these are not in a row.
+    // A success in between: the errors are not consecutive.
     for _ in 0..4 {
-        ill.set(Mood::Answers(503));
+        ill.set(Behaviour::Respond(503));
         let before = ill.count();
         while ill.count() < before + 2 {
             client.get("/");
         }
-        ill.set(Mood::Answers(200));
+        ill.set(Behaviour::Respond(200));
         while ill.count() < before + 3 {
             assert_eq!(client.get("/").status, 200);
         }
@@ -278,22 +278,22 @@ fn errors_in_a_row_put_a_server_out_for_a_while() {
 }
 
 #[test]
-fn silence_is_an_error_as_well() {
-    let [silent, one, two] = &Server::fleet();
-    silent.set(Mood::Holds);
+fn response_timeouts_count_as_errors_for_ejection() {
+    let [silent, one, two] = &Server::start_many();
+    silent.set(Behaviour::Hang);
     let lines = "balance = \"round-robin\"\nresponse_timeout = \"200ms\"\noutlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }";
     let gateway = gateway(&[silent, one, two], lines);
     let mut client = gateway.client();
     let late = (0..30).filter(|_| client.get("/").status == 504).count();
-    // A machine that is busy may be late by itself; the silent one is asked twice in any case.
+    // A busy machine may cause timeouts as well. The silent server gets two requests in any case.
     assert_eq!(silent.count(), 2, "{late} of 30 were late");
     assert!(late >= 2);
 }
 
 #[test]
-fn when_most_are_out_ejected_ones_are_used() {
-    let servers = &Server::fleet::<3>();
-    servers[..2].iter().for_each(|server| server.set(Mood::Answers(503)));
+fn ejected_servers_are_used_when_most_are_out() {
+    let servers = &Server::start_many::<3>();
+    servers[..2].iter().for_each(|server| server.set(Behaviour::Respond(503)));
     let lines =
         "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }";
     let gateway = gateway(&servers.iter().collect::<Vec<_>>(), lines);
@@ -307,19 +307,19 @@ fn when_most_are_out_ejected_ones_are_used() {
 }
 
 #[test]
-fn a_server_has_no_more_requests_than_it_may() {
-    let [one, two] = &Server::fleet();
-    [one, two].into_iter().for_each(|server| server.set(Mood::Takes(5)));
+fn max_requests_bounds_requests_of_a_server() {
+    let [one, two] = &Server::start_many();
+    [one, two].into_iter().for_each(|server| server.set(Behaviour::RespondAfter(5)));
     let gateway = gateway(&[one, two], "max_requests = 3\nmax_queue = 100\nconnect_timeout = \"20s\"");
     let statuses = load(&[gateway.address], 24, 600, "/", &[]);
     assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
-    assert_eq!([one.most(), two.most()], [3, 3], "on all workers together, and each is used to the full");
+    assert_eq!([one.max_running(), two.max_running()], [3, 3], "on all workers together, and each is used to the full");
 }
 
 #[test]
-fn the_line_is_bounded_and_whoever_leaves_it_makes_room() {
+fn full_wait_queue_is_503_and_a_cancelled_request_leaves_it() {
     let server = Server::start();
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let gateway = gateway(&[&server], "max_requests = 1\nmax_queue = 2\nconnect_timeout = \"19s\"");
     let ask = || {
         let mut client = gateway.client();
@@ -331,7 +331,9 @@ fn the_line_is_bounded_and_whoever_leaves_it_makes_room() {
     let _first = ask();
     eventually("it is busy", || server.running() == 1);
     let mut waiting: Vec<_> = (0..5).map(|_| ask()).collect();
-    eventually("three find no room", || waiting.iter().filter(|client| answered(client)).count() == 3);
+    eventually("three are rejected by the full queue", || {
+        waiting.iter().filter(|client| answered(client)).count() == 3
+    });
     let (mut refused, mut in_line): (Vec<_>, Vec<_>) = waiting.drain(..).partition(answered);
     for client in &mut refused {
         client.stream.get_ref().set_nonblocking(false).unwrap();
@@ -339,10 +341,10 @@ fn the_line_is_bounded_and_whoever_leaves_it_makes_room() {
         reply.assert_problem(503, "no room");
         assert_eq!(reply.header("retry-after"), Some("1"));
     }
-    // One of the two gives up.
+    // One of the two queued requests is cancelled.
     drop(in_line.pop());
     let mut last = None;
-    eventually("there is room for another one", || {
+    eventually("the queue has room for another one", || {
         let client = ask();
         let started = Instant::now();
         while !answered(&client) {
@@ -353,7 +355,7 @@ fn the_line_is_bounded_and_whoever_leaves_it_makes_room() {
         }
         false
     });
-    server.set(Mood::Answers(200));
+    server.set(Behaviour::Respond(200));
     for mut client in in_line.into_iter().chain(last) {
         client.stream.get_ref().set_nonblocking(false).unwrap();
         assert_eq!(client.reply().unwrap().status, 200);
@@ -362,9 +364,9 @@ fn the_line_is_bounded_and_whoever_leaves_it_makes_room() {
 }
 
 #[test]
-fn nobody_waits_longer_than_for_a_connection() {
+fn queued_requests_time_out_with_connect_timeout() {
     let server = Server::start();
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let gateway = gateway(&[&server], "max_requests = 1\nmax_queue = 2\nconnect_timeout = \"300ms\"");
     let mut first = gateway.client();
     first.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
@@ -372,13 +374,13 @@ fn nobody_waits_longer_than_for_a_connection() {
     let started = Instant::now();
     gateway.get("/").assert_problem(503, "no room in time");
     assert!(started.elapsed() >= Duration::from_millis(290), "{:?}", started.elapsed());
-    server.set(Mood::Answers(200));
+    server.set(Behaviour::Respond(200));
     assert_eq!(first.reply().unwrap().status, 200);
     assert_eq!(gateway.get("/").status, 200);
 }
 
 #[test]
-fn a_place_is_taken_until_the_body_is_gone() {
+fn request_permit_is_held_until_the_body_ends() {
     let head_only = crate::support::upstream::serve(|mut stream| {
         use std::io::Write;
         while crate::support::upstream::read_request(&mut stream).is_some() {
@@ -391,7 +393,7 @@ fn a_place_is_taken_until_the_body_is_gone() {
     assert_eq!(client.head().unwrap().status, 200);
     gateway.get("/").assert_problem(503, "the answer is not over");
     drop(client);
-    eventually("a client that leaves frees its place", || {
+    eventually("a disconnected client releases its permit", || {
         let mut client = gateway.client();
         client.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         client.head().unwrap().status == 200
@@ -400,7 +402,7 @@ fn a_place_is_taken_until_the_body_is_gone() {
 
 #[test]
 fn dead_idle_connections_do_not_eject_their_server() {
-    // Answers one request on each connection and closes it when the second one has come.
+    // Respond to one request per connection and close it after the second request.
     let address = crate::support::upstream::serve(|mut stream| {
         if crate::support::upstream::read_request(&mut stream).is_some() {
             stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").unwrap();
@@ -414,7 +416,7 @@ fn dead_idle_connections_do_not_eject_their_server() {
     let mut client = gateway.client();
     let statuses: Vec<_> = (0..10).map(|_| client.get("/").status).collect();
     assert_eq!(statuses, [200; 10], "a GET is sent again on a new connection");
-    // A POST is not sent twice: every second one meets the connection that the first one has left in the pool.
+    // A POST is not retried: every second one fails on the pooled connection that the one before has left.
     let statuses: Vec<_> = (0..4).map(|_| client.request("POST", "/", &[], b"x").status).collect();
     assert!(statuses.contains(&502) && statuses.contains(&200), "{statuses:?}");
     assert!(!gateway.log().contains("is ejected"), "new connections are answered: {}", gateway.log());
@@ -422,35 +424,35 @@ fn dead_idle_connections_do_not_eject_their_server() {
 
 #[test]
 fn server_with_idle_connections_is_ejected_by_failures_on_new_ones() {
-    let servers @ [failing, _, _] = &Server::fleet();
+    let servers @ [failing, _, _] = &Server::start_many();
     let gateway =
         gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }");
     let mut client = gateway.client();
     (0..6).for_each(|_| assert_eq!(client.get("/").status, 200));
     assert_eq!(servers.each_ref().map(Server::accepted), [1; 3], "each has one idle connection");
-    failing.set(Mood::Resets);
+    failing.set(Behaviour::Reset);
     let failed = (0..30).filter(|_| client.get("/").status == 502).count();
-    // The first request fails on the idle connection, which is no error of the server, and on a new one. The second
-    // request fails on a new one only.
+    // The first request fails on an idle connection, which is not counted as an error of the server, then on a new
+    // one. The second request fails on a new connection only.
     assert_eq!((failed, failing.count()), (2, 2 + 3), "two requests fail: {}", gateway.log());
     assert!(gateway.log().contains("server is ejected after consecutive errors"), "{}", gateway.log());
     assert!(gateway.log().contains("\"errors\":2,"), "{}", gateway.log());
 }
 
 #[test]
-fn server_that_went_away_with_idle_connections_is_passed_over_and_ejected() {
-    let servers @ [gone, _, _] = &Server::fleet();
+fn server_lost_with_idle_connections_is_skipped_and_ejected() {
+    let servers @ [gone, _, _] = &Server::start_many();
     let gateway =
         gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }");
     let mut client = gateway.client();
     (0..6).for_each(|_| assert_eq!(client.get("/").status, 200));
-    gone.down();
+    gone.stop();
     for method in ["POST", "GET"] {
         (0..12).for_each(|_| drop(client.request(method, "/", &[], b"")));
     }
     assert!(gateway.log().contains("server is ejected after consecutive errors"), "{}", gateway.log());
     assert!(gateway.log().contains("\"errors\":1,"), "{}", gateway.log());
-    gone.up();
+    gone.start_again();
     let before = gone.count();
     (0..12).for_each(|_| assert_eq!(client.get("/").status, 200));
     assert_eq!(gone.count(), before, "it is ejected for a minute");
@@ -458,15 +460,15 @@ fn server_that_went_away_with_idle_connections_is_passed_over_and_ejected() {
 
 #[test]
 fn half_of_two_servers_may_be_ejected_and_not_both() {
-    let servers @ [one, other] = &Server::fleet();
+    let servers @ [one, other] = &Server::start_many();
     let gateway =
         gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }");
     let mut client = gateway.client();
-    one.set(Mood::Answers(503));
+    one.set(Behaviour::Respond(503));
     let failed = (0..20).filter(|_| client.get("/").status == 503).count();
     assert_eq!((failed, one.count(), other.count()), (1, 1, 19), "the one is ejected by its first error");
     assert!(!gateway.log().contains("more than half"), "{}", gateway.log());
-    other.set(Mood::Answers(503));
+    other.set(Behaviour::Respond(503));
     assert_eq!(client.get("/").status, 503);
     assert!(gateway.log().contains("more than half of the servers are ejected or unhealthy"), "{}", gateway.log());
     let before = [one.count(), other.count()];
@@ -475,12 +477,12 @@ fn half_of_two_servers_may_be_ejected_and_not_both() {
 }
 
 #[test]
-fn statuses_of_a_failing_gateway_are_errors_and_others_are_not() {
+fn only_502_503_and_504_count_as_errors() {
     for (status, ejects) in
         [(502, true), (503, true), (504, true), (500, false), (501, false), (429, false), (404, false)]
     {
-        let servers @ [failing, _, _] = &Server::fleet();
-        failing.set(Mood::Answers(status));
+        let servers @ [failing, _, _] = &Server::start_many();
+        failing.set(Behaviour::Respond(status));
         let gateway = gateway_by_one_worker(
             servers,
             "outlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }",
@@ -493,9 +495,9 @@ fn statuses_of_a_failing_gateway_are_errors_and_others_are_not() {
 }
 
 #[test]
-fn server_that_was_ejected_starts_slowly() {
-    let servers @ [failing, _] = &Server::fleet();
-    failing.set(Mood::Answers(503));
+fn ejected_server_returns_with_slow_start() {
+    let servers @ [failing, _] = &Server::start_many();
+    failing.set(Behaviour::Respond(503));
     let lines = "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"100ms\" }\nslow_start = \"10m\"";
     let gateway = gateway_by_one_worker(servers, lines);
     let mut client = gateway.client();
@@ -503,42 +505,42 @@ fn server_that_was_ejected_starts_slowly() {
         client.get("/");
         gateway.log().contains("is ejected")
     });
-    failing.set(Mood::Answers(200));
+    failing.set(Behaviour::Respond(200));
     eventually("the ejection is over", || {
         client.get("/");
         gateway.log().contains("ejection of server ended")
     });
     let before = failing.count();
     (0..220).for_each(|_| assert_eq!(client.get("/").status, 200));
-    // A tenth of the other's weight: 20 of 220, and a few more when the test takes minutes.
+    // A tenth of the weight of the other: 20 of 220, and a few more if the test takes minutes.
     let share = failing.count() - before;
     assert!((19..40).contains(&share), "{share} of 220");
 }
 
 #[test]
-fn server_that_was_passed_over_is_tried_when_all_others_have_failed() {
-    let servers @ [one, other] = &Server::fleet();
+fn skipped_server_is_tried_when_all_others_failed() {
+    let servers @ [one, other] = &Server::start_many();
     let gateway = gateway_by_one_worker(servers, "retries = 1");
     let mut client = gateway.client();
-    one.down();
-    eventually("it is passed over", || {
+    one.stop();
+    eventually("it is skipped", || {
         assert_eq!(client.get("/").status, 200);
         gateway.log().contains("server is unreachable")
     });
-    other.set(Mood::Resets);
-    one.up();
+    other.set(Behaviour::Reset);
+    one.start_again();
     assert_eq!(client.get("/").status, 200, "no other server is left for the retry");
 }
 
 #[test]
-fn drained_servers_do_not_count_for_the_bound_on_ejected_ones() {
-    let [one, two, drained, also_drained] = &Server::fleet();
+fn drained_servers_do_not_count_for_the_ejection_bound() {
+    let [one, two, drained, also_drained] = &Server::start_many();
     let servers = weighted(&[(one, 1), (two, 1), (drained, 0), (also_drained, 0)]);
     let gateway = gateway_of(
         &servers,
         "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }",
     );
-    [one, two].into_iter().for_each(|server| server.set(Mood::Answers(503)));
+    [one, two].into_iter().for_each(|server| server.set(Behaviour::Respond(503)));
     let mut client = gateway.client();
     for _ in 0..20 {
         assert_eq!(client.get("/").status, 503);
@@ -547,7 +549,7 @@ fn drained_servers_do_not_count_for_the_bound_on_ejected_ones() {
     assert_eq!((drained.count(), also_drained.count()), (0, 0));
 }
 
-/// The servers take turns, and each has one connection at most.
+/// One worker, so that servers are used in turn and have one connection each.
 fn gateway_by_one_worker(servers: &[Server], lines: &str) -> Gateway {
     let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
     Gateway::start(&format!(

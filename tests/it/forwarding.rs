@@ -1,4 +1,4 @@
-//! What upstreams see of a request, what clients see of the answer, and what happens when either breaks off.
+//! Forwarding: what upstreams receive, what clients receive, and what happens when either side disconnects.
 
 use std::io::{BufRead, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::{Client, Reply};
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Seen, Upstream, read_head, read_request, serve};
@@ -19,7 +19,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 
 const PROXY: &str = "127.0.0.9";
 
-/// Everything goes to one upstream; `rest` stands at the end of its table.
+/// Forward everything to one upstream. `rest` is appended to its table.
 fn config(upstream: SocketAddr, rest: &str) -> String {
     format!(
         "[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n[upstream.api]\n\
@@ -31,7 +31,7 @@ fn gateway(upstream: SocketAddr) -> Gateway {
     Gateway::start(&config(upstream, ""))
 }
 
-/// All clients share one pool of upstream connections.
+/// One worker, so that all clients share one pool of upstream connections.
 fn one_worker(upstream: SocketAddr) -> Gateway {
     Gateway::start(&format!("[server]\nworkers = 1\n{}", config(upstream, "")))
 }
@@ -40,7 +40,7 @@ fn ok() -> Vec<u8> {
     b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec()
 }
 
-/// An answer with a body in chunks of odd sizes.
+/// A chunked response with chunks of varying sizes.
 fn chunked(body: &[u8]) -> Vec<u8> {
     let mut answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec();
     answer.extend_from_slice(&chunks(body));
@@ -58,7 +58,7 @@ fn chunks(body: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Bytes without a period that a lost or doubled piece could hide in.
+/// Return bytes without a period, so that lost or repeated pieces are detected.
 fn noise(length: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut out = Vec::with_capacity(length + 8);
@@ -76,13 +76,13 @@ fn checksum(bytes: &[u8]) -> String {
     digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn soon<T>(what: &str, events: &Receiver<T>) -> T {
-    events.recv_timeout(PATIENCE).unwrap_or_else(|error| panic!("gave up waiting: {what}: {error}"))
+fn next_event<T>(what: &str, events: &Receiver<T>) -> T {
+    events.recv_timeout(MAX_WAIT).unwrap_or_else(|error| panic!("gave up waiting: {what}: {error}"))
 }
 
-/// Waits until the other side closes; what it sends until then is dropped.
+/// Wait until the other side closes, and discard what it sends.
 fn wait_for_close(stream: &mut TcpStream) -> bool {
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let mut rest = [0; 4096];
     loop {
         match stream.read(&mut rest) {
@@ -93,7 +93,7 @@ fn wait_for_close(stream: &mut TcpStream) -> bool {
     }
 }
 
-/// Ends a connection with a reset instead of an end.
+/// Close a connection with a reset.
 fn reset(stream: TcpStream) {
     socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
     drop(stream);
@@ -102,7 +102,7 @@ fn reset(stream: TcpStream) {
 // ---- the request ---------------------------------------------------------------------------------
 
 #[test]
-fn what_concerns_one_connection_stays_there() {
+fn hop_by_hop_headers_are_not_forwarded() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     let sent = [
@@ -135,7 +135,7 @@ fn what_concerns_one_connection_stays_there() {
         ("content-length", &[]),
         ("x-nominated", &[]),
         ("x-also-nominated", &[]),
-        // The one coding that is about the message, not the connection.
+        // `trailers` is the only value that concerns the message and not the connection.
         ("te", &["trailers"]),
         ("host", &["Shop.Example:8080"]),
         ("accept", &["*/*"]),
@@ -143,7 +143,7 @@ fn what_concerns_one_connection_stays_there() {
         ("cookie", &["a=1; b=2"]),
         ("authorization", &["Bearer abc"]),
         ("x-api-key", &["key"]),
-        // Ours are set whatever the client nominates.
+        // The headers of the gateway are set whatever `Connection` names.
         ("x-forwarded-for", &["127.0.0.1"]),
     ] {
         assert_eq!(seen.headers(name), values, "{name} in {}", seen.head);
@@ -167,7 +167,7 @@ const SPOOFED: &[(&str, &str)] = &[
 ];
 
 #[test]
-fn strangers_do_not_say_where_a_request_came_from() {
+fn untrusted_clients_do_not_set_forwarded_headers() {
     let upstream = Upstream::start();
     let gateway =
         Gateway::start(&format!("[client_ip]\ntrusted_proxies = [\"{PROXY}\"]\n{}", config(upstream.address, "")));
@@ -196,18 +196,18 @@ fn strangers_do_not_say_where_a_request_came_from() {
 }
 
 #[test]
-fn no_field_of_the_forwarded_family_comes_from_strangers() {
+fn no_forwarded_header_variant_of_untrusted_clients_is_forwarded() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     assert_eq!(gateway.client().get_with("/", SPOOFED).status, 200);
     let seen = upstream.last();
     for name in ["x-forwarded-prefix", "x-forwarded-server"] {
-        assert_eq!(seen.headers(name), [""; 0], "{name} of a stranger is gone");
+        assert_eq!(seen.headers(name), [""; 0], "{name} of an untrusted client is removed");
     }
 }
 
 #[test]
-fn what_a_trusted_proxy_says_is_continued() {
+fn forwarded_headers_of_a_trusted_proxy_are_extended() {
     let upstream = Upstream::start();
     let gateway =
         Gateway::start(&format!("[client_ip]\ntrusted_proxies = [\"{PROXY}\"]\n{}", config(upstream.address, "")));
@@ -240,7 +240,7 @@ fn what_a_trusted_proxy_says_is_continued() {
 }
 
 #[test]
-fn the_upstream_sees_what_was_routed_on() {
+fn upstream_receives_the_path_that_was_routed_on() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     let mut client = gateway.client();
@@ -253,7 +253,7 @@ fn the_upstream_sees_what_was_routed_on() {
         ("/../../etc", "/etc"),
         ("/a%3fb%23", "/a%3Fb%23"),
         ("/a%20b|c", "/a%20b%7Cc"),
-        // A query is the upstream's own, byte for byte.
+        // The query is forwarded byte for byte.
         ("/a?", "/a?"),
         ("/a?x=1&y=2", "/a?x=1&y=2"),
         ("/a?x=%2f..%2F%00%61+b", "/a?x=%2f..%2F%00%61+b"),
@@ -270,7 +270,7 @@ fn the_upstream_sees_what_was_routed_on() {
 }
 
 #[test]
-fn the_upstream_is_told_the_host_that_was_routed_on() {
+fn upstream_receives_the_host_that_was_routed_on() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     let mut client = gateway.client();
@@ -289,13 +289,13 @@ fn the_upstream_is_told_the_host_that_was_routed_on() {
     assert_eq!(client.reply().unwrap().status, 200);
     let seen = upstream.last();
     assert_eq!(seen.headers("host"), [upstream.address.to_string()], "a client without Host");
-    assert_eq!(seen.headers("x-forwarded-host"), [""; 0], "nobody asked for a host");
+    assert_eq!(seen.headers("x-forwarded-host"), [""; 0], "an HTTP/1.0 request has no host");
     assert_eq!(seen.headers("via"), ["1.0 sluicegate"]);
     assert!(seen.head.starts_with("GET / HTTP/1.1\r\n"), "{}", seen.head);
 }
 
 #[test]
-fn method_and_body_are_kept() {
+fn method_and_body_are_forwarded_unchanged() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     let mut client = gateway.client();
@@ -331,7 +331,7 @@ fn method_and_body_are_kept() {
 }
 
 #[test]
-fn http_2_requests_reach_the_upstream_as_http_1() {
+fn http2_requests_are_forwarded_as_http1() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -350,7 +350,7 @@ fn http_2_requests_reach_the_upstream_as_http_1() {
         let status = response.status().as_u16();
         (status, response.into_body().collect().await.unwrap().to_bytes())
     };
-    let answer = runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("HTTP/2 is answered") });
+    let answer = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("HTTP/2 is answered") });
     assert_eq!(answer, (200, Bytes::from_static(b"ok")));
     let seen = upstream.last();
     assert!(seen.head.starts_with("POST /b?x=%2f HTTP/1.1\r\n"), "{}", seen.head);
@@ -369,8 +369,8 @@ fn http_2_requests_reach_the_upstream_as_http_1() {
 // ---- the response --------------------------------------------------------------------------------
 
 #[test]
-fn status_and_fields_of_the_answer_are_kept() {
-    let upstream = Upstream::answering(|seen| {
+fn status_and_headers_of_the_response_are_kept() {
+    let upstream = Upstream::responding(|seen| {
         let status = seen.target().trim_start_matches('/');
         let lines = "Server: origin\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\nX-Custom: value\r\nETag: \"e\"\r\n\
              Connection: X-Nominated\r\nKeep-Alive: timeout=5\r\nProxy-Connection: keep-alive\r\nUpgrade: h2c\r\n\
@@ -420,13 +420,13 @@ fn status_and_fields_of_the_answer_are_kept() {
 }
 
 #[test]
-fn answers_without_a_body_have_none() {
-    let upstream = Upstream::answering(|seen| match seen.target() {
+fn responses_without_a_body_have_none() {
+    let upstream = Upstream::responding(|seen| match seen.target() {
         "/length" => b"HTTP/1.1 200 OK\r\nContent-Length: 12345\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/chunked" => b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/204" => b"HTTP/1.1 204 No Content\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/304" => b"HTTP/1.1 304 Not Modified\r\nETag: \"e\"\r\n\r\n".to_vec(),
-        // The length is that of the answer to a GET without a condition.
+        // Content-Length of a 304 is that of the response to an unconditional GET.
         "/304-length" => b"HTTP/1.1 304 Not Modified\r\nContent-Length: 12345\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/empty" => b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/empty-chunked" => b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: \"e\"\r\n\r\n0\r\n\r\n".to_vec(),
@@ -434,7 +434,7 @@ fn answers_without_a_body_have_none() {
     });
     let gateway = gateway(upstream.address);
     let mut client = gateway.client();
-    // One connection for all: a byte too many would spoil the next answer.
+    // One connection for all: a surplus byte would break the next response.
     for (method, path, status, length) in [
         ("HEAD", "/length", 200, Some("12345")),
         ("HEAD", "/chunked", 200, None),
@@ -463,8 +463,8 @@ fn answers_without_a_body_have_none() {
 }
 
 #[test]
-fn chunked_bodies_pass_both_ways() {
-    let upstream = Upstream::answering(|seen| match seen.target() {
+fn chunked_bodies_are_forwarded_both_ways() {
+    let upstream = Upstream::responding(|seen| match seen.target() {
         "/echo" => chunked(&seen.body),
         "/until-close" => b"HTTP/1.0 200 OK\r\n\r\n".to_vec(),
         other => panic!("{other}"),
@@ -490,18 +490,18 @@ fn chunked_bodies_pass_both_ways() {
         let seen = upstream.last();
         assert_eq!((seen.body.as_slice(), seen.headers("content-length").len()), (expected.as_bytes(), 0), "{body}");
     }
-    // HTTP/1.0 knows no chunks: the end of the connection is the end of the body.
+    // HTTP/1.0 has no chunks: the end of the connection is the end of the body.
     let mut old = gateway.client();
     old.send(&request("1.0", "Content-Length: 5\r\n", "hello"));
     let reply = old.reply().unwrap();
     assert_eq!((reply.text(), reply.header("transfer-encoding")), ("hello", None));
-    // The chunks of a body arrive as they are sent, not when the body is complete.
+    // Chunks are forwarded when they arrive, not when the body is complete.
     let (go_on, wait) = channel();
     let wait = Mutex::new(wait);
     let slow = serve(move |mut stream| {
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n").unwrap();
-        soon("the client has read the first chunk", &wait.lock().unwrap());
+        next_event("the client has read the first chunk", &wait.lock().unwrap());
         stream.write_all(b"6\r\nsecond\r\n0\r\n\r\n").unwrap();
     });
     let gateway = self::gateway(slow);
@@ -518,7 +518,7 @@ fn chunked_bodies_pass_both_ways() {
 }
 
 #[test]
-fn an_answer_that_ends_with_its_connection_is_passed_on_whole() {
+fn close_delimited_response_is_forwarded_complete() {
     let upstream = serve(|mut stream| {
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nuntil the end").unwrap();
@@ -532,7 +532,7 @@ fn an_answer_that_ends_with_its_connection_is_passed_on_whole() {
 }
 
 #[test]
-fn an_answer_with_two_framings_is_read_by_its_chunks() {
+fn response_with_two_framings_is_502_or_read_as_chunks() {
     for framing in
         ["Transfer-Encoding: chunked\r\nContent-Length: 3\r\n", "Content-Length: 30\r\nTransfer-Encoding: chunked\r\n"]
     {
@@ -545,7 +545,7 @@ fn an_answer_with_two_framings_is_read_by_its_chunks() {
         });
         let gateway = gateway(upstream);
         let reply = gateway.get("/");
-        // RFC 9112 §6.3: the chunks override the length, or the answer is no answer.
+        // RFC 9112 §6.3: the chunks override Content-Length, or the response is rejected.
         if reply.status != 502 {
             assert_eq!((reply.status, reply.text()), (200, "hello"), "{framing}");
         }
@@ -553,10 +553,10 @@ fn an_answer_with_two_framings_is_read_by_its_chunks() {
 }
 
 #[test]
-fn interim_answers_are_not_the_answer() {
+fn interim_responses_are_not_forwarded_as_final() {
     let interim =
         ["100 Continue", "103 Early Hints"].map(|status| format!("HTTP/1.1 {status}\r\nLink: </a>\r\n\r\n")).concat();
-    let upstream = Upstream::answering(move |_| [interim.as_bytes(), &ok()].concat());
+    let upstream = Upstream::responding(move |_| [interim.as_bytes(), &ok()].concat());
     let gateway = gateway(upstream.address);
     let mut client = gateway.client();
     for _ in 0..2 {
@@ -569,9 +569,9 @@ fn interim_answers_are_not_the_answer() {
 }
 
 #[test]
-fn large_bodies_arrive_as_they_were_sent() {
+fn large_bodies_arrive_unchanged() {
     const LENGTH: usize = 10 << 20;
-    let upstream = Upstream::answering(|seen| {
+    let upstream = Upstream::responding(|seen| {
         let mut body = seen.body.clone();
         body.reverse();
         match seen.target() {
@@ -605,11 +605,11 @@ fn large_bodies_arrive_as_they_were_sent() {
 
 const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 1024;
-/// How much the gateway may grow while it carries `BLOCK * BLOCKS` bytes for somebody who does not read.
+/// Maximum memory growth while the gateway forwards `BLOCK * BLOCKS` bytes to a side that does not read.
 const GROWTH: u64 = 16 << 20;
 
-/// Writes all blocks. When the other side has taken nothing for a second, says how much it took so far and waits
-/// for leave to go on; then writes the rest.
+/// Write all blocks. When the other side has read nothing for 1 s, report how much it took and wait for permission to
+/// continue.
 fn write_blocks(stream: &mut TcpStream, block: &[u8], stalled: impl Fn(usize), go_on: &Receiver<()>) {
     stream.set_write_timeout(Some(Duration::from_secs(1))).unwrap();
     let mut written = 0;
@@ -620,8 +620,8 @@ fn write_blocks(stream: &mut TcpStream, block: &[u8], stalled: impl Fn(usize), g
             Err(error) if error.kind() == ErrorKind::WouldBlock && !told => {
                 told = true;
                 stalled(written);
-                soon("the reader reads", go_on);
-                stream.set_write_timeout(Some(PATIENCE)).unwrap();
+                next_event("the reader reads", go_on);
+                stream.set_write_timeout(Some(MAX_WAIT)).unwrap();
             }
             Err(error) => panic!("after {written} bytes: {error}"),
         }
@@ -636,7 +636,7 @@ fn read_blocks(stream: &mut impl Read, block: &[u8], count: usize) {
     }
 }
 
-/// Answers what only warms up; true once the head of the real request is there.
+/// Respond to warm-up requests. Return true at the head of the real request.
 fn warmed_up(stream: &mut TcpStream) -> bool {
     while let Some(head) = read_head(stream) {
         if !head.starts_with("GET /warm") {
@@ -648,7 +648,7 @@ fn warmed_up(stream: &mut TcpStream) -> bool {
 }
 
 #[test]
-fn a_slow_reader_holds_the_upstream_back() {
+fn slow_reader_slows_the_upstream_down() {
     let block = Arc::new(noise(BLOCK));
     let (stalls, stalled) = channel();
     let (go_on, wait) = channel();
@@ -667,7 +667,7 @@ fn a_slow_reader_holds_the_upstream_back() {
     client.send(b"GET /large HTTP/1.1\r\nHost: a.test\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 200);
     read_blocks(&mut client.stream, &block, 4);
-    let written = soon("the upstream is held back", &stalled);
+    let written = next_event("the upstream is held back", &stalled);
     let grown = gateway.memory().saturating_sub(before);
     assert!(written < BLOCK * BLOCKS, "the upstream could write everything");
     assert!(grown < GROWTH, "the gateway holds {grown} bytes; the upstream has written {written}");
@@ -678,7 +678,7 @@ fn a_slow_reader_holds_the_upstream_back() {
 }
 
 #[test]
-fn a_slow_upstream_holds_the_upload_back() {
+fn slow_upstream_slows_the_upload_down() {
     let block = Arc::new(noise(BLOCK));
     let (read_on, reading) = channel::<()>();
     let (reading, blocks) = (Mutex::new(reading), block.clone());
@@ -687,7 +687,7 @@ fn a_slow_upstream_holds_the_upload_back() {
             return;
         }
         read_blocks(&mut stream, &blocks, 4);
-        soon("the client is held back", &reading.lock().unwrap());
+        next_event("the client is held back", &reading.lock().unwrap());
         read_blocks(&mut stream, &blocks, BLOCKS - 4);
         stream.write_all(&ok()).unwrap();
     });
@@ -702,7 +702,7 @@ fn a_slow_upstream_holds_the_upload_back() {
     let upload = std::thread::spawn(move || {
         write_blocks(&mut stream, &block, |written| stalls.send(written).unwrap(), &wait);
     });
-    let written = soon("the client is held back", &stalled);
+    let written = next_event("the client is held back", &stalled);
     let grown = gateway.memory().saturating_sub(before);
     assert!(written < BLOCK * BLOCKS, "the client could send everything");
     assert!(grown < GROWTH, "the gateway holds {grown} bytes; the client has sent {written}");
@@ -714,10 +714,10 @@ fn a_slow_upstream_holds_the_upload_back() {
     assert!(grown < GROWTH, "the gateway has grown by {grown} bytes");
 }
 
-// ---- who breaks off ------------------------------------------------------------------------------
+// ---- aborted requests and responses --------------------------------------------------------------
 
 #[test]
-fn when_the_client_is_gone_the_upstream_hears_of_it() {
+fn disconnected_client_cancels_the_upstream_request() {
     for (what, request, broken_by_reset) in [
         ("GET", "GET / HTTP/1.1\r\nHost: a.test\r\n\r\n", false),
         ("GET, reset", "GET / HTTP/1.1\r\nHost: a.test\r\n\r\n", true),
@@ -740,7 +740,7 @@ fn when_the_client_is_gone_the_upstream_hears_of_it() {
         let upstream = serve(move |mut stream| {
             let head = read_head(&mut stream).unwrap();
             if head.starts_with("POST") {
-                // As much of the body as there is, in either framing.
+                // Read the available part of the body, in either framing.
                 let mut part = Vec::new();
                 while !part.ends_with(b"hi") {
                     let mut byte = [0];
@@ -752,30 +752,30 @@ fn when_the_client_is_gone_the_upstream_hears_of_it() {
             let closed = wait_for_close(&mut stream);
             tell.send(if closed { "closed" } else { "still open" }).unwrap();
         });
-        // Half a body reaches it if bodies are not buffered.
+        // Without buffering, the upstream receives half of the body.
         let gateway = Gateway::start(&format!("[server]\nrequest_buffer = \"0B\"\n{}", config(upstream, "")));
         let mut client = gateway.client();
         client.send(request.as_bytes());
-        assert_eq!(soon("the request arrives", &events), "thinking", "{what}");
+        assert_eq!(next_event("the request arrives", &events), "thinking", "{what}");
         let stream = client.stream.into_inner();
         if broken_by_reset {
             reset(stream);
         } else {
             drop(stream);
         }
-        assert_eq!(soon("the upstream hears that the client is gone", &events), "closed", "{what}");
+        assert_eq!(next_event("the upstream hears that the client is gone", &events), "closed", "{what}");
     }
 }
 
 #[test]
-fn when_the_client_is_gone_in_the_middle_of_the_answer_the_upstream_hears_of_it() {
+fn client_that_disconnects_during_the_response_cancels_the_upstream_request() {
     let (tell, events) = channel();
     let upstream = serve(move |mut stream| {
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n").unwrap();
-        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(MAX_WAIT)).unwrap();
         let chunk = chunks(&noise(1000));
-        // An endless answer: only a connection that is closed ends it.
+        // The response is endless, so only a closed connection ends it.
         let error = loop {
             if let Err(error) = stream.write_all(&chunk[..chunk.len() - "0\r\n\r\n".len()]) {
                 break error.kind();
@@ -788,11 +788,11 @@ fn when_the_client_is_gone_in_the_middle_of_the_answer_the_upstream_hears_of_it(
     client.send(b"GET / HTTP/1.1\r\nHost: a.test\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 200);
     drop(client);
-    let error = soon("the upstream hears that the client is gone", &events);
+    let error = next_event("the upstream hears that the client is gone", &events);
     assert!(matches!(error, ErrorKind::ConnectionReset | ErrorKind::BrokenPipe), "{error}");
 }
 
-/// An answer of the gateway's own tells nothing about the upstream.
+/// Assert that an error response says nothing about the upstream.
 fn assert_silent_about(reply: &Reply, address: SocketAddr, what: &str) {
     let all = format!("{:?} {}", reply.headers, reply.text());
     for secret in [address.ip().to_string(), address.port().to_string(), "localhost".to_owned()] {
@@ -801,8 +801,8 @@ fn assert_silent_about(reply: &Reply, address: SocketAddr, what: &str) {
 }
 
 #[test]
-fn an_upstream_that_is_not_there_is_502() {
-    // Bound but not listening: nobody else gets the port, and connections are refused.
+fn refused_upstream_connection_is_502() {
+    // Bound but not listening: the port stays reserved, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let address = socket.local_addr().unwrap().as_socket().unwrap();
@@ -818,7 +818,7 @@ fn an_upstream_that_is_not_there_is_502() {
 }
 
 #[test]
-fn an_upstream_that_stays_silent_is_504() {
+fn silent_upstream_is_504() {
     let (tell, events) = channel();
     let upstream = serve(move |mut stream| {
         read_request(&mut stream).unwrap();
@@ -830,12 +830,12 @@ fn an_upstream_that_stays_silent_is_504() {
         let reply = client.request(method, "/", &[], body);
         reply.assert_problem(504, method);
         assert_silent_about(&reply, upstream, method);
-        assert!(soon("the request is given up", &events), "{method}: the upstream's connection is closed");
+        assert!(next_event("the request is given up", &events), "{method}: the upstream's connection is closed");
     }
 }
 
 #[test]
-fn an_upstream_that_answers_half_a_head_is_504() {
+fn partial_response_head_is_504() {
     let upstream = serve(|mut stream| {
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-").unwrap();
@@ -846,7 +846,7 @@ fn an_upstream_that_answers_half_a_head_is_504() {
 }
 
 #[test]
-fn a_client_that_stops_sending_is_408() {
+fn client_that_stops_sending_is_408() {
     let upstream = Upstream::start();
     let config = config(upstream.address, "response_timeout = \"100ms\"");
     let gateway = Gateway::start(&format!("[server]\nbody_idle_timeout = \"300ms\"\n{config}"));
@@ -857,13 +857,13 @@ fn a_client_that_stops_sending_is_408() {
 }
 
 #[test]
-fn an_upstream_that_stops_reading_is_504() {
+fn upstream_that_stops_reading_is_504() {
     let (give_up, given_up) = channel::<()>();
     let given_up = Mutex::new(given_up);
     let upstream = serve(move |mut stream| {
         read_head(&mut stream).unwrap();
-        // Nothing of the body is read.
-        let _ = given_up.lock().unwrap().recv_timeout(PATIENCE);
+        // Read nothing of the body.
+        let _ = given_up.lock().unwrap().recv_timeout(MAX_WAIT);
     });
     let gateway = Gateway::start(&config(upstream, "response_timeout = \"300ms\""));
     let mut client = gateway.client();
@@ -871,7 +871,7 @@ fn an_upstream_that_stops_reading_is_504() {
     client.send(b"POST / HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n");
     let upload = std::thread::spawn(move || {
         let chunk = chunks(&noise(BLOCK));
-        // The client never stops by itself.
+        // The client never stops.
         while stream.write_all(&chunk[..chunk.len() - "0\r\n\r\n".len()]).is_ok() {}
     });
     let reply = client.head().expect("an answer while the upload is stuck");
@@ -882,7 +882,7 @@ fn an_upstream_that_stops_reading_is_504() {
 }
 
 #[test]
-fn an_answer_that_is_no_answer_is_502() {
+fn invalid_response_is_502() {
     let long = format!("HTTP/1.1 200 OK\r\nx-long: {}\r\n\r\n", "a".repeat(1 << 20));
     let many = format!("HTTP/1.1 200 OK\r\n{}\r\n", "x: 1\r\n".repeat(10_000));
     for (what, answer) in [
@@ -908,7 +908,7 @@ fn an_answer_that_is_no_answer_is_502() {
         let upstream = serve(move |mut stream| {
             read_head(&mut stream).unwrap();
             count.fetch_add(1, Ordering::Relaxed);
-            // Whoever has read enough of it may close.
+            // The client may close when it has read enough.
             let _ = stream.write_all(answer.as_bytes());
             let _ = stream.shutdown(std::net::Shutdown::Write);
             wait_for_close(&mut stream);
@@ -922,7 +922,7 @@ fn an_answer_that_is_no_answer_is_502() {
 }
 
 #[test]
-fn a_switch_of_protocols_that_nobody_asked_for_is_502() {
+fn unrequested_101_is_502() {
     let upstream = serve(|mut stream| {
         read_head(&mut stream).unwrap();
         let switch = "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n";
@@ -937,7 +937,7 @@ fn a_switch_of_protocols_that_nobody_asked_for_is_502() {
 }
 
 #[test]
-fn an_answer_that_breaks_off_is_never_complete() {
+fn truncated_response_never_looks_complete() {
     for (what, part, rest) in [
         ("by length", "Content-Length: 1000\r\n\r\n", "hello"),
         ("by length, all but one byte", "Content-Length: 6\r\n\r\n", "hello"),
@@ -949,7 +949,7 @@ fn an_answer_that_breaks_off_is_never_complete() {
     ] {
         for by_reset in [false, true] {
             if !by_reset && !part.contains(':') {
-                continue; // that is how such a body ends
+                continue; // close-delimited bodies end like this
             }
             let what = format!("{what}, {}", if by_reset { "reset" } else { "closed" });
             let answer = format!("HTTP/1.1 200 OK\r\n{part}{rest}");
@@ -958,7 +958,7 @@ fn an_answer_that_breaks_off_is_never_complete() {
             let upstream = serve(move |mut stream| {
                 read_head(&mut stream).unwrap();
                 stream.write_all(answer.as_bytes()).unwrap();
-                soon("the client has seen the start", &wait.lock().unwrap());
+                next_event("the client has seen the start", &wait.lock().unwrap());
                 if by_reset {
                     reset(stream);
                 }
@@ -984,7 +984,7 @@ fn an_answer_that_breaks_off_is_never_complete() {
                     assert!(!text.ends_with("0\r\n\r\n"), "{what}: the last chunk was never sent: {text:?}");
                 }
             }
-            // The connection is spoilt, the gateway is not.
+            // The connection is closed, and the gateway continues.
             assert_eq!(gateway.client().get("http://user@a.test/").status, 400, "{what}");
         }
     }
@@ -993,7 +993,7 @@ fn an_answer_that_breaks_off_is_never_complete() {
 // ---- connections ---------------------------------------------------------------------------------
 
 #[test]
-fn connections_are_used_again() {
+fn upstream_connections_are_reused() {
     let connections = Arc::<AtomicUsize>::default();
     let count = connections.clone();
     let upstream = serve(move |mut stream| {
@@ -1027,14 +1027,14 @@ fn connections_are_used_again() {
 }
 
 #[test]
-fn an_upstream_that_asks_to_close_gets_a_fresh_connection() {
+fn connection_close_of_an_upstream_is_obeyed() {
     let connections = Arc::<AtomicUsize>::default();
     let count = connections.clone();
     let upstream = serve(move |mut stream| {
         count.fetch_add(1, Ordering::Relaxed);
         read_request(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok").unwrap();
-        // A second request on this connection would never be answered.
+        // A second request on this connection would get no response.
         wait_for_close(&mut stream);
     });
     let gateway = gateway(upstream);
@@ -1047,24 +1047,24 @@ fn an_upstream_that_asks_to_close_gets_a_fresh_connection() {
 }
 
 #[test]
-fn connections_that_have_been_idle_too_long_are_not_used() {
+fn connections_idle_beyond_pool_idle_timeout_are_not_reused() {
     let connections = Arc::<AtomicUsize>::default();
     let count = connections.clone();
     let upstream = serve(move |mut stream| {
         count.fetch_add(1, Ordering::Relaxed);
         while read_request(&mut stream).is_some() && stream.write_all(&ok()).is_ok() {}
     });
-    // Every pause is longer than this.
+    // Every pause is longer than this timeout.
     let gateway = Gateway::start(&config(upstream, "pool_idle_timeout = \"1ms\""));
     let mut client = gateway.client();
     assert_eq!(client.get("/").text(), "ok");
-    crate::support::eventually("a connection is left alone", || {
+    crate::support::eventually("a connection is idle", || {
         client.get("/");
         connections.load(Ordering::Relaxed) > 1
     });
 }
 
-/// Answers one request on each connection and closes it without a word.
+/// Respond to one request per connection and close it.
 fn closes_after_each_answer(seen: Arc<Mutex<Vec<Seen>>>) -> SocketAddr {
     serve(move |mut stream| {
         if let Some(request) = read_request(&mut stream) {
@@ -1075,7 +1075,7 @@ fn closes_after_each_answer(seen: Arc<Mutex<Vec<Seen>>>) -> SocketAddr {
 }
 
 #[test]
-fn an_upstream_that_closes_its_idle_connections_fails_no_get() {
+fn upstream_that_closes_idle_connections_fails_no_get() {
     let seen = Arc::<Mutex<Vec<Seen>>>::default();
     let gateway = gateway(closes_after_each_answer(seen.clone()));
     let mut client = gateway.client();
@@ -1087,7 +1087,7 @@ fn an_upstream_that_closes_its_idle_connections_fails_no_get() {
 }
 
 #[test]
-fn an_upstream_that_closes_its_idle_connections_sees_no_post_twice() {
+fn upstream_that_closes_idle_connections_receives_no_post_twice() {
     let seen = Arc::<Mutex<Vec<Seen>>>::default();
     let gateway = one_worker(closes_after_each_answer(seen.clone()));
     let mut answered = 0;
@@ -1095,7 +1095,7 @@ fn an_upstream_that_closes_its_idle_connections_sees_no_post_twice() {
         let reply = gateway.client().request("POST", "/", &[], format!("order {index}").as_bytes());
         match reply.status {
             200 => answered += 1,
-            // It was on its way when the connection closed.
+            // The request was in flight when the connection closed.
             _ => reply.assert_problem(502, &format!("POST {index}")),
         }
     }
@@ -1107,13 +1107,13 @@ fn an_upstream_that_closes_its_idle_connections_sees_no_post_twice() {
 }
 
 #[test]
-fn a_post_moves_on_from_a_connection_that_is_known_to_be_closed() {
+fn post_uses_another_connection_if_the_pooled_one_is_closed() {
     let (tell, events) = channel();
     let upstream = serve(move |mut stream| {
         read_request(&mut stream).unwrap();
         stream.write_all(&ok()).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
-        // The gateway closes its side once it has noticed.
+        // The gateway closes its side when it notices.
         tell.send(wait_for_close(&mut stream)).unwrap();
     });
     let gateway = gateway(upstream);
@@ -1121,15 +1121,15 @@ fn a_post_moves_on_from_a_connection_that_is_known_to_be_closed() {
     for index in 0..10 {
         let reply = client.request("POST", "/", &[], b"body");
         assert_eq!((reply.status, reply.text()), (200, "ok"), "POST {index}");
-        assert!(soon("the gateway notices", &events), "POST {index}: the connection is closed");
+        assert!(next_event("the gateway notices", &events), "POST {index}: the connection is closed");
     }
 }
 
 #[test]
-fn only_what_is_safe_is_sent_a_second_time() {
+fn only_safe_requests_are_sent_twice() {
     let seen = Arc::<Mutex<Vec<Seen>>>::default();
     let record = seen.clone();
-    // Each connection dies with its second request, unanswered.
+    // Each connection closes at its second request without a response.
     let upstream = serve(move |mut stream| {
         for answer in [Some(ok()), None] {
             let Some(request) = read_request(&mut stream) else { return };
@@ -1152,13 +1152,13 @@ fn only_what_is_safe_is_sent_a_second_time() {
         ("DELETE", "", false),
         ("PATCH", "order", false),
         ("PURGE", "", false),
-        // Its body is gone with the first attempt.
+        // The body is consumed by the first attempt.
         ("GET", "query", false),
     ]
     .into_iter()
     .enumerate()
     {
-        // Whatever came before, this leaves a connection that has answered once.
+        // After this, the pool has one connection that was used once.
         let what = format!("{method} {body:?}");
         assert_eq!(client.get(&format!("/warm-{index}")).status, 200, "before {what}");
         let target = format!("/{index}");
@@ -1177,8 +1177,8 @@ fn only_what_is_safe_is_sent_a_second_time() {
 // ---- Expect --------------------------------------------------------------------------------------
 
 #[test]
-fn a_client_that_waits_for_100_gets_it_when_its_body_is_wanted() {
-    let upstream = Upstream::answering(|seen| match seen.target() {
+fn expect_100_continue_is_answered_when_the_body_is_read() {
+    let upstream = Upstream::responding(|seen| match seen.target() {
         "/refused" => b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n".to_vec(),
         _ => ok(),
     });
@@ -1202,13 +1202,13 @@ fn a_client_that_waits_for_100_gets_it_when_its_body_is_wanted() {
         assert_eq!((reply.status, reply.text()), (200, "ok"), "{target}");
         let seen = upstream.last();
         assert_eq!((&*seen.body, seen.headers("expect").len()), (&b"hello"[..], 0), "{target}: {}", seen.head);
-        // The connection goes on.
+        // The connection continues.
         assert_eq!(client.get("/").text(), "ok", "{target}");
     }
     let before = upstream.count();
     for (target, status) in [("/limited", 429), ("/a%2Fb", 400)] {
         let (mut client, first) = expecting(target);
-        assert_eq!(first.status, status, "{target}: no 100 for a body that nobody wants");
+        assert_eq!(first.status, status, "{target}: no 100 for a body that is not read");
         let length: usize = first.header("content-length").unwrap().parse().unwrap();
         let mut body = vec![0; length];
         client.stream.read_exact(&mut body).unwrap();
@@ -1220,8 +1220,8 @@ fn a_client_that_waits_for_100_gets_it_when_its_body_is_wanted() {
 }
 
 #[test]
-fn an_answer_that_cannot_be_read_is_not_asked_for_again() {
-    let upstream = Upstream::answering(|seen| match seen.target() {
+fn request_with_an_invalid_response_is_not_retried() {
+    let upstream = Upstream::responding(|seen| match seen.target() {
         "/bad" => b"HTTP/9.9 what\r\n\r\n".to_vec(),
         _ => b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec(),
     });

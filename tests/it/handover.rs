@@ -1,4 +1,4 @@
-//! Another process takes the place of a running one, and how a service manager starts and follows both.
+//! Hot restart, and starting and notifying under a service manager.
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::support::client::Client;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::reload::{ADMIN, ask, says, with_admin};
-use crate::support::server::{Mood, Server};
-use crate::support::{PATIENCE, Raise, eventually, signal};
+use crate::support::server::{Behaviour, Server};
+use crate::support::{MAX_WAIT, SetOnDrop, eventually, signal};
 
-/// A process that this one did not start itself; it is killed when the test is over.
+/// A process that the test did not start itself. It is killed at the end of the test.
 struct Successor(String);
 
 impl Successor {
-    /// The one that has taken the place of a gateway.
+    /// Return the process that has replaced a gateway.
     fn of(gateway: &Gateway) -> Successor {
         let id = || Some(gateway.log().split_once(" serves in the place")?.0.rsplit_once("process ")?.1.to_owned());
         eventually("another process serves", || id().is_some());
@@ -34,8 +34,8 @@ impl Drop for Successor {
     }
 }
 
-/// Has another process take the place of a gateway, which ends.
-fn hand_over(gateway: &mut Gateway) -> Successor {
+/// Replace the process of a gateway by hot restart, and wait until the old process has ended.
+fn hot_restart(gateway: &mut Gateway) -> Successor {
     signal(&gateway.child, "USR2");
     let successor = Successor::of(gateway);
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
@@ -43,7 +43,7 @@ fn hand_over(gateway: &mut Gateway) -> Successor {
 }
 
 #[test]
-fn under_load_no_request_fails_while_one_process_takes_the_place_of_another() {
+fn hot_restart_under_load_fails_no_request() {
     let server = Server::start();
     let config = |body: &str| {
         let upstream = format!("[upstream.api]\nservers = [\"{}\"]\n", server.url());
@@ -61,7 +61,7 @@ fn under_load_no_request_fails_while_one_process_takes_the_place_of_another() {
                     let (mut client, mut statuses) = (Client::connect(address), Vec::new());
                     while !over.load(Ordering::SeqCst) {
                         let reply = client.get(path);
-                        // The last two have a connection for each request.
+                        // The last two clients open a connection per request.
                         if index > 3 || reply.header("connection") == Some("close") {
                             client = Client::connect(address);
                         }
@@ -72,15 +72,15 @@ fn under_load_no_request_fails_while_one_process_takes_the_place_of_another() {
                 })
             })
             .collect();
-        let end = Raise(&over);
+        let end = SetOnDrop(&over);
         let more = |what: &str| {
             let before = answered.load(Ordering::SeqCst);
             eventually(what, || answered.load(Ordering::SeqCst) > before + 500);
         };
         more("requests are answered");
-        // What a reload would refuse: the next process has it all the same.
+        // A change that a reload rejects takes effect in a new process.
         gateway.put(&format!("[server]\nworkers = 3\n{}", config("two")));
-        let first = hand_over(&mut gateway);
+        let first = hot_restart(&mut gateway);
         more("the new process answers");
         assert_eq!(Client::connect(address).get("/says").text(), "two");
         drop(end);
@@ -94,22 +94,22 @@ fn under_load_no_request_fails_while_one_process_takes_the_place_of_another() {
 }
 
 #[test]
-fn what_is_under_way_is_finished_by_the_old_process_and_the_operator_asks_the_new_one() {
+fn old_process_finishes_its_requests_and_the_new_one_serves_the_admin_listener() {
     let server = Server::start();
     let route = "[[route]]\nname = \"api\"\npath = \"/api\"\nupstream = \"api\"\n";
     let config =
         |body: &str| format!("[upstream.api]\nservers = [\"{}\"]\n{route}{}", server.url(), with_admin(&says(body)));
     let mut gateway = Gateway::start(&config("old"));
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let mut held = gateway.client();
     held.send(b"GET /api HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("a request is under way", || server.count() == 1);
+    eventually("a request is in flight", || server.count() == 1);
     let mut idle = gateway.client();
     assert_eq!(idle.get("/says").status, 200);
     gateway.put(&format!("[server]\nworkers = 3\n{}", config("new")));
     signal(&gateway.child, "USR2");
     let _successor = Successor::of(&gateway);
-    eventually("one that comes on a connection of before is told that it is the last", || {
+    eventually("a request on an old connection gets Connection: close", || {
         let reply = idle.get("/says");
         assert_eq!((reply.status, reply.text()), (200, "old"));
         reply.header("connection") == Some("close")
@@ -119,38 +119,38 @@ fn what_is_under_way_is_finished_by_the_old_process_and_the_operator_asks_the_ne
         assert_eq!(gateway.get("/says").status, 200);
         assert_eq!(ask(&gateway, "GET", "/readyz").json()["status"], "ready", "the one that ends is not asked");
     }
-    eventually("the old one lets nobody in any more", || (0..20).all(|_| gateway.get("/says").text() == "new"));
+    eventually("the old process accepts no connections", || (0..20).all(|_| gateway.get("/says").text() == "new"));
     let config = ask(&gateway, "GET", "/api/config").json();
     assert_eq!(config["configuration"]["route"][1]["respond"]["body"], "new", "{config}");
     assert!(gateway.child.try_wait().unwrap().is_none(), "the old one waits");
-    server.set(Mood::Answers(200));
+    server.set(Behaviour::Respond(200));
     assert_eq!(held.reply().unwrap().status, 200);
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
 }
 
 #[test]
-fn a_process_that_cannot_start_leaves_all_as_it_was() {
+fn failed_hot_restart_keeps_the_old_process() {
     let mut gateway = Gateway::start(&says("one"));
     gateway.put(&says("two").replace("respond", "respnd"));
     signal(&gateway.child, "USR2");
-    eventually("it is told", || gateway.log().contains("the new process exited before it was ready: exit status: 2"));
+    eventually("it is logged", || gateway.log().contains("the new process exited before it was ready: exit status: 2"));
     assert!(gateway.log().contains("did you mean `respond`?"), "{}", gateway.log());
     for _ in 0..20 {
         assert_eq!(gateway.get("/says").text(), "one");
     }
     gateway.put(&says("three"));
-    let _successor = hand_over(&mut gateway);
+    let _successor = hot_restart(&mut gateway);
     assert_eq!(gateway.get("/says").text(), "three");
 }
 
 #[test]
-fn any_number_of_workers_may_follow_any_other_and_each_can_be_followed_again() {
+fn hot_restart_may_change_the_number_of_workers_and_be_repeated() {
     for (layout, before, after) in [("per-core", 4, 1), ("per-core", 1, 4), ("work-stealing", 2, 2)] {
         let config = |workers: u32| format!("[server]\nthreading = \"{layout}\"\nworkers = {workers}\n{}", says("x"));
         let mut gateway = Gateway::start(&config(before));
         gateway.put(&config(after));
-        let first = hand_over(&mut gateway);
-        // Enough connections to meet every socket.
+        let first = hot_restart(&mut gateway);
+        // Enough connections to reach every socket.
         let all = |what: &str| {
             for _ in 0..40 {
                 assert_eq!(gateway.get("/says").status, 200, "{layout}, {before} to {after}: {what}");
@@ -164,11 +164,11 @@ fn any_number_of_workers_may_follow_any_other_and_each_can_be_followed_again() {
         eventually("the second has ended", || gateway.log().matches("stopped").count() == 2);
         all("the third process");
         third.signal("TERM");
-        eventually("nobody listens any more", || std::net::TcpStream::connect(gateway.address).is_err());
+        eventually("nothing listens", || std::net::TcpStream::connect(gateway.address).is_err());
     }
 }
 
-/// Starts a gateway as systemd does: with a socket at descriptor 3, and its own id in the environment.
+/// Start a gateway as systemd does: a socket as descriptor 3, and its process ID in the environment.
 fn activated(config: &str, socket: TcpListener) -> Gateway {
     let socket = std::sync::Mutex::new(Some(socket));
     Gateway::start_socket(config, |path| {
@@ -181,10 +181,10 @@ fn activated(config: &str, socket: TcpListener) -> Gateway {
 }
 
 #[test]
-fn a_socket_of_systemd_is_served_with_all_connections_that_wait_on_it() {
+fn systemd_socket_is_served_with_its_queued_connections() {
     let socket = TcpListener::bind("127.0.0.1:0").unwrap();
     let address: SocketAddr = socket.local_addr().unwrap();
-    // Before there is a process.
+    // Connect before the process exists.
     let mut early = Client::connect(address);
     early.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
     let config = format!("[server]\nworkers = 3\n[[listener]]\naddress = \"{address}\"\n{}", says("x"));
@@ -194,14 +194,14 @@ fn a_socket_of_systemd_is_served_with_all_connections_that_wait_on_it() {
     for _ in 0..20 {
         assert_eq!(gateway.get("/says").status, 200);
     }
-    let _successor = hand_over(&mut gateway);
+    let _successor = hot_restart(&mut gateway);
     for _ in 0..20 {
         assert_eq!(gateway.get("/says").status, 200, "the socket goes on with the next process");
     }
 }
 
 #[test]
-fn a_socket_that_no_listener_wants_is_told() {
+fn unused_inherited_socket_is_logged() {
     let socket = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = socket.local_addr().unwrap();
     let gateway = activated(&format!("[[listener]]\naddress = \"[::1]:0\"\n{}", says("x")), socket);
@@ -212,10 +212,10 @@ fn a_socket_that_no_listener_wants_is_told() {
 }
 
 #[test]
-fn the_service_manager_is_told_what_happens() {
+fn service_manager_is_notified_of_state_changes() {
     let folder = tempfile::tempdir().unwrap();
     let socket = UnixDatagram::bind(folder.path().join("notify")).unwrap();
-    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    socket.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let told = || {
         let mut message = [0; 512];
         let length = socket.recv(&mut message).unwrap();
@@ -236,7 +236,7 @@ fn the_service_manager_is_told_what_happens() {
     assert_eq!(told(), "READY=1");
     signal(&gateway.child, "USR2");
     let successor = Successor::of(&gateway);
-    // Which of both comes first is not decided.
+    // The order of the two notifications is not defined.
     let mut both = [told(), told()];
     both.sort();
     assert_eq!(both, [format!("MAINPID={}", successor.0), "READY=1".to_owned()]);

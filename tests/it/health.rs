@@ -1,12 +1,12 @@
-//! Health checks: a server that fails them gets no requests, one that passes them gets them again.
-#![allow(clippy::disallowed_methods)] // waits have a clock of their own
+//! Active health checks: unhealthy servers get no requests until they are healthy again.
+#![allow(clippy::disallowed_methods)] // waits use the system clock
 
 use std::time::{Duration, Instant};
 
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::reload::{reloads, with_admin};
-use crate::support::server::{Mood, Server};
+use crate::support::server::{Behaviour, Server};
 
 fn gateway(servers: &[&Server], workers: usize, health: &str, lines: &str) -> Gateway {
     let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
@@ -20,7 +20,7 @@ fn gateway(servers: &[&Server], workers: usize, health: &str, lines: &str) -> Ga
 
 const QUICK: &str = "interval = \"100ms\", timeout = \"5s\", unhealthy_threshold = 2, healthy_threshold = 2";
 
-/// `count` GETs that all succeed; how many went to this server.
+/// Send `count` GETs that all succeed. Return how many this server received.
 fn share(gateway: &Gateway, server: &Server, count: usize) -> usize {
     let before = server.count();
     let mut client = gateway.client();
@@ -29,26 +29,26 @@ fn share(gateway: &Gateway, server: &Server, count: usize) -> usize {
 }
 
 #[test]
-fn an_unhealthy_server_gets_no_requests_until_it_is_healthy() {
-    let [ill, well] = &Server::fleet();
+fn unhealthy_server_gets_no_requests_until_it_is_healthy() {
+    let [ill, well] = &Server::start_many();
     let gateway = gateway(&[ill, well], 2, QUICK, "");
     assert_eq!(share(&gateway, ill, 20), 10, "before the first check it is believed to be well");
-    ill.set(Mood::Answers(500));
-    eventually("it is found to be ill", || gateway.log().contains("server is unhealthy"));
+    ill.set(Behaviour::Respond(500));
+    eventually("it is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
     assert!(gateway.log().contains("unexpected status 500"), "{}", gateway.log());
     assert_eq!(share(&gateway, ill, 20), 0);
-    ill.set(Mood::Answers(200));
-    eventually("it is found to be well", || gateway.log().contains("server is healthy again"));
+    ill.set(Behaviour::Respond(200));
+    eventually("it is detected as healthy", || gateway.log().contains("server is healthy again"));
     assert_eq!(share(&gateway, ill, 20), 10);
-    ill.down();
-    eventually("it is found to be gone", || gateway.log().matches("server is unhealthy").count() == 2);
+    ill.stop();
+    eventually("its loss is detected", || gateway.log().matches("server is unhealthy").count() == 2);
     assert!(gateway.log().contains("cannot connect"), "{}", gateway.log());
     assert_eq!(gateway.log().matches("server is").count(), 3, "each change is said once: {}", gateway.log());
 }
 
 #[test]
-fn a_reload_keeps_what_is_known_of_servers_and_checks_those_that_are_new() {
-    let [ill, well, new] = &Server::fleet();
+fn reload_keeps_the_health_of_servers_and_checks_new_ones() {
+    let [ill, well, new] = &Server::start_many();
     let config = |lines: &str| {
         format!(
             "[upstream.api]\nservers = [\"{}\", \"{}\"]\nbalance = \"round-robin\"\n\
@@ -64,9 +64,9 @@ fn a_reload_keeps_what_is_known_of_servers_and_checks_those_that_are_new() {
         new.url()
     );
     let gateway = Gateway::start(&with_admin(&config("")));
-    ill.set(Mood::Answers(500));
-    eventually("it is found to be ill", || gateway.log().contains("server is unhealthy"));
-    // The same upstream beside a new one, then with other settings: nobody waits for the next checks.
+    ill.set(Behaviour::Respond(500));
+    eventually("it is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
+    // The same upstream with a new one beside it, then with other settings: requests do not wait for the next checks.
     for lines in [other.as_str(), "response_timeout = \"7s\""] {
         reloads(&gateway, &config(lines));
         assert_eq!(share(&gateway, ill, 20), 0, "{lines}");
@@ -77,38 +77,38 @@ fn a_reload_keeps_what_is_known_of_servers_and_checks_those_that_are_new() {
 }
 
 #[test]
-fn without_a_healthy_server_it_is_503_until_one_is_back() {
-    let [one, two] = &Server::fleet();
+fn no_healthy_server_is_503_until_one_is_back() {
+    let [one, two] = &Server::start_many();
     let health = "interval = \"1500ms\", unhealthy_threshold = 1, healthy_threshold = 1";
     let gateway = gateway(&[one, two], 1, health, "");
-    one.down();
-    two.down();
-    eventually("both are gone", || gateway.log().matches("server is unhealthy").count() == 2);
+    one.stop();
+    two.stop();
+    eventually("both are closed", || gateway.log().matches("server is unhealthy").count() == 2);
     let reply = gateway.get("/");
-    reply.assert_problem(503, "nobody is healthy");
+    reply.assert_problem(503, "no healthy server");
     assert_eq!(reply.header("retry-after"), Some("2"), "the interval, in whole seconds");
-    two.up();
+    two.start_again();
     let back = Instant::now();
     eventually("one is healthy", || gateway.get("/").status == 200);
-    // Its interval and a tenth; more than twice that is not the machine.
+    // The interval and a tenth. The rest is for a busy machine.
     assert!(back.elapsed() < Duration::from_millis(3300 + 1650), "{:?}", back.elapsed());
 }
 
 #[test]
-fn a_server_that_does_not_answer_checks_is_unhealthy() {
-    let [silent, well] = &Server::fleet();
-    silent.set(Mood::Holds);
+fn server_that_does_not_answer_health_checks_is_unhealthy() {
+    let [silent, well] = &Server::start_many();
+    silent.set(Behaviour::Hang);
     let health = "interval = \"100ms\", timeout = \"100ms\", unhealthy_threshold = 2";
     let gateway = gateway(&[silent, well], 1, health, "");
-    eventually("it is found out", || gateway.log().contains("no response within 100ms"));
+    eventually("it is detected", || gateway.log().contains("no response within 100ms"));
     assert_eq!(share(&gateway, silent, 20), 0);
 }
 
 #[test]
-fn each_status_of_the_list_is_healthy_and_no_other() {
+fn only_listed_statuses_are_healthy() {
     for (status, healthy) in [(200, true), (204, true), (401, true), (201, false), (403, false)] {
-        let [server, well] = &Server::fleet();
-        server.set(Mood::Answers(status));
+        let [server, well] = &Server::start_many();
+        server.set(Behaviour::Respond(status));
         let gateway = gateway(&[server, well], 1, &format!("{QUICK}, status = [200, 204, 401]"), "");
         match healthy {
             true => eventually("it is checked", || server.checks() > 4),
@@ -119,11 +119,11 @@ fn each_status_of_the_list_is_healthy_and_no_other() {
 }
 
 #[test]
-fn checks_come_once_for_all_workers() {
+fn health_checks_run_once_for_all_workers() {
     let server = Server::start();
     let started = Instant::now();
     let gateway = gateway(&[&server], 4, QUICK, "");
-    eventually("there were some", || server.checks() >= 10);
+    eventually("some were counted", || server.checks() >= 10);
     let (checks, elapsed) = (server.checks(), started.elapsed());
     let most = elapsed.as_millis() as usize / 90 + 2;
     assert!(checks <= most, "{checks} checks in {elapsed:?}, each 100 ms ± 10 %");
@@ -132,19 +132,19 @@ fn checks_come_once_for_all_workers() {
 }
 
 #[test]
-fn a_server_that_is_back_starts_slowly() {
-    let [back, other] = &Server::fleet();
-    back.set(Mood::Answers(500));
+fn recovered_server_returns_with_slow_start() {
+    let [back, other] = &Server::start_many();
+    back.set(Behaviour::Respond(500));
     let gateway = gateway(&[back, other], 1, QUICK, "slow_start = \"10m\"");
-    eventually("it is found to be ill", || gateway.log().contains("server is unhealthy"));
-    back.set(Mood::Answers(200));
-    eventually("it is found to be well", || gateway.log().contains("server is healthy again"));
-    // A tenth of the other's weight: 20 of 220, and a few more when the test takes minutes.
+    eventually("it is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
+    back.set(Behaviour::Respond(200));
+    eventually("it is detected as healthy", || gateway.log().contains("server is healthy again"));
+    // A tenth of the weight of the other: 20 of 220, and a few more if the test takes minutes.
     let share = share(&gateway, back, 220);
     assert!((20..40).contains(&share), "{share} of 220");
 }
 
-/// A server that speaks HTTP/2: a gateway.
+/// A server that speaks HTTP/2: another gateway.
 fn http2_server(path: &str) -> Gateway {
     Gateway::start(&format!(
         "[[route]]\nname = \"health\"\npath = \"{path}\"\nrespond = {{ status = 200, body = \"well\" }}\n\
@@ -153,7 +153,7 @@ fn http2_server(path: &str) -> Gateway {
 }
 
 #[test]
-fn http2_is_checked_by_http2_and_fails_over_as_well() {
+fn http2_upstream_is_health_checked_over_http2() {
     let (well, other, ill) = (http2_server("/healthz"), http2_server("/healthz"), http2_server("/elsewhere"));
     let gateway = Gateway::start(&format!(
         "[upstream.api]\nservers = [\"http://{}\", \"http://{}\", \"http://{}\"]\nprotocol = \"http2\"\n\
@@ -161,12 +161,12 @@ fn http2_is_checked_by_http2_and_fails_over_as_well() {
          [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
         well.address, other.address, ill.address
     ));
-    eventually("one is found to be ill", || gateway.log().contains("unexpected status 405"));
+    eventually("one is detected as unhealthy", || gateway.log().contains("unexpected status 405"));
     let mut client = gateway.client();
     for _ in 0..20 {
         assert_eq!(client.request("POST", "/any", &[], b"").text(), "/healthz");
     }
-    // Its port is refused from now on; nothing was in flight.
+    // Its port refuses connections from now on. Nothing was in flight.
     drop(other);
     for number in 0..20 {
         assert_eq!(client.get("/healthz").status, 200, "GET {number}");
@@ -174,8 +174,8 @@ fn http2_is_checked_by_http2_and_fails_over_as_well() {
 }
 
 #[test]
-fn reload_that_removes_health_brings_a_server_that_was_down_back() {
-    let [ill, well, new] = &Server::fleet();
+fn reload_without_health_check_restores_unhealthy_servers() {
+    let [ill, well, new] = &Server::start_many();
     let config = |servers: &[&Server], health: &str| {
         let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
         format!(
@@ -186,12 +186,12 @@ fn reload_that_removes_health_brings_a_server_that_was_down_back() {
     };
     let health = format!("health_check = {{ path = \"/healthz\", {QUICK} }}");
     for servers in [&[ill, well][..], &[well, ill, new]] {
-        ill.set(Mood::Answers(500));
+        ill.set(Behaviour::Respond(500));
         let gateway = Gateway::start(&with_admin(&config(&[ill, well], &health)));
-        eventually("it is found to be unhealthy", || gateway.log().contains("server is unhealthy"));
+        eventually("it is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
         assert_eq!(share(&gateway, ill, 20), 0);
         reloads(&gateway, &config(servers, ""));
-        // It answers 500 still: no check can have brought it back.
+        // It still responds 500, so no check can have restored it.
         let before = ill.count();
         let mut client = gateway.client();
         let failed = (0..30).filter(|_| client.get("/").status == 500).count();

@@ -1,9 +1,9 @@
-//! Heads that are broken, huge or in two minds about the host: what is refused, and what the upstream sees of the rest.
+//! Malformed and huge request heads, and conflicting hosts: faults 3 and 4 in docs/testing.md.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
 
@@ -16,17 +16,17 @@ fn gateway(upstream: &Upstream) -> Gateway {
     ))
 }
 
-/// The first status that comes back; none if the connection is reset before, as it may be for whoever sends on.
+/// Return the first status, or `None` if the connection is reset first, as it may be while the client still sends.
 fn status(gateway: &Gateway, bytes: &[u8]) -> Option<u16> {
     let mut stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let _ = stream.write_all(bytes);
     let mut first = [0; 12];
     stream.read_exact(&mut first).ok()?;
     std::str::from_utf8(&first[9..]).unwrap().parse().ok()
 }
 
-/// Heads that are none, up to the blank line; the statuses that refuse them.
+/// Invalid heads up to the empty line, with the status that rejects them.
 const BROKEN: &[(&str, &str, &[u8], u16)] = &[
     ("no version", "9112 3", b"GET /", 400),
     ("no target", "9112 3", b"GET HTTP/1.1", 400),
@@ -65,7 +65,7 @@ const BROKEN: &[(&str, &str, &[u8], u16)] = &[
     ("a Redis command", "9112 2.2", b"*1\r\n$4\r\nPING", 400),
     ("a mail", "9112 2.2", b"EHLO a.test\r\nMAIL FROM:<a@a.test>", 400),
     (
-        "PROXY protocol that nobody allows",
+        "PROXY protocol without proxy_protocol",
         "9112 2.2",
         b"PROXY TCP4 192.0.2.1 192.0.2.2 1 80\r\nGET / HTTP/1.1\r\nHost: a",
         400,
@@ -74,7 +74,7 @@ const BROKEN: &[(&str, &str, &[u8], u16)] = &[
 ];
 
 #[test]
-fn broken_and_huge_heads_are_refused_without_memory() {
+fn malformed_and_huge_heads_are_rejected_and_take_no_memory() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     let line =
@@ -106,10 +106,10 @@ fn broken_and_huge_heads_are_refused_without_memory() {
         }
         for (name, head, expected) in &huge {
             let found = status(&gateway, &[&head[..], b"\r\n\r\n"].concat());
-            // Only whoever sends far more than the bound may miss his answer.
+            // Only a client that sends far more than the limit may miss the response.
             let reset = found.is_none() && head.len() > 64 << 10;
             assert!(reset || found.is_some_and(|status| expected.contains(&status)), "{name}: {found:?}");
-            // The same without an end: what is beyond the buffer is refused while it still comes.
+            // The same without an end: a head larger than the buffer is rejected while it arrives.
             if head.len() >= 40 << 10 {
                 let found = status(&gateway, &[&head[..], b"a"].concat());
                 assert!(
@@ -121,7 +121,7 @@ fn broken_and_huge_heads_are_refused_without_memory() {
         }
         refused
     };
-    // What the first ones leave behind is there once.
+    // The first rounds allocate buffers that stay allocated.
     for _ in 0..3 {
         round();
     }
@@ -130,16 +130,16 @@ fn broken_and_huge_heads_are_refused_without_memory() {
     let grown = gateway.memory().saturating_sub(before);
     assert_eq!(upstream.heads.lock().unwrap().len(), 0, "nothing is forwarded");
     assert_eq!(gateway.get("/").status, 200);
-    println!("row 3: {refused} heads refused, {} KiB more memory", grown >> 10);
+    println!("fault 3: {refused} heads refused, {} KiB more memory", grown >> 10);
     assert!(grown <= 4 << 20, "{grown} bytes more");
     assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
 }
 
-/// A request up to the blank line; host and target that the upstream sees, or the status of a refusal.
+/// A request up to the empty line; Host and target at the upstream, or the status of the rejection.
 type Case = (&'static str, &'static str, Result<(&'static str, &'static str), u16>);
 
 const HOSTS: &[Case] = &[
-    // ---- the host that is routed on is the one that is told (RFC 9112 §3.2.2)
+    // ---- the upstream receives the host that was routed on (RFC 9112 §3.2.2)
     ("GET / HTTP/1.1\r\nHost: a.test", "7.2", Ok(("a.test", "/"))),
     ("GET / HTTP/1.1\r\nHost: A.Test:8080", "7.2", Ok(("A.Test:8080", "/"))),
     ("GET / HTTP/1.1\r\nHost: [::1]:80", "7.2", Ok(("[::1]:80", "/"))),
@@ -158,7 +158,7 @@ const HOSTS: &[Case] = &[
         Ok(("b.test", "/")),
     ),
     ("GET / HTTP/1.1\r\nHost: a.test\r\nX_Host: b.test\r\nHost_: c.test", "7.2", Ok(("a.test", "/"))),
-    // ---- no host, or no one host
+    // ---- no host, or no single host
     ("GET / HTTP/1.1", "7.2", Err(400)),
     ("GET http://b.test/ HTTP/1.1", "7.2", Err(400)),
     ("GET / HTTP/1.1\r\nHost: a.test\r\nHost: b.test", "7.2", Err(400)),
@@ -210,7 +210,7 @@ const HOSTS: &[Case] = &[
     ("GET /a%0d%0ax:y HTTP/1.1\r\nHost: a.test", "7.1", Err(400)),
     ("GET /a%252Fb HTTP/1.1\r\nHost: a.test", "7.1", Ok(("a.test", "/a%252Fb"))),
     ("GET /a;x/b HTTP/1.1\r\nHost: a.test", "7.1", Ok(("a.test", "/a;x/b"))),
-    // ---- methods that are not for gateways
+    // ---- methods that gateways do not serve
     ("CONNECT b.test:443 HTTP/1.1\r\nHost: b.test:443", "9.3.6", Err(501)),
     ("CONNECT / HTTP/1.1\r\nHost: a.test", "9.3.6", Err(501)),
     ("CONNECT http://b.test/ HTTP/1.1\r\nHost: a.test", "9.3.6", Err(501)),
@@ -220,7 +220,7 @@ const HOSTS: &[Case] = &[
 ];
 
 #[test]
-fn the_upstream_sees_the_host_and_the_path_that_were_routed_on() {
+fn upstream_receives_the_host_and_path_that_were_routed_on() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     let (mut forwarded, mut refused) = (0, 0);
@@ -242,5 +242,7 @@ fn the_upstream_sees_the_host_and_the_path_that_were_routed_on() {
             }
         }
     }
-    println!("row 4: {forwarded} forwarded with the host that was routed on, {refused} refused, 0 odd ones forwarded");
+    println!(
+        "fault 4: {forwarded} forwarded with the host that was routed on, {refused} refused, 0 odd ones forwarded"
+    );
 }

@@ -1,4 +1,4 @@
-//! HTTP/2 that is none, frame by frame, and what becomes of HTTP/2 on its way to an upstream that speaks HTTP/1.1.
+//! Malformed HTTP/2, frame by frame, and HTTP/2 requests forwarded as HTTP/1.1: fault 5 in docs/testing.md.
 
 use std::convert::Infallible;
 use std::io::{Read, Write};
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::gateway::Gateway;
 use crate::support::http2;
 use crate::support::upstream::Upstream;
@@ -27,7 +27,7 @@ const CONTINUATION: u8 = 9;
 const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 
-/// A frame (RFC 9113 §4.1).
+/// Encode a frame (RFC 9113 §4.1).
 fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let mut out = (payload.len() as u32).to_be_bytes()[1..].to_vec();
     out.extend_from_slice(&[kind, flags]);
@@ -36,7 +36,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A field as a literal without indexing or Huffman code (RFC 7541 §6.2.2): the bytes as they are.
+/// Encode a field as a literal without indexing or Huffman coding (RFC 7541 §6.2.2).
 fn field(name: &[u8], value: &[u8]) -> Vec<u8> {
     let text = |text: &[u8]| match text.len() {
         length @ ..127 => [&[length as u8], text].concat(),
@@ -60,19 +60,19 @@ fn block(fields: &[Field<'_>]) -> Vec<u8> {
     fields.iter().flat_map(|(name, value)| field(name, value)).collect()
 }
 
-/// What becomes of a stream.
+/// How a stream ends.
 #[derive(Debug, PartialEq, Clone, Copy)]
 enum End {
-    /// An answer with this status.
+    /// A response with this status.
     Status(u16),
     /// RST_STREAM with this code.
     Reset(u32),
-    /// GOAWAY with this code, or the connection is gone.
+    /// GOAWAY with this code, or a closed connection.
     Gone(u32),
 }
 use End::{Gone, Reset, Status};
 
-/// h2's word for nearly everything, where the RFC has finer ones.
+/// h2 uses this code for nearly all errors, where the RFC has specific ones.
 const PROTOCOL_ERROR: u32 = 1;
 const FLOW_CONTROL_ERROR: u32 = 3;
 const STREAM_CLOSED: u32 = 5;
@@ -85,18 +85,18 @@ struct Http2 {
 impl Http2 {
     fn connect(gateway: &Gateway) -> Http2 {
         let stream = TcpStream::connect(gateway.address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         let mut connection = Http2 { stream };
         connection.send(&[&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &frame(SETTINGS, 0, 0, b"")].concat());
         connection
     }
 
     fn send(&mut self, bytes: &[u8]) {
-        // The gateway may have hung up before all of it is sent.
+        // The gateway may have closed the connection before all bytes are sent.
         let _ = self.stream.write_all(bytes);
     }
 
-    /// The next frame: kind, stream, payload; none when the connection is closed.
+    /// Read the next frame: kind, stream, payload. Return `None` if the connection is closed.
     fn next(&mut self) -> Option<(u8, u32, Vec<u8>)> {
         let mut head = [0; 9];
         self.stream.read_exact(&mut head).ok()?;
@@ -105,7 +105,7 @@ impl Http2 {
         Some((head[3], u32::from_be_bytes(head[5..9].try_into().unwrap()), payload))
     }
 
-    /// Reads until this stream has an end.
+    /// Read until this stream ends.
     fn end_of(&mut self, stream: u32) -> End {
         loop {
             let Some((kind, id, payload)) = self.next() else { return Gone(0) };
@@ -120,9 +120,10 @@ impl Http2 {
     }
 }
 
-/// The status of a header block: the first field, indexed or with its digits in Huffman code (RFC 7541 §6, appendix B).
+/// Return the status of a header block: the first field, indexed or with Huffman-coded digits (RFC 7541 §6, Appendix
+/// B).
 fn status(block: &[u8]) -> u16 {
-    // A change of the table's size may come first.
+    // A table size update may come first.
     let block = if block[0] >> 5 == 1 { &block[1..] } else { block };
     match block[0] {
         index @ 0x88..=0x8e => [200, 204, 206, 304, 400, 404, 500][usize::from(index - 0x88)],
@@ -150,11 +151,11 @@ fn gateway(upstream: &Upstream) -> Gateway {
     ))
 }
 
-/// A good request, to be spoiled.
+/// A valid request, which the cases modify.
 const GOOD: &[Field<'_>] =
     &[(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"a.test"), (b":path", b"/spoiled")];
 
-/// Fields in place of or behind those of a good request, what it is about, what becomes of it.
+/// Name, section, fields that replace or follow those of a valid request, and the end of the stream.
 const FIELDS: &[(&str, &str, &[Field<'_>], End)] = &[
     ("a name in capitals", "9113 8.2.1", &[(b"X-Upper", b"1")], Gone(PROTOCOL_ERROR)),
     ("a name with a colon", "9113 8.2.1", &[(b"x:y", b"1")], Gone(PROTOCOL_ERROR)),
@@ -210,7 +211,7 @@ const FIELDS: &[(&str, &str, &[Field<'_>], End)] = &[
     ("a Host that is none", "9110 7.2", &[(b"host", b"a.test\t/x")], Status(400)),
 ];
 
-/// All pseudo-fields of a request, what becomes of it.
+/// Name, section, all pseudo-fields of a request, and the end of the stream.
 const PSEUDO: &[(&str, &str, &[Field<'_>], End)] = &[
     (
         "no method",
@@ -354,12 +355,12 @@ const PSEUDO: &[(&str, &str, &[Field<'_>], End)] = &[
 ];
 
 #[test]
-fn malformed_requests_end_their_streams_and_go_no_further() {
+fn malformed_http2_requests_reset_their_streams_and_are_not_forwarded() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     let mut failures = String::new();
     let spoiled = FIELDS.iter().map(|(name, section, fields, end)| {
-        // Those that belong in front of the fields follow at once.
+        // The fields of the case follow those of the valid request.
         (*name, *section, [GOOD, *fields].concat(), *end)
     });
     let all = spoiled.chain(PSEUDO.iter().map(|(name, section, fields, end)| (*name, *section, fields.to_vec(), *end)));
@@ -372,7 +373,7 @@ fn malformed_requests_end_their_streams_and_go_no_further() {
         if found != expected {
             failures.push_str(&format!("{name} (RFC {section}): expected {expected:?}, found {found:?}\n"));
         }
-        // The next stream of this connection, and the next request of the upstream's connection, are as they should be.
+        // The next stream of this connection and the next request on the upstream connection are correct.
         let before = upstream.count();
         if !matches!(found, Gone(_)) {
             let next = [GOOD[0], GOOD[1], GOOD[2], (b":path", b"/next")];
@@ -391,11 +392,11 @@ fn malformed_requests_end_their_streams_and_go_no_further() {
     assert!(failures.is_empty(), "{failures}");
     assert!(upstream.seen.lock().unwrap().iter().all(|seen| !seen.target().contains("spoiled")));
     assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
-    println!("row 5: {cases} malformed requests, 0 forwarded, 0 panics");
+    println!("fault 5: {cases} malformed requests, 0 forwarded, 0 panics");
 }
 
 #[test]
-fn frames_that_break_the_protocol_end_the_connection() {
+fn http2_protocol_violations_end_the_stream_or_connection() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     let head = || frame(HEADERS, END_HEADERS, 1, &block(GOOD));
@@ -488,7 +489,7 @@ fn frames_that_break_the_protocol_end_the_connection() {
         let mut connection = Http2::connect(&gateway);
         connection.send(&frames.concat());
         let found = connection.end_of(1);
-        // The upstream may have answered a stream before its fault came.
+        // The upstream may have responded before the fault arrived.
         let whole = name.ends_with("behind the end") && matches!(found, Status(200) | Reset(STREAM_CLOSED));
         if found != *expected && !whole {
             failures.push_str(&format!("{name} (RFC 9113 {section}): expected {expected:?}, found {found:?}\n"));
@@ -501,10 +502,10 @@ fn frames_that_break_the_protocol_end_the_connection() {
         upstream.seen.lock().unwrap().iter().filter(|seen| seen.target() != "/probe").map(|seen| seen.body.len()).max();
     assert!(whole.is_none_or(|length| length == 0), "no body of a broken stream is completed");
     assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
-    println!("row 5: {} broken sequences of frames, 0 panics", cases.len());
+    println!("fault 5: {} broken sequences of frames, 0 panics", cases.len());
 }
 
-/// Method, fields behind the pseudo-fields, body; what the upstream must see of them.
+/// Method, fields after the pseudo-fields, body, and the header fields that the upstream must receive.
 type Downgrade =
     (&'static str, &'static [Field<'static>], &'static [u8], &'static [(&'static str, &'static [&'static str])]);
 
@@ -539,7 +540,7 @@ const DOWNGRADES: &[Downgrade] = &[
 ];
 
 #[test]
-fn http_2_becomes_one_good_request_of_http_1() {
+fn http2_request_is_forwarded_as_one_valid_http1_request() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     let mut connection = Http2::connect(&gateway);
@@ -555,7 +556,7 @@ fn http_2_becomes_one_good_request_of_http_1() {
         let flags = if body.is_empty() { END_HEADERS | END_STREAM } else { END_HEADERS };
         connection.send(&frame(HEADERS, flags, stream, &block(&[&pseudo, *fields].concat())));
         if !body.is_empty() {
-            // In two pieces, the end by itself.
+            // In two DATA frames, the last one empty.
             connection.send(&[frame(DATA, 0, stream, body), frame(DATA, END_STREAM, stream, b"")].concat());
         }
         let what = format!("{method} {path} with {} fields", fields.len());
@@ -571,7 +572,7 @@ fn http_2_becomes_one_good_request_of_http_1() {
             assert_eq!(seen.headers(name), [""; 0], "{what}: {name} in {}", seen.head);
         }
     }
-    // Trailers end here, whatever stands in them: h2 lets pseudo-fields pass in them, against RFC 9113 §8.1.
+    // Trailers are dropped. h2 accepts pseudo-fields in trailers, against RFC 9113 §8.1.
     let stream = 2 * DOWNGRADES.len() as u32 + 1;
     let trailers = block(&[(b":path", b"/other"), (b"x-trailer", b"1"), (b"host", b"b.test")]);
     connection.send(&[frame(HEADERS, END_HEADERS, stream, &block(GOOD)), frame(DATA, 0, stream, b"hello")].concat());
@@ -580,14 +581,14 @@ fn http_2_becomes_one_good_request_of_http_1() {
     let seen = upstream.last();
     assert_eq!((seen.target(), &seen.body[..]), ("/spoiled", &b"hello"[..]), "{}", seen.head);
     assert_eq!((seen.headers("host"), seen.headers("x-trailer")), (vec!["a.test"], vec![]), "{}", seen.head);
-    println!("row 5: {} requests from HTTP/2 to HTTP/1.1, 0 second requests", DOWNGRADES.len());
+    println!("fault 5: {} requests from HTTP/2 to HTTP/1.1, 0 second requests", DOWNGRADES.len());
 }
 
-/// What stands before and behind a value, and is no part of it in HTTP/1.1 (RFC 9110 §5.5).
+/// Spaces before and after a value, which are not part of it in HTTP/1.1 (RFC 9110 §5.5).
 const EDGES: [(&str, &str); 8] =
     [("", " "), (" ", ""), (" ", " "), ("", "\t"), ("\t", ""), ("\t ", " \t"), ("   ", ""), ("", "   ")];
 
-/// A header of which the gateway makes something, and the remaining requests of the limit that it counts for, if any.
+/// Headers that the gateway interprets, with a value.
 const USES: [(&str, &str); 9] = [
     ("x-api-key", "k1"),
     ("x-tenant", "t1"),
@@ -601,7 +602,7 @@ const USES: [(&str, &str); 9] = [
 ];
 
 #[test]
-fn spaces_around_values_are_malformed_in_http_2_and_no_part_of_them_in_http_1() {
+fn spaces_around_values_are_malformed_in_http2_and_trimmed_in_http1() {
     let upstream = Upstream::start();
     let limit = |name: &str, by: &str| {
         format!(
@@ -664,7 +665,7 @@ fn spaces_around_values_are_malformed_in_http_2_and_no_part_of_them_in_http_1() 
         }
     }
     assert_eq!(refused, USES.len() * EDGES.len());
-    // The same holds for trailers.
+    // The same applies to trailers.
     let mut connection = Http2::connect(&gateway);
     connection.send(&[frame(HEADERS, END_HEADERS, 1, &block(GOOD)), frame(DATA, 0, 1, b"hello")].concat());
     connection.send(&frame(HEADERS, END_HEADERS | END_STREAM, 1, &block(&[(b"x-trailer", b"1 ")])));
@@ -672,7 +673,7 @@ fn spaces_around_values_are_malformed_in_http_2_and_no_part_of_them_in_http_1() 
 }
 
 #[test]
-fn headers_are_counted_alike_in_both_versions() {
+fn max_headers_applies_to_both_http_versions() {
     let upstream = Upstream::start();
     for (bound, config) in [(100, ""), (10, "max_headers = 10\n"), (200, "max_headers = 200\n")] {
         let gateway = Gateway::start(&format!(
@@ -689,7 +690,7 @@ fn headers_are_counted_alike_in_both_versions() {
             let request = (0..cookies).fold(request, |request, index| request.header("cookie", format!("c{index}=1")));
             let answers = http2::ask(gateway.address, [request.body(&b""[..]).unwrap()]);
             assert_eq!(answers[0].status(), Some(expected), "{what} over HTTP/2");
-            // Host is a header there, `:authority` none.
+            // Host counts as a header, `:authority` does not.
             let lines = "x: y\r\n".repeat(count - 1);
             let cookies = if cookies > 0 { "Cookie: c=1\r\n" } else { "" };
             let mut client = gateway.client();
@@ -706,9 +707,9 @@ const PADDED: u8 = 8;
 const ENHANCE_YOUR_CALM: u32 = 11;
 
 #[test]
-fn floods_of_frames_that_carry_little_end_the_connection() {
+fn floods_of_small_frames_end_the_connection_with_goaway() {
     let upstream = Upstream::start();
-    // The request that is open stays so.
+    // The open request must not time out.
     let gateway = Gateway::start(&format!(
         "[server]\nworkers = 1\nmin_body_rate = \"0B\"\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
          [upstream.api]\nservers = [\"{}\"]\n",
@@ -743,9 +744,9 @@ fn floods_of_frames_that_carry_little_end_the_connection() {
 }
 
 #[test]
-fn frames_that_belong_to_traffic_do_not_end_the_connection() {
+fn control_frames_of_normal_traffic_do_not_end_the_connection() {
     let body = vec![b'x'; 32 << 20];
-    let upstream = Upstream::answering(move |_| {
+    let upstream = Upstream::responding(move |_| {
         [format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", body.len()).as_bytes(), &body].concat()
     });
     let gateway = gateway(&upstream);
@@ -754,7 +755,7 @@ fn frames_that_belong_to_traffic_do_not_end_the_connection() {
     let fields: &[Field<'_>] =
         &[(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"a.test"), (b":path", b"/large")];
     connection.send(&frame(HEADERS, END_HEADERS | END_STREAM, 1, &block(fields)));
-    // As curl and browsers do, but for each 2 KiB: 32,000 frames.
+    // As curl and browsers do, but for every 2 KiB: 32,000 frames.
     let mut received = 0;
     while received < 32 << 20 {
         let mut head = [0; 9];
@@ -772,7 +773,8 @@ fn frames_that_belong_to_traffic_do_not_end_the_connection() {
     }
 }
 
-/// Sends POST requests with bodies in DATA frames of these sizes over one connection, one after the other; how many are answered.
+/// Send POST requests with DATA frames of these sizes over one connection, one after the other. Return how many got a
+/// response.
 fn uploads(gateway: &Gateway, sizes: &[usize], requests: usize) -> usize {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -793,9 +795,10 @@ fn uploads(gateway: &Gateway, sizes: &[usize], requests: usize) -> usize {
     })
 }
 
-/// h2 ends connections with more short frames than it may buffer. These are buffered one request after the other.
+/// h2 closes connections that have more short frames buffered than allowed. Here they are buffered one request after
+/// the other.
 #[test]
-fn short_data_frames_are_counted_unless_they_are_messages_or_remainders() {
+fn short_data_frames_count_unless_they_are_grpc_messages_or_remainders() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     for (what, sizes) in
@@ -811,10 +814,11 @@ fn short_data_frames_are_counted_unless_they_are_messages_or_remainders() {
     assert_eq!(uploads(&gateway, &[1; 900], 1), 1, "as many as a connection may send at once");
 }
 
-/// What a flood costs others is bounded: each connection of it ends after so many frames, and requests beside it are answered.
+/// The cost of a flood is bounded: each connection ends after a number of frames, and other requests are served
+/// meanwhile.
 #[test]
 #[allow(clippy::disallowed_methods)] // the budget grows with time
-fn a_client_is_served_beside_floods_of_pings() {
+fn client_is_served_during_ping_floods() {
     const FLOODERS: usize = 4;
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
@@ -828,7 +832,7 @@ fn a_client_is_served_beside_floods_of_pings() {
                     let begun = Instant::now();
                     let (answered, end) = flood_of_pings(gateway);
                     assert_eq!(end, Gone(ENHANCE_YOUR_CALM), "after {answered} answers");
-                    // 1,000 at once, 200 each second, and some for what was sent.
+                    // 1,000 at once, 200 per second, and some for what was in flight.
                     let most = 1_200 + 200 * (1 + begun.elapsed().as_secs());
                     assert!(answered <= most, "{answered} answers of {most}");
                     let _ = tell.send(());
@@ -848,7 +852,7 @@ fn a_client_is_served_beside_floods_of_pings() {
     assert_eq!(upstream.count(), 300);
 }
 
-/// Sends PINGs until the connection ends; how many are answered, and the end.
+/// Send PINGs until the connection ends. Return the number of acknowledgements and the end.
 fn flood_of_pings(gateway: &Gateway) -> (u64, End) {
     let mut connection = Http2::connect(gateway);
     let mut sender = connection.stream.try_clone().unwrap();
@@ -869,10 +873,10 @@ fn flood_of_pings(gateway: &Gateway) -> (u64, End) {
 }
 
 #[test]
-fn libraries_do_not_fill_the_log() {
+fn warnings_of_h2_do_not_flood_the_log() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
-    // h2 warns of each.
+    // h2 logs a warning for each.
     for _ in 0..5 {
         let mut connection = Http2::connect(&gateway);
         connection.send(&frame(PING, 1, 0, &[7; 8]).repeat(500));

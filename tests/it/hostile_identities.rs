@@ -1,9 +1,10 @@
-//! Who tries to be somebody else, or several: one bucket for each client, whatever is written on the request.
+//! Forged and ambiguous identities: one bucket per client, whatever the request says. Faults 6 and 9 to 13 in
+//! docs/testing.md.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
@@ -13,7 +14,7 @@ use http_body_util::{BodyExt, Empty};
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 
-/// Believed by the gateway; never all of 127.0.0.0/8, or every client of these tests would be.
+/// The trusted proxy. Never trust all of 127.0.0.0/8 here: every client of these tests would be trusted.
 const PROXY: &str = "127.0.0.9";
 
 /// A limit whose counts do not depend on the time of day.
@@ -37,7 +38,7 @@ fn from(address: &str, gateway: &Gateway) -> Client {
     Client::connect_from(address.parse::<IpAddr>().unwrap(), gateway.address)
 }
 
-/// Sends many requests at once, a batch at a time; how many were answered with 200.
+/// Send requests in batches. Return how many got 200.
 fn admitted(client: &mut Client, requests: &[Vec<u8>]) -> usize {
     let mut admitted = 0;
     for batch in requests.chunks(50) {
@@ -51,7 +52,7 @@ fn admitted(client: &mut Client, requests: &[Vec<u8>]) -> usize {
     admitted
 }
 
-/// The same path in other letters (RFC 3986 §6.2.2), and the same host.
+/// Spellings of the same path (RFC 3986 §6.2.2) and host.
 const SPELLINGS: [&str; 14] = [
     "/limited/7",
     "//limited/7",
@@ -70,7 +71,7 @@ const SPELLINGS: [&str; 14] = [
 ];
 
 #[test]
-fn a_path_has_one_bucket_in_all_its_spellings() {
+fn all_spellings_of_a_path_share_one_bucket() {
     const QUOTA: u64 = 50;
     let gateway = Gateway::start(&format!(
         "{}{}{}",
@@ -85,7 +86,7 @@ fn a_path_has_one_bucket_in_all_its_spellings() {
         .collect();
     let first = admitted(&mut client, &requests[..40]);
     assert_eq!(first, 40);
-    // The rest over HTTP/2, where the same targets mean the same.
+    // The rest over HTTP/2, where the same targets are equivalent.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let talk = async {
         let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
@@ -101,18 +102,18 @@ fn a_path_has_one_bucket_in_all_its_spellings() {
         }
         admitted
     };
-    let second = runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("HTTP/2 is answered") });
+    let second = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("HTTP/2 is answered") });
     let third = admitted(&mut client, &requests);
     let total = first as u64 + second + third as u64;
-    println!("row 9: {} spellings, {total} of {} admitted", SPELLINGS.len(), requests.len() + 52);
+    println!("fault 9: {} spellings, {total} of {} admitted", SPELLINGS.len(), requests.len() + 52);
     assert_eq!(total, QUOTA);
 }
 
-/// What stands for itself in a path, encoded or not (RFC 3986 §3.3).
+/// Delimiters that are equivalent to their encoded form in a path (RFC 3986 §3.3).
 const DELIMITERS: &str = "!$&'()*+,;=:@";
 
 #[test]
-fn resource_has_one_route_and_one_bucket_in_all_its_spellings() {
+fn all_spellings_of_a_resource_share_one_route_and_bucket() {
     let upstream = Upstream::start();
     let limits = limit("all", 1000, "by = [\"route\", \"host\", \"method\"]\nmethods = [\"POST\"]")
         + &limit("each", 1000, "by = \"path:id\"");
@@ -127,7 +128,7 @@ fn resource_has_one_route_and_one_bucket_in_all_its_spellings() {
     route("stripped", "path = \"/v1:x/s/{*rest}\"\nstrip_prefix = \"/v1:x\"");
     route("rewritten", "path = \"/v1:x/r/{*rest}\"\nrewrite = \"/to%3A/{rest}\"");
     for (index, byte) in DELIMITERS.chars().enumerate() {
-        // A route cannot have a star in a segment.
+        // A segment of a route cannot contain `*`.
         let segment = if byte == '*' { "{star}".to_owned() } else { format!("{byte}x") };
         route(&format!("d{index}"), &format!("host = \"api.test.\"\npath = \"/d/{segment}\"\nlimits = [\"all\"]"));
     }
@@ -168,7 +169,7 @@ fn resource_has_one_route_and_one_bucket_in_all_its_spellings() {
             }
         }
     }
-    // Methods are in upper case, as routes and limits name them.
+    // Methods are in upper case, as in routes and limits.
     let count = upstream.count();
     for method in
         ["post", "Post", "pOST", "POSt", "get", "Get", "delete", "put", "patch", "head", "options", "propfind"]
@@ -187,10 +188,10 @@ fn resource_has_one_route_and_one_bucket_in_all_its_spellings() {
         spellings += 1;
     }
     assert_eq!(upstream.count(), count, "nothing of them is forwarded");
-    println!("row 9: {spellings} spellings of resources");
+    println!("fault 9: {spellings} spellings of resources");
 }
 
-/// The lines of cookies, and the status; a number is how many requests the bucket of `victim` has served after it.
+/// Cookie lines, and the status; a number is how many requests the bucket of `victim` has counted.
 const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
     (&["sid=victim"], Ok(1)),
     (&["a=1;sid=victim"], Ok(2)),
@@ -200,12 +201,12 @@ const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
     (&["sid=\"victim\""], Ok(5)),
     (&["sid=%76ict%69m"], Ok(6)),
     (&["sid= victim"], Ok(7)),
-    // Names with spaces around them are the cookie itself for some servers, another one for others.
+    // With spaces around its name it is this cookie for some servers and another one for others.
     (&["sid=x; sid =victim"], Err(400)),
     (&["sid =victim; sid=x"], Err(400)),
     (&["sid\t=victim"], Err(400)),
     (&["a=1; sid \t =victim"], Err(400)),
-    // Servers take the first one or the last one.
+    // Servers take the first or the last one.
     (&["sid=x; sid=victim"], Err(400)),
     (&["sid=victim; sid=victim"], Err(400)),
     (&["sid=; sid=victim"], Err(400)),
@@ -214,7 +215,7 @@ const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
     (&["sid=x", "a=1; sid =victim"], Err(400)),
     (&["sid="], Err(400)),
     (&["sid"], Err(400)),
-    // Python decodes `\164` in quotes; Go takes none of these for a value.
+    // Python decodes `\164` in quotes. Go rejects all of these.
     (&["sid=\"vic\\164im\""], Err(400)),
     (&["sid=\"vic\\\"tim\""], Err(400)),
     (&["sid=victim\\"], Err(400)),
@@ -222,7 +223,7 @@ const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
     (&["sid=victim\""], Err(400)),
     (&["sid=vic\ttim"], Err(400)),
     (&["sid=vict\u{ef}m"], Err(400)),
-    // JavaScript trims no-break spaces off names and values.
+    // JavaScript trims no-break spaces around names and values.
     (&["sid=victim\u{a0}"], Err(400)),
     (&["sid=\u{a0}victim"], Err(400)),
     (&["sid\u{a0}=victim"], Err(400)),
@@ -232,7 +233,7 @@ const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
 ];
 
 #[test]
-fn session_has_one_bucket_in_all_its_spellings() {
+fn all_spellings_of_a_session_cookie_share_one_bucket() {
     let gateway = Gateway::start(&format!(
         "{}{}{}",
         limit("per-session", 100, "by = \"cookie:sid\"\nexempt = [\"cookie:sid=of%20a%20friend\"]"),
@@ -250,13 +251,13 @@ fn session_has_one_bucket_in_all_its_spellings() {
         for exempt in ["sid=of%20a%20friend", "sid=\"of a friend\""] {
             assert_eq!(client.get_with("/session", &[("Cookie", exempt)]).header("ratelimit"), None, "{exempt}");
         }
-        // Routes without such a limit take them as they are.
+        // Routes without such a limit accept them unchanged.
         assert_eq!(client.get_with("/others", &headers).status, 200, "{lines:?}");
     }
 }
 
 #[test]
-fn cookie_lines_reach_upstreams_as_one() {
+fn cookie_lines_are_forwarded_as_one() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "{}[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nlimits = [\"per-session\"]\nupstream = \"api\"\n\
@@ -265,7 +266,7 @@ fn cookie_lines_reach_upstreams_as_one() {
         upstream.url(),
     ));
     let mut client = gateway.client();
-    // gunicorn joins lines by commas: Django would see no cookie of that name, or the value `victim,`.
+    // gunicorn joins lines with commas: Django would see no cookie of that name, or the value `victim,`.
     for (lines, expected) in [
         (&["a=1", "sid=victim"][..], "a=1; sid=victim"),
         (&["sid=victim", "a=1", "b=2"], "sid=victim; a=1; b=2"),
@@ -280,7 +281,7 @@ fn cookie_lines_reach_upstreams_as_one() {
 }
 
 #[test]
-fn header_of_a_limit_has_one_line() {
+fn two_lines_of_a_limit_header_are_rejected() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "{}{}{}[upstream.api]\nservers = [\"{}\"]\n[[route]]\nname = \"others\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
@@ -290,20 +291,20 @@ fn header_of_a_limit_has_one_line() {
         upstream.url(),
     ));
     let mut client = gateway.client();
-    // Servers take the first line, the last one, or both with a comma between.
+    // Servers take the first line, the last one, or both joined with a comma.
     for lines in [["victim", "x"], ["x", "victim"], ["victim", "victim"], ["", "victim"], ["victim", ""]] {
         let headers = lines.map(|value| ("X-Tenant", value));
         for path in ["/tenant", "/skipped"] {
             client.get_with(path, &headers).assert_problem(400, &format!("{path} {lines:?}"));
         }
-        // Routes without such a limit take them as they are.
+        // Routes without such a limit accept them unchanged.
         assert_eq!(client.get_with("/others", &headers).status, 200, "{lines:?}");
     }
     assert_eq!(client.get_with("/tenant", &[("X-Tenant", "victim")]).remaining("per-tenant"), 99);
 }
 
 #[test]
-fn an_address_has_one_bucket_in_all_its_spellings() {
+fn forged_x_forwarded_for_gives_no_second_bucket() {
     const QUOTA: usize = 50;
     let gateway = Gateway::start(&format!(
         "{}{}{}",
@@ -313,7 +314,7 @@ fn an_address_has_one_bucket_in_all_its_spellings() {
     ));
     let request = |n: usize, client: &str, mapped: &str| {
         let junk = format!("{}.{}.{}.{}", n % 223 + 1, n % 251, n % 241, n % 239);
-        // What the client wrote stands in front; the proxy's word is the last.
+        // The client's values come first, the value of the proxy is the last.
         let lines = match n % 12 {
             0 => format!("X-Forwarded-For: {client}\r\n"),
             1 => format!("X-Forwarded-For: {junk}, {client}\r\n"),
@@ -332,17 +333,21 @@ fn an_address_has_one_bucket_in_all_its_spellings() {
     };
     let all: Vec<_> = (0..1000).map(|n| request(n, "198.51.100.7", "::FFFF:C633:6407")).collect();
     let through_the_proxy = admitted(&mut from(PROXY, &gateway), &all);
-    // A stranger writes the same, and every word of it counts for nothing.
+    // An untrusted client sends the same headers, which are ignored.
     let claimed: Vec<_> =
         (0..1000).map(|n| request(n, &format!("203.0.113.{}", n % 250), "::ffff:cb00:7101")).collect();
-    let stranger = admitted(&mut from("127.0.0.3", &gateway), &claimed);
-    println!("row 10: {through_the_proxy} of 1000 through a proxy, {stranger} of 1000 of a stranger");
-    assert_eq!((through_the_proxy, stranger), (QUOTA, QUOTA));
-    assert_eq!(from("127.0.0.4", &gateway).get("/limited").remaining("per-ip"), QUOTA as u64 - 1, "nobody else's");
+    let untrusted = admitted(&mut from("127.0.0.3", &gateway), &claimed);
+    println!("fault 10: {through_the_proxy} of 1000 through a proxy, {untrusted} of 1000 of an untrusted client");
+    assert_eq!((through_the_proxy, untrusted), (QUOTA, QUOTA));
+    assert_eq!(
+        from("127.0.0.4", &gateway).get("/limited").remaining("per-ip"),
+        QUOTA as u64 - 1,
+        "a bucket of its own"
+    );
 }
 
 #[test]
-fn a_network_has_one_bucket_and_its_neighbour_another() {
+fn addresses_of_one_ipv6_network_share_one_bucket() {
     const QUOTA: usize = 50;
     let gateway = Gateway::start(&format!(
         "{}{}{}",
@@ -353,7 +358,7 @@ fn a_network_has_one_bucket_and_its_neighbour_another() {
     let mut client = from(PROXY, &gateway);
     let mut ask = |network: &str, count: usize| {
         let request = |n: usize| {
-            // As a shell, a browser and a proxy would write it.
+            // Three notations of IPv6 addresses with ports, brackets and letter case.
             let address = match n % 3 {
                 0 => format!("{network}:{:x}:{n:x}::{:x}", n * 7, n + 1),
                 1 => format!("[{network}:{n:x}:0:0:1]:443"),
@@ -364,11 +369,11 @@ fn a_network_has_one_bucket_and_its_neighbour_another() {
         admitted(&mut client, &(0..count).map(request).collect::<Vec<_>>())
     };
     let (one, both) = (ask("2001:db8:1:1", 1000), ask("2001:db8:1:2", 1000));
-    println!("row 11: {one} of 1000 addresses of one /64, {} with its neighbour", one + both);
+    println!("fault 11: {one} of 1000 addresses of one /64, {} with its neighbour", one + both);
     assert_eq!((one, both), (QUOTA, QUOTA));
 }
 
-/// Keys that would be something else in a careless place.
+/// Keys that have a meaning in other contexts: Redis keys, header lists, escapes, shells, SQL, Lua.
 const KEYS: &[&[u8]] = &[
     b"a",
     b"A",
@@ -404,7 +409,7 @@ const KEYS: &[&[u8]] = &[
 ];
 
 #[test]
-fn keys_share_no_bucket_and_leave_no_trace() {
+fn api_keys_share_no_bucket_and_do_not_appear_in_redis() {
     let redis = Redis::start();
     // sha256 of "alice-key"
     let consumers = "[[consumer]]\nname = \"alice\"\nkeys = [\"sha256:72ee9d4355ccb9d3a4c9dbf37382e38e75c1b1a225b5bd1f729ee91bbda30c20\"]\n";
@@ -471,11 +476,11 @@ fn keys_share_no_bucket_and_leave_no_trace() {
     client.send(&[&b"GET /keyed HTTP/1.1\r\nHost: a.test\r\nX-Api-Key: "[..], &[b'x'; 64 << 10], b"\r\n\r\n"].concat());
     assert_eq!(client.reply().unwrap().status, 431);
     assert_eq!(redis.keys().len(), keys.len(), "who is refused leaves nothing");
-    println!("row 12: {} keys, {refused} refused requests, 0 shared buckets, key length {lengths:?}", keys.len());
+    println!("fault 12: {} keys, {refused} refused requests, 0 shared buckets, key length {lengths:?}", keys.len());
 }
 
 #[test]
-fn nobody_spends_what_a_user_of_another_has() {
+fn forged_user_header_spends_no_quota_of_the_user() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "{}{}[upstream.api]\nservers = [\"{}\"]\n\
@@ -508,23 +513,23 @@ fn nobody_spends_what_a_user_of_another_has() {
                     })
                     .collect();
                 let own = admitted(&mut from(&format!("127.0.0.{}", 20 + worker), gateway), &requests);
-                assert_eq!(own, 100, "what a stranger spends is his own");
+                assert_eq!(own, 100, "an untrusted client spends its own quota");
             });
         }
     });
     let reply = from(PROXY, &gateway).get_with("/named", &alice);
-    println!("row 13: 10000 spoofed requests, the victim's remaining is {}", reply.remaining("per-user"));
+    println!("fault 13: 10000 spoofed requests, the victim's remaining is {}", reply.remaining("per-user"));
     assert_eq!(reply.remaining("per-user"), 98);
-    // The upstream hears the name from nobody but the proxy.
+    // The upstream receives the name from the proxy only.
     for lines in spoofed {
-        let mut stranger = from("127.0.0.30", &gateway);
-        stranger.send(format!("GET /named HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n").as_bytes());
-        assert_eq!(stranger.reply().unwrap().status, 200, "{lines}");
+        let mut untrusted = from("127.0.0.30", &gateway);
+        untrusted.send(format!("GET /named HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n").as_bytes());
+        assert_eq!(untrusted.reply().unwrap().status, 200, "{lines}");
         assert!(!upstream.last().head.to_lowercase().contains("alice"), "{lines}: {}", upstream.last().head);
     }
 }
 
-/// A header, what becomes of it, and what the upstream sees of one that a client sends.
+/// A header, how the gateway uses it, and the value at the upstream if a client sends it.
 const GUARDED: [(&str, &str, Option<&str>); 8] = [
     ("x-api-key", "identifies the client", Some("theirs")),
     ("x-tenant", "is what a limit is by", Some("theirs")),
@@ -536,11 +541,12 @@ const GUARDED: [(&str, &str, Option<&str>); 8] = [
     ("x-gone_too", "is removed by the route", None),
 ];
 
-/// What stands in names besides letters and digits (RFC 9110 §5.6.2). CGI, WSGI, PHP and lighttpd fold some or all of it.
+/// Characters of header names besides letters and digits (RFC 9110 §5.6.2). CGI, WSGI, PHP and lighttpd fold some or
+/// all of them.
 const SEPARATORS: &str = "-_.!#$%&'*+^`|~";
 
 #[test]
-fn headers_that_the_gateway_reads_sets_or_removes_have_no_aliases() {
+fn aliases_of_headers_that_the_gateway_uses_are_not_forwarded() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "[api_key]\non_unknown = \"accept\"\n{}{}{}[upstream.api]\nservers = [\"{}\"]\n\
@@ -564,7 +570,7 @@ fn headers_that_the_gateway_reads_sets_or_removes_have_no_aliases() {
                 let what = format!("{alias}, an alias of {name}, which {why}; nominated: {nominated}");
                 let title = alias.to_uppercase();
                 let mut lines = real.clone();
-                // In front and behind: servers take the first one or the last one.
+                // Before and after the real header: servers take the first or the last one.
                 lines.insert(0, (&alias, "alias"));
                 lines.push((&title, "alias"));
                 let nomination = format!("{name}, {alias}");
@@ -594,7 +600,7 @@ fn headers_that_the_gateway_reads_sets_or_removes_have_no_aliases() {
             }
         }
     }
-    // Names that are nobody's aliases stay.
+    // Names that are no aliases are forwarded.
     client.get_with(
         "/x",
         &[
@@ -611,12 +617,13 @@ fn headers_that_the_gateway_reads_sets_or_removes_have_no_aliases() {
     for (name, value) in [("x_other", "1"), ("x.api", "2"), ("xapikey", "3"), ("x-api-key-", "4")] {
         assert_eq!(upstream.last().headers(name), [value], "{name}");
     }
-    println!("row 13: {aliases} requests with aliases, none forwarded");
+    println!("fault 13: {aliases} requests with aliases, none forwarded");
 }
 
-/// What we set or believe stays, whoever names it (RFC 9110 §7.6.1): a proxy before us may pass Connection on.
+/// Headers that the gateway sets or trusts stay, even if `Connection` names them (RFC 9110 §7.6.1): a proxy in front
+/// may forward Connection.
 #[test]
-fn what_is_ours_cannot_be_named_doubled_or_aliased() {
+fn connection_header_and_aliases_do_not_alter_gateway_headers() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "{}{}[upstream.api]\nservers = [\"{}\"]\n\
@@ -690,10 +697,10 @@ fn what_is_ours_cannot_be_named_doubled_or_aliased() {
         let folded = |line: &&str| line.split(':').next().unwrap().contains(['_', '.']);
         assert_eq!(seen.head.lines().skip(1).filter(folded).count(), 0, "{lines}: {}", seen.head);
         assert_eq!(seen.body, b"hello", "{lines}");
-        // From a stranger nothing of it comes, and ours does.
-        let mut stranger = from("127.0.0.3", &gateway);
-        stranger.send(request.as_bytes());
-        assert_eq!(stranger.reply().unwrap().status, 200, "{lines}");
+        // From an untrusted client none of them is forwarded, and those of the gateway are set.
+        let mut untrusted = from("127.0.0.3", &gateway);
+        untrusted.send(request.as_bytes());
+        assert_eq!(untrusted.reply().unwrap().status, 200, "{lines}");
         let seen = upstream.last();
         for (name, values) in [
             ("host", &["a.test"][..]),
@@ -711,6 +718,6 @@ fn what_is_ours_cannot_be_named_doubled_or_aliased() {
         assert_ne!(seen.headers("x-request-id"), ["of-the-proxy"], "{lines}");
         assert_eq!(seen.headers("x-request-id").len(), 1, "{lines}");
     }
-    println!("row 6: {} ways to name, double or alias, ours arrive intact", variants.len());
+    println!("fault 6: {} ways to name, double or alias, ours arrive intact", variants.len());
     assert!(variants.len() >= 40);
 }

@@ -1,4 +1,4 @@
-//! Upstreams that speak HTTP/2: one connection for all, gRPC from end to end, what happens when streams and connections end.
+//! HTTP/2 upstreams: one connection for all requests, gRPC end to end, and the end of streams and connections.
 
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
@@ -8,24 +8,24 @@ use std::time::Duration;
 
 use crate::support::client::{Client, load};
 use crate::support::gateway::Gateway;
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 use bytes::Bytes;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, Request, Response};
 
-/// What a server does with a request besides answering it.
+/// What the server does besides responding.
 #[derive(Clone, Copy)]
 enum Then {
     GoOn,
-    /// This request is the connection's last.
+    /// GOAWAY: this request is the last of the connection.
     GoAway,
-    /// The connection is closed under it.
+    /// Close the connection during the request.
     Drop,
     Reset(Reason),
 }
 
-/// An HTTP/2 server that records which connection each request came on.
+/// An HTTP/2 server that records the connection of each request.
 struct Server {
     address: SocketAddr,
     seen: Arc<Mutex<Vec<(usize, http::request::Parts)>>>,
@@ -77,7 +77,7 @@ impl Server {
         Server { address, seen }
     }
 
-    /// Answers everything with what it was sent.
+    /// A server that echoes requests.
     fn echo(then: impl Fn(usize) -> Then + Send + Clone + 'static) -> Server {
         Server::start(then, |_, request, respond| async move {
             let (body, _) = read(&mut request.into_body()).await;
@@ -85,13 +85,13 @@ impl Server {
         })
     }
 
-    /// The connections of the requests so far.
+    /// Return the connections of the requests so far.
     fn connections(&self) -> Vec<usize> {
         self.seen.lock().unwrap().iter().map(|(connection, _)| *connection).collect()
     }
 }
 
-/// A body and its trailers.
+/// Read a body and its trailers.
 async fn read(body: &mut RecvStream) -> (Vec<u8>, Option<HeaderMap>) {
     let mut read = Vec::new();
     while let Some(Ok(data)) = body.data().await {
@@ -106,7 +106,7 @@ fn answer(mut respond: SendResponse<Bytes>, body: impl Into<Bytes>) {
     stream.send_data(body.into(), true).unwrap();
 }
 
-/// One worker, so that there is one connection.
+/// One worker, so that there is one upstream connection.
 fn gateway(upstream: SocketAddr, rest: &str) -> Gateway {
     let limits = if rest.contains("[limit.l]") { "limits = [\"l\"]" } else { "" };
     Gateway::start(&format!(
@@ -115,7 +115,7 @@ fn gateway(upstream: SocketAddr, rest: &str) -> Gateway {
     ))
 }
 
-/// An HTTP/2 client.
+/// Connect an HTTP/2 client.
 async fn client(gateway: &Gateway) -> h2::client::SendRequest<Bytes> {
     let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
     let (client, connection) = h2::client::handshake(stream).await.unwrap();
@@ -123,15 +123,15 @@ async fn client(gateway: &Gateway) -> h2::client::SendRequest<Bytes> {
     client.ready().await.unwrap()
 }
 
-fn within_patience<T>(talk: impl Future<Output = T>) -> T {
+fn block_on<T>(talk: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("an answer in time") })
+    runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("an answer in time") })
 }
 
-// ---- what passes ---------------------------------------------------------------------------------
+// ---- forwarding ----------------------------------------------------------------------------------
 
 #[test]
-fn one_connection_carries_all_requests() {
+fn one_http2_connection_carries_all_requests() {
     let server = Server::echo(|_| Then::GoOn);
     let gateway = gateway(server.address, "");
     assert!(load(&[gateway.address], 8, 80, "/a/../b?x=1", &[]).iter().all(|status| *status == 200));
@@ -148,7 +148,7 @@ fn one_connection_carries_all_requests() {
     let (_, last) = server.seen.lock().unwrap().last().unwrap().clone();
     assert_eq!(last.uri, "http://shop.example:81/");
     assert_eq!(last.headers["content-length"], body.len().to_string());
-    // A client of 1996 names no host.
+    // An HTTP/1.0 client sends no Host.
     let mut client = gateway.client();
     client.send(b"GET /old HTTP/1.0\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 200);
@@ -156,7 +156,7 @@ fn one_connection_carries_all_requests() {
     assert_eq!(last.uri.to_string(), format!("http://{}/old", server.address));
 }
 
-/// A gRPC message: not compressed, its length, its bytes.
+/// Encode a gRPC message: not compressed, length, bytes.
 fn message(bytes: &[u8]) -> Bytes {
     [&[0][..], &(bytes.len() as u32).to_be_bytes(), bytes].concat().into()
 }
@@ -173,7 +173,7 @@ fn map(name: &'static str, value: &'static str) -> HeaderMap {
     HeaderMap::from_iter([(http::HeaderName::from_static(name), http::HeaderValue::from_static(value))])
 }
 
-/// Says back each message as it comes; `Fail` has no messages.
+/// Echo each message when it arrives. `Fail` returns an error without messages.
 async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
     let head = Response::builder().header("content-type", "application/grpc+proto");
     if request.uri().path().ends_with("/Fail") {
@@ -192,12 +192,12 @@ async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<
     stream.send_trailers(trailers).unwrap();
 }
 
-/// A server of calls may answer after the last message only; its client may be silent for longer than other uploads.
+/// A gRPC server may respond after the last message only, and its client may pause for longer than other uploads.
 #[test]
-fn a_call_may_pause_where_another_upload_is_too_slow() {
+fn grpc_streams_may_pause_and_other_uploads_may_not() {
     let server = Server::echo(|_| Then::GoOn);
     let gateway = gateway(server.address, "");
-    within_patience(async {
+    block_on(async {
         let client = client(&gateway).await;
         let upload = |request: Request<()>| {
             let mut client = client.clone();
@@ -205,7 +205,7 @@ fn a_call_may_pause_where_another_upload_is_too_slow() {
                 let (response, mut body) = client.send_request(request, false).unwrap();
                 body.send_data(message(b"first"), false).unwrap();
                 tokio::time::sleep(Duration::from_secs(7)).await;
-                // The stream may be over.
+                // The stream may be closed.
                 let _ = body.send_data(message(b"second"), true);
                 response.await.unwrap().status().as_u16()
             }
@@ -216,7 +216,7 @@ fn a_call_may_pause_where_another_upload_is_too_slow() {
 }
 
 #[test]
-fn response_with_spaces_around_a_value_is_502_and_concerns_no_other() {
+fn response_with_spaces_around_a_value_is_502_for_its_stream_alone() {
     let server = Server::start(
         |_| Then::GoOn,
         |_, request, mut respond| async move {
@@ -241,11 +241,11 @@ fn response_with_spaces_around_a_value_is_502_and_concerns_no_other() {
 }
 
 #[test]
-fn grpc_calls_pass_with_their_trailers() {
+fn grpc_trailers_are_forwarded() {
     let server = Server::start(|_| Then::GoOn, grpc);
     let log = "[log]\naccess = \"access.log\"\nformat = \"json\"\n[limit.l]\nby = \"ip\"\nquota = \"3/24h\"\n";
     let gateway = gateway(server.address, log);
-    within_patience(async {
+    block_on(async {
         let mut client = client(&gateway).await;
         // One message each way.
         let (response, mut stream) = client.send_request(call("Unary"), false).unwrap();
@@ -254,7 +254,7 @@ fn grpc_calls_pass_with_their_trailers() {
         assert_eq!(response.headers()["content-type"], "application/grpc+proto");
         let (body, trailers) = read(&mut response.into_body()).await;
         assert_eq!((body, trailers.unwrap()), (message(b"hello").to_vec(), map("grpc-status", "0")));
-        // Each message is answered before the next is sent.
+        // Each message is answered before the next one is sent.
         let (response, mut stream) = client.send_request(call("Stream"), false).unwrap();
         let mut body = response.await.unwrap().into_body();
         for text in ["one", "two", "three"] {
@@ -267,12 +267,12 @@ fn grpc_calls_pass_with_their_trailers() {
         let (_, trailers) = read(&mut body).await;
         let trailers = trailers.unwrap();
         assert_eq!((&trailers["grpc-status"], &trailers["x-asked"]), (&"0".parse().unwrap(), &"1".parse().unwrap()));
-        // An error is trailers only.
+        // An error consists of trailers only.
         let (response, _) = client.send_request(call("Fail"), true).unwrap();
         let response = response.await.unwrap();
         assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"]), (200, &"5".parse().unwrap()));
         assert!(response.into_body().is_end_stream());
-        // The fourth is over the limit.
+        // The fourth request is over the limit.
         let (response, _) = client.send_request(call("Unary"), true).unwrap();
         let response = response.await.unwrap();
         assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"]), (200, &"8".parse().unwrap()));
@@ -289,7 +289,7 @@ fn grpc_calls_pass_with_their_trailers() {
 }
 
 #[test]
-fn trailers_of_other_requests_are_dropped() {
+fn trailers_of_requests_without_grpc_are_dropped() {
     let (sender, trailers) = channel();
     let server = Server::start(
         |_| Then::GoOn,
@@ -303,7 +303,7 @@ fn trailers_of_other_requests_are_dropped() {
         },
     );
     let gateway = gateway(server.address, "");
-    within_patience(async {
+    block_on(async {
         let mut client = client(&gateway).await;
         let request = Request::post("http://a.test/").header("te", "trailers").body(()).unwrap();
         let (response, mut stream) = client.send_request(request, false).unwrap();
@@ -311,13 +311,13 @@ fn trailers_of_other_requests_are_dropped() {
         stream.send_trailers(map("x-user-id", "eve")).unwrap();
         assert_eq!(response.await.unwrap().status(), 200);
     });
-    assert_eq!(trailers.recv_timeout(PATIENCE).unwrap(), (b"body".to_vec(), None));
+    assert_eq!(trailers.recv_timeout(MAX_WAIT).unwrap(), (b"body".to_vec(), None));
 }
 
-// ---- what ends -----------------------------------------------------------------------------------
+// ---- end of streams and connections --------------------------------------------------------------
 
 #[test]
-fn a_server_that_goes_away_finishes_and_is_left() {
+fn goaway_finishes_streams_and_closes_the_connection() {
     let (go_on, wait) = tokio::sync::watch::channel(false);
     let server = Server::start(
         |number| if number == 1 { Then::GoAway } else { Then::GoOn },
@@ -334,7 +334,7 @@ fn a_server_that_goes_away_finishes_and_is_left() {
     let gateway = gateway(server.address, "");
     let mut held = gateway.client();
     held.send(b"GET /held HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("the first request is there", || server.connections().len() == 1);
+    eventually("the first request has arrived", || server.connections().len() == 1);
     let mut client = gateway.client();
     for _ in 0..5 {
         let reply = client.request("POST", "/", &[], b"");
@@ -346,7 +346,7 @@ fn a_server_that_goes_away_finishes_and_is_left() {
 }
 
 #[test]
-fn a_connection_that_dies_fails_only_what_may_have_been_done() {
+fn lost_connection_fails_only_requests_that_may_have_been_processed() {
     for (method, body, status, seen) in
         [("GET", "", 200, &[0, 0, 1, 1][..]), ("DELETE", "", 502, &[0, 0, 1]), ("POST", "body", 502, &[0, 0, 1])]
     {
@@ -358,7 +358,7 @@ fn a_connection_that_dies_fails_only_what_may_have_been_done() {
         assert_eq!(gateway.get("/").status, 200, "{method}");
         assert_eq!(server.connections(), seen, "{method}");
     }
-    // A fresh connection is not tried again.
+    // On a new connection the request is not retried.
     let server = Server::echo(|_| Then::Drop);
     let gateway = gateway(server.address, "");
     gateway.get("/").assert_problem(502, "dropped at once");
@@ -366,7 +366,7 @@ fn a_connection_that_dies_fails_only_what_may_have_been_done() {
 }
 
 #[test]
-fn what_the_server_has_not_processed_is_sent_again_once() {
+fn unprocessed_request_is_retried_once() {
     let refused = Reason::REFUSED_STREAM;
     for (method, body, reason, times, status, seen) in [
         ("GET", "", refused, 1, 200, 2),
@@ -384,7 +384,7 @@ fn what_the_server_has_not_processed_is_sent_again_once() {
     }
 }
 
-/// A server that leaves every request but those for `/ok` alone, and tells how it ended.
+/// A server that does not respond, except to `/ok`, and reports how each stream ended.
 fn silent() -> (Server, std::sync::mpsc::Receiver<Reason>) {
     let (sender, ended) = channel();
     let server = Server::start(
@@ -403,18 +403,18 @@ fn silent() -> (Server, std::sync::mpsc::Receiver<Reason>) {
 }
 
 #[test]
-fn a_request_that_takes_too_long_is_cancelled_and_others_take_another_connection() {
+fn timed_out_request_is_cancelled_and_others_use_another_connection() {
     let (server, ended) = silent();
     let gateway = gateway(server.address, "response_timeout = \"500ms\"\n");
     let mut client = gateway.client();
     client.get("/slow").assert_problem(504, "no answer");
-    assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Reason::CANCEL);
+    assert_eq!(ended.recv_timeout(MAX_WAIT).unwrap(), Reason::CANCEL);
     assert_eq!(client.get("/ok").status, 200);
     assert_eq!(server.connections(), [0, 1]);
 }
 
 #[test]
-fn the_timeout_of_a_route_cancels_a_request_and_others_take_another_connection() {
+fn route_timeout_cancels_the_request_and_others_use_another_connection() {
     let (server, ended) = silent();
     let gateway = Gateway::start(&format!(
         "[server]\nworkers = 1\n[upstream.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
@@ -424,38 +424,38 @@ fn the_timeout_of_a_route_cancels_a_request_and_others_take_another_connection()
     ));
     let mut client = gateway.client();
     client.get("/v2/slow").assert_problem(504, "no answer");
-    assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Reason::CANCEL);
+    assert_eq!(ended.recv_timeout(MAX_WAIT).unwrap(), Reason::CANCEL);
     assert_eq!(client.get("/v2/ok").status, 200);
     assert_eq!(server.connections(), [0, 1], "a dead connection would never be found out otherwise");
 }
 
 #[test]
-fn a_client_that_leaves_cancels_its_request_only() {
+fn disconnected_client_cancels_its_stream_alone() {
     let (server, ended) = silent();
     let gateway = gateway(server.address, "");
     let mut client = gateway.client();
     client.send(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("the request is there", || server.connections().len() == 1);
+    eventually("the request has arrived", || server.connections().len() == 1);
     drop(client);
-    assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Reason::CANCEL);
+    assert_eq!(ended.recv_timeout(MAX_WAIT).unwrap(), Reason::CANCEL);
     assert_eq!(gateway.get("/ok").status, 200);
     assert_eq!(server.connections(), [0, 0]);
 }
 
 #[test]
-fn an_idle_connection_is_left_and_one_that_closed_is_not_used() {
+fn idle_connection_is_closed_and_a_closed_one_is_not_reused() {
     let server = Server::echo(|_| Then::GoOn);
     let gateway = gateway(server.address, "pool_idle_timeout = \"300ms\"\n");
     let mut client: Client = gateway.client();
     assert_eq!(client.get("/").status, 200);
-    // What is tested is time: nothing happens before the next request.
+    // The test needs a pause without events before the next request.
     std::thread::sleep(Duration::from_millis(400));
     assert_eq!(client.get("/").status, 200);
     assert_eq!(server.connections(), [0, 1]);
 }
 
 #[test]
-fn an_upstream_that_speaks_something_else_is_502() {
+fn upstream_without_http2_is_502() {
     for answer in ["HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", "", "garbage"] {
         let upstream = crate::support::upstream::serve(move |mut stream| {
             use std::io::{Read, Write};

@@ -1,4 +1,4 @@
-//! Who counts as whom, over the wire: addresses, proxies, user headers, API keys.
+//! Identities over the wire: addresses, proxies, user headers, API keys, cookies, tuples.
 
 use std::net::IpAddr;
 
@@ -19,7 +19,7 @@ fn limit(name: &str, quota: u64, rest: &str) -> String {
     )
 }
 
-/// A route that answers itself, `/NAME`.
+/// A route `/NAME` with a direct response.
 fn route(name: &str, limits: &str) -> String {
     format!(
         "[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nlimits = [{limits}]\nrespond = {{ status = 200, body = \"{name}\" }}\n"
@@ -34,7 +34,7 @@ fn from(address: &str, gateway: &Gateway) -> Client {
     Client::connect_from(address.parse::<IpAddr>().unwrap(), gateway.address)
 }
 
-/// A file of consumers; only the hashes of their keys stand in it.
+/// A consumers file, which contains hashes of the keys only.
 fn consumers(consumers: &[(&str, &[&str])]) -> String {
     let hash = |key: &&str| {
         let digits: String =
@@ -45,14 +45,14 @@ fn consumers(consumers: &[(&str, &[&str])]) -> String {
     consumers.iter().map(|(name, list)| format!("[[consumer]]\nname = \"{name}\"\nkeys = [{}]\n", keys(list))).collect()
 }
 
-/// A denial says which limit it was.
+/// Assert that a limit denied the request.
 fn assert_denied(reply: &Reply, limit: &str, what: &str) {
     reply.assert_problem(429, what);
     assert_eq!(reply.json()["violated-policies"], serde_json::json!([limit]), "{what}");
 }
 
 #[test]
-fn spoofed_addresses_do_not_help_a_stranger() {
+fn forged_addresses_of_untrusted_clients_are_ignored() {
     let gateway = Gateway::start(&format!(
         "{}{}{}",
         trusting(""),
@@ -85,12 +85,12 @@ fn spoofed_addresses_do_not_help_a_stranger() {
     assert_eq!(statuses.len(), 1000);
     assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 50, "admitted");
     assert_eq!(statuses.iter().filter(|status| **status == 429).count(), 950, "denied");
-    // Somebody else is not concerned.
+    // Another client is not affected.
     assert_eq!(from("127.0.0.2", &gateway).get("/limited").remaining("hourly"), 49);
 }
 
 #[test]
-fn peers_are_told_apart_by_their_addresses() {
+fn peers_have_separate_buckets_by_address() {
     let listener = "[[listener]]\naddress = \"[::]:0\"\n";
     for (what, extra, remaining) in [
         ("IPv4", String::new(), [99, 98, 99, 99]),
@@ -111,7 +111,7 @@ fn peers_are_told_apart_by_their_addresses() {
     }
 }
 
-/// Requests, each with its header lines, and what is left of 100 after each.
+/// Requests with their header lines, and the remaining of 100 after each.
 type Group = (&'static str, &'static [(&'static [&'static str], u64)]);
 
 fn assert_groups(gateway: &Gateway, header: &str, groups: &[Group]) {
@@ -179,7 +179,7 @@ fn behind_a_trusted_proxy_the_last_untrusted_hop_counts() {
             ],
         ),
         (
-            "where nobody is named the proxy itself counts",
+            "without a client address the proxy is charged",
             &[
                 (&[], 99),
                 (&["junk"], 98),
@@ -199,7 +199,7 @@ fn behind_a_trusted_proxy_the_last_untrusted_hop_counts() {
 }
 
 #[test]
-fn addresses_may_stand_in_another_field() {
+fn client_address_is_read_from_the_configured_header() {
     let forwarded: &[Group] = &[(
         "elements",
         &[
@@ -223,7 +223,7 @@ fn addresses_may_stand_in_another_field() {
             route("limited", "\"hourly\"")
         ));
         assert_groups(&gateway, header, groups);
-        // Other fields say nothing any more.
+        // Other headers are ignored now.
         let other = [("X-Forwarded-For", "203.0.113.1")];
         let left = from(PROXY, &gateway).get_with("/limited", &other).remaining("hourly");
         assert_eq!(from(PROXY, &gateway).get("/limited").remaining("hourly"), left - 1, "{header}");
@@ -231,7 +231,7 @@ fn addresses_may_stand_in_another_field() {
 }
 
 #[test]
-fn user_headers_count_from_trusted_proxies_only() {
+fn user_headers_are_read_from_trusted_proxies_only() {
     let upstream = Upstream::start();
     let forward = |name: &str, limits: &str| {
         format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nlimits = [{limits}]\nupstream = \"api\"\n")
@@ -265,9 +265,9 @@ fn user_headers_count_from_trusted_proxies_only() {
         assert_eq!(upstream.count(), before, "{what}: nothing is forwarded");
     }
 
-    let mut stranger = gateway.client();
-    stranger.get_with("/strict", &[("X-User-Id", "alice")]).assert_problem(400, "a stranger names a user");
-    stranger.get("/strict").assert_problem(400, "a stranger names nobody");
+    let mut untrusted = gateway.client();
+    untrusted.get_with("/strict", &[("X-User-Id", "alice")]).assert_problem(400, "an untrusted client names a user");
+    untrusted.get("/strict").assert_problem(400, "an untrusted client names no user");
     let spoofed = [
         ("X-User-Id", "alice"),
         ("x-user-id", "bob"),
@@ -278,17 +278,17 @@ fn user_headers_count_from_trusted_proxies_only() {
         ("x_other", "kept"),
     ];
     for path in ["/lenient", "/free"] {
-        let reply = stranger.get_with(path, &spoofed);
+        let reply = untrusted.get_with(path, &spoofed);
         assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "{path}: the limit does not apply");
         let seen = upstream.last();
         for name in ["x-user-id", "x_user_id", "x.user.id", "x-user_id"] {
-            assert_eq!(seen.headers(name), [""; 0], "{path}: {name} of a stranger is gone");
+            assert_eq!(seen.headers(name), [""; 0], "{path}: {name} of an untrusted client is removed");
         }
         for name in ["x-user-name", "x_other"] {
-            assert_eq!(seen.headers(name), ["kept"], "{path}: {name} is nobody's business");
+            assert_eq!(seen.headers(name), ["kept"], "{path}: {name} is forwarded");
         }
     }
-    // From the proxy the name stays, its other spellings go all the same.
+    // From the proxy the user header is kept, and its aliases are removed all the same.
     assert_eq!(proxy.get_with("/free", &spoofed[1..]).status, 200);
     let seen = upstream.last();
     assert_eq!(seen.headers("x-user-id"), ["bob"]);
@@ -298,7 +298,7 @@ fn user_headers_count_from_trusted_proxies_only() {
 }
 
 #[test]
-fn a_consumer_has_one_bucket_for_all_its_keys() {
+fn consumer_has_one_bucket_for_all_its_keys() {
     let config = format!(
         "[api_key]\nconsumers = \"consumers.toml\"\n{}{}{}{}",
         limit("per-key", 100, "by = \"api-key\""),
@@ -331,23 +331,23 @@ fn a_consumer_has_one_bucket_for_all_its_keys() {
             assert!(!reply.text().contains(key), "{what}: a key is never repeated: {}", reply.text());
         }
     }
-    // The seven that were rejected with 401 are charged to the address.
+    // The seven requests rejected with 401 are charged to the address.
     let reply = client.get_with("/keyed", &[("X-Api-Key", "alice-1")]);
     assert_eq!((reply.remaining("per-key"), reply.remaining("per-ip")), (96, 988));
-    // Where no limit asks for a key, none is looked at.
+    // Without a limit by API key, keys are not read.
     for lines in [&[][..], &[("X-Api-Key", "mallory")], &two] {
         assert_eq!(client.get_with("/open", lines).status, 200, "{lines:?}");
     }
 }
 
 #[test]
-fn keys_may_be_missing_or_unknown_if_the_configuration_says_so() {
+fn missing_and_unknown_keys_follow_the_configuration() {
     let file = consumers(&[("alice", &["alice-1"])]);
     let alice: &[(&str, &str)] = &[("X-Api-Key", "alice-1")];
     let eve: &[(&str, &str)] = &[("X-Api-Key", "eve")];
     let mallory: &[(&str, &str)] = &[("X-Api-Key", "mallory")];
     let none: &[(&str, &str)] = &[];
-    // Peer, lines, and what is left of 100, or the status of a refusal.
+    // Peer, header lines, and the remaining of 100, or the status of the rejection.
     for (settings, requests) in [
         (
             "on_missing = \"anonymous\"",
@@ -381,7 +381,7 @@ fn keys_may_be_missing_or_unknown_if_the_configuration_says_so() {
                 ("127.0.0.3", eve, Ok(98)),
                 ("127.0.0.2", mallory, Ok(99)),
                 ("127.0.0.2", alice, Ok(99)),
-                // A key that is called like a consumer is not the consumer.
+                // A key that equals the name of a consumer is not that consumer.
                 ("127.0.0.2", &[("X-Api-Key", "alice")], Ok(99)),
                 ("127.0.0.2", none, Err(401)),
                 ("127.0.0.2", &[("X-Api-Key", "eve"), ("X-Api-Key", "mallory")], Err(400)),
@@ -405,7 +405,7 @@ fn keys_may_be_missing_or_unknown_if_the_configuration_says_so() {
 }
 
 #[test]
-fn a_key_may_stand_in_another_field() {
+fn api_key_is_read_from_the_configured_header() {
     let config = format!(
         "[api_key]\nheader = \"authorization\"\non_unknown = \"accept\"\n{}{}",
         limit("per-key", 100, "by = \"api-key\""),
@@ -420,7 +420,7 @@ fn a_key_may_stand_in_another_field() {
 }
 
 #[test]
-fn several_parts_make_one_identity() {
+fn tuple_of_parts_is_one_identity() {
     let gateway = Gateway::start(&format!(
         "{}{}{}{}{}{}{}",
         limit("pair", 100, "by = [\"ip\", \"header:x-tenant\"]"),
@@ -437,16 +437,16 @@ fn several_parts_make_one_identity() {
         ("127.0.0.2", "/pair", &[("X-Tenant", "b")], Some(99)),
         ("127.0.0.3", "/pair", &[("X-Tenant", "a")], Some(99)),
         ("127.0.0.3", "/pair", &[], None),
-        // The border between two parts counts.
+        // The boundary between two parts matters.
         ("127.0.0.2", "/names", &[("X-A", "ab"), ("X-B", "c")], Some(99)),
         ("127.0.0.2", "/names", &[("X-A", "a"), ("X-B", "bc")], Some(99)),
         ("127.0.0.2", "/names", &[("X-A", "c"), ("X-B", "ab")], Some(99)),
         ("127.0.0.3", "/names", &[("X-B", "c"), ("X-A", "ab")], Some(98)),
         ("127.0.0.2", "/names", &[("X-A", "ab")], None),
-        // A list in one line is one value; servers read two lines in different ways.
+        // A list in one line is one value. Servers read two lines in different ways.
         ("127.0.0.2", "/names", &[("X-A", "1"), ("X-A", "2"), ("X-B", "c")], None),
         ("127.0.0.2", "/names", &[("X-A", "1, 2"), ("X-B", "c")], Some(99)),
-        // Two limits answer here, and the first of them is one bucket for each route.
+        // Two limits apply here. The first has one bucket per route.
         ("127.0.0.2", "/one", &[], Some(99)),
         ("127.0.0.3", "/one", &[], Some(98)),
         ("127.0.0.2", "/other", &[], Some(99)),
@@ -467,7 +467,7 @@ fn several_parts_make_one_identity() {
 }
 
 #[test]
-fn hostile_identities_have_buckets_of_their_own() {
+fn hostile_identities_have_their_own_buckets() {
     let redis = Redis::start();
     let gateway = Gateway::start(&format!(
         "{}{}{}{}{}",
@@ -532,7 +532,7 @@ fn hostile_identities_have_buckets_of_their_own() {
             assert_eq!(reply.remaining("query"), remaining, "{value}");
         }
     }
-    // The same in other letters.
+    // Other spellings of the same values.
     for (value, remaining) in [("%61", 97), ("%7b%7D:", 97), ("%FF", 97), ("a%20b", 97)] {
         let reply = ask(&[b"GET /query?id=", value.as_bytes(), b" HTTP/1.1"]);
         assert_eq!(reply.remaining("query"), remaining, "{value}");
@@ -552,7 +552,7 @@ fn hostile_identities_have_buckets_of_their_own() {
 }
 
 #[test]
-fn a_missing_part_is_refused_skipped_or_replaced_by_the_address() {
+fn missing_part_is_rejected_skipped_or_replaced_by_the_address() {
     let tenant = |on_missing: &str, quota| limit("tenant", quota, &format!("by = \"header:x-tenant\"\n{on_missing}"));
     let start = |on_missing: &str| {
         let other = limit("per-ip", 100, "by = \"ip\"");
@@ -584,7 +584,7 @@ fn a_missing_part_is_refused_skipped_or_replaced_by_the_address() {
         ("127.0.0.2", &[], None),
         ("127.0.0.3", &[], Some(0)),
         ("127.0.0.3", &named, Some(0)),
-        // Somebody who calls himself like an address is not that address.
+        // A value that looks like an address is not that address.
         ("127.0.0.4", &[("X-Tenant", "127.0.0.2")], Some(1)),
     ] {
         let reply = from(peer, &gateway).get_with("/limited", lines);
@@ -596,8 +596,8 @@ fn a_missing_part_is_refused_skipped_or_replaced_by_the_address() {
 }
 
 #[test]
-fn api_keys_and_user_headers_have_their_own_way_of_missing() {
-    // `on_missing` of the limit stands in where the key's own rule does not.
+fn on_missing_of_api_keys_and_user_headers_is_followed() {
+    // `on_missing` of the limit applies where the key has no rule of its own.
     let config = format!(
         "{}[api_key]\non_unknown = \"accept\"\n{}{}{}{}",
         trusting(""),
@@ -611,7 +611,7 @@ fn api_keys_and_user_headers_have_their_own_way_of_missing() {
     assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "without a key the limit is skipped");
     let mut client = gateway.client();
     assert_eq!(client.get_with("/keyed", &[("X-Api-Key", "a")]).remaining("key"), 99);
-    // A stranger's header is no name: his address counts, whomever he claims to be.
+    // The header of an untrusted client is ignored: its address is charged.
     for (name, remaining) in [("alice", 99), ("bob", 98), ("carol", 97)] {
         assert_eq!(client.get_with("/named", &[("X-User-Id", name)]).remaining("user"), remaining, "{name}");
     }
@@ -619,7 +619,7 @@ fn api_keys_and_user_headers_have_their_own_way_of_missing() {
 }
 
 #[test]
-fn cookie_counts_in_whichever_line_it_stands() {
+fn cookie_is_read_from_any_cookie_line() {
     let gateway = Gateway::start(&format!("{}{}", limit("l", 100, "by = \"cookie:sid\""), route("r", "\"l\"")));
     let mut client = gateway.client();
     let mut ask = |lines: &[&str]| {
@@ -641,7 +641,7 @@ fn cookie_counts_in_whichever_line_it_stands() {
 }
 
 #[test]
-fn exempt_network_covers_clients_without_a_key() {
+fn exempt_network_includes_clients_without_a_key() {
     let settings = "[api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n";
     let config = format!(
         "{settings}{}{}",
@@ -653,7 +653,7 @@ fn exempt_network_covers_clients_without_a_key() {
     for (address, key, expected) in [
         ("127.0.0.2", None, [200, 200]),
         ("127.0.0.3", None, [200, 429]),
-        // A consumer is known by its name, wherever it comes from.
+        // A consumer is identified by name, from any address.
         ("127.0.0.2", Some("alice-1"), [200, 429]),
     ] {
         let headers: Vec<_> = key.map(|key| ("x-api-key", key)).into_iter().collect();
@@ -663,7 +663,7 @@ fn exempt_network_covers_clients_without_a_key() {
 }
 
 #[test]
-fn exempt_values_apply_to_their_source_alone() {
+fn exempt_values_apply_to_their_source_only() {
     let settings = "[api_key]\nconsumers = \"consumers.toml\"\non_unknown = \"accept\"\n";
     let file = consumers(&[("batch", &["batch-key"]), ("other", &["other-key"])]);
     let key = |key| ("x-api-key", key);
@@ -678,7 +678,7 @@ fn exempt_values_apply_to_their_source_alone() {
                 (&[key("other-key"), ("x-tenant", "batch")], "/r", false),
             ][..],
         ),
-        // Two headers are two sources; names of headers have no case.
+        // Two headers are two sources. Names of headers are case-insensitive.
         (
             r#""header:x-tenant", "header:x-role""#,
             "header:X-Role=a=b",
@@ -715,7 +715,7 @@ fn exempt_values_apply_to_their_source_alone() {
 }
 
 #[test]
-fn sizes_inherit_quota_and_burst_unless_they_set_one() {
+fn tiers_inherit_quota_and_burst_unless_set() {
     let sizes = [
         ("neither", "", 9),
         ("quota", "quota = \"120/min\"", 119),
@@ -726,7 +726,7 @@ fn sizes_inherit_quota_and_burst_unless_they_set_one() {
     let mut file = String::new();
     for (name, size, _) in sizes {
         tiers.push(format!("{name} = {{ {size} }}"));
-        // The same size as a tier, and as a consumer's own.
+        // The same quota as a tier and as the consumer's own.
         for (kind, line) in [("tier", format!("tier = \"{name}\"")), ("own", format!("limit.l = {{ {size} }}"))] {
             let (consumer, key) = (format!("{kind}-{name}"), format!("{kind}-{name}-key"));
             file.push_str(&consumers(&[(&consumer, &[&key])]));
@@ -749,7 +749,7 @@ fn sizes_inherit_quota_and_burst_unless_they_set_one() {
 }
 
 #[test]
-fn wrong_credentials_are_not_charged_to_limits_that_others_share() {
+fn invalid_credentials_are_not_charged_to_shared_limits() {
     for by in ["\"global\"", "\"route\"", "\"header:x-tenant\""] {
         let config = format!(
             "[api_key]\nconsumers = \"consumers.toml\"\n{}{}{}",
@@ -766,7 +766,7 @@ fn wrong_credentials_are_not_charged_to_limits_that_others_share() {
 }
 
 #[test]
-fn wrong_credentials_are_charged_to_limits_without_credentials() {
+fn invalid_credentials_are_charged_to_limits_without_credentials() {
     let key = Key::ed("k");
     let jwks = key_set(&[&key]);
     let claims = json!({ "sub": "alice", "exp": in_seconds(3600) });
@@ -812,7 +812,8 @@ fn wrong_credentials_are_charged_to_limits_without_credentials() {
         assert_eq!(statuses, [401, 401, 401, 429, 429], "{what}");
         assert_denied(&client.get_with("/r", &headers), "per-ip", what);
         assert_eq!(from("127.0.0.2", &gateway).get_with("/r", &headers).status, 401, "{what}: another address");
-        // The right credential does not open what guesses have closed; it is charged to all limits elsewhere.
+        // A valid credential is not admitted by a limit that guesses have exhausted. Elsewhere it is charged to all
+        // limits.
         let right = if by == "api-key" { ("x-api-key", "alice-1") } else { ("authorization", &*valid) };
         assert_denied(&client.get_with("/r", &[right]), "per-ip", what);
         let reply = from("127.0.0.3", &gateway).get_with("/r", &[right]);

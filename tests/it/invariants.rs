@@ -1,27 +1,29 @@
-//! The invariants of the limiter, held against random cases: the scripts in a real Redis beside the model, on a virtual clock.
+//! The invariants of the limiter on random cases: the scripts in a real Redis and the Rust model, on a virtual clock.
 //!
-//! A failed assertion names the invariant that it is about:
+//! A failed assertion names its invariant:
 //!
 //!  1. Script and model give the same reply, field by field.
-//!  2. A denied request and a peek change no state and extend no TTL. The first denial at a lower rate notes since when it applies.
-//!  3. One µs before the retry that was told the charge is denied, at the retry it is admitted.
-//!  4. What remains fits, one unit more does not.
+//!  2. A denied request and a peek change no state and extend no TTL. The first denial at a lower rate records when
+//!     the rate applies.
+//!  3. One µs before the returned retry delay the charge is denied; at the retry delay it is admitted.
+//!  4. A charge of what remains fits, one more token does not.
 //!  5. A request is charged to all limits or none; a shadow limit changes nothing for the others.
-//!  6. What is admitted stays within the formula of the algorithm.
-//!  7. A client that waits as long as it is told is admitted when it is alone.
-//!  8. A clock that is set back locks nobody out for longer than a full state takes to clear.
-//!  9. Every key has a TTL: until everything is back, and a second.
-//! 10. Taking k units equals k requests of one unit, the state included.
-//! 11. A refund creates no key and gains no quota: a bucket never owes less than without the charge. Where refunds overlap, what is
-//!     admitted in a span of time and not refunded exceeds the formula by no more than what was refunded of earlier charges.
-//! 12. Parallel clients are admitted exactly (`parallel_clients_are_admitted_exactly` in `store.rs`).
+//!  6. The admitted cost stays within the formula of the algorithm.
+//!  7. A client that waits for the retry delay is admitted if it is alone.
+//!  8. A clock that is set back locks out no longer than a full state takes to reset.
+//!  9. Every key has a TTL: until its reset, and a second.
+//! 10. Taking k tokens equals k requests of one token, including the state.
+//! 11. A refund creates no key and gains no quota: a bucket never owes less than without the charge. Where refunds
+//!     overlap, the cost admitted in a time span and not refunded exceeds the formula by at most the refunds of earlier
+//!     charges.
+//! 12. Concurrent clients are admitted exactly (`parallel_clients_are_admitted_exactly` in `store.rs`).
 //! 13. Every number stays exact.
-//! 14. Denials cost no memory; in the end the database is empty.
-//! 15. A new rate forgives a bucket no debt: it is converted exactly, or up by at most 2 parts. A lower rate revives no more than half
-//!     a second of what the earlier one has repaid.
+//! 14. Denials take no memory, and the database is empty in the end.
+//! 15. A new rate forgives no debt of a bucket: the debt is converted exactly, or rounded up by at most 2 parts. A
+//!     lower rate restores at most half a second of what the earlier rate has repaid.
 //!
-//! `leases.rs` has more random cases for concurrency: what is released and renewed by whom.
-//! `OPERATIONS=1000000` makes a long run (`make test-long`), `SEED=…` repeats one.
+//! `leases.rs` has more random cases for concurrency permits.
+//! `OPERATIONS=1000000` makes a long run (`make test-long`), `SEED=…` repeats a run.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -47,10 +49,10 @@ use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::EXACT_INTEGER_LIMIT;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
-/// Cases that are played at once: a round trip takes longer than everything else, and they share it.
+/// Cases that run concurrently: a round trip takes longer than everything else, and they share it.
 const AT_ONCE: usize = 24;
 
-/// Plays cases side by side; a case that panics is a test that panics.
+/// Run cases concurrently. A panic of a case fails the test.
 fn side_by_side(plays: impl IntoIterator<Item = impl Future<Output = usize> + 'static>) -> usize {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let local = tokio::task::LocalSet::new();
@@ -65,10 +67,10 @@ fn side_by_side(plays: impl IntoIterator<Item = impl Future<Output = usize> + 's
     })
 }
 
-// ---- 1 to 5, 7, 9: everything at once ------------------------------------------------------------
+// ---- 1 to 5, 7, 9: all operations ----------------------------------------------------------------
 
 #[test]
-fn any_calls_in_any_order_keep_the_invariants() {
+fn random_calls_keep_the_invariants() {
     let server = Rc::new(Redis::start());
     let batch = prop::collection::vec(case(), 1..=AT_ONCE);
     property(operations(), STEPS * AT_ONCE / 2, batch, |cases| {
@@ -84,13 +86,13 @@ struct Trial {
     play: Play,
     stores: Stores,
     keys: Keys,
-    /// Each limit for itself: what it would say if no other limit took part in the request.
+    /// Each limit in a store of its own: the result without the other limits of the request.
     alone: MemoryStore,
     prefix: String,
     time: Time,
 }
 
-/// A question to both stores, and what its answer must be.
+/// A peek at both stores and its expected result.
 struct Peek<'a> {
     at: u64,
     charges: Vec<Charge<'a>>,
@@ -107,7 +109,7 @@ impl Trial {
 
     async fn run(mut self, case: &Case) -> usize {
         for (made, step) in case.steps.iter().enumerate() {
-            self.play.turn(step);
+            self.play.advance_clock(step);
             let now = self.play.now;
             self.stores.clock.set(now);
             if self.time == Time::GoesOn {
@@ -143,14 +145,14 @@ impl Trial {
                     (operation, charge.rule),
                     (Operation::Refund { .. }, Rule::SlidingLog(_) | Rule::Concurrency(_))
                 ) {
-                    // A refund takes entries out of a log or a set of leases, whose TTL stays what it is.
+                    // A refund removes entries from a log or a set of permits, whose TTL stays unchanged.
                     let kept = seen.after.is_none() || seen.before == seen.after;
                     let (before, after) = (ends(charge.rule, &seen.before), ends(charge.rule, &seen.after));
                     let slack = after.map(|ends| ends.saturating_sub(now + outcome.reset_us));
-                    // A key that ends late enough, but not too late, is written into.
+                    // A key that ends within the slack is written in place.
                     let written = before == after && slack.is_some_and(|slack| (500_000..1_001_000).contains(&slack));
                     assert!(kept || written, "invariant 9, a new state has a new TTL: {}", what());
-                    // The same bytes may be written again, and last longer at another rate.
+                    // The same bytes may be written again and last longer at another rate.
                     let denied = verdict.granted == 0 || denies(*outcome);
                     let later = operation == Operation::Check && charge.mode.is_deferred();
                     let rewritten = written && !denied && !later && operation != Operation::Peek;
@@ -173,7 +175,7 @@ impl Trial {
                 }
             }
             drop(peeks);
-            self.play.saw(operation, &verdict);
+            self.play.record(operation, &verdict);
         }
         case.steps.len()
     }
@@ -187,7 +189,7 @@ impl Trial {
         lowered: bool,
         what: &dyn Fn() -> String,
     ) {
-        // A denial moves a state that lies in the future to the present, and one at a higher rate to the lower one.
+        // A denial moves a state in the future to the present, and one at a higher rate to the lower one.
         let moved = (self.play.behind || lowered) && denies(outcome);
         let denied = verdict.granted == 0 || denies(outcome);
         if operation == Operation::Peek || denied && !moved {
@@ -199,8 +201,8 @@ impl Trial {
         }
     }
 
-    /// Asks each limit alone for what the request asked of it. A denied request is put only to the limits that denied it:
-    /// the answers stay the same only as long as requests are charged to all limits or none.
+    /// Ask each limit alone for its charges of the request. A denied request is given only to the limits that denied
+    /// it: the results stay equal only if requests are charged to all limits or none.
     fn all_or_nothing(&self, operation: Operation, charges: &[Charge<'_>], verdict: &Verdict) {
         if operation == Operation::Check {
             let mut binding = charges.iter().zip(&verdict.outcomes).filter(|(charge, _)| !charge.mode.is_shadow());
@@ -251,9 +253,9 @@ impl Trial {
                 }
             })
         };
-        // A debt left by an unconditional charge, or by a smaller limit, has no room even for nothing.
+        // A debt of an unconditional charge or of a smaller limit leaves no room even for a cost of 0.
         let even_nothing = |_: &Charge<'_>, left: Outcome| !denies(left);
-        // A request takes one lease, whatever it costs.
+        // A request takes one permit, whatever its cost.
         let a_lease =
             |charge: &Charge<'_>, left: Outcome| matches!(charge.rule, Rule::Concurrency(_)) && left.remaining > 0;
         let remaining = costing(&mut left.iter().map(|left| left.remaining));
@@ -267,8 +269,8 @@ impl Trial {
 
     fn retries_are_exact<'a>(&self, keys: &[Vec<u8>], charges: &[Charge<'a>], verdict: &Verdict) -> Vec<Peek<'a>> {
         let now = self.play.now;
-        // When each key ends was reckoned by the rate at which it was written; a rate that was lowered since may say that
-        // there is something to wait for beyond that.
+        // The expiry of a key follows the rate at which it was written. After a lower rate there may be a wait beyond
+        // it.
         let reckoned = |charge: &Charge<'_>, key: &Vec<u8>, wait: u64| {
             let changed = self.time == Time::GoesOn && matches!(charge.rule, Rule::TokenBucket(_));
             self.keys.ends.get(key).filter(|_| changed).is_none_or(|ends| now + wait < *ends)
@@ -294,7 +296,7 @@ impl Trial {
         let wait = binding().map(|((_, outcome), _)| outcome.retry_us).max().unwrap_or(0);
         let ever = binding()
             .all(|((charge, outcome), key)| outcome.status != Status::CostTooLarge && reckoned(charge, key, wait));
-        // A denied request moves states that lie in the future to the present only where they deny it.
+        // A denied request moves states in the future to the present only if they deny it.
         if verdict.granted == 0 && ever && !self.play.behind {
             let what = format!("invariant 7, who waits is admitted: {charges:#?} {verdict:?}");
             let again = binding().map(|((charge, _), _)| Charge {
@@ -313,40 +315,40 @@ fn denies(outcome: Outcome) -> bool {
     outcome.status != Status::Ok
 }
 
-/// What must be left for a request to pass.
+/// Return the remaining that a request needs to pass.
 fn needed(charge: &Charge<'_>) -> u64 {
     if charge.mode.is_deferred() { 1 } else { charge.cost }
 }
 
-/// Whether a state is three numbers behind the instant at which its key ends.
+/// Return whether a state is three numbers after the expiry of its key.
 fn is_numbers(rule: &Rule) -> bool {
     !matches!(rule, Rule::SlidingBuckets(_) | Rule::SlidingLog(_) | Rule::Concurrency(_))
 }
 
-/// When a state says that its key ends, of what DUMP says of it: its type, its length, itself.
+/// Return the expiry in a state, from its type, its length and its DUMP.
 fn ends(rule: &Rule, dump: &Option<Vec<u8>>) -> Option<u64> {
     let state = dump.as_deref().filter(|_| is_numbers(rule))?;
     assert_eq!(state[..2], [0, 32], "a string of 32 bytes, as it is");
     Some(u64::from_le_bytes(state[2..10].try_into().unwrap()))
 }
 
-/// The states in Redis. The server's clock is not the one of the tests: a key that was looked at gets a TTL of years, so
-/// that it stays until the tests let it expire, and so that a TTL that a call sets is seen.
+/// The states in Redis. The server has another clock than the test: a key gets a TTL of years after each look, so
+/// that it stays until the test deletes it and a TTL set by a call is visible.
 struct Keys {
     connection: redis::aio::MultiplexedConnection,
     known: HashMap<Vec<u8>, Vec<u8>>,
-    /// When each means nothing any more, by the clock of the test, µs.
+    /// The instant from which each key has no effect, by the clock of the test, µs.
     ends: HashMap<Vec<u8>, u64>,
-    /// With which rule each was written.
+    /// The rule with which each key was written.
     rules: HashMap<Vec<u8>, Rule>,
 }
 
 const YEARS_MS: u64 = 1_000_000_000_000;
 
-/// The TTL of a state that means nothing any more a microsecond later.
+/// The TTL of a state that ends a microsecond later.
 const SHORTEST_TTL: Duration = Duration::from_secs(1);
 
-/// What a call did to a key.
+/// The effect of a call on a key.
 struct Seen {
     before: Option<Vec<u8>>,
     after: Option<Vec<u8>>,
@@ -362,7 +364,7 @@ impl Keys {
         Keys { connection, known: HashMap::new(), ends: HashMap::new(), rules: HashMap::new() }
     }
 
-    /// Whether a bucket was written at a higher rate than that of this rule.
+    /// Return whether a bucket was written at a higher rate than that of this rule.
     fn is_lowered(&self, key: &[u8], rule: &Rule) -> bool {
         match (self.rules.get(key), rule) {
             (Some(Rule::TokenBucket(old)), Rule::TokenBucket(new)) => {
@@ -372,8 +374,8 @@ impl Keys {
         }
     }
 
-    /// What calls since an instant did. None when a machine stood still for so long that a state may have expired by the
-    /// clock of the server: what follows would say nothing.
+    /// Return the effects of the calls since an instant. `None` if the machine paused for so long that a key may have
+    /// expired by the clock of the server: the case proves nothing then.
     async fn look(&mut self, keys: &[Vec<u8>], since: Instant) -> Option<Vec<Seen>> {
         let mut pipe = redis::pipe();
         for key in keys {
@@ -395,7 +397,7 @@ impl Keys {
         (since.elapsed() < SHORTEST_TTL).then_some(seen)
     }
 
-    /// Deletes what means nothing any more.
+    /// Delete the keys without effect.
     async fn expire(&mut self, now: u64) {
         let ended: Vec<_> = self.ends.extract_if(|_, end| *end <= now).map(|(key, _)| key).collect();
         if !ended.is_empty() {
@@ -405,14 +407,14 @@ impl Keys {
     }
 }
 
-// ---- 6, 11: what is admitted in a history --------------------------------------------------------
+// ---- 6, 11: the admitted cost in a history -------------------------------------------------------
 
-/// An admitted request, with what it cost each limit.
+/// An admitted request and its cost per limit.
 struct Admitted {
     at: u64,
     lease: u64,
     costs: Vec<u64>,
-    /// What a refund needs to know, for each limit.
+    /// The debt before the charge per limit, which a refund needs.
     debts_before_us: Vec<u64>,
 }
 
@@ -424,7 +426,7 @@ struct Refund {
 }
 
 #[test]
-fn what_is_admitted_and_not_refunded_stays_within_the_formula() {
+fn admitted_cost_less_refunds_stays_within_the_formula() {
     let server = Rc::new(Redis::start());
     let batch = prop::collection::vec(case(), 1..=AT_ONCE);
     property(operations() / 5, STEPS * AT_ONCE / 2, batch, |cases| {
@@ -436,7 +438,7 @@ fn what_is_admitted_and_not_refunded_stays_within_the_formula() {
     });
 }
 
-/// Requests, and refunds of what was admitted before, on a clock that goes on.
+/// Run requests and refunds of admitted charges on a clock that moves forward.
 async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
     let stores = Stores::new(server, prefix);
     let mut keys = Keys::new(server).await;
@@ -447,7 +449,7 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
     let mut refunds: Vec<Vec<Refund>> = play.limits.iter().map(|_| Vec::new()).collect();
     let leases = play.limits.iter().any(|limit| matches!(limit.rule, Rule::Concurrency(_)));
     for (number, step) in case.steps.into_iter().enumerate() {
-        play.turn(&Step { size: None, ..step.clone() });
+        play.advance_clock(&Step { size: None, ..step.clone() });
         stores.clock.set(play.now);
         let asked = monotonic();
         let charges = |lease: u64, costs: &[u64]| -> Vec<_> {
@@ -496,7 +498,7 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
     operations
 }
 
-/// Holds what was admitted up to the last entry, instants in µs with their costs, against the formula of the algorithm.
+/// Compare the admitted costs up to the last entry, with instants in µs, with the formula of the algorithm.
 fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
     let refunded = !refunds.is_empty();
     let now = history.last().unwrap().0;
@@ -508,7 +510,7 @@ fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
             for &(from, _) in history {
                 let used = u128::from(since(from)) * u128::from(bucket.parts);
                 let refilled = u128::from(bucket.refill) * u128::from(now - from);
-                // What was charged earlier, and refunded since, may be used again.
+                // Earlier charges that were refunded since may be used again.
                 let earlier = refunds.iter().filter(|refund| refund.at >= from && refund.charged_at < from);
                 let again: u64 = earlier.map(|refund| refund.cost).sum();
                 let most = u128::from(bucket.burst + again) * u128::from(bucket.parts) + refilled;
@@ -524,7 +526,7 @@ fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
             assert!(used <= *limit, "{name}: at most the limit in a window: {rule:?} {history:?}");
         }
         Rule::FixedWindow(FixedWindow { limit, window, start: WindowStart::FirstRequest }) => {
-            // Where the request that opened a window was refunded, the history does not tell where windows are.
+            // If the request that opened a window was refunded, the history does not show where windows begin.
             let mut opened = 0;
             for &(at, _) in history.iter().filter(|(_, cost)| *cost > 0 && !refunded) {
                 opened = if at >= opened + window { at } else { opened };
@@ -550,30 +552,31 @@ fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
     }
 }
 
-// ---- 11: a refund among other charges ------------------------------------------------------------
+// ---- 11: a refund between other charges ----------------------------------------------------------
 
-/// Charges to a bucket, of which some are refunded.
+/// Charges to a bucket, some of which are refunded.
 #[derive(Debug, Clone)]
 struct Refunding {
     rule: Rule,
-    /// Charges before, between charge and refund, and after: thousandths of the time in which the bucket refills, and a cost.
+    /// Charges before the charge, between charge and refund, and after the refund: thousandths of the refill time,
+    /// and a cost.
     around: [Vec<(u64, u64)>; 3],
     cost: u64,
     how: How,
 }
 
-/// What is charged and refunded.
+/// The refunded charge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum How {
     /// The cost, at once.
     AtOnce,
-    /// The cost.
+    /// The cost, later.
     Late,
-    /// One of as many units as were taken together: with so many behind it.
+    /// One of several tokens taken together, with this many after it.
     One(u64),
-    /// All units that were taken together, one by one.
+    /// All tokens taken together, one by one.
     Each,
-    /// So many units of those that were taken together, the last ones.
+    /// The last tokens of those taken together.
     Last(u64),
 }
 
@@ -597,7 +600,7 @@ fn refunding() -> impl Strategy<Value = Refunding> {
 }
 
 #[test]
-fn refund_never_leaves_less_debt_than_no_charge() {
+fn refund_leaves_no_less_debt_than_without_the_charge() {
     let server = Rc::new(Redis::start());
     let batch = prop::collection::vec(refunding(), 1..=AT_ONCE);
     property(operations() / 5, 20 * AT_ONCE / 2, batch, |cases| {
@@ -609,8 +612,8 @@ fn refund_never_leaves_less_debt_than_no_charge() {
     });
 }
 
-/// Plays a case with two identities: to the first everything is charged, to the other all but what is refunded. None if the machine
-/// stood still.
+/// Run a case with two identities: one is charged everything, the other all but the refunded charges. Return `None`
+/// if the machine paused.
 async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usize> {
     let stores = Stores::new(server, prefix);
     let mut keys = Keys::new(server).await;
@@ -626,7 +629,7 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
         operations += 1;
         keys.look(&names, asked).await.map(|_| verdict)
     };
-    // What an identity owes, in parts, as the replies say: to the µs.
+    // The debt of an identity in the replies, rounded to µs.
     let owed_us = |verdict: &Verdict| verdict.outcomes[0].reset_us;
 
     for (parts, cost) in &case.around[0] {
@@ -640,7 +643,7 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
     let operation = if matches!(case.how, How::AtOnce | How::Late) { Operation::Check } else { Operation::TakeUpTo };
     let charged = call(now, operation, limit.charge(0, case.cost)).await?;
     let granted = if operation == Operation::Check { case.cost * charged.granted } else { charged.granted };
-    // What is refunded, with the units of the call that were charged after each, and what is not.
+    // The refunded charges, with the tokens of the call charged after each, and the others.
     let (refunds, kept) = match case.how {
         How::AtOnce | How::Late => (vec![(granted, 0)], 0),
         How::One(after) => (vec![(granted.min(1), after.min(granted.saturating_sub(1)))], granted.saturating_sub(1)),
@@ -664,7 +667,7 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
     let with = owed_us(&call(now, Operation::Peek, with).await?);
     let without = owed_us(&call(now, Operation::Peek, without).await?);
     assert!(with >= without, "invariant 11, a refund mints nothing: {case:?}: {with} and {without} µs");
-    // Of units that were taken together, a refund of an earlier one does not count that the later ones keep the bucket from filling.
+    // For tokens taken together, a refund of an earlier one ignores that the later ones keep the bucket from filling.
     let last = !matches!(case.how, How::One(1..));
     if last && between.iter().all(|(_, cost)| *cost == 0) {
         // Rounded to whole µs, against the client.
@@ -683,7 +686,7 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
     Some(operations)
 }
 
-/// The start of the day, week or month of an instant, reckoned from its date.
+/// Return the start of the day, week or month of an instant, computed from its date.
 fn calendar_start(windows: &str, now: u64) -> u64 {
     let (unit, zone) = windows.split_once('@').unwrap();
     let zone = jiff::tz::TimeZone::get(zone).unwrap();
@@ -701,9 +704,9 @@ fn calendar_start(windows: &str, now: u64) -> u64 {
 // ---- 8: the clock is set back --------------------------------------------------------------------
 
 #[test]
-fn a_clock_that_is_set_back_locks_nobody_out_for_long() {
+fn clock_set_back_locks_out_no_longer_than_a_full_state() {
     let server = Rc::new(Redis::start());
-    // By how much: from microseconds to years.
+    // By microseconds to years.
     let back = (0..6usize, 1..100u64).prop_map(|(unit, count)| {
         count * [1, 1000, SECOND, 3600 * SECOND, 86_400 * SECOND, 31 * 86_400 * SECOND][unit]
     });
@@ -743,10 +746,10 @@ fn a_clock_that_is_set_back_locks_nobody_out_for_long() {
     });
 }
 
-// ---- 10: units taken together --------------------------------------------------------------------
+// ---- 10: tokens taken together -------------------------------------------------------------------
 
 #[test]
-fn taking_units_together_equals_taking_them_one_by_one() {
+fn taking_k_tokens_equals_k_checks_of_one() {
     let server = Rc::new(Redis::start());
     let batch = prop::collection::vec((case(), prop::collection::vec(0..9u64, 1..60)), 1..=AT_ONCE);
     property(operations() / 5, 5 * 30 * AT_ONCE / 2, batch, |cases| {
@@ -759,7 +762,7 @@ fn taking_units_together_equals_taking_them_one_by_one() {
 }
 
 async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -> usize {
-    // Leases are not taken by number.
+    // Permits cannot be taken in numbers.
     case.rules.retain(|rule| !matches!(rule, Rule::Concurrency(_)));
     if case.rules.is_empty() {
         return 0;
@@ -769,7 +772,7 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
     let mut play = Play::new(&case);
     let mut operations = 0;
     for (step, &wanted) in case.steps.iter().zip(takes) {
-        play.turn(&Step { size: None, ..step.clone() });
+        play.advance_clock(&Step { size: None, ..step.clone() });
         stores.clock.set(play.now);
         let charges =
             |who: u128, cost: u64| -> Vec<_> { play.limits.iter().map(|limit| limit.charge(who, cost)).collect() };
@@ -787,7 +790,7 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
         }
         let granted: u64 = singles.iter().map(|single| single.granted).sum();
         assert_eq!(taken.granted, granted, "invariant 10, as many units: {:#?}", charges(0, wanted));
-        // Told is what the last admitted of them was told, or the first if none was.
+        // The result is that of the last admitted request, or of the first if none was admitted.
         if let Some(told) = singles.get((granted as usize).saturating_sub(1)) {
             assert_eq!(taken.outcomes, told.outcomes, "invariant 10, the same reply");
         }
@@ -802,7 +805,7 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
 }
 
 impl Keys {
-    /// What a key holds, however Redis keeps it, and however long.
+    /// Return the content of a key without its TTL, for any Redis type.
     async fn state(&mut self, rule: &Rule, key: &[u8]) -> Vec<Vec<u8>> {
         let mut command = match rule {
             Rule::SlidingLog(_) => redis::cmd("LRANGE"),
@@ -826,10 +829,10 @@ impl Keys {
 
 // ---- 13: the largest numbers ---------------------------------------------------------------------
 
-/// In the year 2200, to the µs.
+/// The year 2200.
 const LATE: u64 = 7_258_118_400_000_003;
 
-/// What the scripts compute at most, as long as no state holds more than twice its limit.
+/// Return the largest numbers that the scripts compute while no state exceeds twice its limit.
 fn largest_numbers(rule: &Rule, now: u64) -> Vec<u128> {
     let now = u128::from(now);
     match *rule {
@@ -850,7 +853,7 @@ fn largest_numbers(rule: &Rule, now: u64) -> Vec<u128> {
 }
 
 #[test]
-fn the_largest_limits_are_counted_exactly() {
+fn largest_limits_are_counted_exactly() {
     let server = Redis::start();
     let stores = Stores::new(&server, "extremes");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -893,7 +896,7 @@ fn the_largest_limits_are_counted_exactly() {
             call(now + retry + longest_reset(&limit.rule) / 2, Operation::Check, capacity / 2);
             call(now + retry + 400 * 86_400 * SECOND, Operation::Check, capacity);
             if !matches!(limit.rule, Rule::SlidingLog(_)) {
-                // Paid for later: any number that a response may tell.
+                // A deferred cost: any number that a response may state.
                 let later = now + retry + 400 * 86_400 * SECOND;
                 call(later, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
                 call(later + 1, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
@@ -919,12 +922,12 @@ fn new_rate_converts_debt_exactly_and_revives_none() {
     });
 }
 
-/// Plays a case with both stores. None if the machine stood still.
+/// Run a case with both stores. Return `None` if the machine paused.
 async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize> {
     let Resizing { old, new, cost, .. } = *case;
     let stores = Stores::new(server, prefix);
     let mut keys = Keys::new(server).await;
-    // The same state: the name of a bucket does not tell its rate.
+    // The same state: the key of a bucket does not contain its rate.
     let [before, after] = [old, new].map(|rule| Limit::new("limit", Rule::TokenBucket(rule)));
     let name = before.key(prefix, 0);
     let call = async |keys: &mut Keys, now: u64, operation: Operation, charge: Charge<'_>| {
@@ -950,7 +953,7 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
     let (converted, refill) = (to_new(owed), u128::from(new.refill));
     let at_old_rate = to_new(owed.saturating_sub(repaid(&old)));
     let at_new_rate = converted.saturating_sub(repaid(&new));
-    // As long as the key lasts, but for half a second, the old rate may have needed.
+    // The old rate may have applied until the key ends, less half a second.
     let span = u128::from(ends - SECOND / 2 - charged_at);
     let lowered = converted.div_ceil(refill) > span;
     let denied = verdict.outcomes[0];
@@ -963,12 +966,12 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
     call(&mut keys, now, Operation::Charge, after.charge(0, 0)).await?;
     let state = keys.state(&after.rule, &name).await;
     let numbers: Vec<_> = state[0].as_chunks().0.iter().map(|bytes| u128::from(u64::from_le_bytes(*bytes))).collect();
-    // All of the burst is admitted where nothing is owed.
+    // The whole burst is admitted if the debt is 0.
     let debt = if verdict.granted == 0 { numbers[1] } else { 0 };
 
     let what = format!("{case:?}: {debt} parts, {at_old_rate} with the old rate, {at_new_rate} with the new one");
     let least = if lowered { at_old_rate } else { at_new_rate };
-    // So close to the bound that two parts matter, either holds.
+    // If two parts decide about the bound, either result is correct.
     let certain = lowered || (converted + 2).div_ceil(refill) <= span;
     assert!(debt >= least || !certain, "invariant 15, no debt is forgiven: {what}");
     assert!(debt <= (converted + 2).saturating_sub(repaid(&new)), "invariant 15, at most 2 parts more: {what}");
@@ -982,10 +985,10 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
     Some(4)
 }
 
-// ---- 14: a flood of denials ----------------------------------------------------------------------
+// ---- 14: many denials ----------------------------------------------------------------------------
 
 #[test]
-fn a_flood_of_denials_costs_no_memory() {
+fn denials_take_no_memory() {
     let server = Redis::start();
     let stores = Stores::new(&server, "flood");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -995,7 +998,7 @@ fn a_flood_of_denials_costs_no_memory() {
     for limit in &limits {
         assert_eq!(ask(&[limit.charge(0, 5)]).granted, 1);
     }
-    // Each request comes from somebody new, who has all of his own limit left.
+    // Each request has a new identity with its full quota.
     let denials = operations().max(100_000);
     let flood = |from: usize, count: usize| {
         for chunk in (from..from + count).collect::<Vec<_>>().chunks(128) {
@@ -1009,13 +1012,13 @@ fn a_flood_of_denials_costs_no_memory() {
             }
         }
     };
-    // The first ones grow the buffers of connections.
+    // The first requests grow the buffers of connections.
     flood(0, 5000);
     let before = (memory(&server), server.keys().len(), stores.memory.len());
     flood(5000, denials);
     let after = (memory(&server), server.keys().len(), stores.memory.len());
     assert_eq!((before.1, before.2), (after.1, after.2), "invariant 14, {denials} denials and no new state");
-    // Buffers come and go; the smallest key would take 50 bytes for each denial.
+    // Buffers vary. The smallest key takes 50 bytes, for each denial.
     assert!(after.0 < before.0 + 200_000, "invariant 14, {denials} denials: {} and then {} bytes", before.0, after.0);
 
     let opened = stores.clock.now_us();
@@ -1027,18 +1030,18 @@ fn a_flood_of_denials_costs_no_memory() {
     }
 }
 
-/// Bytes that Redis has allocated.
+/// Return the bytes allocated by Redis.
 fn memory(server: &Redis) -> u64 {
     let info: String = redis::cmd("INFO").arg("memory").query(&mut server.connection()).unwrap();
     info.lines().find_map(|line| line.strip_prefix("used_memory:")).unwrap().parse().unwrap()
 }
 
 #[test]
-fn in_the_end_the_database_is_empty() {
+fn database_is_empty_after_all_ttls() {
     let server = Redis::start();
     let stores = Stores::new(&server, "end");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    // Just before the year ends in Berlin, so that its window ends with the others.
+    // Just before the year ends in Berlin, so that the calendar window ends with the others.
     stores.clock.set("2027-12-31T22:59:59.95Z".parse::<jiff::Timestamp>().unwrap().as_microsecond() as u64);
     let limits = every_algorithm(5, 100_000).map(|(name, rule)| Limit::new(name, rule));
     let charges: Vec<_> = limits.iter().map(|limit| limit.charge(0, 5)).collect();

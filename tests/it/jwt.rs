@@ -1,4 +1,4 @@
-//! Who counts as whom by bearer tokens, over the wire: what is accepted, what is refused, and keys that change.
+//! Identities by JWT over the wire: accepted and rejected tokens, and key rotation.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 const ISSUER: &str = "https://issuer.example";
 
-/// A limit by the claim `sub`, and one for everybody beside it, on `/limited`.
+/// A limit by the claim `sub` and a global one on `/limited`.
 fn config(jwt: &str, limit: &str) -> String {
     let fixed = "algorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"1000/hour\"";
     format!(
@@ -19,13 +19,13 @@ fn config(jwt: &str, limit: &str) -> String {
     )
 }
 
-/// A gateway that believes these keys, with issuer and audience.
+/// A gateway that trusts these keys, with issuer and audience.
 fn strict(keys: &[&Key]) -> Gateway {
     let jwt = format!("jwks_file = \"jwks.json\"\nissuer = \"{ISSUER}\"\naudience = \"api\"");
     Gateway::start_with(&config(&jwt, ""), &[("jwks.json", &key_set(keys))])
 }
 
-/// The claims of a token that `strict` accepts, but for what is given.
+/// Return the claims of a valid token for `strict`, changed by `other`.
 fn claims(sub: &str, other: Value) -> Value {
     let mut claims = json!({ "sub": sub, "exp": in_seconds(300), "iss": ISSUER, "aud": "api" });
     let Value::Object(other) = other else { panic!("{other} are no claims") };
@@ -38,17 +38,17 @@ fn claims(sub: &str, other: Value) -> Value {
     claims
 }
 
-fn ask(client: &mut Client, token: &str) -> Reply {
+fn get(client: &mut Client, token: &str) -> Reply {
     client.get_with("/limited", &[("Authorization", &format!("Bearer {token}"))])
 }
 
-/// What is left for somebody, and for everybody together.
-fn left(reply: &Reply) -> (u64, u64) {
+/// Return the remaining of the subject's limit and of the global one.
+fn remaining(reply: &Reply) -> (u64, u64) {
     assert_eq!(reply.status, 200, "{}", reply.text());
     (reply.remaining("token"), reply.remaining("all"))
 }
 
-/// RFC 6750 §3: the token is wrong, and neither it nor what it says is repeated.
+/// Assert a 401 of RFC 6750 §3 that repeats neither the token nor its claims.
 fn assert_invalid(reply: &Reply, detail: &str, token: &str, what: &str) {
     reply.assert_problem(401, what);
     assert_eq!(reply.header("www-authenticate"), Some("Bearer error=\"invalid_token\""), "{what}");
@@ -60,7 +60,7 @@ fn assert_invalid(reply: &Reply, detail: &str, token: &str, what: &str) {
 }
 
 #[test]
-fn each_algorithm_is_accepted_and_each_subject_has_a_bucket() {
+fn each_jwt_algorithm_is_accepted_and_each_subject_has_a_bucket() {
     let keys = [Key::rsa("rsa"), Key::ec("ec"), Key::ed("ed")];
     let gateway = strict(&keys.each_ref());
     let mut client = gateway.client();
@@ -68,10 +68,10 @@ fn each_algorithm_is_accepted_and_each_subject_has_a_bucket() {
         let alice = key.token(&claims("alice", json!({ "jti": index, "aud": ["other", "api"] })));
         let own = key.token(&claims(&key.id, json!({ "nbf": in_seconds(-1) })));
         let index = index as u64;
-        assert_eq!(left(&ask(&mut client, &alice)), (999 - index, 999 - 2 * index), "{}: one alice", key.id);
-        assert_eq!(left(&ask(&mut client, &own)), (999, 998 - 2 * index), "{}: another subject", key.id);
+        assert_eq!(remaining(&get(&mut client, &alice)), (999 - index, 999 - 2 * index), "{}: one alice", key.id);
+        assert_eq!(remaining(&get(&mut client, &own)), (999, 998 - 2 * index), "{}: another subject", key.id);
     }
-    // The scheme is case-insensitive, and a token without the name of its key means the only one of its algorithm.
+    // The scheme is case-insensitive. A token without `kid` is verified with the only key of its algorithm.
     for (line, head) in [
         ("bearer ", json!({ "alg": "EdDSA", "kid": "ed" })),
         ("BEARER  ", json!({ "alg": "EdDSA" })),
@@ -81,11 +81,11 @@ fn each_algorithm_is_accepted_and_each_subject_has_a_bucket() {
         let reply = client.get_with("/limited", &[("authorization", &format!("{line}{token}"))]);
         assert_eq!(reply.status, 200, "{line}{head}: {}", reply.text());
     }
-    assert_eq!(left(&ask(&mut client, &keys[0].token(&claims("bob", json!({}))))).0, 996, "all of them were bob");
+    assert_eq!(remaining(&get(&mut client, &keys[0].token(&claims("bob", json!({}))))).0, 996, "all of them were bob");
 }
 
 #[test]
-fn tokens_that_do_not_count_are_refused_and_never_charged() {
+fn invalid_tokens_are_rejected_and_never_charged() {
     let (rsa, ec, ed) = (Key::rsa("rsa"), Key::ec("ec"), Key::ed("ed"));
     let (other_rsa, other_ed, second_rsa) = (Key::rsa("rsa"), Key::ed("ed"), Key::rsa("rsa-2"));
     let gateway = strict(&[&rsa, &second_rsa, &ec, &ed]);
@@ -154,7 +154,7 @@ fn tokens_that_do_not_count_are_refused_and_never_charged() {
         cases.push((form, forged(&head("RS256", "rsa")), "signature"));
     }
     for (what, token, detail) in &cases {
-        assert_invalid(&ask(&mut client, token), detail, token, what);
+        assert_invalid(&get(&mut client, token), detail, token, what);
     }
     let refused = client.get_with("/limited", &[("Authorization", "Bearer")]);
     assert_invalid(&refused, "malformed", "", "the scheme alone");
@@ -164,22 +164,22 @@ fn tokens_that_do_not_count_are_refused_and_never_charged() {
     let other = client.get_with("/limited", &[("Authorization", &line), ("authorization", "Basic YTpi")]);
     other.assert_problem(400, "two fields of different schemes");
 
-    assert_eq!(left(&ask(&mut client, &valid)), (999, 999), "who was refused has used nothing");
+    assert_eq!(remaining(&get(&mut client, &valid)), (999, 999), "who was refused has used nothing");
 }
 
 #[test]
-fn a_small_difference_of_clocks_is_allowed() {
+fn small_clock_skew_is_allowed() {
     let key = Key::ed("ed");
     let gateway = strict(&[&key]);
     let mut client = gateway.client();
     for other in [json!({ "exp": in_seconds(-5) }), json!({ "nbf": in_seconds(5) }), json!({ "exp": 9e15 })] {
-        let reply = ask(&mut client, &key.token(&claims("alice", other.clone())));
+        let reply = get(&mut client, &key.token(&claims("alice", other.clone())));
         assert_eq!(reply.status, 200, "{other}: {}", reply.text());
     }
 }
 
 #[test]
-fn without_issuer_and_audience_no_token_may_be_meant_for_others() {
+fn token_with_an_audience_is_rejected_if_none_is_configured() {
     let key = Key::ec("ec");
     let gateway = Gateway::start_with(&config("jwks_file = \"jwks.json\"", ""), &[("jwks.json", &key_set(&[&key]))]);
     let mut client = gateway.client();
@@ -191,7 +191,7 @@ fn without_issuer_and_audience_no_token_may_be_meant_for_others() {
         (json!({ "aud": 7 }), Some("audience")),
     ] {
         let token = key.token(&claims("alice", other.clone()));
-        let reply = ask(&mut client, &token);
+        let reply = get(&mut client, &token);
         match detail {
             None => assert_eq!(reply.status, 200, "{other}: {}", reply.text()),
             Some(detail) => assert_invalid(&reply, detail, &token, &other.to_string()),
@@ -200,7 +200,7 @@ fn without_issuer_and_audience_no_token_may_be_meant_for_others() {
 }
 
 #[test]
-fn a_missing_token_or_claim_is_refused_skipped_or_replaced_by_the_address() {
+fn missing_token_or_claim_is_rejected_skipped_or_replaced_by_the_address() {
     let key = Key::ed("ed");
     let without = [json!(null), json!(""), json!([]), json!(["alice"]), json!({ "id": "alice" })];
     let without: Vec<_> = without.iter().map(|sub| key.token(&claims("", json!({ "sub": sub })))).collect();
@@ -229,7 +229,7 @@ fn a_missing_token_or_claim_is_refused_skipped_or_replaced_by_the_address() {
                     assert!(reply.text().contains("the claim `sub` of a bearer token is required"), "{}", reply.text());
                 }
                 Some(most) => {
-                    assert_eq!(left(reply), (most - index as u64, most - index as u64), "{what}: the address")
+                    assert_eq!(remaining(reply), (most - index as u64, most - index as u64), "{what}: the address")
                 }
                 None => {
                     assert_eq!((reply.status, reply.remaining("all")), (200, 999 - index as u64), "{what}");
@@ -237,9 +237,9 @@ fn a_missing_token_or_claim_is_refused_skipped_or_replaced_by_the_address() {
                 }
             }
         }
-        assert_eq!(left(&ask(&mut client, &alice)).0, 999, "{on_missing}: who has a name has a bucket");
+        assert_eq!(remaining(&get(&mut client, &alice)).0, 999, "{on_missing}: who has a name has a bucket");
         assert_invalid(
-            &ask(&mut client, &forged),
+            &get(&mut client, &forged),
             "signature",
             &forged,
             &format!("{on_missing}: a bad token is not a missing one"),
@@ -248,7 +248,7 @@ fn a_missing_token_or_claim_is_refused_skipped_or_replaced_by_the_address() {
 }
 
 #[test]
-fn claims_of_any_name_count_in_every_limit_of_a_request() {
+fn claims_of_any_name_are_read_by_every_limit_of_a_request() {
     let key = Key::ec("ec");
     let fixed = "algorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\n";
     let limit = |name: &str, rest: &str| format!("[limit.{name}]\n{fixed}{rest}\n");
@@ -286,7 +286,7 @@ fn claims_of_any_name_count_in_every_limit_of_a_request() {
         let claims = json!({
             "exp": in_seconds(300), "user_id": user, "https://example.com/tenant": tenant, "admin": admin,
         });
-        let reply = ask(&mut client, &key.token(&claims));
+        let reply = get(&mut client, &key.token(&claims));
         assert_eq!(reply.status, 200, "{claims}: {}", reply.text());
         match expected.0 {
             Some(remaining) => assert_eq!(reply.remaining("user"), remaining, "{claims}"),
@@ -294,28 +294,28 @@ fn claims_of_any_name_count_in_every_limit_of_a_request() {
         }
         assert_eq!(reply.remaining("tenant"), expected.1, "{claims}");
     }
-    // Where no limit asks for a token, none is looked at.
+    // Without a limit by JWT, tokens are not read.
     let reply = client.get_with("/open", &[("X-User", "7"), ("Authorization", "Bearer garbage")]);
     assert_eq!(reply.remaining("header"), 99);
 }
 
-/// Whether a key is believed.
-fn believed(gateway: &Gateway, key: &Key) -> bool {
-    match ask(&mut gateway.client(), &key.token(&claims("alice", json!({})))).status {
+/// Return whether a key is trusted.
+fn is_trusted(gateway: &Gateway, key: &Key) -> bool {
+    match get(&mut gateway.client(), &key.token(&claims("alice", json!({})))).status {
         200 => true,
         401 => false,
         other => panic!("{other}\n{}", gateway.log()),
     }
 }
 
-/// A gateway whose keys are a file in a folder of the test's own, beside its access log.
+/// A gateway whose JWKS file is in a directory of the test, beside its access log.
 fn following(folder: &Path, file: &str) -> Gateway {
     let jwt = format!("jwks_file = \"{}\"\nissuer = \"{ISSUER}\"\naudience = \"api\"", folder.join(file).display());
     let log = format!("[log]\naccess = \"{}\"\n", folder.join("access.log").display());
     Gateway::start(&(config(&jwt, "") + &log))
 }
 
-/// Puts a file in its place as a whole.
+/// Replace a file by renaming.
 fn put(folder: &Path, name: &str, content: &str) {
     let new = folder.join(format!("{name}.new"));
     std::fs::write(&new, content).unwrap();
@@ -323,17 +323,17 @@ fn put(folder: &Path, name: &str, content: &str) {
 }
 
 #[test]
-fn a_renamed_file_of_keys_takes_effect_and_a_bad_one_does_not() {
+fn replaced_jwks_file_takes_effect_and_an_invalid_one_does_not() {
     let folder = tempfile::tempdir().unwrap();
     let (old, new, last) = (Key::ed("old"), Key::ec("new"), Key::ed("last"));
     put(folder.path(), "jwks.json", &key_set(&[&old]));
     let gateway = following(folder.path(), "jwks.json");
     let reloads = || gateway.log().matches("reloaded").count();
-    assert!(believed(&gateway, &old) && !believed(&gateway, &new), "at first");
+    assert!(is_trusted(&gateway, &old) && !is_trusted(&gateway, &new), "at first");
 
     put(folder.path(), "jwks.json", &key_set(&[&new]));
-    eventually("the new key counts", || believed(&gateway, &new));
-    assert!(!believed(&gateway, &old), "the old one does not");
+    eventually("the new key is used", || is_trusted(&gateway, &new));
+    assert!(!is_trusted(&gateway, &old), "the old one does not");
 
     for (content, reason) in [
         ("{ \"keys\": [", "not a JSON Web Key Set"),
@@ -347,25 +347,25 @@ fn a_renamed_file_of_keys_takes_effect_and_a_bad_one_does_not() {
         let log = gateway.log();
         let line = log.lines().rev().find(|line| line.contains("cannot reload the file")).unwrap();
         assert!(line.contains(reason) && line.contains("jwks.json") && line.contains("WARN"), "{reason}: {line}");
-        assert!(believed(&gateway, &new) && !believed(&gateway, &old), "{reason}: the keys stay");
+        assert!(is_trusted(&gateway, &new) && !is_trusted(&gateway, &old), "{reason}: the keys stay");
     }
-    // Gone for a while: everything stays as it is, and one line says so, whatever happens in the folder.
+    // A missing file changes nothing and is logged once, whatever else changes in the directory.
     std::fs::remove_file(folder.path().join("jwks.json")).unwrap();
-    eventually("the loss is seen", || gateway.log().contains("cannot read the file"));
-    assert!(believed(&gateway, &new), "the keys stay");
+    eventually("the loss is detected", || gateway.log().contains("cannot read the file"));
+    assert!(is_trusted(&gateway, &new), "the keys stay");
     put(folder.path(), "other.json", "");
     put(folder.path(), "jwks.json", &key_set(&[&last]));
-    eventually("the last key counts", || believed(&gateway, &last));
-    assert!(!believed(&gateway, &new));
+    eventually("the last key is used", || is_trusted(&gateway, &last));
+    assert!(!is_trusted(&gateway, &new));
     assert_eq!(gateway.log().matches("cannot read the file").count(), 1, "{}", gateway.log());
-    eventually("the reload is told", || reloads() >= 2);
+    eventually("the reload is logged", || reloads() >= 2);
     assert_eq!(reloads(), 2, "once for each change:\n{}", gateway.log());
     assert_eq!(gateway.log().matches("cannot reload the file").count(), 4, "once for each fault:\n{}", gateway.log());
 }
 
 #[test]
-fn a_swapped_symlink_takes_effect() {
-    // As Kubernetes does it: `jwks.json` → `..data/jwks.json`, `..data` → a folder with a name of its own.
+fn replaced_symlink_of_jwks_takes_effect() {
+    // As Kubernetes does: `jwks.json` → `..data/jwks.json`, `..data` → a directory with a generated name.
     let folder = tempfile::tempdir().unwrap();
     let link = |target: &str, name: &str| std::os::unix::fs::symlink(target, folder.path().join(name)).unwrap();
     let revision = |name: &str, key: &Key| {
@@ -377,13 +377,13 @@ fn a_swapped_symlink_takes_effect() {
     link("..2026_01", "..data");
     link("..data/jwks.json", "jwks.json");
     let gateway = following(folder.path(), "jwks.json");
-    assert!(believed(&gateway, &old) && !believed(&gateway, &new), "at first");
+    assert!(is_trusted(&gateway, &old) && !is_trusted(&gateway, &new), "at first");
     revision("..2026_02", &new);
     link("..2026_02", "..data_tmp");
     std::fs::rename(folder.path().join("..data_tmp"), folder.path().join("..data")).unwrap();
     std::fs::remove_dir_all(folder.path().join("..2026_01")).unwrap();
-    eventually("the new key counts", || believed(&gateway, &new));
-    assert!(!believed(&gateway, &old), "the old one does not");
-    eventually("the reload is told", || gateway.log().contains("reloaded"));
+    eventually("the new key is used", || is_trusted(&gateway, &new));
+    assert!(!is_trusted(&gateway, &old), "the old one does not");
+    eventually("the reload is logged", || gateway.log().contains("reloaded"));
     assert_eq!(gateway.log().matches("reloaded").count(), 1, "{}", gateway.log());
 }

@@ -1,4 +1,4 @@
-//! `sluicegate key`: keys that scanners can find, a file that keeps its looks, and a gateway that learns of it while it runs.
+//! `sluicegate key`: generated keys, edits of the consumers file, and reload by a running gateway.
 
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -19,26 +19,26 @@ struct Said {
 }
 
 impl Said {
-    /// The one line of standard output.
+    /// Return the only line of standard output.
     fn line(&self) -> &str {
         assert_eq!(self.code, Some(0), "{}", self.err);
         self.out.strip_suffix('\n').unwrap()
     }
 }
 
-/// Runs `sluicegate key` beside the files of a folder.
+/// Run `sluicegate key` in a directory.
 fn key(folder: &Path, arguments: &[&str], input: &str) -> Said {
     let mut command = binary();
     command.current_dir(folder).arg("key").args(arguments);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // Who needs no input may be gone.
+    // The process may have ended without reading its input.
     let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
     let output = child.wait_with_output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     Said { code: output.status.code(), out: text(output.stdout), err: text(output.stderr) }
 }
 
-/// A folder with a configuration, and with consumers if there are any.
+/// Create a directory with a configuration, and with consumers if given.
 fn folder(consumers: Option<&str>) -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let listener = "[[listener]]\naddress = \"127.0.0.1:0\"\n";
@@ -59,7 +59,7 @@ fn hash(digit: char) -> String {
 }
 
 #[test]
-fn a_running_gateway_learns_of_keys() {
+fn running_gateway_reads_new_keys() {
     let gateway = Gateway::start_with(GATEWAY, &[("consumers.toml", "# nobody yet\n")]);
     let status = |secret: &str| gateway.client().get_with("/r", &[("x-api-key", secret)]).status;
     let new = |arguments: &[&str]| {
@@ -71,17 +71,17 @@ fn a_running_gateway_learns_of_keys() {
     let second = new(&[]);
     eventually("the second one works", || status(&second) == 200);
     assert_eq!(key(gateway.directory(), &["revoke"], &format!("{first}\n")).code, Some(0));
-    eventually("the first one is refused", || status(&first) == 401);
+    eventually("the first one is rejected", || status(&first) == 401);
     assert_eq!(status(&second), 200);
-    // The last one, too, and by its fingerprint.
+    // The last key can be removed, by its fingerprint.
     let list = key(gateway.directory(), &["list"], "");
     let fingerprint = list.out.lines().last().unwrap().rsplit(' ').next().unwrap();
     assert_eq!(key(gateway.directory(), &["revoke", fingerprint], "").code, Some(0));
-    eventually("nobody has a key", || status(&second) == 401);
+    eventually("no key is valid", || status(&second) == 401);
 }
 
 #[test]
-fn keys_have_a_form_and_hashes_that_sha256sum_agrees_with() {
+fn generated_keys_have_a_format_and_a_sha256_hash() {
     let directory = tempfile::tempdir().unwrap();
     let said = key(directory.path(), &["new"], "");
     let secret = said.line();
@@ -108,7 +108,7 @@ fn keys_have_a_form_and_hashes_that_sha256sum_agrees_with() {
 }
 
 #[test]
-fn comments_order_and_rights_stay() {
+fn edits_keep_comments_order_and_file_mode() {
     let before = format!(
         "# Ours.\n[[consumer]]\nname = \"b\"   # second\nkeys = [\n  \"{}\",   # laptop\n  \"{}\",   # server\n]\n\n\
          [[consumer]]\ntier = \"pro\"\nname = \"a\"\nkeys = [\"{}\"]   # only one\n# The end.\n",
@@ -129,7 +129,7 @@ fn comments_order_and_rights_stay() {
         .replace("]   # only one", &format!(", \"{fourth}\"]   # only one"));
     let expected = format!("{expected}\n[[consumer]]\nname = \"c\"\nkeys = [\"{fifth}\"]\n");
     assert_eq!(read(&path), expected);
-    // Out again: the comment on a key goes with it, those of others stay.
+    // Removing a key removes its comment. Other comments stay.
     for hash in [&third, &fourth, &hash('1')] {
         let said = key(directory.path(), &["revoke", hash], "");
         assert_eq!(said.code, Some(0), "{}", said.err);
@@ -148,7 +148,7 @@ fn comments_order_and_rights_stay() {
 }
 
 #[test]
-fn what_a_link_leads_to_is_changed() {
+fn edit_through_a_symlink_changes_its_target() {
     let (directory, path) = folder(None);
     let elsewhere = tempfile::tempdir().unwrap();
     std::fs::write(elsewhere.path().join("people.toml"), "").unwrap();
@@ -158,7 +158,7 @@ fn what_a_link_leads_to_is_changed() {
 }
 
 #[test]
-fn a_file_that_is_not_there_is_made_and_one_written_in_one_line_is_understood() {
+fn missing_file_is_created_and_inline_tables_are_edited() {
     let (directory, path) = folder(None);
     assert_eq!(key(directory.path(), &["new", "--consumer", "a", "--create"], "").code, Some(0));
     assert!(read(&path).starts_with("# Who has which API keys") && read(&path).contains("name = \"a\""));
@@ -170,9 +170,9 @@ fn a_file_that_is_not_there_is_made_and_one_written_in_one_line_is_understood() 
     assert!(list.out.lines().count() == 3 && !list.out.contains("1111111"), "{}{}", list.out, read(&path));
 }
 
-/// What is wrong is said, and the file stays as it was.
+/// Errors are reported, and the file stays unchanged.
 #[test]
-fn a_wrong_file_or_name_changes_nothing() {
+fn invalid_file_or_name_changes_nothing() {
     let other = format!("sha256:111111{}", "2".repeat(58));
     let good = format!("[[consumer]]\nname = \"acme\"\nkeys = [\"{}\", \"{other}\"]\n", hash('1'));
     for (consumers, arguments, code, expected) in [
@@ -194,7 +194,7 @@ fn a_wrong_file_or_name_changes_nothing() {
         assert_eq!(read(&path), consumers, "{arguments:?}");
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "nothing is left over");
     }
-    // Neither does a configuration that is wrong elsewhere, or that names no such file.
+    // Neither does a configuration with another error, or without a consumers file.
     let (directory, path) = folder(None);
     let gateway = directory.path().join("gateway.toml");
     std::fs::write(&gateway, read(&gateway) + "[server]\nworkers = -1\n").unwrap();
@@ -204,9 +204,9 @@ fn a_wrong_file_or_name_changes_nothing() {
     assert!(key(directory.path(), &["list"], "").err.contains("names no file of consumers"));
 }
 
-/// Two at the same time do not lose each other's keys.
+/// Concurrent edits do not lose keys.
 #[test]
-fn changes_at_the_same_time_are_made_one_after_the_other() {
+fn concurrent_edits_are_serialized() {
     let (directory, _) = folder(Some("[[consumer]]\nname = \"a\"\nkeys = []\n"));
     std::thread::scope(|scope| {
         for _ in 0..8 {

@@ -1,4 +1,4 @@
-//! Leases held against random cases: script and model, and a list of what is in flight that knows nothing of either.
+//! Concurrency permits on random cases: the script, the Rust model, and an independent list of permits in flight.
 
 use std::collections::BTreeMap;
 
@@ -15,21 +15,21 @@ const LEASE: u64 = 6 * SECOND;
 
 #[derive(Debug, Clone, Copy)]
 enum Act {
-    /// A request comes, alone or with a limit of another kind.
+    /// A request acquires a permit, alone or with a sliding log.
     Acquire { with_log: bool },
-    /// One that came so many requests ago ends.
+    /// The n-th last request releases its permit.
     Release(u64),
-    /// One that came so many requests ago goes on.
+    /// The n-th last request renews its permit.
     Renew(u64),
-    /// Somebody looks.
+    /// A peek.
     Peek,
-    /// A place is taken whether there is one or not.
+    /// An unconditional charge.
     Force,
-    /// The limit is changed.
+    /// The limit changes.
     Resize(u64),
 }
 
-/// What happens, after so many µs; less than none when the clock is set back.
+/// An action after some µs, which are negative if the clock is set back.
 fn step(back: bool) -> impl Strategy<Value = (i64, Act)> {
     let act = prop_oneof![
         6 => any::<bool>().prop_map(|with_log| Act::Acquire { with_log }),
@@ -46,7 +46,7 @@ fn step(back: bool) -> impl Strategy<Value = (i64, Act)> {
 }
 
 #[test]
-fn leases_that_are_live_never_exceed_the_limit() {
+fn live_permits_never_exceed_the_limit() {
     let case = (any::<bool>(), 1..5u64)
         .prop_flat_map(|(back, limit)| (Just(back), Just(limit), prop::collection::vec(step(back), 1..60)));
     let server = Redis::start();
@@ -64,7 +64,7 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
     let mut limits = apart(rules, 1);
     let mut connection = server.connection();
     let key = limits[0].key(prefix, 0);
-    // Who is in flight, and when their leases end: right as long as the clock goes on.
+    // The permits in flight and their ends. Exact while the clock moves forward.
     let mut in_flight: BTreeMap<u64, u64> = BTreeMap::new();
     let (mut now, mut latest, mut next) = (START + 1000 * SECOND, 0, 100);
     for &(pause, act) in steps {

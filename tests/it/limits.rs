@@ -1,8 +1,8 @@
-//! Limits as a client meets them: statuses, fields, all or none.
+//! Limits over the wire: statuses, headers, and charges to all limits or none.
 
+use crate::support::admin_listener::metric;
 use crate::support::client::Reply;
 use crate::support::gateway::Gateway;
-use crate::support::operator::metric;
 use crate::support::redis::Redis;
 use sfv::{BareItem, List, ListEntry, Parser};
 
@@ -13,7 +13,7 @@ fn routes(limits: &str, extra: &str) -> String {
     )
 }
 
-/// Name and parameters of each item of a structured-field list.
+/// Return names and parameters of the items of a structured-field list.
 fn items(reply: &Reply, field: &str) -> Vec<(String, Vec<(String, i64)>)> {
     let value = reply.header(field).unwrap_or_else(|| panic!("no {field} in {reply:?}"));
     let list: List = Parser::new(value).parse().unwrap_or_else(|error| panic!("{field} is no list: {error}: {value}"));
@@ -38,7 +38,7 @@ const TWO: &str = "[limit.narrow]\nby = \"ip\"\nquota = \"2/hour\"\nalgorithm = 
                    [limit.broad]\nby = \"ip\"\nquota = \"100/hour\"\nburst = 100\n";
 
 #[test]
-fn success_and_denial_tell_where_the_caller_stands() {
+fn headers_of_success_and_denial_state_remaining_and_reset() {
     let gateway = Gateway::start(&routes(TWO, "limits = [\"narrow\", \"broad\"]"));
     let mut client = gateway.client();
     let policy = vec![item("narrow", &[("q", 2), ("w", 3600)]), item("broad", &[("q", 100), ("w", 3600)])];
@@ -71,7 +71,7 @@ fn success_and_denial_tell_where_the_caller_stands() {
 }
 
 #[test]
-fn a_denied_request_is_charged_nowhere() {
+fn denied_request_is_charged_to_no_limit() {
     let both = "limits = [\"narrow\", \"broad\"]\n[[route]]\nname = \"broad\"\npath = \"/broad\"\n\
                 respond = { status = 200 }\nlimits = [\"broad\"]";
     let gateway = Gateway::start(&routes(TWO, both));
@@ -83,7 +83,7 @@ fn a_denied_request_is_charged_nowhere() {
 }
 
 #[test]
-fn older_dialects_tell_of_the_binding_limit() {
+fn older_header_dialects_report_the_binding_limit() {
     let extra = "limits = [\"narrow\", \"broad\"]\nratelimit_headers = [\"draft-07\", \"draft-03\", \"github\"]\nexpose_headers = true\n\
                  [[route]]\nname = \"silent\"\npath = \"/silent\"\nrespond = { status = 200 }\nlimits = [\"narrow\"]\nratelimit_headers = []";
     let gateway = Gateway::start(&routes(TWO, extra));
@@ -113,7 +113,7 @@ fn older_dialects_tell_of_the_binding_limit() {
 }
 
 #[test]
-fn shadow_limits_never_deny_and_are_not_told() {
+fn shadow_limits_never_deny_and_are_not_advertised() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("access.log");
     let log = format!("[log]\nformat = \"json\"\naccess = \"{}\"\n", path.display());
@@ -135,7 +135,7 @@ fn shadow_limits_never_deny_and_are_not_told() {
 }
 
 #[test]
-fn limits_apply_to_their_methods_and_not_to_the_exempt() {
+fn limits_apply_to_their_methods_and_skip_exempt_identities() {
     let limits = "[limit.writes]\nby = \"ip\"\nquota = \"1/hour\"\nmethods = [\"POST\"]\n\
                   [limit.tenant]\nby = \"header:x-tenant\"\nquota = \"1/hour\"\nexempt = [\"header:x-tenant=ours\"]\non_missing = \"skip\"\n";
     let gateway = Gateway::start(&routes(limits, "limits = [\"writes\", \"tenant\"]"));
@@ -153,7 +153,7 @@ fn limits_apply_to_their_methods_and_not_to_the_exempt() {
 }
 
 #[test]
-fn identities_come_from_every_part_of_a_request() {
+fn identities_are_read_from_every_part_of_a_request() {
     for (by, same, other) in [
         ("path:id", "/u/1?x=1", "/u/2?x=1"),
         ("query:k", "/u/1?k=a&x=1", "/u/1?k=b&x=1"),
@@ -182,7 +182,7 @@ fn identities_come_from_every_part_of_a_request() {
 }
 
 #[test]
-fn a_route_can_cost_more() {
+fn route_cost_is_charged() {
     let gateway = Gateway::start(&routes(
         "[limit.l]\nby = \"ip\"\nquota = \"10/hour\"\nalgorithm = \"fixed-window\"\n",
         "limits = [\"l\"]\ncost = 4",
@@ -193,7 +193,7 @@ fn a_route_can_cost_more() {
 }
 
 #[test]
-fn who_waits_as_long_as_he_is_told_is_admitted() {
+fn client_that_waits_for_retry_after_is_admitted() {
     for limit in [
         "quota = \"1/s\"",
         "quota = \"3/2s\"\nalgorithm = \"sliding-log\"",
@@ -210,7 +210,7 @@ fn who_waits_as_long_as_he_is_told_is_admitted() {
                 }
             };
             let seconds = denied.header("retry-after").unwrap().parse().unwrap();
-            // The wait is what is tested.
+            // The test needs this wait.
             std::thread::sleep(std::time::Duration::from_secs(seconds));
             assert_eq!(client.get("/all").status, 200, "{limit}, round {round}");
         }
@@ -224,7 +224,7 @@ fn decisions_on_one_process_are_exact_under_concurrency() {
     {
         let limit =
             format!("[server]\nthreading = \"{layout}\"\nworkers = 4\n[limit.l]\nby = \"ip\"\nquota = \"100/day\"\n");
-        // A day as a window of the algorithm's own, not of the calendar.
+        // 24 h is an aligned window, a day would be a calendar window.
         let limit = limit.replace("/day", "/24h") + &format!("algorithm = \"{algorithm}\"\n");
         let gateway = Gateway::start(&routes(&limit, "limits = [\"l\"]"));
         let statuses = crate::support::client::load(&[gateway.address], 32, 3200, "/all", &[]);
@@ -248,7 +248,7 @@ fn sixteen_limits_of_all_algorithms_are_one_decision() {
     let name = |number: usize| format!("l{number}");
     let limit = |number: usize| {
         let (quota, algorithm) = if number == 11 { (3, "sliding-log") } else { (100, algorithms[number % 6]) };
-        // So long that none of them begins a window, or has a token back, while the test runs.
+        // So long that none begins a window or refills a token while the test runs.
         let algorithm = if algorithm.ends_with('0') { algorithm.to_owned() } else { format!("{algorithm}\"") };
         format!("[limit.l{number}]\nby = \"ip\"\nquota = \"{quota}/3650d\"\nalgorithm = \"{algorithm}\n")
     };
@@ -283,7 +283,7 @@ fn sixteen_limits_of_all_algorithms_are_one_decision() {
     for number in (0..16).filter(|number| *number != 11) {
         assert_eq!(others.remaining(&name(number)), 96, "l{number}: three by all, one by this");
     }
-    // Connecting loads the scripts, so that each is called by its name.
+    // Scripts are loaded when a connection opens, so that each call is an EVALSHA.
     assert_eq!(redis.calls("evalsha"), 14, "one call for each request");
     redis.assert_every_key_expires();
 }
@@ -298,12 +298,12 @@ fn binding_limit_is_the_one_with_the_smallest_share_left() {
     let mut client = gateway.client();
     (0..7).for_each(|_| assert_eq!(client.get("/many").status, 200));
     let reply = client.get("/all");
-    // 2 of 10 are less than 1 of 2.
+    // 2 of 10 is a smaller share than 1 of 2.
     assert_eq!((reply.header("ratelimit-limit"), reply.header("ratelimit-remaining")), (Some("10"), Some("2")));
 }
 
 #[test]
-fn policy_names_the_limits_that_apply_and_no_other() {
+fn policy_header_lists_the_applied_limits_only() {
     let limits = "[limit.all]\nby = \"ip\"\nquota = \"9/hour\"\n\
                   [limit.writes]\nby = \"ip\"\nquota = \"9/hour\"\nmethods = [\"POST\"]\n";
     let gateway = Gateway::start(&routes(limits, "limits = [\"all\", \"writes\"]"));
@@ -317,8 +317,8 @@ fn policy_names_the_limits_that_apply_and_no_other() {
     }
 }
 
-/// A route `/login` with limit `login` by address, and one `/q` with limit `wide` by what the client sends.
-fn crowded(wide: &str) -> Gateway {
+/// A route `/login` with limit `login` by address, and `/q` with limit `wide` by a value of the client.
+fn small_memory_store(wide: &str) -> Gateway {
     Gateway::start(&format!(
         "[admin]\naddress = \"127.0.0.1:0\"\n[store]\nmax_memory_states = 640\n\
          [limit.login]\nby = \"ip\"\nalgorithm = \"sliding-log\"\nquota = \"5/15m\"\n\
@@ -329,10 +329,10 @@ fn crowded(wide: &str) -> Gateway {
 }
 
 #[test]
-fn states_of_another_limit_do_not_evict_a_locked_out_client() {
-    // Few of the limit used, all of it used, and states that outlive those of `login`.
+fn memory_of_one_limit_does_not_evict_states_of_another() {
+    // A limit that is hardly used, one that is exhausted, and states that outlive those of `login`.
     for wide in ["quota = \"1000/day\"", "quota = \"1/day\"", "quota = \"1/day\"\non_store_error = \"allow\""] {
-        let gateway = crowded(wide);
+        let gateway = small_memory_store(wide);
         let mut client = gateway.client();
         let login = [(); 6].map(|()| client.get("/login").status);
         assert_eq!(login, [200, 200, 200, 200, 200, 429], "{wide}");
@@ -344,9 +344,9 @@ fn states_of_another_limit_do_not_evict_a_locked_out_client() {
 }
 
 #[test]
-fn a_limit_without_room_follows_on_store_error() {
+fn full_memory_store_follows_on_store_error() {
     for (terms, admitted) in [("local", false), ("deny", false), ("allow", true)] {
-        let gateway = crowded(&format!("quota = \"1/day\"\non_store_error = \"{terms}\""));
+        let gateway = small_memory_store(&format!("quota = \"1/day\"\non_store_error = \"{terms}\""));
         let mut client = gateway.client();
         let mut statuses = [0; 3];
         for number in 0..3000 {
@@ -365,7 +365,7 @@ fn a_limit_without_room_follows_on_store_error() {
             (admitted, !admitted, 0),
             "{terms}: {statuses:?}"
         );
-        // Those that are counted stay counted: none has got another request in.
+        // Counted states are kept: none is admitted again.
         assert_eq!(client.get("/q?q=0").status, 429, "{terms}");
         let log = gateway.log();
         assert!(log.contains("max_memory_states") && log.contains("\"limit\":\"wide\""), "{terms}: {log}");

@@ -1,4 +1,5 @@
-//! The scripts in Lua 5.4, whose integers are not doubles: stores that speak Redis' protocol may run them in it (Dragonfly).
+//! The scripts in Lua 5.4, whose integers are not doubles: other servers with the Redis protocol run them there
+//! (Dragonfly).
 
 #[path = "../support/lua.rs"]
 mod lua;
@@ -28,7 +29,7 @@ impl Lua54 {
     }
 
     fn call(&self, now: u64, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
-        // 0: the script asks for the time.
+        // 0: the script reads the time with TIME.
         let mut database = self.database.borrow_mut();
         database.now = now;
         let key = |charge: &Charge<'_>| {
@@ -50,20 +51,20 @@ impl Lua54 {
 }
 
 #[test]
-fn lua_5_4_gives_the_same_replies() {
+fn lua_5_4_returns_the_same_replies() {
     property(operations() / 5, STEPS, case(), |case| {
         let case = Case { time: Time::Jumps, ..case };
         let (lua, clock) = (Lua54::new(), Clock::manual(case.start));
         let model = MemoryStore::new(1_000_000, clock.clone());
         let mut play = Play::new(&case);
         for step in &case.steps {
-            play.turn(step);
+            play.advance_clock(step);
             clock.set(play.now);
             let (operation, charges) = play.ask(step);
             let verdict = model.decide(operation, &charges);
             let script = lua.call(play.now, operation, &charges);
             assert_eq!(script, verdict, "Lua 5.4 and model differ: {operation:?} of {charges:#?}");
-            play.saw(operation, &verdict);
+            play.record(operation, &verdict);
         }
         case.steps.len()
     });
@@ -116,12 +117,12 @@ fn lua_5_4_counts_the_largest_limits() {
         call(START + retry, Operation::TakeUpTo, capacity);
         call(START + retry, Operation::Refund { charged_at: START + retry }, capacity / 2);
         if !matches!(limit.rule, Rule::SlidingLog(_)) {
-            // Paid for later: any number that a response may tell.
+            // A deferred cost: any number that a response may state.
             call(START + retry, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
             call(START + retry + 1, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
             call(START + retry + 2, Operation::Refund { charged_at: START + retry }, EXACT_INTEGER_LIMIT - 1);
         }
-        // A key may stay for long when its expiry is late; products with the time since may then leave 64 bits.
+        // A key may stay beyond its expiry. Products with the elapsed time may then exceed 64 bits.
         call(START + 3650 * 86_400 * SECOND, Operation::Check, capacity);
         call(START + 7300 * 86_400 * SECOND, Operation::Refund { charged_at: 0 }, capacity);
     }

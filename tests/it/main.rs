@@ -1,4 +1,4 @@
-//! Tests of the real binary over the wire, and of what the library promises: one module per subject.
+//! Integration tests of the real binary over the wire and of the library: one module per subject.
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -1,11 +1,11 @@
-//! README.md and the manual are typed in as a reader would: each command runs and prints what the page shows.
+//! The commands of README.md and the manual run as on the page and print what it shows.
 
 use std::io::Write;
 
 use crate::support::pages::{blocks, manual, read};
 use crate::support::walk::Walk;
 
-/// Commands that do not run as they stand: where, how they begin, what runs in their place, and why.
+/// Commands that do not run unchanged: page, beginning, replacement, reason.
 const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ("README.md", "cargo run --release", Some("sluicegate &"), "the tests have built it"),
     ("docs/start.md", "cargo install", None, "takes minutes, and the tests have built it"),
@@ -20,9 +20,9 @@ const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ("docs/replay.md", "sluicegate replay /var/log", Some("sluicegate replay access.log*"), "there is no nginx here"),
 ];
 
-const DENIED: &str = "asks a gateway that has denied somebody: tests/it/operating_cli.rs";
+const DENIED: &str = "needs a gateway that has denied requests: tests/it/operating_cli.rs";
 
-/// What blocks are that are neither configurations nor commands.
+/// Languages of blocks that are neither configurations nor commands.
 const SHOWN: &[(&str, &str)] = &[
     ("text", "what programs print, and drawings"),
     ("http", "answers"),
@@ -33,9 +33,11 @@ const SHOWN: &[(&str, &str)] = &[
     ("ini", "of systemd"),
     ("logrotate", "of logrotate"),
     ("js", "of Node"),
+    ("sh", "builds and runs the tests"),
+    ("rust", "an example of a test"),
 ];
 
-/// What a reader of the page has in his folder.
+/// Write the files that the reader of a page has.
 fn provide(walk: &Walk, document: &str) {
     match document {
         "README.md" => {
@@ -78,7 +80,7 @@ respond = { status = 200 }
 "#;
 
 #[test]
-fn every_command_does_what_its_page_shows() {
+fn every_command_of_the_manual_prints_what_its_page_shows() {
     let mut unused: Vec<_> = INSTEAD.iter().map(|(document, begin, ..)| (*document, *begin)).collect();
     let mut typed = 0;
     for document in manual() {
@@ -96,7 +98,7 @@ fn every_command_does_what_its_page_shows() {
 }
 
 #[test]
-fn every_block_says_what_it_is() {
+fn every_block_of_the_manual_has_a_known_language() {
     for document in manual() {
         for block in blocks(&document) {
             let (line, language) = (block.line, block.language.as_str());
@@ -116,9 +118,9 @@ fn every_block_says_what_it_is() {
     }
 }
 
-/// The configurations of others are ones that they take.
+/// nginx accepts the nginx configurations of the manual.
 #[test]
-fn nginx_takes_what_is_said_to_be_its() {
+fn nginx_accepts_the_nginx_blocks() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nginx.conf");
     let mut tried = 0;

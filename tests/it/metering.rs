@@ -1,4 +1,4 @@
-//! How much, over the wire: tiers and sizes of one's own, costs that requests and responses say, refunds, waiting, gRPC.
+//! Costs and quotas over the wire: tiers, costs of requests and responses, refunds, queueing, gRPC.
 
 use std::time::Duration;
 
@@ -13,25 +13,25 @@ use sluicegate::limiter::clock::monotonic;
 
 const PROXY: &str = "127.0.0.9";
 
-/// A consumer whose key is its name.
+/// A consumer whose key equals its name.
 fn consumer(name: &str, rest: &str) -> String {
     let digits: String = digest(&SHA256, name.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     format!("[[consumer]]\nname = \"{name}\"\nkeys = [\"sha256:{digits}\"]\n{rest}\n")
 }
 
-/// Both stores: in memory, and in this server.
+/// Both stores: memory, and this Redis.
 fn stores(redis: &Redis) -> [String; 2] {
     [String::new(), redis.store()]
 }
 
-/// A route `/r` with one limit `l`, answered by the gateway.
+/// A route `/r` with the limit `l` and a direct response.
 fn answered(limit: &str) -> String {
     format!(
         "[limit.l]\n{limit}\n[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
     )
 }
 
-/// The same, with an upstream.
+/// The same with an upstream.
 fn proxied(limit: &str, upstream: &Upstream) -> String {
     format!(
         "[limit.l]\n{limit}\n[upstream.u]\nservers = [\"{}\"]\n\
@@ -49,7 +49,7 @@ fn admitted(gateway: &Gateway, key: Option<&str>, requests: usize) -> usize {
 }
 
 #[test]
-fn each_consumer_has_the_size_of_its_tier_or_its_own() {
+fn consumer_has_the_quota_of_its_tier_or_its_own() {
     let redis = Redis::start();
     for store in stores(&redis) {
         let limit = "by = \"api-key\"\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n\
@@ -75,13 +75,13 @@ fn each_consumer_has_the_size_of_its_tier_or_its_own() {
 }
 
 #[test]
-fn consumers_are_reloaded_and_keep_what_they_have_used() {
+fn reloaded_consumers_keep_their_usage() {
     let limit = "by = \"api-key\"\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n\
                  tiers = { pro = { quota = \"5/hour\" } }";
     let gateway = Gateway::start_with(&(KEYS.to_owned() + &answered(limit)), &[("consumers.toml", &consumer("a", ""))]);
     assert_eq!(admitted(&gateway, Some("a"), 9), 3);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401);
-    // As editors and Kubernetes do it: a new file takes the place of the old one.
+    // As editors and Kubernetes do: a new file replaces the old one.
     let replace = |text: &str| {
         let path = gateway.directory().join("consumers.toml");
         std::fs::write(path.with_extension("new"), text).unwrap();
@@ -90,51 +90,55 @@ fn consumers_are_reloaded_and_keep_what_they_have_used() {
     replace(&(consumer("a", "tier = \"pro\"") + &consumer("b", "")));
     eventually("the new key is known", || gateway.client().get_with("/r", &[("x-api-key", "b")]).status == 200);
     assert_eq!(admitted(&gateway, Some("a"), 9), 2, "three of five were used before");
-    // A file with a fault changes nothing.
+    // An invalid file changes nothing.
     replace(&consumer("c", "tier = \"por\""));
-    eventually("the fault is told", || gateway.log().contains("did you mean `pro`?"));
+    eventually("the fault is logged", || gateway.log().contains("did you mean `pro`?"));
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "c")]).status, 401);
-    // Neither does one that is just being written.
+    // Neither does an incomplete one.
     replace("");
-    eventually("it is told", || gateway.log().contains("no consumer has a key"));
+    eventually("it is logged", || gateway.log().contains("no consumer has a key"));
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
     replace(&consumer("c", ""));
-    eventually("a good file is taken again", || gateway.client().get_with("/r", &[("x-api-key", "c")]).status == 200);
+    eventually("a valid file is used again", || gateway.client().get_with("/r", &[("x-api-key", "c")]).status == 200);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401, "who is gone is not known");
 }
 
 #[test]
-fn a_trusted_proxy_says_what_a_request_costs_and_nobody_else() {
+fn cost_header_is_read_from_trusted_proxies_only() {
     let upstream = Upstream::start();
     let limit = "by = \"global\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\n\
                  cost = { request_header = \"x-cost\", max = 10 }";
     let trusting = format!("[client_ip]\ntrusted_proxies = [\"{PROXY}/32\"]\n");
     let gateway = Gateway::start(&(trusting + &proxied(limit, &upstream)));
     let mut proxy = Client::connect_from(PROXY.parse().unwrap(), gateway.address);
-    let mut stranger = gateway.client();
+    let mut untrusted = gateway.client();
     assert_eq!(proxy.get_with("/r", &[("x-cost", "7")]).remaining("l"), 93);
     assert_eq!(upstream.last().headers("x-cost"), ["7"]);
     assert_eq!(proxy.get_with("/r", &[("x-cost", "1000")]).remaining("l"), 83, "no more than the maximum");
     assert_eq!(proxy.get("/r").remaining("l"), 82, "without a word it costs one");
-    assert_eq!(stranger.get_with("/r", &[("x-cost", "0")]).remaining("l"), 81, "a stranger has no say");
+    assert_eq!(
+        untrusted.get_with("/r", &[("x-cost", "0")]).remaining("l"),
+        81,
+        "the header of an untrusted client is ignored"
+    );
     assert_eq!(upstream.last().headers("x-cost"), [""; 0], "and his word goes no further");
     let seen = upstream.count();
     proxy.get_with("/r", &[("x-cost", "a lot")]).assert_problem(400, "no number");
     assert_eq!((upstream.count(), proxy.get_with("/r", &[("x-cost", "0")]).remaining("l")), (seen, 81));
 }
 
-/// Answers with the status and the header lines that the request asks for.
-fn obedient(request: &Seen) -> Vec<u8> {
+/// Respond with the status and the header lines that the request names.
+fn respond_as_asked(request: &Seen) -> Vec<u8> {
     let status = request.headers("x-status").first().map_or("200 OK", |status| *status).to_owned();
     let lines: String = request.headers("x-line").iter().map(|line| format!("{line}\r\n")).collect();
     format!("HTTP/1.1 {status}\r\n{lines}Content-Length: 0\r\n\r\n").into_bytes()
 }
 
 #[test]
-fn the_response_says_what_it_cost_and_the_next_request_waits_the_debt_out() {
+fn response_cost_becomes_debt_of_the_next_requests() {
     let redis = Redis::start();
-    let upstream = Upstream::answering(obedient);
+    let upstream = Upstream::responding(respond_as_asked);
     for store in stores(&redis) {
         for algorithm in
             ["token-bucket", "fixed-window\"\nstart = \"first-request", "sliding-window", "sliding-buckets"]
@@ -160,10 +164,10 @@ fn the_response_says_what_it_cost_and_the_next_request_waits_the_debt_out() {
 }
 
 #[test]
-fn a_client_that_leaves_early_pays_all_the_same() {
+fn disconnected_client_is_charged_the_response_cost() {
     let redis = Redis::start();
-    // Never answers.
-    let upstream = Upstream::answering(|_| {
+    // The upstream never responds.
+    let upstream = Upstream::responding(|_| {
         std::thread::park();
         Vec::new()
     });
@@ -172,19 +176,19 @@ fn a_client_that_leaves_early_pays_all_the_same() {
     let gateway = Gateway::start(&(store.clone() + &proxied(limit, &upstream)));
     let mut client = gateway.client();
     client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("the request is with the upstream", || upstream.count() == 1);
+    eventually("the upstream has the request", || upstream.count() == 1);
     drop(client);
-    eventually("one unit is charged", || redis.keys().len() == 1);
+    eventually("one token is charged", || redis.keys().len() == 1);
     assert_eq!(redis.state(&redis.keys()[0])[1], 1);
 }
 
 #[test]
-fn what_the_upstream_failed_at_is_given_back() {
+fn failed_upstream_responses_are_refunded() {
     let redis = Redis::start();
-    let upstream = Upstream::answering(obedient);
+    let upstream = Upstream::responding(respond_as_asked);
     for store in stores(&redis) {
         for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
-            // Two limits, of which one gives back: each charge is its own.
+            // Two limits, one with refunds: each charge is separate.
             let config = format!(
                 "{store}[limit.back]\nby = \"header:x-who\"\nalgorithm = \"{algorithm}\"\nquota = \"10/10h\"\nrefund_on = [\"5xx\", \"404\"]\n{}",
                 proxied("by = \"header:x-who\"\nquota = \"10/10h\"\nalgorithm = \"sliding-log\"", &upstream)
@@ -199,23 +203,23 @@ fn what_the_upstream_failed_at_is_given_back() {
             }
         }
     }
-    // The gateway's own 502 is a 5xx, too.
-    let nobody = crate::support::redis::free_port();
+    // A 502 of the gateway is a 5xx as well.
+    let free_port = crate::support::redis::free_port();
     let limit = "by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\"\nrefund_on = [\"502\"]";
     let gateway =
-        Gateway::start(&proxied(limit, &upstream).replace(&upstream.url(), &format!("http://127.0.0.1:{nobody}")));
+        Gateway::start(&proxied(limit, &upstream).replace(&upstream.url(), &format!("http://127.0.0.1:{free_port}")));
     assert_eq!([gateway.get("/r").status, gateway.get("/r").status], [502, 502]);
 }
 
 #[test]
 fn refunds_of_slow_failures_cause_no_denials() {
     let redis = Redis::start();
-    let upstream = Upstream::answering(|_| {
+    let upstream = Upstream::responding(|_| {
         std::thread::sleep(Duration::from_millis(200));
         b"HTTP/1.1 503 Down\r\nContent-Length: 0\r\n\r\n".to_vec()
     });
     for store in stores(&redis) {
-        // Within 200 ms four tokens refill, which pay the debt of other requests first.
+        // Within 200 ms four tokens refill, which first repay the debt of other requests.
         let limit = "by = \"global\"\nalgorithm = \"token-bucket\"\nquota = \"20/s\"\nrefund_on = [\"503\"]";
         let gateway = Gateway::start(&(store + &proxied(limit, &upstream)));
         let statuses = load(&[gateway.address], 12, 120, "/r", &[]);
@@ -225,21 +229,21 @@ fn refunds_of_slow_failures_cause_no_denials() {
 }
 
 #[test]
-fn a_request_that_may_wait_is_held_until_its_turn() {
+fn request_with_max_wait_is_delayed_until_admitted() {
     let redis = Redis::start();
     for store in stores(&redis) {
         let limit = "by = \"global\"\nquota = \"20/s\"\nburst = 1\nmax_wait = \"10s\"";
         let gateway = Gateway::start(&(store + &answered(limit)));
         let started = monotonic();
         let statuses = load(&[gateway.address], 10, 30, "/r", &[]);
-        assert_eq!(statuses, [200; 30], "nobody is denied");
-        // One at once, 29 more at one each 50 ms: never faster, whatever the machine does.
+        assert_eq!(statuses, [200; 30], "no request is denied");
+        // One at once, then 29 at one per 50 ms: never faster, on any machine.
         assert!(started.elapsed() >= Duration::from_millis(29 * 50), "{:?}", started.elapsed());
     }
 }
 
 #[test]
-fn who_came_first_is_let_in_first() {
+fn wait_queue_is_first_in_first_out() {
     let upstream = Upstream::start();
     let limit = "by = \"global\"\nquota = \"10/s\"\nburst = 1\nmax_wait = \"20s\"";
     let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &proxied(limit, &upstream)));
@@ -247,8 +251,8 @@ fn who_came_first_is_let_in_first() {
     assert_eq!(clients[0].get("/r?first").status, 200);
     for (index, client) in clients.iter_mut().enumerate() {
         client.send(format!("GET /r?{index} HTTP/1.1\r\nHost: a\r\n\r\n").as_bytes());
-        // The line is not seen from outside. But one worker takes up its connections in the order of their bytes: when
-        // a later one is answered, the request before is in the line.
+        // The queue is not visible from outside. A single worker reads its connections in the order of their bytes:
+        // when a later request has a response, the one before is queued.
         assert_eq!(gateway.client().get("/nowhere").status, 404);
     }
     for client in &mut clients {
@@ -259,17 +263,17 @@ fn who_came_first_is_let_in_first() {
 }
 
 #[test]
-fn the_line_is_bounded_and_whoever_leaves_frees_a_place() {
+fn wait_queue_is_bounded_and_a_disconnected_client_leaves_it() {
     let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_queue = 1";
     let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &answered(limit)));
     let mut first = gateway.client();
     assert_eq!(first.get("/r").status, 200);
     let mut waiting = gateway.client();
     waiting.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("the line is full", || {
+    eventually("the queue is full", || {
         let started = monotonic();
         let denied = gateway.client().get("/r");
-        // Denied at once: a request that found a place would be held for seconds.
+        // Denied at once: a queued request would wait for seconds.
         denied.status == 429 && started.elapsed() < Duration::from_secs(1)
     });
     drop(waiting);
@@ -279,15 +283,15 @@ fn the_line_is_bounded_and_whoever_leaves_frees_a_place() {
 }
 
 #[test]
-fn who_finds_the_line_full_takes_nothing_from_those_in_it() {
+fn request_rejected_by_a_full_queue_takes_no_tokens() {
     let redis = Redis::start();
     let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_queue = 1";
     let gateway = Gateway::start(&(stores(&redis)[1].clone() + "denial_cache = 0\n" + &answered(limit)));
     assert_eq!(gateway.get("/r").status, 200);
     let mut waiting = gateway.client();
     waiting.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-    // Whoever is in the line has asked once and once more, and now sleeps.
-    eventually("the line is full", || redis.calls("evalsha") == 3);
+    // Each queued request has made two calls and waits now.
+    eventually("the queue is full", || redis.calls("evalsha") == 3);
     for _ in 0..10 {
         let full = gateway.get("/r");
         full.assert_problem(429, "the line is full");
@@ -298,7 +302,7 @@ fn who_finds_the_line_full_takes_nothing_from_those_in_it() {
 }
 
 #[test]
-fn who_would_wait_too_long_is_denied_at_once() {
+fn request_that_would_exceed_max_wait_is_denied_at_once() {
     let limit = "by = \"global\"\nquota = \"1/hour\"\nmax_wait = \"20s\"";
     let gateway = Gateway::start(&answered(limit));
     assert_eq!(gateway.get("/r").status, 200);
@@ -307,8 +311,8 @@ fn who_would_wait_too_long_is_denied_at_once() {
     assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
 }
 
-/// A gRPC call is POST over HTTP/2 with its content type. In all other responses the status of the rejection counts:
-/// a shared cache stores a 200.
+/// A gRPC call is a POST over HTTP/2 with its content type. All other rejections have their own status, because a
+/// shared cache would store a 200.
 #[test]
 fn only_grpc_calls_are_rejected_by_grpc_status() {
     let gateway = Gateway::start(&answered("by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\""));
@@ -356,8 +360,8 @@ fn only_grpc_calls_are_rejected_by_grpc_status() {
 }
 
 #[test]
-fn what_the_upstream_says_of_its_own_limits_is_kept() {
-    let upstream = Upstream::answering(obedient);
+fn ratelimit_headers_of_the_upstream_are_kept() {
+    let upstream = Upstream::responding(respond_as_asked);
     let gateway = Gateway::start(&proxied("by = \"global\"\nquota = \"10/hour\"", &upstream));
     let line = ("x-line", "RateLimit: \"theirs\";r=3;t=5");
     let reply = gateway.client().get_with("/r", &[line]);
@@ -368,7 +372,7 @@ fn what_the_upstream_says_of_its_own_limits_is_kept() {
 }
 
 #[test]
-fn a_cost_that_never_fits_is_denied_without_a_time_and_warned_of() {
+fn cost_above_the_burst_is_denied_without_retry_after_and_check_warns() {
     let consumers = consumer("small", "limit.l = { quota = \"2/hour\" }");
     let limit = "by = \"api-key\"\nquota = \"100/hour\"\ncost = { request_header = \"x-cost\", max = 500 }\ntiers = { free = { quota = \"5/hour\" } }";
     let config = format!("[client_ip]\ntrusted_proxies = [\"{PROXY}/32\"]\n{KEYS}{}", answered(limit));
@@ -393,7 +397,7 @@ fn a_cost_that_never_fits_is_denied_without_a_time_and_warned_of() {
 
 #[test]
 fn request_that_the_queue_cannot_admit_in_time_for_its_cost_is_denied_at_once() {
-    // Two minutes bring 20 tokens: room for two requests that cost 10, though 1000 may be queued.
+    // Two minutes refill 20 tokens: two requests of cost 10 can wait, although `max_queue` is 1000.
     let limit = "by = \"global\"\nquota = \"10/min\"\nburst = 10\ncost = 10\nmax_wait = \"2m\"";
     let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &answered(limit)));
     assert_eq!(gateway.get("/r").status, 200);

@@ -1,4 +1,4 @@
-//! What operators see of those who are limited, and what they do about it: over the wire, with one gateway and with two.
+//! The admin API: top denied, inspect, reset and overrides, with one gateway and with two.
 
 use crate::support::client::{Client, Reply, load};
 use crate::support::cluster::Cluster;
@@ -11,14 +11,14 @@ use serde_json::{Value, json};
 const TOKEN: &str = "open-sesame";
 const ADMIN: &str = "[admin]\naddress = \"127.0.0.1:0\"\ntoken = \"open-sesame\"\n";
 
-/// Names of the algorithms, each with what else its limit needs.
+/// The algorithms, each with the other keys of its limit.
 const KINDS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 
-/// A window that no test sees the end of.
+/// A window that does not end during a test.
 const LONG: &str = "3650d";
 
-fn ask(gateway: &Gateway, method: &str, path: &str, body: &[u8]) -> Reply {
+fn request(gateway: &Gateway, method: &str, path: &str, body: &[u8]) -> Reply {
     let authorization = format!("Bearer {TOKEN}");
     let mut headers = vec![("authorization", &*authorization)];
     if !body.is_empty() {
@@ -28,19 +28,19 @@ fn ask(gateway: &Gateway, method: &str, path: &str, body: &[u8]) -> Reply {
 }
 
 fn get(gateway: &Gateway, path: &str) -> Value {
-    let reply = ask(gateway, "GET", path, b"");
+    let reply = request(gateway, "GET", path, b"");
     assert_eq!(reply.status, 200, "{path}: {}", reply.text());
     reply.json()
 }
 
 fn post(gateway: &Gateway, path: &str, body: &Value) -> Value {
-    let reply = ask(gateway, "POST", path, body.to_string().as_bytes());
+    let reply = request(gateway, "POST", path, body.to_string().as_bytes());
     assert_eq!(reply.status, 200, "{path} {body}: {}", reply.text());
     reply.json()
 }
 
-/// Where an identity stands with one limit.
-fn standing(gateway: &Gateway, query: &str) -> Value {
+/// Return the usage of an identity.
+fn usage(gateway: &Gateway, query: &str) -> Value {
     let answer = get(gateway, &format!("/api/identities?{query}"));
     assert_eq!(answer["limits"].as_array().unwrap().len(), 1, "{answer}");
     answer["limits"][0].clone()
@@ -65,7 +65,7 @@ fn count(statuses: &[u16], status: u16) -> usize {
 }
 
 #[test]
-fn who_is_denied_most_is_shown_but_no_secret() {
+fn top_denied_lists_clients_without_secrets() {
     let redis = Redis::start();
     let limit = |name: &str, by: &str, rest: &str| {
         format!("[limit.{name}]\nby = {by}\nalgorithm = \"fixed-window\"\nquota = \"1/{LONG}\"\n{rest}")
@@ -115,18 +115,18 @@ fn who_is_denied_most_is_shown_but_no_secret() {
         (&net["identities"][0]["denied_at_least"], &net["identities"][0]["denied_at_most"]),
         (&json!(5), &json!(5))
     );
-    // A shadow limit has those whom it would deny; of a request that the other one denies it says nothing.
+    // A shadow limit lists the clients that it would deny, but not for requests that another limit denies.
     let shadow = of("try");
     assert_eq!(shadow["shadow"], true);
     assert_eq!(of("key")["identities"][0]["parts"], json!({"api-key": null}));
     assert_eq!(of("user")["identities"][0]["parts"], json!({"user:x-user-id": "bob"}));
     let hidden = json!({"header:authorization": null, "cookie:sid": null, "query:key": null});
     assert_eq!((&of("secret")["identities"][0]["parts"], &of("secret")["denied"]), (&hidden, &json!(2)));
-    let page = ask(&gateway, "GET", "/api/top", b"");
+    let page = request(&gateway, "GET", "/api/top", b"");
     for secret in ["planted", "unknown-secret", TOKEN] {
         assert!(!page.text().contains(secret), "{secret} in {}", page.text());
     }
-    // The hash is that of the key in Redis.
+    // The hash is that of the Redis key.
     let hash = net["identities"][0]["identity"].as_str().unwrap().to_owned();
     assert!(
         redis.keys().iter().any(|key| key.starts_with(&format!("rl:{{{hash}}}:net:"))),
@@ -136,11 +136,11 @@ fn who_is_denied_most_is_shown_but_no_secret() {
     let only = get(&gateway, "/api/top?limit=user&count=1");
     assert_eq!((only["limits"].as_array().unwrap().len(), &only["limits"][0]["limit"]), (1, &json!("user")));
     for wrong in ["limit=nobody", "count=0", "count=1000", "count=x", "what=1"] {
-        ask(&gateway, "GET", &format!("/api/top?{wrong}"), b"").assert_problem(400, wrong);
+        request(&gateway, "GET", &format!("/api/top?{wrong}"), b"").assert_problem(400, wrong);
     }
 }
 
-/// A limit of each kind on a route of its own.
+/// A limit of each algorithm, each on its own route.
 fn every_kind(store: &str) -> String {
     let each = KINDS.map(|kind| {
         let quota = if kind == "concurrency" { "3".to_owned() } else { format!("3/{LONG}") };
@@ -153,13 +153,13 @@ fn every_kind(store: &str) -> String {
 }
 
 #[test]
-fn a_standing_is_told_without_a_charge() {
+fn inspect_shows_usage_without_a_charge() {
     let redis = Redis::start();
     for store in ["", &redis.store()] {
         let gateway = Gateway::start(&every_kind(store));
         let mut client = gateway.client();
         for kind in KINDS.iter().filter(|kind| **kind != "concurrency") {
-            let look = || standing(&gateway, &format!("limit={kind}&header%3Ax-id=alice"));
+            let look = || usage(&gateway, &format!("limit={kind}&header%3Ax-id=alice"));
             for used in 0..4 {
                 let (first, again) = (look(), look());
                 let reply = client.get_with(&format!("/{kind}"), &[("x-id", "alice")]);
@@ -176,8 +176,8 @@ fn a_standing_is_told_without_a_charge() {
                 }
             }
             let hash = look()["identity"].as_str().unwrap().to_owned();
-            assert_eq!(standing(&gateway, &format!("limit={kind}&identity={hash}"))["decision"], "denied", "{kind}");
-            let never = standing(&gateway, &format!("limit={kind}&identity={hash}&cost=4"));
+            assert_eq!(usage(&gateway, &format!("limit={kind}&identity={hash}"))["decision"], "denied", "{kind}");
+            let never = usage(&gateway, &format!("limit={kind}&identity={hash}&cost=4"));
             assert_eq!(
                 (&never["decision"], &never["retry_seconds"]),
                 (&json!("cost_too_large"), &Value::Null),
@@ -195,14 +195,14 @@ fn a_standing_is_told_without_a_charge() {
             "identity=00000000000000000000000000000000",
             "limit=fixed-window&header:x-id=a&cost=0",
         ] {
-            ask(&gateway, "GET", &format!("/api/identities?{wrong}"), b"").assert_problem(400, wrong);
+            request(&gateway, "GET", &format!("/api/identities?{wrong}"), b"").assert_problem(400, wrong);
         }
-        ask(&gateway, "GET", "/api/identities?limit=nobody&header:x-id=a", b"").assert_problem(404, "no limit");
+        request(&gateway, "GET", "/api/identities?limit=nobody&header:x-id=a", b"").assert_problem(404, "no limit");
     }
 }
 
 #[test]
-fn an_identity_is_found_by_what_operators_know_of_it() {
+fn identity_is_found_by_its_value_or_hash() {
     let hash = |key: &str| {
         let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, key.as_bytes());
         digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect::<String>()
@@ -244,7 +244,7 @@ fn an_identity_is_found_by_what_operators_know_of_it() {
         ("limit=pair&ip=127.0.0.1&route=r&host=api.test&method=POST", 5, "5"),
         ("limit=all", 97, "100"),
     ] {
-        let found = standing(&gateway, query);
+        let found = usage(&gateway, query);
         assert_eq!(
             (&found["remaining"], &found["quota"]),
             (&json!(remaining), &json!(format!("{quota}/{LONG}"))),
@@ -252,23 +252,23 @@ fn an_identity_is_found_by_what_operators_know_of_it() {
         );
         let hash = found["identity"].as_str().unwrap();
         let limit = query.split('&').next().unwrap();
-        let again = standing(&gateway, &format!("{limit}&identity={hash}"));
-        // An address does not say that it stands in for a key.
+        let again = usage(&gateway, &format!("{limit}&identity={hash}"));
+        // An address in place of a key is not marked as such.
         if !query.contains("anonymous") {
             assert_eq!(again["quota"], found["quota"], "{query} by its hash");
             assert_eq!(again["consumer"], found["consumer"], "{query} by its hash");
         }
     }
-    assert_eq!(standing(&gateway, "limit=calls&api-key=robot")["decision"], "exempt");
+    assert_eq!(usage(&gateway, "limit=calls&api-key=robot")["decision"], "exempt");
     let all = get(&gateway, "/api/identities?api-key=acme");
     let names: Vec<_> = all["limits"].as_array().unwrap().iter().map(|one| one["limit"].clone()).collect();
     assert_eq!(names, ["all", "calls"], "{all}");
-    ask(&gateway, "GET", "/api/identities?limit=calls&api-key=nobody", b"").assert_problem(404, "no consumer");
-    ask(&gateway, "GET", "/api/identities?limit=calls&anonymous=here", b"").assert_problem(400, "no address");
+    request(&gateway, "GET", "/api/identities?limit=calls&api-key=nobody", b"").assert_problem(404, "no consumer");
+    request(&gateway, "GET", "/api/identities?limit=calls&anonymous=here", b"").assert_problem(400, "no address");
 }
 
 #[test]
-fn a_reset_is_known_to_all_gateways_soon() {
+fn reset_reaches_all_gateways() {
     let redis = Redis::start();
     let config = one_limit(&redis.store(), &format!("3/{LONG}"), "");
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
@@ -279,19 +279,19 @@ fn a_reset_is_known_to_all_gateways_soon() {
         );
     }
     assert_eq!(statuses(&gateways[0], "alice", 4), [200, 200, 200, 429]);
-    // What it has denied it denies again without asking.
+    // A cached denial needs no call.
     assert_eq!(statuses(&gateways[1], "alice", 1), [429]);
     let asked = redis.calls("evalsha");
     assert_eq!(statuses(&gateways[1], "alice", 3), [429; 3]);
     assert_eq!(redis.calls("evalsha"), asked);
     let answer = post(&gateways[0], "/api/reset", &json!({"limit": "one", "identity": {"header:x-id": "alice"}}));
     assert_eq!((&answer["removed"], &answer["effective_within_seconds"]), (&json!(true), &json!(2)), "{answer}");
-    assert_eq!(standing(&gateways[1], "limit=one&header:x-id=alice")["remaining"], 3);
-    // Well within the minute for which a denial is remembered.
-    eventually("the other gateway knows", || statuses(&gateways[1], "alice", 1) == [200]);
+    assert_eq!(usage(&gateways[1], "limit=one&header:x-id=alice")["remaining"], 3);
+    // Well within the minute for which a denial is cached.
+    eventually("the other gateway has the change", || statuses(&gateways[1], "alice", 1) == [200]);
     let rest: Vec<_> = gateways.iter().flat_map(|gateway| statuses(gateway, "alice", 4)).collect();
     assert_eq!(count(&rest, 200), 2, "a fresh quota, once");
-    assert_eq!(statuses(&gateways[0], "other", 1), [429], "nobody else is concerned");
+    assert_eq!(statuses(&gateways[0], "other", 1), [429], "other identities are unaffected");
     let hash = answer["identity"].clone();
     let again = post(&gateways[1], "/api/reset", &json!({"limit": "one", "identity": hash}));
     assert_eq!(again["removed"], true, "by its hash");
@@ -301,7 +301,7 @@ fn a_reset_is_known_to_all_gateways_soon() {
 }
 
 #[test]
-fn every_kind_of_state_can_be_reset() {
+fn state_of_every_algorithm_can_be_reset() {
     let redis = Redis::start();
     for store in ["", &redis.store()] {
         let gateway = Gateway::start(&every_kind(store));
@@ -310,14 +310,14 @@ fn every_kind_of_state_can_be_reset() {
             let mut three = || [0; 3].map(|_| client.get_with(&format!("/{kind}"), &[("x-id", "alice")]).status);
             assert_eq!((three(), three()), ([200; 3], [429; 3]), "{kind}");
             post(&gateway, "/api/reset", &json!({"limit": kind, "identity": {"header:x-id": "alice"}}));
-            // Here it is known at once.
+            // The gateway that executes a reset applies it at once.
             assert_eq!((three(), three()), ([200; 3], [429; 3]), "{kind} after its reset");
         }
     }
 }
 
 #[test]
-fn an_override_is_in_force_on_all_gateways_until_it_is_over() {
+fn override_applies_on_all_gateways_until_it_expires() {
     let redis = Redis::start();
     let config = one_limit(&redis.store(), &format!("3/{LONG}"), "");
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
@@ -331,12 +331,12 @@ fn an_override_is_in_force_on_all_gateways_until_it_is_over() {
     let answer = post(&gateways[0], "/api/overrides", &body);
     let shown = &answer["override"];
     assert_eq!((&shown["quota"], &shown["note"]), (&body["quota"], &body["note"]), "{answer}");
-    let looked = standing(&gateways[0], "limit=one&header:x-id=alice");
+    let looked = usage(&gateways[0], "limit=one&header:x-id=alice");
     assert_eq!((&looked["remaining"], &looked["override"]["note"]), (&json!(7), &json!("trial")), "{looked}");
-    // One that starts now knows as well.
+    // A gateway that starts now reads the override as well.
     let third = Gateway::start(&config);
     for gateway in [&gateways[1], &third] {
-        eventually("the others know", || statuses(gateway, "alice", 1) == [200]);
+        eventually("the other nodes know it", || statuses(gateway, "alice", 1) == [200]);
     }
     let addresses = [gateways[0].address, gateways[1].address, third.address];
     let admitted = load(&addresses, 6, 60, "/r", &[("x-id", "alice")]);
@@ -346,18 +346,18 @@ fn an_override_is_in_force_on_all_gateways_until_it_is_over() {
     assert_eq!(all["overrides"].as_array().unwrap().len(), 1, "{all}");
     assert_eq!(all["overrides"][0]["identity"], shown["identity"]);
     redis.assert_every_key_expires();
-    eventually("it is over", || get(&third, "/api/overrides")["overrides"] == json!([]));
+    eventually("it has ended", || get(&third, "/api/overrides")["overrides"] == json!([]));
     for gateway in [&gateways[0], &gateways[1], &third] {
-        let looked = standing(gateway, "limit=one&header:x-id=alice");
+        let looked = usage(gateway, "limit=one&header:x-id=alice");
         assert_eq!((&looked["decision"], &looked["remaining"]), (&json!("denied"), &json!(0)), "{looked}");
         assert_eq!(statuses(gateway, "alice", 1), [429]);
         assert_eq!(looked["quota"], format!("3/{LONG}"));
     }
-    eventually("nothing is left of it", || redis.keys().iter().all(|key| key.starts_with("rl:{")));
+    eventually("nothing remains", || redis.keys().iter().all(|key| key.starts_with("rl:{")));
 }
 
 #[test]
-fn an_override_can_be_smaller_and_can_be_ended() {
+fn override_may_lower_the_quota_and_can_be_removed() {
     let redis = Redis::start();
     for store in ["", &redis.store()] {
         let gateway = Gateway::start(&one_limit(store, &format!("10/{LONG}"), ""));
@@ -368,13 +368,13 @@ fn an_override_can_be_smaller_and_can_be_ended() {
         let reply = client.get_with("/r", &[("x-id", "alice")]);
         assert_eq!(reply.status, 429, "more is used than there is now");
         assert!(reply.header("ratelimit-policy").unwrap().contains("\"one\";q=4;"), "{reply:?}");
-        assert_eq!(statuses(&gateway, "bob", 5), [200; 5], "nobody else is concerned");
+        assert_eq!(statuses(&gateway, "bob", 5), [200; 5], "other identities are unaffected");
         post(&gateway, "/api/overrides", &body("7"));
         assert_eq!(statuses(&gateway, "alice", 4), [200, 200, 429, 429]);
-        let removed = ask(&gateway, "DELETE", "/api/overrides?limit=one&header:x-id=alice", b"");
+        let removed = request(&gateway, "DELETE", "/api/overrides?limit=one&header:x-id=alice", b"");
         assert_eq!((removed.status, &removed.json()["removed"]), (200, &json!(true)), "{}", removed.text());
         assert_eq!(statuses(&gateway, "alice", 4), [200, 200, 200, 429]);
-        let removed = ask(&gateway, "DELETE", "/api/overrides?limit=one&header:x-id=alice", b"");
+        let removed = request(&gateway, "DELETE", "/api/overrides?limit=one&header:x-id=alice", b"");
         assert_eq!(removed.json()["removed"], false);
         assert_eq!(get(&gateway, "/api/overrides"), json!({"max_overrides": 1000, "overrides": []}));
         for (field, value) in [
@@ -394,27 +394,27 @@ fn an_override_can_be_smaller_and_can_be_ended() {
         ] {
             let mut wrong = body("5");
             wrong[field] = value.clone();
-            let reply = ask(&gateway, "POST", "/api/overrides", wrong.to_string().as_bytes());
+            let reply = request(&gateway, "POST", "/api/overrides", wrong.to_string().as_bytes());
             reply.assert_problem(400, &format!("{field} = {value}"));
         }
-        ask(&gateway, "POST", "/api/overrides", b"{\"limit\": ").assert_problem(400, "half");
+        request(&gateway, "POST", "/api/overrides", b"{\"limit\": ").assert_problem(400, "half");
         assert_eq!(get(&gateway, "/api/overrides")["overrides"], json!([]));
     }
 }
 
 #[test]
-fn an_override_of_one_process_ends_by_itself() {
+fn override_in_the_memory_store_expires() {
     let gateway = Gateway::start(&one_limit("", &format!("2/{LONG}"), ""));
     let body = json!({"limit": "one", "identity": {"header:x-id": "alice"}, "quota": format!("4/{LONG}"), "ttl": "5s"});
     post(&gateway, "/api/overrides", &body);
     assert_eq!(statuses(&gateway, "alice", 3), [200; 3]);
-    eventually("it is over", || standing(&gateway, "limit=one&header:x-id=alice")["override"].is_null());
+    eventually("it has ended", || usage(&gateway, "limit=one&header:x-id=alice")["override"].is_null());
     assert_eq!(statuses(&gateway, "alice", 1), [429], "what is used is more than there is now");
     assert_eq!(get(&gateway, "/api/overrides")["overrides"], json!([]));
 }
 
 #[test]
-fn an_override_has_the_shape_that_it_says_and_a_reset_finds_it() {
+fn override_with_another_window_is_found_by_reset() {
     let redis = Redis::start();
     let bucket = "[limit.two]\nby = \"header:x-id\"\nquota = \"5/3650d\"\nprefetch = 3\n";
     let gateway = Gateway::start(
@@ -427,17 +427,17 @@ fn an_override_has_the_shape_that_it_says_and_a_reset_finds_it() {
     assert_eq!(statuses(&gateway, "alice", 4), [200, 200, 200, 429]);
     let reset = json!({"limit": "one", "identity": identity});
     assert_eq!(post(&gateway, "/api/reset", &reset)["removed"], true);
-    assert_eq!(standing(&gateway, "limit=one&header:x-id=alice")["remaining"], 3);
-    // A bucket that is smaller than what is taken ahead is one all the same.
+    assert_eq!(usage(&gateway, "limit=one&header:x-id=alice")["remaining"], 3);
+    // A bucket smaller than `prefetch` is accepted.
     let two = json!({"limit": "two", "identity": identity, "quota": "2/3650d", "burst": 1, "ttl": "1h"});
     post(&gateway, "/api/overrides", &two);
     post(&gateway, "/api/reset", &json!({"limit": "two", "identity": identity}));
-    assert_eq!(standing(&gateway, "limit=two&header:x-id=alice")["capacity"], 1);
+    assert_eq!(usage(&gateway, "limit=two&header:x-id=alice")["capacity"], 1);
     assert_eq!(statuses(&gateway, "alice", 2), [200, 429]);
 }
 
 #[test]
-fn there_are_only_so_many_overrides() {
+fn number_of_overrides_is_bounded() {
     let redis = Redis::start();
     for store in ["", &redis.store()] {
         let gateway = Gateway::start(&one_limit(store, "3/day", ""));
@@ -460,15 +460,15 @@ fn there_are_only_so_many_overrides() {
             }
             command.exec(&mut redis.connection()).unwrap();
         }
-        let full = ask(&gateway, "POST", "/api/overrides", body(1000).to_string().as_bytes());
+        let full = request(&gateway, "POST", "/api/overrides", body(1000).to_string().as_bytes());
         full.assert_problem(409, "one more");
         post(&gateway, "/api/overrides", &body(999));
-        // That of others is not hindered.
+        // Overrides of other limits are not affected.
         assert_eq!(
             post(&gateway, "/api/reset", &json!({"limit": "one", "identity": format!("{:032x}", 7)}))["removed"],
             false
         );
-        let removed = ask(&gateway, "DELETE", &format!("/api/overrides?limit=one&identity={:032x}", 5), b"");
+        let removed = request(&gateway, "DELETE", &format!("/api/overrides?limit=one&identity={:032x}", 5), b"");
         assert_eq!(removed.json()["removed"], true, "{}", removed.text());
         post(&gateway, "/api/overrides", &body(1000));
         assert_eq!(get(&gateway, "/api/overrides")["overrides"].as_array().unwrap().len(), 1000);
@@ -476,30 +476,30 @@ fn there_are_only_so_many_overrides() {
 }
 
 #[test]
-fn a_cluster_is_operated_like_one_server() {
+fn admin_commands_work_on_a_cluster() {
     let cluster = Cluster::start(3, 0);
     let store = format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", cluster.url());
     let config = one_limit(&store, &format!("2/{LONG}"), "");
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
-    // Whichever masters keep them.
+    // On any master.
     for identity in ["a", "b", "c", "d", "e", "f"] {
         let whose = json!({"header:x-id": identity});
         assert_eq!(statuses(&gateways[0], identity, 3), [200, 200, 429]);
         assert_eq!(statuses(&gateways[1], identity, 1), [429]);
         assert_eq!(post(&gateways[0], "/api/reset", &json!({"limit": "one", "identity": whose}))["removed"], true);
-        eventually("the other one knows", || statuses(&gateways[1], identity, 1) == [200]);
+        eventually("the other one has the change", || statuses(&gateways[1], identity, 1) == [200]);
         let body = json!({"limit": "one", "identity": whose, "quota": format!("4/{LONG}"), "ttl": "1h"});
         post(&gateways[1], "/api/overrides", &body);
-        assert_eq!(standing(&gateways[1], &format!("limit=one&header:x-id={identity}"))["remaining"], 3);
-        eventually("the first one knows", || {
-            standing(&gateways[0], &format!("limit=one&header:x-id={identity}"))["override"].is_object()
+        assert_eq!(usage(&gateways[1], &format!("limit=one&header:x-id={identity}"))["remaining"], 3);
+        eventually("the first gateway has the change", || {
+            usage(&gateways[0], &format!("limit=one&header:x-id={identity}"))["override"].is_object()
         });
         assert_eq!(statuses(&gateways[0], identity, 4), [200, 200, 200, 429]);
     }
 }
 
 #[test]
-fn changes_need_a_token_whoever_asks() {
+fn changes_need_a_token() {
     let open = "[admin]\naddress = \"127.0.0.1:0\"\n";
     let gateway = Gateway::start(&one_limit("", "1/day", "").replace(ADMIN, open));
     let json_type = ("content-type", "application/json");
@@ -550,7 +550,7 @@ fn changes_need_a_token_whoever_asks() {
 }
 
 #[test]
-fn a_store_that_does_not_answer_is_said() {
+fn admin_api_reports_a_store_that_does_not_reply() {
     let mut redis = Redis::start();
     let gateway = Gateway::start(&one_limit(&redis.store().replace("5s", "1s"), "3/day", ""));
     assert_eq!(statuses(&gateway, "alice", 1), [200]);
@@ -558,46 +558,46 @@ fn a_store_that_does_not_answer_is_said() {
     post(&gateway, "/api/overrides", &body);
     redis.child.kill().unwrap();
     redis.child.wait().unwrap();
-    eventually("the store is given up", || {
+    eventually("the breaker opens", || {
         gateway.log().contains("the store fails") || {
             statuses(&gateway, "alice", 1);
             false
         }
     });
-    ask(&gateway, "GET", "/api/identities?limit=one&header:x-id=alice", b"").assert_problem(503, "a standing");
-    ask(
+    request(&gateway, "GET", "/api/identities?limit=one&header:x-id=alice", b"").assert_problem(503, "a standing");
+    request(
         &gateway,
         "POST",
         "/api/reset",
         json!({"limit": "one", "identity": {"header:x-id": "a"}}).to_string().as_bytes(),
     )
     .assert_problem(503, "a reset");
-    ask(&gateway, "POST", "/api/overrides", body.to_string().as_bytes()).assert_problem(503, "an override");
+    request(&gateway, "POST", "/api/overrides", body.to_string().as_bytes()).assert_problem(503, "an override");
     let all = get(&gateway, "/api/overrides");
     assert_eq!((&all["overrides"][0]["quota"], all["store_error"].is_string()), (&json!("9/day"), true), "{all}");
     assert_eq!(get(&gateway, "/api/top")["window_seconds"], 300, "what this gateway saw it can tell");
 }
 
 #[test]
-fn reset_clears_the_local_share_of_an_outage_as_well() {
+fn reset_clears_the_local_share_of_an_outage() {
     let (redis, nowhere) = (Redis::start(), free_port());
     let relay = Relay::start(redis.port);
     let store = format!("[server]\nworkers = 1\n[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", relay.url());
     let config = one_limit(&store, &format!("2/{LONG}"), "").replace("\"deny\"", "\"local\"");
     let gateway = Gateway::start(&config);
-    relay.turn_to(nowhere);
+    relay.redirect_to(nowhere);
     assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429], "the local share");
-    relay.turn_to(redis.port);
+    relay.redirect_to(redis.port);
     let reset = json!({"limit": "one", "identity": {"header:x-id": "alice"}});
-    eventually("the store is there again", || {
-        ask(&gateway, "POST", "/api/reset", reset.to_string().as_bytes()).status == 200
+    eventually("the store is back", || {
+        request(&gateway, "POST", "/api/reset", reset.to_string().as_bytes()).status == 200
     });
-    relay.turn_to(nowhere);
+    relay.redirect_to(nowhere);
     assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429], "the local share, from the beginning");
 }
 
 #[test]
-fn reset_finds_the_state_of_a_consumer_with_a_size_of_its_own() {
+fn reset_finds_the_state_of_a_consumer_with_its_own_quota() {
     let redis = Redis::start();
     // printf %s secret-of-acme | sha256sum
     let consumers = "[[consumer]]\nname = \"acme\"\n\

@@ -1,4 +1,4 @@
-//! `sluicegate top`, `inspect`, `reset` and `override`: the operator's commands against a running gateway.
+//! `sluicegate top`, `inspect`, `reset` and `override` against a running gateway.
 
 use std::net::TcpListener;
 use std::process::Output;
@@ -17,9 +17,9 @@ fn config(admin: &str) -> String {
     )
 }
 
-/// A gateway whose file says on which port its operator asks.
+/// A gateway whose configuration has the port of its admin listener.
 fn start() -> Gateway {
-    // Nobody else takes the port between the look and the start, or the gateway does not start and says so.
+    // If another process takes the port meanwhile, the gateway fails to start and says so.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\ntoken = \"{TOKEN}\"\n")))
 }
@@ -29,7 +29,7 @@ fn run(gateway: &Gateway, arguments: &[&str]) -> Output {
     binary().arg("--config").arg(path).args(arguments).env_remove("SLUICEGATE_ADMIN_TOKEN").output().unwrap()
 }
 
-fn said(gateway: &Gateway, arguments: &[&str]) -> String {
+fn output(gateway: &Gateway, arguments: &[&str]) -> String {
     let output = run(gateway, arguments);
     let (out, err) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
     assert!(output.status.success() && err.is_empty(), "{arguments:?}: {out}{err}");
@@ -38,7 +38,7 @@ fn said(gateway: &Gateway, arguments: &[&str]) -> String {
 }
 
 fn said_json(gateway: &Gateway, arguments: &[&str]) -> Value {
-    let text = said(gateway, &[arguments, &["--json"]].concat());
+    let text = output(gateway, &[arguments, &["--json"]].concat());
     serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
 
@@ -47,18 +47,18 @@ fn statuses(gateway: &Gateway, identity: &str, times: usize) -> Vec<u16> {
     (0..times).map(|_| client.get_with("/r", &[("x-id", identity)]).status).collect()
 }
 
-/// The words of the line that has this word.
+/// Return the words of the line that contains a word.
 fn words<'a>(text: &'a str, word: &str) -> Vec<&'a str> {
     let line = text.lines().find(|line| line.split_whitespace().any(|each| each == word));
     line.unwrap_or_else(|| panic!("no {word} in\n{text}")).split_whitespace().collect()
 }
 
 #[test]
-fn an_operator_finds_who_is_limited_and_helps() {
+fn commands_find_and_help_a_limited_client() {
     let gateway = start();
-    assert!(said(&gateway, &["top"]).contains("nobody was denied in the last 5 minutes: net, one"));
+    assert!(output(&gateway, &["top"]).contains("nobody was denied in the last 5 minutes: net, one"));
     assert_eq!(statuses(&gateway, "alice", 5), [200, 200, 429, 429, 429]);
-    let top = said(&gateway, &["top"]);
+    let top = output(&gateway, &["top"]);
     assert!(top.starts_with("one: denied 3 in the last 5 minutes\n"), "{top}");
     assert_eq!(words(&top, "COUNT"), ["COUNT", "CLIENT", "IDENTITY"]);
     let row = words(&top, "3");
@@ -68,14 +68,14 @@ fn an_operator_finds_who_is_limited_and_helps() {
     let seen = said_json(&gateway, &["top", "--limit", "one", "--count", "1"]);
     assert_eq!(seen["limits"][0]["identities"][0]["identity"], hash, "{seen}");
 
-    let all = said(&gateway, &["inspect", "header:x-id=alice", "ip=127.0.0.1"]);
+    let all = output(&gateway, &["inspect", "header:x-id=alice", "ip=127.0.0.1"]);
     assert_eq!(&words(&all, "one")[..6], ["one", "denied", "2/3650d", "0", "of", "2"], "{all}");
     assert_eq!(&words(&all, "net")[..3], ["net", "allowed", "1000/min"], "{all}");
-    let one = said(&gateway, &["inspect", "--limit", "one", &hash]);
+    let one = output(&gateway, &["inspect", "--limit", "one", &hash]);
     assert_eq!(words(&one, "one")[1], "denied", "{one}");
     assert_eq!(said_json(&gateway, &["inspect", "--limit", "one", "header:x-id=alice"])["limits"][0]["remaining"], 0);
 
-    let reset = said(&gateway, &["reset", "--limit", "one", "header:x-id=alice"]);
+    let reset = output(&gateway, &["reset", "--limit", "one", "header:x-id=alice"]);
     assert_eq!(reset, format!("{hash} of `one` starts afresh\n"));
     assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429]);
 
@@ -92,24 +92,24 @@ fn an_operator_finds_who_is_limited_and_helps() {
         "--note",
         "asked\u{1b}[2J for it",
     ];
-    let set = said(&gateway, &set);
+    let set = output(&gateway, &set);
     assert_eq!(&words(&set, "one")[..3], ["one", &*hash, "3/3650d"], "{set}");
     assert!(set.contains("asked\\u{1b}[2J for it"), "{set}");
     assert_eq!(statuses(&gateway, "alice", 2), [200, 429]);
     let list = said_json(&gateway, &["override", "list"]);
     assert_eq!((&list["overrides"][0]["identity"], &list["max_overrides"]), (&json!(hash), &json!(1000)), "{list}");
-    assert_eq!(words(&said(&gateway, &["inspect", "--limit", "one", &hash]), "one")[4], "of");
-    let removed = said(&gateway, &["override", "remove", "--limit", "one", &hash]);
+    assert_eq!(words(&output(&gateway, &["inspect", "--limit", "one", &hash]), "one")[4], "of");
+    let removed = output(&gateway, &["override", "remove", "--limit", "one", &hash]);
     assert!(removed.contains("has the quota of everybody again"), "{removed}");
-    assert!(said(&gateway, &["override", "list"]).contains("no identity"), "{removed}");
+    assert!(output(&gateway, &["override", "list"]).contains("no identity"), "{removed}");
 }
 
 #[test]
-fn what_is_wrong_is_said_in_a_sentence() {
+fn errors_of_admin_commands_are_one_sentence() {
     let gateway = start();
     let admin = format!("http://{}", gateway.admin());
     let free = TcpListener::bind("127.0.0.1:0").unwrap();
-    let nobody = format!("http://{}", free.local_addr().unwrap());
+    let unreachable = format!("http://{}", free.local_addr().unwrap());
     drop(free);
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
@@ -118,14 +118,14 @@ fn what_is_wrong_is_said_in_a_sentence() {
         path.display().to_string()
     };
     let plain = file("plain.toml", &config(""));
-    let elsewhere = file("elsewhere.toml", &config(&format!("[admin]\naddress = \"{}\"\n", &nobody[7..])));
+    let elsewhere = file("elsewhere.toml", &config(&format!("[admin]\naddress = \"{}\"\n", &unreachable[7..])));
     let bad = file("bad.toml", "[limit]\nx = 1\n");
     let proxy = format!("http://{}", gateway.address);
     for (arguments, token, code, expected) in [
         (&["--config", &plain, "top"][..], "", 1, "has no [admin]"),
         (&["--config", &elsewhere, "top"], "", 1, "nobody answers at http://127.0.0.1:"),
         (&["--config", &bad, "top"], "", 2, "bad.toml"),
-        (&["top", "--admin", &nobody], "", 1, "nobody answers at"),
+        (&["top", "--admin", &unreachable], "", 1, "nobody answers at"),
         (&["top", "--admin", &admin], "", 1, "refuses the token"),
         (&["top", "--admin", &admin], "wrong", 1, "SLUICEGATE_ADMIN_TOKEN"),
         (&["top", "--admin", &admin], TOKEN, 0, ""),
@@ -148,10 +148,10 @@ fn what_is_wrong_is_said_in_a_sentence() {
         assert_eq!(output.status.code(), Some(code), "{arguments:?}: {err}");
         assert!(err.contains(expected) && !err.contains(TOKEN), "{arguments:?}: {err}");
     }
-    // Who may look without a token may not change.
+    // Reading needs no token here, changes do.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let open = Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\n")));
-    assert!(said(&open, &["top"]).contains("nobody was denied"));
+    assert!(output(&open, &["top"]).contains("nobody was denied"));
     let output = run(&open, &["reset", "--limit", "one", "header:x-id=alice"]);
     assert!(String::from_utf8(output.stderr).unwrap().contains("set admin.token"));
 }

@@ -1,4 +1,4 @@
-//! What lies in `ops/` fits this gateway: metrics and labels that it has, configurations that it accepts, a probe that it answers.
+//! The files in `ops/`: existing metrics and labels, valid configurations, a working health probe.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ fn read(name: &str) -> String {
     std::fs::read_to_string(ops().join(name)).unwrap()
 }
 
-/// All expressions of a board, those of its variables and annotations included.
+/// Collect all expressions of a dashboard, including variables and annotations.
 fn expressions(board: &Value, found: &mut Vec<String>) {
     match board {
         Value::Object(fields) => {
@@ -34,7 +34,7 @@ fn expressions(board: &Value, found: &mut Vec<String>) {
     }
 }
 
-/// The metrics that a text names, without what the lines of a histogram end in.
+/// Return the metrics in a text, without the suffixes of histograms.
 fn metrics(text: &str) -> BTreeSet<String> {
     let is_name = |char: char| char.is_ascii_alphanumeric() || char == '_';
     let words = text.split(|char| !is_name(char)).filter(|word| word.starts_with("sluicegate_"));
@@ -45,7 +45,7 @@ fn metrics(text: &str) -> BTreeSet<String> {
     words.map(base).collect()
 }
 
-/// What a text compares a label with, each alternative by itself.
+/// Return the values with which a text compares a label.
 fn values(text: &str, label: &str) -> BTreeSet<String> {
     let rests = [format!("{label}=\""), format!("{label}=~\"")];
     let rests = rests.iter().flat_map(|begin| text.split(&**begin).skip(1));
@@ -53,7 +53,7 @@ fn values(text: &str, label: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn board_and_alerts_ask_for_metrics_that_there_are() {
+fn dashboard_and_alerts_use_existing_metrics() {
     let limited = "limits = [\"ip\"]\n[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n";
     let upstream = "[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"api\"\n\
                     [upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n";
@@ -82,7 +82,7 @@ fn board_and_alerts_ask_for_metrics_that_there_are() {
     }
 }
 
-/// The configuration in a ConfigMap.
+/// Return the configuration in a ConfigMap.
 fn configured(manifest: &str) -> String {
     let (_, rest) = manifest.split_once("  gateway.toml: |\n").expect("a configuration");
     let lines = rest.lines().map_while(|line| if line.is_empty() { Some("") } else { line.strip_prefix("    ") });
@@ -90,7 +90,7 @@ fn configured(manifest: &str) -> String {
 }
 
 #[test]
-fn the_configurations_are_accepted_without_a_warning() {
+fn configurations_in_ops_are_accepted_without_warnings() {
     let folder = tempfile::tempdir().unwrap();
     let mapped = folder.path().join("gateway.toml");
     std::fs::write(&mapped, configured(&read("kubernetes.yaml"))).unwrap();
@@ -107,7 +107,7 @@ fn the_configurations_are_accepted_without_a_warning() {
 }
 
 #[test]
-fn the_probe_knows_a_gateway_that_is_well() {
+fn health_probe_succeeds_on_a_healthy_gateway() {
     let gateway = Gateway::start(&with_admin(&says("x")));
     let probe = |path: &str, token: &str, port: u16| {
         let mut probe = Command::new(ops().join("probe"));
@@ -120,5 +120,5 @@ fn the_probe_knows_a_gateway_that_is_well() {
     assert!(!probe("/healthz", "thistle", port), "without the token");
     assert!(!probe("/nothing", "sesame", port));
     drop(gateway);
-    assert!(!probe("/healthz", "sesame", port), "nobody is there");
+    assert!(!probe("/healthz", "sesame", port), "nothing listens");
 }

@@ -1,4 +1,5 @@
-//! Outages of the store under load: clients notice a deadline at most, and nobody gets somebody else's answer.
+//! Store outages under load: requests are delayed by at most the timeout, and no reply is crossed. Faults 16 to 18 in
+//! docs/testing.md.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -8,10 +9,10 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::{Redis, free_port};
 use crate::support::relay::Relay;
 use crate::support::upstream::{endless, serve};
-use crate::support::{Raise, eventually, signal};
+use crate::support::{SetOnDrop, eventually, signal};
 use sluicegate::limiter::clock::monotonic;
 
-/// A gateway on this store, with these limits on `/r`.
+/// A gateway on this store with these limits on `/r`.
 fn gateway(store: &str, limits: &[&str]) -> Gateway {
     let named: String = limits.iter().enumerate().map(|(n, limit)| format!("[limit.l{n}]\n{limit}\n")).collect();
     let names: Vec<_> = (0..limits.len()).map(|n| format!("l{n}")).collect();
@@ -22,8 +23,8 @@ fn gateway(store: &str, limits: &[&str]) -> Gateway {
 }
 
 #[test]
-fn a_store_that_is_not_there_at_the_start_delays_nobody() {
-    // One that accepts and stays silent is worse than one that refuses.
+fn missing_store_at_start_delays_no_response() {
+    // A server that accepts and stays silent is worse than one that refuses.
     let silent = serve(|mut stream| drop(std::io::copy(&mut stream, &mut std::io::sink())));
     let mut slowest = Duration::ZERO;
     for port in [free_port(), silent.port()] {
@@ -44,11 +45,11 @@ fn a_store_that_is_not_there_at_the_start_delays_nobody() {
         }
     }
     assert!(slowest <= Duration::from_secs(1), "the first answer after {slowest:?}");
-    println!("row 16: first answer after {slowest:?} at most");
+    println!("fault 16: first answer after {slowest:?} at most");
 }
 
 #[test]
-fn a_store_that_dies_under_load_is_no_error_for_clients() {
+fn store_killed_under_load_causes_no_client_error() {
     const CLIENTS: usize = 20;
     const TIMEOUT: Duration = Duration::from_millis(250);
     let port = free_port();
@@ -58,7 +59,7 @@ fn a_store_that_dies_under_load_is_no_error_for_clients() {
     let gateway = gateway(&store, &[limit]);
     let (over, decided, alone) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
     let (back, slowest, total) = std::thread::scope(|scope| {
-        let raise = Raise(&over);
+        let raise = SetOnDrop(&over);
         let threads: Vec<_> = (0..CLIENTS)
             .map(|id| {
                 let (gateway, over, decided, alone) = (&gateway, &over, &decided, &alone);
@@ -72,7 +73,7 @@ fn a_store_that_dies_under_load_is_no_error_for_clients() {
                         (slowest, total) = (slowest.max(asked.elapsed()), total + 1);
                         let count = if reply.header("ratelimit").is_some() { decided } else { alone };
                         count.fetch_add(1, Ordering::SeqCst);
-                        // All of them together ask a thousand times a second.
+                        // Together the clients send 1,000 requests per second.
                         std::thread::sleep(Duration::from_millis(CLIENTS as u64).saturating_sub(asked.elapsed()));
                     }
                     (slowest, total)
@@ -83,31 +84,31 @@ fn a_store_that_dies_under_load_is_no_error_for_clients() {
         eventually("the store decides", || decides(0));
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
-        // Some seconds of them: the longer it lasts, the longer the pauses between probes.
-        eventually("thousands are answered without the store", || alone.load(Ordering::SeqCst) > 3000);
+        // Some seconds: the interval between probes grows during an outage.
+        eventually("thousands of responses without the store", || alone.load(Ordering::SeqCst) > 3000);
         let before = decided.load(Ordering::SeqCst);
         let _redis = Redis::start_on(port).expect("the port is still free");
         let back = monotonic();
         eventually("the store decides again", || decided.load(Ordering::SeqCst) > before);
         let back = back.elapsed();
-        eventually("all go on", || decides(before));
+        eventually("all clients continue", || decides(before));
         drop(raise);
         let each: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         let slowest = each.iter().map(|(slowest, _)| *slowest).max().unwrap();
         (back, slowest, each.iter().map(|(_, total)| *total).sum::<usize>())
     });
-    println!("row 17: 0 errors of {total}, slowest {slowest:?}, the store decides {back:?} after it is there");
-    // The deadline, and a second for whatever else the machine does.
+    println!("fault 17: 0 errors of {total}, slowest {slowest:?}, the store decides {back:?} after it is there");
+    // The timeout, and 1 s for a busy machine.
     assert!(slowest <= TIMEOUT + Duration::from_secs(1), "{slowest:?}");
     assert!(back <= Duration::from_millis(1500), "{back:?}");
 }
 
 #[test]
-fn a_store_that_stands_still_and_goes_on_crosses_no_replies() {
+fn stopped_and_continued_store_crosses_no_replies() {
     const CLIENTS: usize = 8;
     let redis = Redis::start();
     let store = format!("url = \"{}\"\ntimeout = \"50ms\"", redis.url());
-    // Numbers that no two clients have in common.
+    // The clients have disjoint ranges of numbers.
     let quota = |client: usize| (client + 1) * 1_000_000;
     let limits: String = (0..CLIENTS)
         .map(|client| {
@@ -121,7 +122,7 @@ fn a_store_that_stands_still_and_goes_on_crosses_no_replies() {
     let gateway = Gateway::start(&format!("[store]\n{store}\n{limits}"));
     let (over, answered, alone) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
     let crossed: usize = std::thread::scope(|scope| {
-        let raise = Raise(&over);
+        let raise = SetOnDrop(&over);
         let threads: Vec<_> = (0..CLIENTS)
             .map(|id| {
                 let (gateway, over, answered, alone) = (&gateway, &over, &answered, &alone);
@@ -133,7 +134,7 @@ fn a_store_that_stands_still_and_goes_on_crosses_no_replies() {
                         let reply = client.get(&path);
                         sent += 1;
                         if reply.status == 503 {
-                            // Until it is known whether the store is late or gone.
+                            // 503 until the breaker opens.
                             assert_eq!(reply.header("retry-after"), Some("1"));
                             rejected += 1;
                             assert!(rejected <= 6, "{rejected} rejected of {sent}");
@@ -144,7 +145,7 @@ fn a_store_that_stands_still_and_goes_on_crosses_no_replies() {
                             alone.fetch_add(1, Ordering::SeqCst);
                             continue;
                         }
-                        // Those in between without an answer may have been counted; no other client's ever is.
+                        // Requests without a reply may have been counted. Requests of other clients never are.
                         let spent = quota(id) as u64 - reply.remaining(&name).min(quota(id) as u64);
                         crossed += usize::from(spent <= counted || spent > sent);
                         counted = spent;
@@ -156,14 +157,14 @@ fn a_store_that_stands_still_and_goes_on_crosses_no_replies() {
             .collect();
         eventually("the store decides", || answered.load(Ordering::SeqCst) > 3000);
         signal(&redis.child, "STOP");
-        // Calls that wait for their replies, those after them, and those that are not even made.
-        eventually("thousands are answered without the store", || alone.load(Ordering::SeqCst) > 20_000);
+        // Calls in flight, calls made while Redis is stopped, and requests without a call.
+        eventually("thousands of responses without the store", || alone.load(Ordering::SeqCst) > 20_000);
         signal(&redis.child, "CONT");
         eventually("the store decides again", || answered.load(Ordering::SeqCst) > 10_000);
         drop(raise);
         threads.into_iter().map(|thread| thread.join().unwrap()).sum()
     });
-    println!("row 18: {crossed} crossed of {}", answered.load(Ordering::SeqCst));
+    println!("fault 18: {crossed} crossed of {}", answered.load(Ordering::SeqCst));
     assert_eq!(crossed, 0);
 }
 
@@ -176,7 +177,7 @@ fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
     signal(&redis.child, "STOP");
     let asked = monotonic();
     gateway.get("/r").assert_problem(503, "it is not known yet whether the store is late or gone");
-    // No further request: the gateway itself finds out.
+    // No further request: the gateway probes the store by itself.
     eventually("the breaker is open", || gateway.log().contains("the store fails"));
     let opened = asked.elapsed();
     println!("the breaker is open {opened:?} after a single request");
@@ -186,8 +187,8 @@ fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
     assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "by on_store_error");
 }
 
-/// Three gateways, of which the first reaches Redis by a relay of its own.
-fn trio(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Gateway; 3] {
+/// Three gateways. The first one is connected to Redis by a relay.
+fn three_gateways(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Gateway; 3] {
     [relay.url(), redis.url(), redis.url()].map(|url| {
         Gateway::start(&format!(
             "[store]\nurl = \"{url}\"\ntimeout = \"250ms\"\ngateway_count = 3\ndenial_cache = 0\n[limit.l]\nby = \"global\"\n{limit}\n\
@@ -199,12 +200,12 @@ fn trio(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Gateway; 3] 
 #[test]
 fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
     const LIMIT: usize = 30;
-    // A bucket gets a token back every 121 days.
+    // A bucket refills one token in 121 days.
     for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
         let redis = Redis::start();
         let relay = Relay::start(redis.port);
         let limit = format!("algorithm = \"{algorithm}\"\nquota = \"{LIMIT}/3650d\"");
-        let gateways = trio(&relay, &redis, &limit, "respond = { status = 200 }");
+        let gateways = three_gateways(&relay, &redis, &limit, "respond = { status = 200 }");
         let admitted = |gateway: &Gateway, requests| {
             let statuses = load(&[gateway.address], 4, requests, "/r", &[]);
             assert!(statuses.iter().all(|status| [200, 429].contains(status)), "{algorithm}: {statuses:?}");
@@ -213,7 +214,7 @@ fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
         let by_store: usize = gateways.iter().map(|gateway| admitted(gateway, 2)).sum();
         assert_eq!(by_store, 6, "{algorithm}");
         let [isolated, others @ ..] = &gateways;
-        relay.turn_to(free_port());
+        relay.redirect_to(free_port());
         let share = admitted(isolated, 100);
         assert!((LIMIT / 3..=LIMIT / 3 + 1).contains(&share), "{algorithm}: the isolated gateway admits {share}");
         eventually("the breaker of the isolated gateway is open", || {
@@ -222,7 +223,7 @@ fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
         });
         let rest: usize = others.iter().map(|gateway| admitted(gateway, LIMIT)).sum();
         assert_eq!(by_store + rest, LIMIT, "{algorithm}: what the others admit");
-        relay.turn_to(redis.port);
+        relay.redirect_to(redis.port);
         eventually("the isolated gateway reaches the store again", || isolated.log().contains("the store answers"));
         assert_eq!(gateways.iter().map(|gateway| admitted(gateway, 10)).sum::<usize>(), 0, "{algorithm}: afterwards");
         assert!(others.iter().all(|gateway| !gateway.log().contains("the store fails")), "{algorithm}");
@@ -235,9 +236,9 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     let redis = Redis::start();
     let relay = Relay::start(redis.port);
     let limit = format!("algorithm = \"concurrency\"\nquota = \"{LIMIT}\"");
-    // No permit ends while the test runs.
+    // No permit expires while the test runs.
     let upstream = format!("[upstream.u]\nservers = [\"http://{}\"]\nresponse_timeout = \"60s\"", endless());
-    let gateways = trio(&relay, &redis, &limit, &format!("upstream = \"u\"\n{upstream}"));
+    let gateways = three_gateways(&relay, &redis, &limit, &format!("upstream = \"u\"\n{upstream}"));
     let open = |gateway: &Gateway, tries: usize| -> Vec<Client> {
         let asked = (0..tries).filter_map(|_| {
             let mut client = gateway.client();
@@ -255,7 +256,7 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     let mut running: Vec<_> = gateways.iter().flat_map(|gateway| open(gateway, 1)).collect();
     assert_eq!((running.len(), permits()), (3, 3));
     let [isolated, others @ ..] = &gateways;
-    relay.turn_to(free_port());
+    relay.redirect_to(free_port());
     let share = open(isolated, LIMIT);
     assert_eq!(share.len(), LIMIT / 3 - 1, "its share, less what runs");
     eventually("the breaker of the isolated gateway is open", || {
@@ -265,14 +266,14 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     running.extend(others.iter().flat_map(|gateway| open(gateway, LIMIT)));
     assert_eq!((running.len(), permits()), (LIMIT, LIMIT), "by the store");
     running.extend(share);
-    relay.turn_to(redis.port);
-    eventually("all that run count", || permits() == running.len());
+    relay.redirect_to(redis.port);
+    eventually("all running requests are counted", || permits() == running.len());
     for gateway in &gateways {
         assert!(open(gateway, LIMIT).is_empty(), "more run than the limit already");
     }
     running.clear();
     eventually("all permits are released", || permits() == 0);
-    eventually("the store alone decides again", || {
+    eventually("only the store decides again", || {
         let running: Vec<_> = gateways.iter().flat_map(|gateway| open(gateway, LIMIT)).collect();
         assert!(running.len() <= LIMIT, "{} run", running.len());
         running.len() == LIMIT

@@ -1,5 +1,5 @@
-//! Exact under load, far away and after outages: what a client is admitted while the store is healthy but late, and what runs
-//! after a store was gone for longer than a concurrency permit lives.
+//! Overload, distant stores and outages longer than the permit TTL: limits stay exact while the store is healthy but
+//! slow, and running requests are counted again.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -15,9 +15,9 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::relay::Relay;
 use crate::support::upstream::{endless, read_head, serve};
-use crate::support::{Raise, eventually, signal};
+use crate::support::{SetOnDrop, eventually, signal};
 
-/// Counts responses by status. wrk has a script state for each of its threads.
+/// Count responses by status. wrk has one script state per thread.
 const SCRIPT: &str = r#"
 local threads = {}
 function setup(thread) table.insert(threads, thread) end
@@ -38,8 +38,8 @@ function done()
 end
 "#;
 
-/// Responses with 200, 429, 503 and others, to requests with these headers.
-fn hammer(address: SocketAddr, connections: usize, headers: &[&str]) -> [u64; 4] {
+/// Load with wrk. Return the responses with 200, 429, 503 and other statuses.
+fn load_with_wrk(address: SocketAddr, connections: usize, headers: &[&str]) -> [u64; 4] {
     let directory = tempfile::tempdir().unwrap();
     let script = directory.path().join("count.lua");
     std::fs::write(&script, SCRIPT).unwrap();
@@ -66,17 +66,17 @@ fn gateway(url: &str, store: &str, limits: &[&str], response: &str) -> Gateway {
     ))
 }
 
-/// What a run of the hammer is made of, and how many values each has.
+/// The number of values of each factor of a run.
 const FACTORS: [usize; 7] = [ALGORITHMS.len(), ON_STORE_ERROR.len(), 2, 2, 2, TIMEOUTS.len(), 2];
 const ALGORITHMS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 const ON_STORE_ERROR: [&str; 3] = ["local", "allow", "deny"];
 const TIMEOUTS: [&str; 3] = ["", "timeout = \"20ms\"", "timeout = \"5s\""];
 
-/// A value of each factor.
+/// One value per factor.
 type Run = [usize; FACTORS.len()];
 
-/// All runs there are; or few of them, which have each pair of values of two factors in common.
+/// Return all runs, or a few that cover each pair of values of two factors.
 fn runs(all: bool) -> Vec<Run> {
     let product: Vec<Run> = (0..FACTORS.iter().product())
         .map(|number: usize| {
@@ -106,7 +106,7 @@ fn runs(all: bool) -> Vec<Run> {
     chosen
 }
 
-/// An upstream that counts the requests that run, and the most that ever ran.
+/// An upstream that counts concurrent requests, and their maximum.
 fn counting() -> (SocketAddr, Arc<[AtomicU64; 2]>) {
     let counts = Arc::<[AtomicU64; 2]>::default();
     let each = counts.clone();
@@ -114,7 +114,7 @@ fn counting() -> (SocketAddr, Arc<[AtomicU64; 2]>) {
         let [running, most] = &*each;
         while read_head(&mut stream).is_some() {
             most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-            // Others come while it runs.
+            // Other requests arrive meanwhile.
             std::thread::sleep(Duration::from_millis(5));
             running.fetch_sub(1, Ordering::SeqCst);
             if stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").is_err() {
@@ -126,7 +126,7 @@ fn counting() -> (SocketAddr, Arc<[AtomicU64; 2]>) {
 }
 
 #[test]
-fn clients_with_thousands_of_connections_are_admitted_no_more_than_the_limit() {
+fn overload_admits_no_more_than_the_limit() {
     const LIMIT: u64 = 1000;
     const PERMITS: u64 = 20;
     let redis = Redis::start();
@@ -148,7 +148,7 @@ fn clients_with_thousands_of_connections_are_admitted_no_more_than_the_limit() {
         };
         let limits: &[&str] = if identities == 1 { &[&limit, &other] } else { &[&limit] };
         let gateway = gateway(&redis.url(), &store, limits, &response);
-        let [mut admitted, denied, rejected, other] = hammer(gateway.address, connections, &["x-id: a"]);
+        let [mut admitted, denied, rejected, other] = load_with_wrk(gateway.address, connections, &["x-id: a"]);
         let what = format!(
             "{algorithm}, {on_error}, {connections} connections, cost {cost}, {} identities, {store:?}: \
              {admitted} admitted, {denied} denied, {rejected} rejected",
@@ -168,7 +168,7 @@ fn clients_with_thousands_of_connections_are_admitted_no_more_than_the_limit() {
             let most = counts[1].load(Ordering::SeqCst);
             assert!((1..=PERMITS).contains(&most), "{what}: {most} ran at once");
         } else {
-            // What is left, a client without competitors gets.
+            // A single client gets the rest of the quota.
             let mut client = gateway.client();
             eventually("the limit is used up", || {
                 let status = client.get_with("/r", &[("x-id", "a")]).status;
@@ -182,7 +182,7 @@ fn clients_with_thousands_of_connections_are_admitted_no_more_than_the_limit() {
 }
 
 #[test]
-fn a_distant_store_decides_with_the_default_timeout() {
+fn distant_store_decides_with_the_default_timeout() {
     for ms in [1, 5, 17, 40] {
         let redis = Redis::start();
         let relay = Relay::delayed(redis.port, Duration::from_millis(ms));
@@ -198,7 +198,7 @@ fn a_distant_store_decides_with_the_default_timeout() {
 }
 
 #[test]
-fn a_connection_that_was_closed_while_idle_costs_no_decision() {
+fn store_connection_closed_while_idle_costs_no_decision() {
     let redis = Redis::start();
     let limit = "by = \"global\"\nquota = \"1000/24h\"\non_store_error = \"deny\"";
     let gateway = gateway(&redis.url(), "connections = 2", &[limit], RESPOND);
@@ -220,7 +220,7 @@ fn a_connection_that_was_closed_while_idle_costs_no_decision() {
 fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives() {
     const LIMIT: usize = 12;
     const GATEWAYS: usize = 3;
-    // The upstream's response timeout and five seconds.
+    // `response_timeout` and 5 s.
     const PERMIT: Duration = Duration::from_secs(6);
     let redis = Redis::start();
     let upstream = endless();
@@ -264,7 +264,7 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
         let key = keys.iter().find(|key| !key.contains("~probe")).cloned();
         key.map_or(0, |key| redis::cmd("ZCARD").arg(key).query::<usize>(&mut redis.connection()).unwrap_or(0))
     };
-    eventually("the store counts all that run", || {
+    eventually("the store counts all running requests", || {
         try_each(&mut running);
         zset() >= running.len()
     });
@@ -272,7 +272,7 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
         try_each(&mut running);
     }
     assert!(running.len() <= most, "{} run after the outage, at most {most}", running.len());
-    // All end: the permits are there for others, also those of checks that were given up.
+    // All end: the permits are free, including those of abandoned checks.
     running.clear();
     eventually("permits are free again", || {
         try_each(&mut running);
@@ -282,7 +282,7 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
 
 #[test]
 fn permit_whose_grant_was_lost_is_released_when_the_store_answers_again() {
-    // The upstream's response timeout and five seconds.
+    // `response_timeout` and 5 s.
     const PERMIT: Duration = Duration::from_secs(15);
     let redis = Redis::start();
     let gateway = Gateway::start(&format!(
@@ -317,8 +317,8 @@ fn denied_flood_across_masters_leaves_other_clients_their_quota() {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let flood = scope.spawn(|| {
-            let _raise = Raise(&over);
-            hammer(gateway.address, 1000, &["x-own: flood", "x-shared: all"])
+            let _raise = SetOnDrop(&over);
+            load_with_wrk(gateway.address, 1000, &["x-own: flood", "x-shared: all"])
         });
         let others: Vec<_> = (0..CLIENTS)
             .map(|id| {
@@ -331,7 +331,7 @@ fn denied_flood_across_masters_leaves_other_clients_their_quota() {
                         let wait = reply.header("retry-after").map_or(0, |wait| wait.parse::<u64>().unwrap());
                         match reply.status {
                             200 => admitted += 1,
-                            // It came too late, or others were quicker each time.
+                            // The check was late, or coalesced with others that took the tokens.
                             503 => assert_eq!(wait, 1, "{reply:?}"),
                             429 if admitted < OWN => assert_eq!(wait, 1, "a unit is there: {reply:?}"),
                             429 => assert!(wait > 86400, "its own limit is used up: {reply:?}"),

@@ -1,4 +1,4 @@
-//! Overrides survive a Redis that loses its data: gateways write back the newest records that they know.
+//! Overrides survive the loss of Redis data: gateways write back the newest records that they know.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,7 +16,8 @@ use sluicegate::limiter::redis::overrides::{
 
 const HASH: &str = "rl:overrides";
 
-/// Time until an override is in force again after Redis is back: a probe of the circuit breaker, a poll, and a busy machine.
+/// Time until an override applies again after Redis is back: a probe of the circuit breaker, a poll, and a busy
+/// machine.
 const SOON: Duration = Duration::from_secs(5);
 
 fn config(redis: &Redis) -> String {
@@ -28,30 +29,30 @@ fn config(redis: &Redis) -> String {
     )
 }
 
-fn ask(gateway: &Gateway, method: &str, path: &str, body: &str) -> Reply {
+fn request(gateway: &Gateway, method: &str, path: &str, body: &str) -> Reply {
     let headers = [("authorization", "Bearer open-sesame"), ("content-type", "application/json")];
     Client::connect(gateway.admin()).request(method, path, &headers, body.as_bytes())
 }
 
 fn set(gateway: &Gateway, identity: u128, quota: &str, lasts: &str) -> Reply {
     let body = json!({"limit": "one", "identity": format!("{identity:032x}"), "quota": quota, "ttl": lasts});
-    ask(gateway, "POST", "/api/overrides", &body.to_string())
+    request(gateway, "POST", "/api/overrides", &body.to_string())
 }
 
 fn remove(gateway: &Gateway, identity: u128) -> bool {
-    let reply = ask(gateway, "DELETE", &format!("/api/overrides?limit=one&identity={identity:032x}"), "");
+    let reply = request(gateway, "DELETE", &format!("/api/overrides?limit=one&identity={identity:032x}"), "");
     assert_eq!(reply.status, 200, "{}", reply.text());
     reply.json()["removed"].as_bool().unwrap()
 }
 
-/// The reply of `GET /api/overrides`.
+/// Return the response of `GET /api/overrides`.
 fn all(gateway: &Gateway) -> Value {
-    let reply = ask(gateway, "GET", "/api/overrides", "");
+    let reply = request(gateway, "GET", "/api/overrides", "");
     assert_eq!(reply.status, 200, "{}", reply.text());
     reply.json()
 }
 
-/// The quotas of all overrides, by the number of the identity.
+/// Return the quotas of all overrides by the number of the identity.
 fn quotas(all: &Value) -> BTreeMap<u128, String> {
     let quota = |one: &Value| {
         let identity = u128::from_str_radix(one["identity"].as_str().unwrap(), 16).unwrap();
@@ -68,12 +69,12 @@ fn field(identity: u128) -> String {
     format!("size/one/{identity:032x}")
 }
 
-/// All values of the hash by their fields.
+/// Return the fields and values of the hash.
 fn stored(redis: &Redis) -> BTreeMap<String, String> {
     redis::cmd("HGETALL").arg(HASH).query(&mut redis.connection()).unwrap()
 }
 
-/// Expiry, revision and the instant until which the record is kept.
+/// Return expiry, revision, and the instant until which the record is kept.
 fn numbers(value: &str) -> [u64; 3] {
     let mut words = value.split(' ').map(|word| word.parse().unwrap());
     std::array::from_fn(|_| words.next().unwrap())
@@ -83,7 +84,7 @@ fn command(redis: &Redis, words: &[&str]) {
     redis::cmd(words[0]).arg(&words[1..]).exec(&mut redis.connection()).unwrap();
 }
 
-/// Kills a server and starts another one, without data, on its port.
+/// Kill a server and start another one without data on its port.
 fn restart_empty(redis: &mut Redis) {
     redis.child.kill().unwrap();
     redis.child.wait().unwrap();
@@ -104,7 +105,7 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
         assert_eq!(set(&gateways[0], identity, "10/day", "1h").status, 200);
     }
     let first = expected(&[(1, "10/day"), (2, "10/day"), (3, "10/day")]);
-    eventually("both gateways know all", || gateways.iter().all(|gateway| quotas(&all(gateway)) == first));
+    eventually("both gateways have all overrides", || gateways.iter().all(|gateway| quotas(&all(gateway)) == first));
     // The second gateway misses the changes just before the loss.
     signal(&gateways[1].child, "STOP");
     assert!(remove(&gateways[0], 2));
@@ -116,14 +117,14 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
     let without_store = all(&gateways[0]);
     assert_eq!(quotas(&without_store), newest, "in force without the store");
     assert!(without_store["store_error"].as_str().unwrap().contains("store"), "{without_store}");
-    // It comes first, alone, with what it knows.
+    // The second gateway comes first, alone, with its old records.
     signal(&gateways[0].child, "STOP");
     start_again(&mut redis);
     signal(&gateways[1].child, "CONT");
     let has = |redis: &Redis, identity: u128, text: &str| {
         stored(redis).get(&field(identity)).is_some_and(|value| value.contains(text))
     };
-    eventually("it writes back what it knows", || has(&redis, 2, "10/day") && has(&redis, 3, "10/day"));
+    eventually("it writes its records back", || has(&redis, 2, "10/day") && has(&redis, 3, "10/day"));
     signal(&gateways[0].child, "CONT");
     eventually("the newest revision wins", || gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
     let after = stored(&redis);
@@ -134,13 +135,13 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
         assert!(now[0] <= was[0] && now[2] <= was[2], "{field}: not past its expiry: {now:?} {was:?}");
     }
     redis.assert_every_key_expires();
-    // Now both know, in whichever order they come.
+    // Now both gateways know, in any order.
     restart_empty(&mut redis);
     let back = monotonic();
-    eventually("all is there again", || stored(&redis).len() == 3);
+    eventually("all records are restored", || stored(&redis).len() == 3);
     assert!(back.elapsed() < SOON, "{:?}", back.elapsed());
     let third = Gateway::start(&config);
-    eventually("a gateway that starts now knows", || quotas(&all(&third)) == newest);
+    eventually("a new gateway has the override", || quotas(&all(&third)) == newest);
     assert!(gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
     assert!(gateways.iter().any(|gateway| gateway.log().contains("overrides that the store lost are written back")));
 }
@@ -152,7 +153,7 @@ fn flush_keeps_overrides_and_removals() {
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
     assert_eq!(set(&gateways[0], 1, "10/day", "1h").status, 200);
     assert_eq!(set(&gateways[0], 2, "10/day", "1h").status, 200);
-    eventually("both know", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 2));
+    eventually("both have the override", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 2));
     assert!(remove(&gateways[1], 2));
     assert!(!remove(&gateways[1], 2), "once");
     let revisions = |redis: &Redis| -> Vec<_> {
@@ -162,10 +163,10 @@ fn flush_keeps_overrides_and_removals() {
     for _ in 0..2 {
         command(&redis, &["FLUSHALL"]);
         // The first gateway may write the removed override back, until the second one writes the removal.
-        eventually("both records are there again", || revisions(&redis) == before);
+        eventually("both records are restored", || revisions(&redis) == before);
     }
     let rest = expected(&[(1, "10/day")]);
-    eventually("one is in force", || gateways.iter().all(|gateway| quotas(&all(gateway)) == rest));
+    eventually("one override applies", || gateways.iter().all(|gateway| quotas(&all(gateway)) == rest));
     // A removal of a record that Redis has just lost.
     command(&redis, &["FLUSHALL"]);
     assert!(remove(&gateways[0], 1));
@@ -181,7 +182,7 @@ fn override_that_replaced_a_longer_one_does_not_bring_it_back() {
     let config = config(&redis);
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
     assert_eq!(set(&gateways[0], 1, "10/day", "1h").status, 200);
-    eventually("both know", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 1));
+    eventually("both have the override", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 1));
     signal(&gateways[1].child, "STOP");
     assert_eq!(set(&gateways[0], 1, "20/day", "5s").status, 200);
     eventually("it expires", || quotas(&all(&gateways[0])).is_empty());
@@ -191,15 +192,15 @@ fn override_that_replaced_a_longer_one_does_not_bring_it_back() {
     signal(&gateways[0].child, "STOP");
     command(&redis, &["FLUSHALL"]);
     signal(&gateways[1].child, "CONT");
-    eventually("the older record is back", || {
+    eventually("the older record is restored", || {
         stored(&redis).get(&field(1)).is_some_and(|value| value.contains("10/day"))
     });
     signal(&gateways[0].child, "CONT");
-    eventually("the newer record is back", || numbers(&stored(&redis)[&field(1)])[1] == revision);
-    eventually("none is in force", || gateways.iter().all(|gateway| quotas(&all(gateway)).is_empty()));
+    eventually("the newer record is restored", || numbers(&stored(&redis)[&field(1)])[1] == revision);
+    eventually("no override applies", || gateways.iter().all(|gateway| quotas(&all(gateway)).is_empty()));
 }
 
-/// Plants records: expiry, revision and kept of each identity.
+/// Write records: expiry, revision and kept instant of each identity.
 fn plant(redis: &Redis, records: impl Iterator<Item = (u128, [u64; 3])>) {
     let mut command = redis::cmd("HSET");
     command.arg(HASH);
@@ -213,7 +214,7 @@ fn plant(redis: &Redis, records: impl Iterator<Item = (u128, [u64; 3])>) {
 const FAR: u64 = 4_000_000_000_000_000;
 
 #[test]
-fn as_many_overrides_as_may_be_are_written_back_and_removals_are_bounded() {
+fn all_overrides_are_written_back_and_removals_are_bounded() {
     let redis = Redis::start();
     let gateway = Gateway::start(&config(&redis));
     plant(&redis, (0..1000).map(|identity| (identity, [FAR, 5, FAR])));
@@ -239,26 +240,26 @@ fn as_many_overrides_as_may_be_are_written_back_and_removals_are_bounded() {
 }
 
 #[test]
-fn records_without_a_revision_are_in_force_and_replaced() {
+fn records_without_a_revision_apply_and_are_replaced() {
     let redis = Redis::start();
     let gateways = [Gateway::start(&config(&redis)), Gateway::start(&config(&redis))];
     for identity in [1, 2] {
         command(&redis, &["HSET", HASH, &field(identity), &format!("{FAR} {}", json!({"quota": "10/day"}))]);
     }
     let both = expected(&[(1, "10/day"), (2, "10/day")]);
-    eventually("they are in force", || gateways.iter().all(|gateway| quotas(&all(gateway)) == both));
+    eventually("they apply", || gateways.iter().all(|gateway| quotas(&all(gateway)) == both));
     // Without a revision the field is deleted to remove it.
     command(&redis, &["HDEL", HASH, &field(2)]);
     assert_eq!(set(&gateways[0], 1, "20/day", "1h").status, 200);
     let newest = expected(&[(1, "20/day")]);
-    eventually("the change is in force", || gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
+    eventually("the change applies", || gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
     assert!(numbers(&stored(&redis)[&field(1)])[1] > 0);
     command(&redis, &["FLUSHALL"]);
     eventually("it is written back", || stored(&redis).into_keys().eq([field(1)]));
 }
 
 #[test]
-fn script_writes_no_older_revision() {
+fn script_does_not_overwrite_a_newer_revision() {
     let redis = Redis::start();
     let mut connection = redis.connection();
     let mut run = |command: redis::Cmd| command.query::<redis::Value>(&mut connection).unwrap();
@@ -302,7 +303,7 @@ fn script_writes_no_older_revision() {
 }
 
 #[test]
-fn record_that_replaces_an_ended_one_is_kept() {
+fn record_that_replaces_an_expired_one_is_kept() {
     let redis = Redis::start();
     let mut connection = redis.connection();
     let mut run = |command: redis::Cmd| drop(command.query::<redis::Value>(&mut connection).unwrap());

@@ -1,13 +1,13 @@
-//! The dashboard and its event stream: browser security headers, access control, and the data of each second.
+//! The dashboard and its event stream: security headers, access control, and the content of an event.
 
+use crate::support::admin_listener::{HERE, ask, with_admin};
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
-use crate::support::operator::{HERE, ask, with_admin};
 use serde_json::Value;
 
 const TOKEN: (&str, &str) = ("authorization", "Bearer open-sesame");
-/// As many as may follow at the same time.
+/// The maximum number of concurrent event streams.
 const FOLLOWERS: usize = 16;
 
 fn gateway(token: &str) -> Gateway {
@@ -20,7 +20,7 @@ fn gateway(token: &str) -> Gateway {
     )))
 }
 
-/// A stream of events.
+/// An event stream.
 struct Events(Client);
 
 impl Events {
@@ -31,7 +31,7 @@ impl Events {
         (client.head().unwrap(), Events(client))
     }
 
-    /// The next one: its name and its data; none if the stream has ended.
+    /// Return the name and data of the next event, or `None` at the end of the stream.
     fn next(&mut self) -> Option<(String, Value)> {
         use std::io::{BufRead, Read};
         let mut size = String::new();
@@ -64,7 +64,7 @@ fn sum(seconds: &[Value]) -> [u64; 3] {
 }
 
 #[test]
-fn seconds_hold_what_happened_in_them() {
+fn event_of_a_second_has_its_requests_and_decisions() {
     let gateway = gateway("");
     let (head, mut events) = Events::follow(&gateway, &[HERE]);
     assert_eq!((head.status, head.header("content-type")), (200, Some("text/event-stream")));
@@ -83,7 +83,7 @@ fn seconds_hold_what_happened_in_them() {
         }
         assert!(seconds.len() < 60, "each second is a wait: {seconds:?}");
     };
-    // Each request counts once, however many of its limits denied it; the limits say each for itself.
+    // Each request counts once, even if several limits denied it. The limits count separately.
     for (limit, name) in last["limits"].as_array().unwrap().iter().zip(["same", "three"]) {
         let decisions = &limit["decisions"];
         assert_eq!((&limit["limit"], &limit["quota"]), (&name.into(), &"3/3650d".into()), "{limit}");
@@ -101,7 +101,7 @@ fn seconds_hold_what_happened_in_them() {
     assert!(last["connections"]["max"].as_u64() > Some(0), "{last}");
     let quiet = events.second();
     assert_eq!((kinds(&quiet["second"]), &quiet["second"]["p50_ms"]), ([0; 3], &Value::Null), "{quiet}");
-    // Who comes later is told all of it, without a gap or a repetition.
+    // A later subscriber gets the whole history without gaps or repetitions.
     let (_, mut later) = Events::follow(&gateway, &[HERE]);
     let (_, before) = later.next().unwrap();
     let told = before["seconds"].as_array().unwrap();
@@ -113,11 +113,11 @@ fn seconds_hold_what_happened_in_them() {
 }
 
 #[test]
-fn a_browser_is_told_what_the_page_may_do() {
+fn dashboard_has_a_content_security_policy() {
     let gateway = gateway("");
     let page = ask(&gateway, "/");
     assert_eq!((page.status, page.header("content-type")), (200, Some("text/html; charset=utf-8")));
-    // No script and no style stands in the page itself, and no address but its own files.
+    // The page has no inline script or style, and only URLs of its own files.
     for forbidden in ["<style", "style=", "<script>", "onclick", "onload", "http:", "https:", "//"] {
         let text = page.text().replace("http://www.w3.org/2000/svg", "");
         assert!(!text.contains(forbidden), "{forbidden} in {text}");
@@ -160,7 +160,7 @@ fn a_browser_is_told_what_the_page_may_do() {
 }
 
 #[test]
-fn the_page_is_for_everybody_but_what_it_shows_is_not() {
+fn dashboard_needs_no_token_and_its_data_does() {
     let open = gateway("");
     assert!(ask(&open, "/").text().contains("<body data-token=\"none\">"));
     let (head, _) = Events::follow(&open, &[("host", "evil.example")]);
@@ -181,7 +181,7 @@ fn the_page_is_for_everybody_but_what_it_shows_is_not() {
 }
 
 #[test]
-fn followers_are_so_many_and_no_more() {
+fn number_of_event_streams_is_bounded() {
     let gateway = gateway("");
     let mut followers: Vec<_> = (0..FOLLOWERS).map(|_| Events::follow(&gateway, &[HERE])).collect();
     assert!(followers.iter().all(|(head, _)| head.status == 200));
@@ -189,15 +189,15 @@ fn followers_are_so_many_and_no_more() {
     assert_eq!(ask(&gateway, "/healthz").status, 200, "there is room for others");
     followers.pop();
     let (_, another) = &mut followers[0];
-    eventually("a place is free again", || {
-        // That somebody has gone is seen when he is told something.
+    eventually("a permit is free again", || {
+        // The gateway notices a closed stream when it sends the next event.
         another.next();
         Events::follow(&gateway, &[HERE]).0.status == 200
     });
 }
 
 #[test]
-fn the_stream_ends_with_the_process() {
+fn event_stream_ends_with_the_process() {
     let mut gateway = gateway("");
     let (_, mut events) = Events::follow(&gateway, &[HERE]);
     assert_eq!(events.next().unwrap().0, "history");

@@ -1,11 +1,11 @@
-//! Header rules of routes; what old and patient clients get: HTTP/1.0, server-sent events.
+//! Header rules of routes, HTTP/1.0 clients, server-sent events and protocol detection.
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::Reply;
 use crate::support::frames::{self, DATA, END_HEADERS, END_STREAM, HEADERS, Http2};
 use crate::support::gateway::Gateway;
@@ -27,7 +27,7 @@ fn all<'a>(reply: &'a Reply, name: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn the_upstream_gets_what_the_rules_leave() {
+fn request_header_rules_apply_to_the_upstream_request() {
     let upstream = Upstream::start();
     let rules = "request_headers = { set = { X-Gateway = \"sluice gate\", authorization = \"Basic eDp5\" }, \
                  remove = [\"x-debug\", \"X-Api-Key\", \"x-real-ip\"] }";
@@ -40,7 +40,7 @@ fn the_upstream_gets_what_the_rules_leave() {
         ("authorization", "Bearer b"),
         ("x-gateway", "theirs"),
         ("accept", "*/*"),
-        // What the rules set is not the client's to take away.
+        // Clients cannot remove headers that the rules set.
         ("Connection", "x-gateway, authorization"),
     ];
     assert_eq!(gateway.client().get_with("/r/1", &sent).status, 200);
@@ -59,8 +59,8 @@ fn the_upstream_gets_what_the_rules_leave() {
 }
 
 #[test]
-fn the_client_gets_what_the_rules_leave() {
-    let upstream = Upstream::answering(|_| {
+fn response_header_rules_apply_to_the_response() {
+    let upstream = Upstream::responding(|_| {
         b"HTTP/1.1 200 OK\r\nServer: secret/1.0\r\nX-Powered-By: a\r\nX-Powered-By: b\r\nRateLimit: \"theirs\";r=1\r\n\
           X-Used: 7\r\nX-Kept: 1\r\nCache-Control: public\r\nContent-Length: 2\r\n\r\nok"
             .to_vec()
@@ -84,17 +84,17 @@ fn the_client_gets_what_the_rules_leave() {
     assert_eq!(reply.remaining("l"), 93, "what is removed was counted before");
     let own = gateway.get("/own");
     assert_eq!((own.text(), own.header("x-new")), ("own", Some("1")), "own answers follow the rules");
-    // A hundred are used up; what the gateway refuses is its own.
+    // The quota of a hundred is used up. The rules do not apply to rejections.
     let refused = (0..30).map(|_| gateway.get("/r/1")).find(|reply| reply.status == 429).expect("a denial");
     assert_eq!((refused.header("x-new"), refused.header("cache-control")), (None, Some("no-store")));
     assert!(refused.header("retry-after").is_some() && refused.header("ratelimit").is_some(), "{refused:?}");
 }
 
-// ---- old clients ---------------------------------------------------------------------------------
+// ---- HTTP/1.0 ------------------------------------------------------------------------------------
 
 #[test]
-fn http_1_0_is_answered_in_its_own_words() {
-    let upstream = Upstream::answering(|seen| match seen.target() {
+fn http_1_0_requests_get_http_1_0_semantics() {
+    let upstream = Upstream::responding(|seen| match seen.target() {
         "/r/chunks" => {
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nin\r\n7\r\n pieces\r\n0\r\n\r\n".to_vec()
         }
@@ -105,7 +105,7 @@ fn http_1_0_is_answered_in_its_own_words() {
         ("/r/1", "", "whole"),
         ("/r/1", "Host: a.test\r\nConnection: close\r\n", "whole"),
         ("/r/chunks", "", "in pieces"),
-        // It ends with the connection, so that cannot be kept.
+        // The body ends with the connection, so the connection is not kept.
         ("/r/chunks", "Connection: keep-alive\r\n", "in pieces"),
         ("/own", "", "own"),
     ] {
@@ -130,8 +130,8 @@ fn http_1_0_is_answered_in_its_own_words() {
 }
 
 #[test]
-fn date_is_there_once_and_server_is_the_upstreams() {
-    let upstream = Upstream::answering(|seen| {
+fn response_has_one_date_and_the_server_header_of_the_upstream() {
+    let upstream = Upstream::responding(|seen| {
         let fields = match seen.target() {
             "/r/both" => "Date: Tue, 15 Nov 1994 08:12:31 GMT\r\nServer: old/1.0\r\n",
             _ => "",
@@ -152,7 +152,7 @@ fn date_is_there_once_and_server_is_the_upstreams() {
 // ---- events --------------------------------------------------------------------------------------
 
 #[test]
-fn each_event_arrives_before_the_next_is_sent() {
+fn each_server_sent_event_is_forwarded_at_once() {
     const EVENTS: usize = 20;
     let (go_on, wait) = channel::<()>();
     let wait = Mutex::new(wait);
@@ -162,8 +162,8 @@ fn each_event_arrives_before_the_next_is_sent() {
             stream.write_all(head.as_bytes()).unwrap();
             for _ in 0..EVENTS {
                 stream.write_all(b"9\r\ndata: x\n\n\r\n").unwrap();
-                // Told that it is there, and not before.
-                wait.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+                // The next event is sent only after the client has received the one before.
+                wait.lock().unwrap().recv_timeout(MAX_WAIT).unwrap();
             }
             stream.write_all(b"0\r\n\r\n").unwrap();
         }
@@ -195,14 +195,14 @@ fn each_event_arrives_before_the_next_is_sent() {
         assert_eq!(body.collect().await.unwrap().to_bytes(), "");
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("events over HTTP/2") });
+    runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("events over HTTP/2") });
 }
 
 #[test]
-fn the_protocol_is_seen_by_the_first_bytes_however_they_come() {
+fn protocol_is_detected_from_the_first_bytes_in_any_pieces() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address, "");
-    // Methods that begin like the preface of HTTP/2, prefaces that are none, and one that ends.
+    // Methods that begin like the HTTP/2 preface, invalid prefaces, and a valid one.
     for (request, status) in [
         ("P / HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(404)),
         ("PRI /own HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(200)),

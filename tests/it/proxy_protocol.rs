@@ -1,4 +1,4 @@
-//! The PROXY protocol: whose connection it is, as a trusted proxy says; nobody else is heard.
+//! The PROXY protocol: the client address comes from trusted proxies only.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -10,7 +10,7 @@ use crate::support::reload::{reloads, with_admin};
 use crate::support::upstream::Upstream;
 use rustls::version::TLS13;
 
-/// The one that is trusted.
+/// The trusted proxy.
 const PROXY: [u8; 4] = [127, 0, 0, 9];
 const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 const GET: &[u8] = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n";
@@ -29,7 +29,7 @@ fn from_proxy(address: SocketAddr) -> Client {
     Client::connect_from(PROXY.into(), address)
 }
 
-/// A version 2 header: version and command, family and protocol, addresses and whatever follows them.
+/// Return a version 2 header: version and command, family and protocol, addresses and further bytes.
 fn v2(command: u8, family: u8, rest: &[u8]) -> Vec<u8> {
     let length = u16::try_from(rest.len()).unwrap().to_be_bytes();
     [SIGNATURE, &[command, family], &length, rest].concat()
@@ -45,10 +45,10 @@ fn ipv6(source: &str) -> Vec<u8> {
 }
 
 #[test]
-fn the_client_is_whom_the_proxy_speaks_for() {
+fn client_address_is_read_from_the_proxy_header() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "");
-    // Type 2 (the name that was asked for) and type 4 (padding).
+    // Type 2 (authority) and type 4 (padding).
     let tlvs = [&b"\x02\x00\x04gate"[..], b"\x04\x01\x00", &[0; 256]].concat();
     for (header, client) in [
         (b"PROXY TCP4 198.51.100.1 192.0.2.1 12345 443\r\n".to_vec(), "198.51.100.1"),
@@ -65,7 +65,7 @@ fn the_client_is_whom_the_proxy_speaks_for() {
         (v2(0x21, 0x21, &[ipv6("2001:db8:0:2::1"), tlvs].concat()), "2001:db8:0:2::1"),
     ] {
         let what = String::from_utf8_lossy(&header).into_owned();
-        // Whatever the client claims of itself, on the same connection.
+        // Claims of the client on the same connection are ignored.
         let claims = "GET / HTTP/1.1\r\nHost: h\r\nX-Forwarded-For: 203.0.113.7\r\nX-Real-IP: 203.0.113.7\r\n\r\n";
         let mut together = from_proxy(gateway.address);
         together.send(&[&header, claims.as_bytes()].concat());
@@ -74,7 +74,7 @@ fn the_client_is_whom_the_proxy_speaks_for() {
         assert_eq!(seen.headers("x-forwarded-for"), [client], "{what}");
         assert!(seen.headers("x-real-ip").is_empty(), "{what}");
         assert_eq!(together.get("/").remaining("ip"), 98, "{what}: the next request of the connection");
-        // In the smallest pieces.
+        // Byte by byte.
         let mut pieces = from_proxy(gateway.address);
         header.iter().chain(GET).for_each(|byte| pieces.send(&[*byte]));
         assert_eq!(pieces.reply().unwrap_or_else(|| panic!("{what}")).remaining("ip"), 97, "{what}");
@@ -82,11 +82,11 @@ fn the_client_is_whom_the_proxy_speaks_for() {
 }
 
 #[test]
-fn without_an_address_it_is_the_proxys() {
+fn proxy_header_without_address_means_the_proxy_itself() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "");
     let claims = b"GET / HTTP/1.1\r\nHost: h\r\nX-Forwarded-For: 203.0.113.7\r\n\r\n";
-    // The proxy's own connections (LOCAL) are its own word; of others it knows nothing, and so do we.
+    // LOCAL means a connection of the proxy itself. UNKNOWN has no client address.
     for (header, trusted) in [
         (b"PROXY UNKNOWN\r\n".to_vec(), false),
         (b"PROXY UNKNOWN 198.51.100.1 192.0.2.1 1 2\r\n".to_vec(), false),
@@ -104,14 +104,14 @@ fn without_an_address_it_is_the_proxys() {
         let expected = if trusted { "203.0.113.7, 127.0.0.9" } else { "127.0.0.9" };
         assert_eq!(upstream.last().headers("x-forwarded-for"), [expected], "{what}");
     }
-    // The five of strangers and no other counted for the proxy's address.
+    // Only the five requests without a client address were charged to the proxy's address.
     let mut client = from_proxy(gateway.address);
     client.send(&[b"PROXY UNKNOWN\r\n", GET].concat());
     assert_eq!(client.reply().unwrap().remaining("ip"), 93);
 }
 
 #[test]
-fn what_is_no_header_is_closed() {
+fn connection_without_valid_proxy_header_is_closed() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "");
     let long = format!("PROXY TCP4 198.51.100.1 192.0.2.1 1 2{}\r\n", " ".repeat(70));
@@ -149,7 +149,7 @@ fn what_is_no_header_is_closed() {
         "\r\nPROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\n",
         &long,
         &"PROXY ".repeat(100),
-        // Nothing of the kind
+        // No PROXY header.
         "",
         "\r\n",
         "\x16\x03\x01\x02\x00\x01\x00\x01\x11\x03\x03\x00\x00",
@@ -158,7 +158,7 @@ fn what_is_no_header_is_closed() {
     .to_vec();
     cases.extend([
         b"PROXY TCP4 198.51.100.\xff 192.0.2.1 1 2\r\n".to_vec(),
-        // Version 2, §2.2: version, command, family, protocol, lengths, signature
+        // Version 2, §2.2: version, command, family, protocol, lengths, signature.
         v2(0x11, 0x11, &ipv4([198, 51, 100, 1])),
         v2(0x31, 0x11, &ipv4([198, 51, 100, 1])),
         v2(0x22, 0x11, &ipv4([198, 51, 100, 1])),
@@ -175,7 +175,7 @@ fn what_is_no_header_is_closed() {
     for header in cases {
         let what = String::from_utf8_lossy(&header[..header.len().min(80)]).into_owned();
         let mut client = from_proxy(gateway.address);
-        // It may be closed before all of it is there.
+        // The connection may be closed before all bytes are sent.
         let _ = std::io::Write::write_all(client.stream.get_mut(), &[&header, GET].concat());
         client.assert_closed(&what);
     }
@@ -187,7 +187,7 @@ fn what_is_no_header_is_closed() {
         client.stream.get_mut().shutdown(std::net::Shutdown::Write).unwrap();
         client.assert_closed(&String::from_utf8_lossy(start));
     }
-    // Two: the second is what the client sent.
+    // Two headers: the second is data of the client.
     let mut twice = from_proxy(gateway.address);
     twice.send(b"PROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\nPROXY TCP4 198.51.100.2 192.0.2.1 1 2\r\n\r\n");
     assert_eq!(twice.reply().unwrap().status, 400);
@@ -195,25 +195,25 @@ fn what_is_no_header_is_closed() {
 }
 
 #[test]
-fn strangers_are_closed() {
+fn connection_of_an_untrusted_peer_is_closed() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "");
     for start in
         [b"PROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\n".to_vec(), v2(0x21, 0x11, &ipv4(PROXY)), v2(0x20, 0, &[]), vec![]]
     {
-        let mut stranger = gateway.client();
-        let _ = std::io::Write::write_all(stranger.stream.get_mut(), &[&start, GET].concat());
-        stranger.assert_closed("a stranger");
+        let mut untrusted = gateway.client();
+        let _ = std::io::Write::write_all(untrusted.stream.get_mut(), &[&start, GET].concat());
+        untrusted.assert_closed("an untrusted peer");
     }
     assert_eq!(upstream.count(), 0);
-    eventually("it is told", || gateway.log().contains("the client is not in client_ip.trusted_proxies"));
+    eventually("it is logged", || gateway.log().contains("the client is not in client_ip.trusted_proxies"));
     let log = gateway.log();
     assert_eq!(log.matches("is not in client_ip.trusted_proxies").count(), 1, "once:\n{log}");
     assert!(log.contains(r#""client":"127.0.0.1""#), "{log}");
 }
 
 #[test]
-fn a_listener_that_expects_no_header_takes_none() {
+fn listener_without_proxy_protocol_rejects_proxy_headers() {
     let upstream = Upstream::start();
     let config = "[client_ip]\ntrusted_proxies = [\"127.0.0.9/32\"]\n[[route]]\nname = \"r\"\npath = \"/{*rest}\"\nrespond = { status = 200 }\n";
     for more in ["", "[[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = false\n"] {
@@ -229,7 +229,7 @@ fn a_listener_that_expects_no_header_takes_none() {
 }
 
 #[test]
-fn the_header_spends_of_the_same_time_as_the_first_head() {
+fn proxy_header_and_first_head_share_header_timeout() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "[server]\nheader_timeout = \"300ms\"\n");
     let v2 = v2(0x21, 0x11, &ipv4([198, 51, 100, 1]));
@@ -241,7 +241,7 @@ fn the_header_spends_of_the_same_time_as_the_first_head() {
 }
 
 #[test]
-fn it_goes_before_tls_and_into_the_access_log() {
+fn proxy_header_precedes_tls_and_its_address_is_logged() {
     let upstream = Upstream::start();
     let folder = tempfile::tempdir().unwrap();
     let server = Pair::server("gate.test", NOW);
@@ -265,7 +265,7 @@ fn it_goes_before_tls_and_into_the_access_log() {
     ] {
         let mut before = from_proxy(gateway.address);
         before.send(&header);
-        let mut inside = TlsClient::shake_over(before.stream.into_inner(), &config, "gate.test").unwrap();
+        let mut inside = TlsClient::handshake_over(before.stream.into_inner(), &config, "gate.test").unwrap();
         assert_eq!(inside.get("/").status, 200);
         assert_eq!(upstream.last().headers("x-forwarded-for"), [client]);
         assert_eq!(upstream.last().headers("x-forwarded-proto"), ["https"]);
@@ -275,7 +275,7 @@ fn it_goes_before_tls_and_into_the_access_log() {
 }
 
 #[test]
-fn unknown_client_is_not_trusted_after_a_reload_either() {
+fn unknown_client_stays_untrusted_after_a_reload() {
     let upstream = Upstream::start();
     let config = |trusted: &str| {
         format!(

@@ -1,4 +1,5 @@
-//! Ways to reach a Redis: TLS with a CA of one's own and a client certificate, unix sockets, users of least privilege.
+//! Connections to Redis: TLS with a private CA and a client certificate, unix sockets, users with minimal
+//! permissions.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -10,11 +11,11 @@ use crate::support::redis::{Redis, free_port};
 use crate::support::{eventually, upstream};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 
-/// A limit of each kind, so that every command of the scripts is used.
+/// A limit of each algorithm, so that every command of the scripts is used.
 const KINDS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 
-/// A gateway on this store; requests are refused when it does not answer.
+/// A gateway on this store that denies requests in an outage.
 fn gateway(store: &str) -> Gateway {
     let limit = |kind: &&str| {
         let quota = if *kind == "concurrency" { "3" } else { "3/24h" };
@@ -32,11 +33,11 @@ fn assert_counts(gateway: &Gateway, what: &str) {
     assert_eq!(statuses, [200, 200, 200, 429, 429], "{what}\n{}", gateway.log());
 }
 
-/// A CA, and certificates that it signed, as PEM files in a folder.
+/// Write a CA and certificates that it signed as PEM files.
 fn certificates(folder: &Path, authority: &str, names: &[&str]) {
     let mut params = CertificateParams::new(Vec::new()).unwrap();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    // A certificate with the name of its issuer would look as if it had signed itself.
+    // A certificate with the name of its issuer would look self-signed.
     params.distinguished_name.push(DnType::CommonName, authority);
     let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
     std::fs::write(folder.join(authority), ca.pem()).unwrap();
@@ -51,7 +52,7 @@ fn certificates(folder: &Path, authority: &str, names: &[&str]) {
 }
 
 #[test]
-fn redis_is_reached_by_tls_and_only_the_right_one() {
+fn redis_over_tls_needs_a_valid_certificate() {
     let folder = tempfile::tempdir().unwrap();
     certificates(folder.path(), "ca.pem", &["server", "client"]);
     certificates(folder.path(), "other-ca.pem", &["stranger"]);
@@ -63,16 +64,16 @@ fn redis_is_reached_by_tls_and_only_the_right_one() {
     let _redis = Redis::start_with(port, &[&server[..], &rest[..]].concat()).expect("a server with TLS");
     let store = |tls: &str| format!("url = \"rediss://127.0.0.1:{port}/0\"\ntimeout = \"5s\"\ntls = {{ {tls} }}");
     let client = format!("cert = \"{}\", key = \"{}\"", file("client.pem"), file("client.key"));
-    let stranger = format!("cert = \"{}\", key = \"{}\"", file("stranger.pem"), file("stranger.key"));
+    let other_ca = format!("cert = \"{}\", key = \"{}\"", file("stranger.pem"), file("stranger.key"));
     let ca = format!("ca = \"{}\"", file("ca.pem"));
     let other = format!("ca = \"{}\"", file("other-ca.pem"));
     assert_counts(&gateway(&store(&format!("{ca}, {client}"))), "our CA, our certificate");
     for (what, tls) in [
         ("an unknown CA", format!("{other}, {client}")),
         ("no certificate", ca.clone()),
-        ("a certificate of somebody else", format!("{ca}, {stranger}")),
+        ("a certificate of another CA", format!("{ca}, {other_ca}")),
     ] {
-        // Whoever is refused waits for the deadline.
+        // Rejected connections wait for the timeout.
         let gateway = gateway(&store(&tls).replace("5s", "2s"));
         gateway.get("/r").assert_problem(503, what);
         eventually(what, || gateway.log().contains("the store fails"));
@@ -80,22 +81,22 @@ fn redis_is_reached_by_tls_and_only_the_right_one() {
 }
 
 #[test]
-fn each_reason_of_an_outage_is_told_once() {
+fn each_reason_of_an_outage_is_logged_once() {
     let port = free_port();
     let gateway = gateway(&format!("url = \"redis://127.0.0.1:{port}/0\"\ntimeout = \"2s\""));
-    eventually("nobody listens", || gateway.log().contains("the store fails"));
+    eventually("nothing listens", || gateway.log().contains("the store fails"));
     let text = port.to_string();
     let redis =
         Redis::start_with(port, &["--port", &text, "--requirepass", "secret"]).expect("a server that wants more");
     eventually("a password is wanted", || gateway.log().contains("the store still fails, for another reason"));
     drop(redis);
     let _redis = Redis::start_on(port).expect("a server that wants nothing");
-    eventually("it answers", || gateway.log().contains("the store answers again"));
+    eventually("it responds", || gateway.log().contains("the store answers again"));
     assert_eq!(gateway.log().matches("for another reason").count(), 1, "{}", gateway.log());
 }
 
 #[test]
-fn redis_is_reached_by_a_unix_socket() {
+fn redis_is_reached_over_a_unix_socket() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("redis.sock").display().to_string();
     let port = free_port();
@@ -104,9 +105,9 @@ fn redis_is_reached_by_a_unix_socket() {
 }
 
 #[test]
-fn a_user_of_least_privilege_is_enough() {
+fn redis_user_of_the_manual_has_sufficient_permissions() {
     let redis = Redis::start();
-    // As the manual has it.
+    // The commands of the manual.
     let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/redis.md")).unwrap();
     let line =
         manual.lines().find_map(|line| line.trim().strip_prefix("ACL SETUSER ")).expect("the manual has the user");
@@ -122,11 +123,11 @@ fn a_user_of_least_privilege_is_enough() {
     assert!(!right.log().contains("refused"), "{}", right.log());
     let calls = redis.calls("evalsha") + redis.calls("eval");
     assert!(calls > 0, "scripts were called");
-    eventually("overrides are looked for", || redis.calls("hgetall") > 0);
+    eventually("overrides are polled", || redis.calls("hgetall") > 0);
     assert!(!right.log().contains("not followed"), "{}", right.log());
-    // What operators decide is one thing, limits are another.
+    // Overrides need separate permissions.
     redis::cmd("ACL").arg("SETUSER").arg("gateway").arg("-hgetall").exec(&mut redis.connection()).unwrap();
-    eventually("it is told", || right.log().contains("overrides are not followed"));
+    eventually("it is logged", || right.log().contains("overrides are not followed"));
     let before = redis.calls("evalsha");
     assert_eq!(right.get("/r").status, 429);
     let without = gateway(&store("gateway:secret").replace("/2\"", "/3\""));
@@ -134,9 +135,9 @@ fn a_user_of_least_privilege_is_enough() {
     assert!(redis.calls("evalsha") > before && !without.log().contains("the store fails"), "{}", without.log());
     let wrong = gateway(&store("gateway:wrong").replace("5s", "2s"));
     wrong.get("/r").assert_problem(503, "a wrong password");
-    eventually("it is told", || wrong.log().contains("the store fails"));
+    eventually("it is logged", || wrong.log().contains("the store fails"));
     assert!(!wrong.log().contains(":wrong@"), "{}", wrong.log());
-    // The user can do nothing else.
+    // The user has no other permissions.
     let mut connection = redis::Client::open(format!("redis://gateway:secret@127.0.0.1:{}", redis.port))
         .unwrap()
         .get_connection()
@@ -147,7 +148,7 @@ fn a_user_of_least_privilege_is_enough() {
     }
 }
 
-/// A server of some kind.
+/// Start a server with these arguments.
 fn server(arguments: &[&str]) -> Redis {
     let port = free_port();
     Redis::start_with(port, &[&["--port", &port.to_string()], arguments].concat()).expect("a server")
@@ -162,9 +163,9 @@ fn sentinel(folder: &Path) -> Redis {
     Redis { port, child }
 }
 
-/// One sentence for everything that a URL may lead to, and the same from `check`, from `doctor` and from a gateway that starts.
+/// One sentence per error of a URL, the same in `check`, `doctor` and the log of the gateway.
 #[test]
-fn what_is_wrong_with_a_store_is_said_in_a_sentence_that_helps() {
+fn store_errors_say_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
     certificates(folder.path(), "ca.pem", &["server"]);
     let file = |name: &str| folder.path().join(name).display().to_string();
@@ -196,7 +197,7 @@ fn what_is_wrong_with_a_store_is_said_in_a_sentence_that_helps() {
     for (url, expected) in [
         (format!("redis://127.0.0.1:{free}"), format!("nothing listens at 127.0.0.1:{free}; start Redis there")),
         (format!("redis+unix://{here}/none.sock"), format!("there is no socket {here}/none.sock; start Redis with it")),
-        // A label of more than 63 characters resolves nowhere, and no name server is asked.
+        // A label of more than 63 characters is invalid, so no name server is asked.
         (
             format!("redis://{long}.invalid"),
             format!("the name of {long}.invalid:6379 does not resolve; correct the host"),
@@ -230,7 +231,7 @@ fn what_is_wrong_with_a_store_is_said_in_a_sentence_that_helps() {
         (format!("redis://{page}"), format!("what answers at {page} is a web server; correct the address")),
         (format!("redis://{mail}"), format!("what answers at {mail} is not Redis; correct the address")),
     ] {
-        // Silence is the one answer that takes all of the time.
+        // A silent server takes the whole timeout.
         let timeout = if expected.contains("in time") { "300ms" } else { "5s" };
         let config = format!(
             "[store]\nurl = \"{url}\"\ntimeout = \"{timeout}\"\n[limit.l]\nby = \"ip\"\nquota = \"3/24h\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
@@ -250,7 +251,7 @@ fn what_is_wrong_with_a_store_is_said_in_a_sentence_that_helps() {
         assert!(said.contains("  failed    ") && said.contains(&expected), "{url}: {said}\nlacks {expected}");
         gateways.push((Gateway::start(&config), url, expected));
     }
-    // They have tried meanwhile.
+    // The gateways have tried meanwhile.
     for (gateway, url, expected) in gateways {
         eventually("the store fails", || gateway.log().contains("the store fails"));
         assert!(gateway.log().contains(&expected), "{url}: {}\nlacks {expected}", gateway.log());
@@ -259,13 +260,13 @@ fn what_is_wrong_with_a_store_is_said_in_a_sentence_that_helps() {
 }
 
 #[test]
-fn a_right_that_is_missing_is_named() {
+fn missing_redis_permission_is_named() {
     let redis = Redis::start();
     let user = ["gateway", "on", ">secret", "~*", "+@all"];
     let set_user = |words: &[&str]| redis::cmd("ACL").arg("SETUSER").arg(words).exec(&mut redis.connection()).unwrap();
     set_user(&user);
     let store = format!("url = \"redis://gateway:secret@127.0.0.1:{}\"\ntimeout = \"5s\"", redis.port);
-    // What is needed to connect is missed at once, and by `check`.
+    // Permissions needed to connect: `check` reports them as well.
     set_user(&["gateway", "-script"]);
     let expected = "Redis does not allow this user what the gateway needs, +script|load; give it the rights that docs/redis.md lists";
     let without = gateway(&store);
@@ -274,12 +275,12 @@ fn a_right_that_is_missing_is_named() {
     let check = binary().arg("check").arg("--config").arg(without.directory().join("gateway.toml")).output().unwrap();
     let said = String::from_utf8(check.stdout).unwrap();
     assert!(check.status.success() && said.contains(&format!("warning: store: {expected}\n")), "{said}");
-    // What only decisions need, with the first of them.
+    // Permissions needed to decide: reported with the first decision.
     set_user(&["gateway", "+script", "-set"]);
     let without = gateway(&store);
     let expected =
         "Redis does not allow this user what the gateway needs, a command of the scripts; give it the rights";
-    eventually("it is told", || {
+    eventually("it is logged", || {
         without.get("/r").assert_problem(503, "a decision that may not write");
         without.log().contains(expected)
     });

@@ -1,5 +1,5 @@
-//! Servers that others wrote, nginx, Node's and Python's, killed and started again under load: nobody notices, and nothing comes twice.
-#![allow(clippy::disallowed_methods)] // waits have a clock of their own
+//! Real servers (nginx, Node, Python) killed and restarted under load: fault 24 in docs/testing.md.
+#![allow(clippy::disallowed_methods)] // waits use the system clock
 
 use std::collections::HashSet;
 use std::net::TcpStream;
@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::support::gateway::Gateway;
 use crate::support::redis::free_port;
-use crate::support::{Raise, eventually};
+use crate::support::{SetOnDrop, eventually};
 
-/// Notes the ids of what is posted, each line in one write.
+/// Record the IDs of POST requests, each in one write.
 const PYTHON: &str = r#"
 import os, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +29,7 @@ class Handler(BaseHTTPRequestHandler):
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 "#;
 
-/// The same; it closes connections that are idle for 5 s, and tells in a field when.
+/// The same in Node, which closes connections that are idle for 5 s and says so in a header.
 const NODE: &str = r#"
 const [port, seen] = process.argv.slice(1);
 require("http").createServer((request, response) => {
@@ -40,7 +40,7 @@ require("http").createServer((request, response) => {
 }).listen(+port, "127.0.0.1");
 "#;
 
-/// A server that can be started again at its address.
+/// A server that can be restarted on its port.
 struct Server {
     port: u16,
     start: Box<dyn Fn(u16) -> Command>,
@@ -126,7 +126,7 @@ fn nginx(folder: &Path) -> Server {
 }
 
 #[test]
-fn real_servers_come_and_go_and_nobody_notices() {
+fn restarted_real_servers_fail_no_get_and_repeat_no_post() {
     let folder = tempfile::tempdir().unwrap();
     let seen = folder.path().join("seen");
     let mut servers = [python(&seen), nginx(folder.path()), node(&seen)];
@@ -150,7 +150,7 @@ fn real_servers_come_and_go_and_nobody_notices() {
                     let reply = client.request("POST", "/post", &[("x-id", &id)], b"something");
                     assert!(matches!(reply.status, 204 | 502), "{}", reply.text());
                     if reply.header("connection") == Some("close") {
-                        // It came before the body was read.
+                        // The response came before the body was read.
                         client = gateway.client();
                     }
                     posts.push(reply.status);
@@ -160,8 +160,8 @@ fn real_servers_come_and_go_and_nobody_notices() {
         };
         let threads: Vec<_> = (0..4).map(|thread| scope.spawn(ask(thread))).collect();
         {
-            let _over = Raise(&over);
-            // All at once is too much: a request goes to each of them once.
+            let _over = SetOnDrop(&over);
+            // One server at a time: with `retries = 2` a request tries each server once.
             let served = || {
                 let before = answered.load(Ordering::SeqCst);
                 eventually("requests are served", || answered.load(Ordering::SeqCst) >= before + 100);
@@ -184,7 +184,7 @@ fn real_servers_come_and_go_and_nobody_notices() {
     assert_eq!(ids.len(), seen.lines().count(), "nothing was posted twice");
     let lost = posts.iter().filter(|status| **status == 502).count();
     println!(
-        "row 24: nginx, Node and Python killed 5 times each: {gets} GET, 0 errors; {} POST, {lost} times 502, none twice",
+        "fault 24: nginx, Node and Python killed 5 times each: {gets} GET, 0 errors; {} POST, {lost} times 502, none twice",
         posts.len()
     );
     assert!(!ids.is_empty() && gets > 20, "{gets} requests, {} at those that note them", ids.len());

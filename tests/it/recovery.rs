@@ -1,4 +1,5 @@
-//! A store that comes back: to gateways that all waited for it, without what it knew, or as another server.
+//! A store that returns: after an outage of several gateways, without its data, or as another server. Fault 21 in
+//! docs/testing.md.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -7,10 +8,10 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::{Redis, free_port};
 use crate::support::relay::Relay;
 use crate::support::sentinel::replica_of;
-use crate::support::{Raise, eventually, signal};
+use crate::support::{SetOnDrop, eventually, signal};
 
-/// Asks for each of so many identities so often, in turns over all gateways, and calls `midway` when half is done; how
-/// many requests of each were admitted.
+/// Send `each` requests for each of `identities` identities, in turn over all gateways, and call `midway` after half
+/// of them. Return the admitted requests per identity.
 fn spend(gateways: &[Gateway], identities: usize, each: usize, midway: impl FnOnce() + Send) -> Vec<usize> {
     let half = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -31,14 +32,14 @@ fn spend(gateways: &[Gateway], identities: usize, each: usize, midway: impl FnOn
                 })
             })
             .collect();
-        eventually("half is asked", || half.load(Ordering::SeqCst) >= identities * each / 2);
+        eventually("half of the requests are sent", || half.load(Ordering::SeqCst) >= identities * each / 2);
         midway();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 
-/// Two gateways that ask for each request, and whose errors admit nobody.
-fn strict(url: &str) -> [Gateway; 2] {
+/// Two gateways that call Redis for every request and deny on errors.
+fn denying_gateways(url: &str) -> [Gateway; 2] {
     let config = format!(
         "[store]\nurl = \"{url}\"\ntimeout = \"5s\"\ndenial_cache = 0\n\
          [limit.l]\nby = \"header:x-id\"\nquota = \"10/24h\"\nalgorithm = \"sliding-log\"\non_store_error = \"deny\"\n\
@@ -48,15 +49,15 @@ fn strict(url: &str) -> [Gateway; 2] {
 }
 
 #[test]
-fn a_store_that_forgets_everything_gives_each_identity_one_fresh_limit() {
+fn flushall_gives_each_identity_at_most_one_fresh_limit() {
     let redis = Redis::start();
-    let gateways = strict(&redis.url());
+    let gateways = denying_gateways(&redis.url());
     let admitted = spend(&gateways, 10, 200, || {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
     });
-    println!("row 21: of 10, FLUSHALL: {admitted:?}");
+    println!("fault 21: of 10, FLUSHALL: {admitted:?}");
     assert!(admitted.iter().all(|count| (10..=20).contains(count)), "{admitted:?}");
-    assert!(admitted.contains(&20), "somebody had spent all: {admitted:?}");
+    assert!(admitted.contains(&20), "some identity had used its quota: {admitted:?}");
     redis.assert_every_key_expires();
 }
 
@@ -75,7 +76,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
         let gateways = [Gateway::start(&config), Gateway::start(&config)];
         let mut connection = redis.connection();
         let mut written = 0;
-        // Keys that live longer than those of the limit.
+        // Padding keys that outlive those of the limit.
         let mut pad = |count: u64| {
             for _ in 0..count / 100 {
                 let mut pipe = redis::pipe();
@@ -92,9 +93,9 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
             redis::cmd("CONFIG").arg("SET").arg(name).arg(value).exec(&mut redis.connection()).unwrap();
         };
         set("maxmemory-policy", policy);
-        set("maxmemory", &redis.figure("memory", "used_memory:").to_string());
-        let evicted = || redis.figure("stats", "evicted_keys:");
-        // Of the states: what was evicted, less the padding that is gone.
+        set("maxmemory", &redis.info_number("memory", "used_memory:").to_string());
+        let evicted = || redis.info_number("stats", "evicted_keys:");
+        // The evicted states: all evictions less those of the padding.
         let evicted_states = |written: u64| {
             let states: Vec<String> = redis::cmd("KEYS").arg("rl:*").query(&mut redis.connection()).unwrap();
             (evicted() + redis.keyspace().0 - states.len() as u64).saturating_sub(written)
@@ -102,7 +103,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
         let over = AtomicBool::new(false);
         let admitted = AtomicUsize::new(0);
         let all_padding = std::thread::scope(|scope| {
-            let raise = Raise(&over);
+            let raise = SetOnDrop(&over);
             for gateway in &gateways {
                 let (over, admitted) = (&over, &admitted);
                 scope.spawn(move || {
@@ -127,7 +128,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
             drop(raise);
             all
         });
-        // Nothing is evicted any more while it is counted.
+        // Stop evicting before the final count.
         set("maxmemory", "0");
         let (mut client, mut admitted) = (gateways[0].client(), admitted.into_inner() as u64);
         for id in 0..IDENTITIES {
@@ -144,27 +145,27 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
 }
 
 #[test]
-fn a_replica_that_is_promoted_gives_each_identity_one_fresh_limit_at_most() {
-    // One that has heard everything, and one that has heard nothing.
+fn promoted_replica_gives_each_identity_at_most_one_fresh_limit() {
+    // A replica with all writes, and one with none.
     for in_sync in [true, false] {
         let (master, directory) = (Redis::start(), tempfile::tempdir().unwrap());
         let replica = if in_sync { replica_of(&master, directory.path()) } else { Redis::start() };
         let relay = Relay::start(master.port);
-        let gateways = strict(&relay.url());
+        let gateways = denying_gateways(&relay.url());
         let admitted = spend(&gateways, 10, 200, || {
             if in_sync {
-                // Nothing is asked any more, and all that was answered has arrived.
-                relay.turn_to(free_port());
-                eventually("the replica has heard all", || {
-                    let heard = |server: &Redis| server.figure("replication", "master_repl_offset:");
+                // No new calls are made, and all writes have been replicated.
+                relay.redirect_to(free_port());
+                eventually("the replica has all writes", || {
+                    let heard = |server: &Redis| server.info_number("replication", "master_repl_offset:");
                     heard(&master) == heard(&replica)
                 });
             }
             redis::cmd("REPLICAOF").arg("NO").arg("ONE").exec(&mut replica.connection()).unwrap();
-            relay.turn_to(replica.port);
+            relay.redirect_to(replica.port);
         });
         println!(
-            "row 21: of 10, a replica {} promoted: {admitted:?}",
+            "fault 21: of 10, a replica {} promoted: {admitted:?}",
             if in_sync { "in sync" } else { "that knows nothing" }
         );
         let most = if in_sync { 10 } else { 20 };
@@ -174,7 +175,7 @@ fn a_replica_that_is_promoted_gives_each_identity_one_fresh_limit_at_most() {
 }
 
 #[test]
-fn gateways_that_lost_the_store_together_come_back_without_a_storm() {
+fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
     const GATEWAYS: usize = 4;
     const WORKERS: usize = 2;
     const CLIENTS: usize = 8;
@@ -188,10 +189,10 @@ fn gateways_that_lost_the_store_together_come_back_without_a_storm() {
     );
     let gateways: Vec<_> = (0..GATEWAYS).map(|_| Gateway::start(&config)).collect();
     let over = AtomicBool::new(false);
-    // How many answers each client got without the store, and by it.
+    // The responses of each client, without the store and by it.
     let answers: Vec<[AtomicUsize; 2]> = (0..GATEWAYS * CLIENTS).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
-        let _raise = Raise(&over);
+        let _raise = SetOnDrop(&over);
         for (id, answers) in answers.iter().enumerate() {
             let (gateway, over) = (&gateways[id % GATEWAYS], &over);
             scope.spawn(move || {
@@ -199,7 +200,7 @@ fn gateways_that_lost_the_store_together_come_back_without_a_storm() {
                 while !over.load(Ordering::SeqCst) {
                     let reply = client.get_with("/r", &[("x-id", &id.to_string())]);
                     if reply.status == 503 {
-                        // Until it is known whether the store is late or gone.
+                        // 503 until the breaker opens.
                         rejected += 1;
                         assert!(rejected <= 6, "{rejected} rejected");
                         continue;
@@ -210,16 +211,16 @@ fn gateways_that_lost_the_store_together_come_back_without_a_storm() {
                 }
             });
         }
-        let everybody = |what: &str, by_store: bool, times: usize| {
+        let all_clients = |what: &str, by_store: bool, times: usize| {
             let so_far = || answers.iter().map(|of| of[usize::from(by_store)].load(Ordering::SeqCst));
             let before: Vec<_> = so_far().collect();
             eventually(what, || so_far().zip(&before).all(|(now, before)| now > before + times));
         };
-        let all_decide = |what: &str| everybody(what, true, 50);
-        // Some seconds, at a hundred a second.
-        let all_miss_it = || everybody("everybody does without the store again and again", false, 250);
-        // The one that asks is one of them.
-        let connections = |redis: &Redis| redis.figure("stats", "total_connections_received:") - 1;
+        let all_decide = |what: &str| all_clients(what, true, 50);
+        // Some seconds at a hundred per second.
+        let all_miss_it = || all_clients("all clients are served without the store for a while", false, 250);
+        // Without the connection of the test itself.
+        let connections = |redis: &Redis| redis.info_number("stats", "total_connections_received:") - 1;
         let fresh = (GATEWAYS * WORKERS) as u64;
         all_decide("the store decides");
 

@@ -1,14 +1,14 @@
-//! Another configuration takes effect while the gateway runs: at once, for running connections too, or not at all.
+//! Reload: a new configuration applies at once, also to open connections, or not at all.
 
 use std::io::Read;
 use std::net::{IpAddr, TcpListener};
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
+use crate::support::admin_listener::{self, HERE};
 use crate::support::certificates::Authority;
 use crate::support::client::Client;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::{self, HERE};
 use crate::support::redis::free_port;
 use crate::support::reload::{ADMIN, ask, metric, reload, reloads, says, with_admin};
 use crate::support::upstream::Upstream;
@@ -16,7 +16,7 @@ use crate::support::{eventually, signal};
 use serde_json::Value;
 
 #[test]
-fn running_connections_see_the_new_configuration_with_their_next_request() {
+fn open_connections_use_the_new_configuration_for_the_next_request() {
     let old = format!("{}[[route]]\nname = \"old\"\npath = \"/old\"\nrespond = {{ status = 200 }}\n", says("one"));
     let gateway = Gateway::start(&with_admin(&old));
     let mut client = gateway.client();
@@ -34,13 +34,13 @@ fn running_connections_see_the_new_configuration_with_their_next_request() {
 }
 
 #[test]
-fn a_renamed_file_and_sighup_reload() {
+fn renamed_file_and_sighup_reload_the_configuration() {
     let gateway = Gateway::start(&says("one"));
     gateway.put(&says("two"));
-    eventually("a renamed file counts", || gateway.get("/says").text() == "two");
+    eventually("a renamed file is used", || gateway.get("/says").text() == "two");
     std::fs::write(gateway.directory().join("gateway.toml"), "no toml").unwrap();
-    eventually("one that is written in place does, too", || gateway.log().contains("stays in force"));
-    // A change behind a link to elsewhere cannot be seen.
+    eventually("a file written in place is used as well", || gateway.log().contains("stays in force"));
+    // The file watcher does not see a change behind a symlink to another directory.
     let elsewhere = tempfile::tempdir().unwrap();
     let write = |body: &str| {
         let text = format!("{}[[listener]]\naddress = \"127.0.0.1:0\"\n[log]\naccess = \"off\"\n", says(body));
@@ -49,15 +49,15 @@ fn a_renamed_file_and_sighup_reload() {
     write("three");
     symlink(elsewhere.path().join("real"), gateway.directory().join("link")).unwrap();
     std::fs::rename(gateway.directory().join("link"), gateway.directory().join("gateway.toml")).unwrap();
-    eventually("the link counts", || gateway.get("/says").text() == "three");
+    eventually("the symlink is followed", || gateway.get("/says").text() == "three");
     write("four");
     signal(&gateway.child, "HUP");
-    eventually("SIGHUP reads again", || gateway.get("/says").text() == "four");
+    eventually("SIGHUP reloads", || gateway.get("/says").text() == "four");
 }
 
 #[test]
-fn a_configuration_of_kubernetes_is_swapped_with_the_files_it_names() {
-    // `gateway.toml` → `..data/gateway.toml`, `..data` → a folder with a name of its own; all change in one instant.
+fn kubernetes_config_map_is_reloaded_with_its_files() {
+    // `gateway.toml` → `..data/gateway.toml`, `..data` → a directory with a generated name. All files change at once.
     let folder = tempfile::tempdir().unwrap();
     let key = |key: &str| {
         use aws_lc_rs::digest::{SHA256, digest};
@@ -84,14 +84,14 @@ fn a_configuration_of_kubernetes_is_swapped_with_the_files_it_names() {
     assert_eq!((ask("one").text(), ask("two").status), ("one", 401));
     symlink("..2", folder.path().join("..tmp")).unwrap();
     std::fs::rename(folder.path().join("..tmp"), folder.path().join("..data")).unwrap();
-    eventually("the new ones are in force", || ask("two").text() == "two");
+    eventually("the new ones apply", || ask("two").text() == "two");
     assert_eq!(ask("one").status, 401);
-    // Each alone would not fit the other's old content.
+    // Each new file alone would not match the old content of the other.
     assert!(!gateway.log().contains("cannot reload"), "{}", gateway.log());
 }
 
 #[test]
-fn a_bad_file_changes_nothing_and_is_told_in_log_metrics_and_api() {
+fn invalid_file_changes_nothing_and_is_reported() {
     let gateway = Gateway::start(&with_admin(&says("one")));
     let shown = || ask(&gateway, "GET", "/api/config").json();
     assert!(shown()["last_error"].is_null() && shown()["loaded_at"].as_str().unwrap().ends_with('Z'), "{}", shown());
@@ -123,7 +123,7 @@ fn a_bad_file_changes_nothing_and_is_told_in_log_metrics_and_api() {
 }
 
 #[test]
-fn a_bad_file_is_tried_once_and_the_others_count_all_the_same() {
+fn invalid_file_is_tried_once_and_other_files_are_reloaded() {
     let keys = "[api_key]\nconsumers = \"consumers.toml\"\n";
     let config = |body: &str| with_admin(&format!("{keys}{}", says(body)));
     let consumers = format!("[[consumer]]\nname = \"somebody\"\nkeys = [\"sha256:{}\"]\n", "0".repeat(64));
@@ -137,7 +137,7 @@ fn a_bad_file_is_tried_once_and_the_others_count_all_the_same() {
 }
 
 #[test]
-fn what_needs_a_restart_is_refused_by_its_name() {
+fn keys_that_need_a_restart_are_rejected_by_name() {
     let base = |server: &str, admin: &str, store: &str, log: &str, listeners: &[&str], body: &str| {
         let listeners: String =
             listeners.iter().map(|address| format!("[[listener]]\naddress = \"{address}\"\n")).collect();
@@ -180,7 +180,7 @@ fn what_needs_a_restart_is_refused_by_its_name() {
         assert!(!gateway.log().contains("planted"), "{}", gateway.log());
         assert_eq!(gateway.get("/says").text(), "one", "{keys:?}");
     }
-    // All else may change, also in the same tables.
+    // All other keys may change, also in the same tables.
     gateway.put(&base(
         "workers = 2\nmax_uri = \"1KiB\"",
         &ADMIN.replace("sesame", "open"),
@@ -196,7 +196,7 @@ fn what_needs_a_restart_is_refused_by_its_name() {
     assert_eq!(reply.status, 200);
 }
 
-/// `check` with a file beside that of the gateway: exit code and output.
+/// Run `check` on a file beside that of the gateway. Return exit code and output.
 fn checked(gateway: &Gateway, config: &str, arguments: &[&str]) -> (Option<i32>, String) {
     let path = gateway.directory().join("checked.toml");
     std::fs::write(&path, config).unwrap();
@@ -209,7 +209,7 @@ fn checked(gateway: &Gateway, config: &str, arguments: &[&str]) -> (Option<i32>,
 const REFUSED: &str = "warning: a reload will refuse this: ";
 
 #[test]
-fn check_warns_of_each_key_that_a_reload_of_the_running_gateway_refuses() {
+fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
     let (admin, port, other, dead) = (free_port(), free_port(), free_port(), free_port());
     let base = format!(
         "[server]\nworkers = 2\n[admin]\naddress = \"127.0.0.1:{admin}\"\ntoken = \"sesame\"\n\
@@ -268,7 +268,7 @@ fn check_warns_of_each_key_that_a_reload_of_the_running_gateway_refuses() {
         let error = reply.json()["error"].as_str().unwrap_or_default().to_owned();
         assert!(error.starts_with(&format!("{key} cannot change")), "a reload does refuse it: {key}: {}", reply.text());
     }
-    // A key that is left out has the place of its table.
+    // A removed key is reported at its table.
     let (_, out) = checked(&gateway, &change("access = \"off\"\n", ""), &[]);
     assert!(out.contains(&format!("{REFUSED}`log.access`")), "{out}");
     let (_, out) = checked(&gateway, &change("workers = 2", "workers = 3\nthreading = \"work-stealing\""), &[]);
@@ -276,7 +276,7 @@ fn check_warns_of_each_key_that_a_reload_of_the_running_gateway_refuses() {
 }
 
 #[test]
-fn check_compares_with_a_gateway_that_answers_only() {
+fn check_skips_the_comparison_if_no_gateway_answers() {
     let admin = free_port();
     let base = format!("[admin]\naddress = \"127.0.0.1:{admin}\"\ntoken = \"sesame\"\n{}", says("one"));
     let base = format!("{base}[log]\naccess = \"off\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n");
@@ -305,14 +305,14 @@ fn check_compares_with_a_gateway_that_answers_only() {
     gateway.wait();
     let (code, out) = checked(&gateway, &other, &["--strict"]);
     assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "no gateway: {out}");
-    // A port that takes connections and says nothing.
+    // A port that accepts connections and does not respond.
     let _silent = TcpListener::bind(("127.0.0.1", admin)).unwrap();
     let (code, out) = checked(&gateway, &other, &["--strict"]);
     assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "a silent port: {out}");
 }
 
 #[test]
-fn a_reload_is_for_those_who_know_the_token() {
+fn reload_needs_the_token() {
     let gateway = Gateway::start(&with_admin(&says("one")));
     gateway.put(&with_admin(&says("two")));
     assert_eq!(Client::connect(gateway.admin()).request("POST", "/api/reload", &[], b"").status, 401);
@@ -326,12 +326,12 @@ fn a_reload_is_for_those_who_know_the_token() {
     let reply = Client::connect(open.admin()).request("POST", "/api/reload", &[HERE], b"");
     assert_eq!(reply.status, 403);
     assert!(reply.text().contains("set admin.token"), "{}", reply.text());
-    assert_eq!(operator::ask(&open, "/api/config").status, 200, "reading needs none");
+    assert_eq!(admin_listener::ask(&open, "/api/config").status, 200, "reading needs none");
     assert_eq!(metric(&open, "config_reloads_total{result=\"ok\"}"), 0.0);
 }
 
 #[test]
-fn the_files_that_are_watched_are_those_of_the_new_configuration() {
+fn files_of_the_new_configuration_are_watched() {
     let consumers = |key: &str| {
         use aws_lc_rs::digest::{SHA256, digest};
         let hash: String = digest(&SHA256, key.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
@@ -347,8 +347,8 @@ fn the_files_that_are_watched_are_those_of_the_new_configuration() {
     let knows = |key: &str| gateway.client().get_with("/says", &[("x-api-key", key)]).status == 200;
     assert!(knows("one") && !knows("two"));
     gateway.put(&config("b"));
-    // One worker has it before another.
-    eventually("the other file is in force", || knows("two") && !knows("one"));
+    // Workers apply the configuration one after the other.
+    eventually("the other file applies", || knows("two") && !knows("one"));
     gateway.put_file("a", &consumers("three"));
     gateway.put_file("b", &consumers("four"));
     eventually("its changes are seen", || knows("four") && !knows("two"));
@@ -356,7 +356,7 @@ fn the_files_that_are_watched_are_those_of_the_new_configuration() {
 }
 
 #[test]
-fn whom_to_trust_changes_for_running_connections() {
+fn reload_of_trusted_proxies_applies_to_open_connections() {
     let config = |trusted: &str| {
         format!(
             "[client_ip]\ntrusted_proxies = [{trusted}]\n{}limits = [\"ip\"]\n\
@@ -376,7 +376,7 @@ fn whom_to_trust_changes_for_running_connections() {
 }
 
 #[test]
-fn who_is_trusted_no_more_names_no_request_on_a_running_connection() {
+fn request_ids_of_untrusted_proxies_are_replaced_after_a_reload() {
     let upstream = Upstream::start();
     let config = |trusted: &str| {
         format!(
@@ -397,7 +397,7 @@ fn who_is_trusted_no_more_names_no_request_on_a_running_connection() {
 }
 
 #[test]
-fn max_connections_grows_and_shrinks() {
+fn reload_raises_and_lowers_max_connections() {
     let config = |most: u32| format!("[server]\nmax_connections = {most}\n{}", says("x"));
     let gateway = Gateway::start(&with_admin(&config(2)));
     let figures = || (metric(&gateway, "connections"), metric(&gateway, "connections_max"));
@@ -415,7 +415,7 @@ fn max_connections_grows_and_shrinks() {
     let mut waiting_again = gateway.client();
     waiting_again.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
     drop(clients);
-    eventually("two are gone", || figures().0 == 1.0);
+    eventually("two are closed", || figures().0 == 1.0);
     waiting_again.stream.get_mut().set_nonblocking(true).unwrap();
     assert!(waiting_again.stream.get_mut().read(&mut [0]).is_err(), "there is no room");
     waiting_again.stream.get_mut().set_nonblocking(false).unwrap();
@@ -425,7 +425,7 @@ fn max_connections_grows_and_shrinks() {
 }
 
 #[test]
-fn max_connections_that_grows_while_too_many_are_open_loses_no_permit() {
+fn raising_max_connections_while_too_many_are_open_loses_no_permit() {
     let config = |most: u32| format!("[server]\nmax_connections = {most}\nworkers = 1\n{}", says("x"));
     for steps in [&[1, 4][..], &[1, 2, 3, 4], &[3, 1, 4], &[1, 6, 4]] {
         let gateway = Gateway::start(&with_admin(&config(4)));
@@ -453,7 +453,7 @@ fn max_connections_that_grows_while_too_many_are_open_loses_no_permit() {
 }
 
 #[test]
-fn max_connections_per_ip_grows_and_shrinks() {
+fn reload_raises_and_lowers_max_connections_per_ip() {
     let config = |most: u32| format!("[server]\nmax_connections_per_ip = {most}\n{}", says("x"));
     let gateway = Gateway::start(&with_admin(&config(1)));
     let mut open = vec![gateway.client()];

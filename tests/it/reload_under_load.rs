@@ -1,8 +1,8 @@
-//! Row 26: fifty reloads under load, with bad files among them and another certificate: no request fails.
+//! Fifty reloads under load, with invalid files and a new certificate: no request fails (fault 26 in docs/testing.md).
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use crate::support::Raise;
+use crate::support::SetOnDrop;
 use crate::support::certificates::{NOW, Pair, TlsClient, tls};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
@@ -12,15 +12,15 @@ use rustls::version::TLS13;
 
 const RELOADS: usize = 50;
 
-/// Every so many of them is a bad file.
+/// Every tenth reload is an invalid file.
 const BAD: usize = 10;
 
-/// Requests between two reloads: at a thousand a second, twenty reloads a second.
+/// Requests between two reloads: at 1,000 per second, 20 reloads per second.
 const BETWEEN: usize = 50;
 
 fn config(round: usize, server: &Server, certificate: &str) -> String {
     let port = server.address.port();
-    // Something else changes each time: a limit, the upstream, its servers, a route.
+    // Each configuration changes something else: a limit, the upstream, its servers, a route.
     let quota = format!("{}/s", 1_000_000 + round);
     let (timeout, servers) = (10 + round, ["127.0.0.1", "localhost"][round % 2]);
     let route = format!("[[route]]\nname = \"r{round}\"\npath = \"/r{round}\"\nrespond = {{ status = 200 }}\n");
@@ -65,10 +65,10 @@ fn fifty_reloads_under_load_fail_no_request() {
         let address = addresses[0];
         clients.push(ask(Box::new(move || Client::connect(address).get("/api").status)));
         let (address, believed) = (addresses[1], believed.clone());
-        let shake = move || TlsClient::shake(&believed, address, "gate.test").unwrap().get("/api").status;
+        let shake = move || TlsClient::handshake(&believed, address, "gate.test").unwrap().get("/api").status;
         clients.push(ask(Box::new(shake)));
-        // Whatever ends this test ends the load.
-        let end = Raise(&over);
+        // A panic of this thread ends the load as well.
+        let end = SetOnDrop(&over);
         for round in 1..=RELOADS {
             let before = answered.load(Ordering::SeqCst);
             let certificate = if round > RELOADS / 2 { "new" } else { "old" };
@@ -80,16 +80,21 @@ fn fifty_reloads_under_load_fail_no_request() {
             } else {
                 reloads(&gateway, &config(round, &server, certificate));
             }
-            crate::support::eventually("requests go on", || answered.load(Ordering::SeqCst) >= before + BETWEEN);
+            crate::support::eventually("requests continue", || answered.load(Ordering::SeqCst) >= before + BETWEEN);
         }
         drop(end);
         clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
     });
     let failed = statuses.iter().filter(|status| **status != 200).count();
-    println!("row 26: {RELOADS} reloads, {} of them bad, {} requests, {failed} failed", RELOADS / BAD, statuses.len());
+    println!(
+        "fault 26: {RELOADS} reloads, {} of them bad, {} requests, {failed} failed",
+        RELOADS / BAD,
+        statuses.len()
+    );
     assert_eq!(failed, 0, "{statuses:?}");
     assert!(metric(&gateway, "config_reloads_total{result=\"ok\"}") >= (RELOADS - RELOADS / BAD) as f64);
     assert!(metric(&gateway, "config_reloads_total{result=\"error\"}") >= (RELOADS / BAD) as f64);
-    let shows = |pair: &Pair| TlsClient::shake(&tls(&[&pair.der], None, &[&TLS13]), addresses[1], "gate.test").is_ok();
+    let shows =
+        |pair: &Pair| TlsClient::handshake(&tls(&[&pair.der], None, &[&TLS13]), addresses[1], "gate.test").is_ok();
     assert!(shows(new) && !shows(old));
 }

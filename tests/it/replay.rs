@@ -1,4 +1,4 @@
-//! `sluicegate replay`: what it reads, what it says, and that it decides as the gateway does.
+//! `sluicegate replay`: formats, reports, and the same decisions as the gateway.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -35,19 +35,19 @@ impl From<Output> for Ran {
     }
 }
 
-/// Runs the command among the sample logs.
+/// Run the command in the directory of the sample logs.
 fn replay(arguments: &[&str]) -> Ran {
     binary().current_dir(logs()).arg("replay").args(arguments).output().unwrap().into()
 }
 
-/// The report as JSON.
+/// Return the report as JSON.
 fn report(arguments: &[&str]) -> Value {
     let said = replay(&[arguments, &["--json"]].concat());
     assert_eq!((said.code, said.err.as_str()), (Some(0), ""), "{}", said.out);
     serde_json::from_str(&said.out).unwrap()
 }
 
-/// A log in a folder of its own.
+/// Write a log into a new directory.
 fn log(content: &[u8]) -> (tempfile::TempDir, String) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("access.log");
@@ -61,7 +61,7 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
     encoder.finish().unwrap()
 }
 
-/// So many lines, one each second, of as many clients.
+/// Return `count` lines, one per second, of `clients` clients.
 fn lines(count: u64, clients: u64) -> Vec<String> {
     let line = |number: u64| {
         let (minute, second) = (number / 60, number % 60);
@@ -79,9 +79,9 @@ const NGINX: &str =
 
 const PROPOSED: [&str; 4] = ["--by", "ip", "--limit", "per-ip=10/min"];
 
-/// What is printed for each sample. `BLESS=1` writes what is printed now.
+/// The output for each sample log. `BLESS=1` rewrites the expected files.
 #[test]
-fn the_report_of_each_format_is_as_written() {
+fn report_of_each_format_matches_its_file() {
     for (name, arguments) in [
         ("common", vec![]),
         ("combined", vec![]),
@@ -105,9 +105,9 @@ fn the_report_of_each_format_is_as_written() {
     }
 }
 
-/// An instant, how long it took, the client, method and target, host and status of some lines.
+/// Time, duration, client, method and target, host and status of some lines.
 #[test]
-fn lines_say_what_stands_in_them() {
+fn entries_have_the_fields_of_their_lines() {
     let cases = [
         ("combined", 1, "2000-10-10T20:55:36Z", None, "192.0.2.10", "GET /v1/search?q=gate", None, 200),
         ("common", 3, "2000-10-10T20:55:38Z", None, "2001:db8::17", "GET /v1/users/7", None, 304),
@@ -197,9 +197,9 @@ fn lines_say_what_stands_in_them() {
 }
 
 #[test]
-fn a_busy_log_is_shown_with_its_worst_hours_and_clients() {
+fn report_shows_the_busiest_hours_and_clients() {
     let mut all = lines(3600, 7);
-    // One comes ever more often, and goes again; another one asks a little too often.
+    // One client sends more and more requests for a while, another one slightly too many.
     let more = |client: &str, minute: u64, count: u64| -> Vec<String> {
         let line = |number| {
             let second = number * 60 / count;
@@ -230,7 +230,7 @@ fn a_busy_log_is_shown_with_its_worst_hours_and_clients() {
 }
 
 #[test]
-fn what_a_log_says_of_strangers_is_no_markup() {
+fn html_report_escapes_values_of_the_log() {
     let line = r#"192.0.2.1 - <script>alert(1)</script> [10/Oct/2000:13:00:00 +0000] "GET / HTTP/1.1" 200 1"#;
     let (directory, path) = log(format!("{line}\n{line}\n").as_bytes());
     let page = directory.path().join("page.html");
@@ -266,7 +266,7 @@ respond = { status = 200 }
 }
 
 #[test]
-fn what_may_be_a_secret_is_not_shown() {
+fn report_masks_values_that_may_be_secrets() {
     let line = r#"1792000000.000 192.0.2.1 "GET /?token=secret-query HTTP/1.1" 200 "secret-header""#;
     let (directory, path) = log(format!("{line}\n{line}\n").as_bytes());
     let page = directory.path().join("page.html");
@@ -292,31 +292,31 @@ fn what_may_be_a_secret_is_not_shown() {
 }
 
 #[test]
-fn identities_are_those_of_the_log_or_none() {
+fn limits_without_an_identity_in_the_log_are_not_replayed() {
     let config = ["--config", "gateway.toml"];
     let keys = report(&[&["nginx.log", "--format", NGINX], &config[..]].concat());
     assert_eq!(keys["limits"]["per-key"]["identities"], 2, "two keys: {keys}");
     assert_eq!(keys["lines"]["no_identity"], 1, "one without: {keys}");
-    // Without the variable nobody knows, and the other limit is replayed all the same.
+    // Without the variable the identity is unknown. The other limit is replayed all the same.
     let unknown = report(&[&["combined.log"], &config[..]].concat());
     assert_eq!(unknown["limits"]["per-key"]["skipped"], "the header `x-api-key`");
     assert_eq!(unknown["limits"]["per-key"]["requests"], 0);
     assert_eq!(unknown["limits"]["per-ip"]["requests"], 4);
     let stands = report(&[&["combined.log", "--identity", "per-key=http_user_agent"], &config[..]].concat());
     assert_eq!(stands["limits"]["per-key"]["identities"], 2, "{stands}");
-    // What is in the field may be a key.
+    // The field may contain a key.
     let shown = stands["limits"]["per-key"]["top_denied"][0]["identity"].as_str().unwrap_or("#").to_owned();
     assert!(shown.starts_with('#'), "{shown}");
     let path = report(&[&["caddy.log", "--identity", "per-key=user_id"], &config[..]].concat());
     assert_eq!(path["limits"]["per-key"]["identities"], 1, "{path}");
-    // Hashes in our own log tell identities apart, and what they cost is there.
+    // Hashes in the gateway's own log separate identities, and the log has the costs.
     let own = report(&[&["sluicegate.log"], &config[..]].concat());
     assert_eq!(own["limits"]["per-key"]["identities"], 2, "{own}");
     assert_eq!(own["limits"]["per-ip"]["identities"], 2, "{own}");
 }
 
 #[test]
-fn wrong_arguments_are_said() {
+fn invalid_arguments_are_reported() {
     for (arguments, expected) in [
         (&["nothing.log"][..], "nothing.log: No such file"),
         (
@@ -348,7 +348,7 @@ fn wrong_arguments_are_said() {
 }
 
 #[test]
-fn lines_of_all_sorts_are_read() {
+fn logs_of_any_form_are_read_and_unreadable_lines_counted() {
     let whole = lines(60, 3).concat();
     let crlf = whole.replace('\n', "\r\n");
     let half = &whole[..whole.len() - 30];
@@ -379,7 +379,7 @@ fn lines_of_all_sorts_are_read() {
 }
 
 #[test]
-fn standard_input_is_a_log() {
+fn log_is_read_from_standard_input() {
     let mut child = binary()
         .args(["replay", "-", "--json"])
         .args(PROPOSED)
@@ -392,9 +392,9 @@ fn standard_input_is_a_log() {
     assert_eq!((&report["logs"][0], &report["lines"]["requests"]), (&Value::from("stdin"), &Value::from(60)));
 }
 
-/// However the lines are shared out and mixed, they are decided in the order of their instants.
+/// Lines in any order and in any number of files are decided in the order of their time.
 #[test]
-fn order_does_not_matter() {
+fn lines_out_of_order_are_sorted() {
     let all = lines(3000, 2);
     let whole = log(all.concat().as_bytes());
     let mixed: Vec<_> = all.chunks(500).flat_map(|chunk| chunk.iter().rev().cloned()).collect();
@@ -416,9 +416,9 @@ fn order_does_not_matter() {
     assert_eq!(counts(&[&even.1, &odd.1]), expected, "two logs the other way round");
 }
 
-/// The quota that is suggested does, and the next smaller one does not: by asking for them.
+/// The suggested quota meets the target, and the next smaller one does not.
 #[test]
-fn the_suggested_quota_is_the_smallest_that_does() {
+fn suggested_quota_is_the_smallest_within_the_target() {
     let mut all = lines(3000, 2);
     let burst = |second: u64, count: usize| {
         let line = format!("192.0.2.0 - - [10/Oct/2000:14:00:{second:02} +0000] \"GET / HTTP/1.1\" 200 1\n");
@@ -447,9 +447,9 @@ fn the_suggested_quota_is_the_smallest_that_does() {
     }
 }
 
-/// Requests in flight last as long as the log says, and what fails is given back.
+/// Requests in flight last as long as the log says, and failed ones are refunded.
 #[test]
-fn what_happens_at_the_end_of_requests_counts() {
+fn refunds_and_permits_apply_when_requests_end() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
         [limit.at-once]\nby = \"global\"\nquota = \"2\"\nalgorithm = \"concurrency\"\n\
         [limit.paid]\nby = \"global\"\nquota = \"3/hour\"\nalgorithm = \"fixed-window\"\nrefund_on = [\"5xx\"]\n\
@@ -458,10 +458,10 @@ fn what_happens_at_the_end_of_requests_counts() {
     let line = |end: f64, took: f64, path: &str, status: u16| {
         format!("{end:.3} {took:.3} 192.0.2.1 \"GET {path} HTTP/1.1\" {status}\n")
     };
-    // From 0 to 10 s and from 1 to 3 s: one comes too early at 2 s, one in time at 3.5 s.
+    // From 0 to 10 s and from 1 to 3 s: a request at 2 s is denied, one at 3.5 s is admitted.
     let slow =
         [(10.0, 10.0), (3.0, 2.0), (2.5, 0.5), (4.0, 0.5)].map(|(end, took)| line(1e9 + end, took, "/slow", 200));
-    // Of five, two fail and are given back when they have failed, the last one while the quota is used up.
+    // Of five requests two fail and are refunded when they end, the last one while the quota is used up.
     let paid =
         [(20.0, 0.1, 200), (21.0, 0.1, 502), (22.0, 0.1, 503), (23.0, 0.1, 200), (24.0, 0.1, 200), (25.0, 0.1, 200)]
             .map(|(end, took, status)| line(1e9 + end, took, "/paid", status));
@@ -479,9 +479,9 @@ fn what_happens_at_the_end_of_requests_counts() {
     assert_eq!(without["limits"]["paid"]["denied"], 3, "nothing fails: {without}");
 }
 
-/// A log without keys says who has which size all the same: by the names of consumers, or by the hashes in our own log.
+/// Without keys in the log, quotas of consumers follow their names, or the hashes of the gateway's own log.
 #[test]
-fn consumers_have_their_own_sizes() {
+fn consumers_are_replayed_with_their_own_quotas() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n[api_key]\nconsumers = \"consumers.toml\"\n\
         [limit.plan]\nby = \"api-key\"\nquota = \"1/hour\"\nalgorithm = \"fixed-window\"\n\
         [limit.plan.tiers.pro]\nquota = \"3/hour\"\n\
@@ -521,7 +521,7 @@ fn consumers_have_their_own_sizes() {
     }
 }
 
-/// Notes each decision by its instant.
+/// Records each decision by its time.
 #[derive(Default)]
 struct Decisions(BTreeMap<u64, Vec<bool>>);
 
@@ -531,9 +531,9 @@ impl ReplayObserver for Decisions {
     }
 }
 
-/// The log of a gateway, held against the limits that it had, gives the decisions that it made, one by one.
+/// The log of a gateway, replayed against its own limits, gives the same decisions one by one.
 #[test]
-fn a_log_of_the_gateway_itself_gives_its_decisions() {
+fn replay_of_its_own_log_repeats_the_decisions() {
     let limits = "[limit.window]\nby = \"ip\"\nquota = \"40/2s\"\nalgorithm = \"fixed-window\"\n\
         [limit.bucket]\nby = [\"ip\", \"path:id\"]\nquota = \"50/s\"\nburst = 20\n\
         [limit.log]\nby = \"ip\"\nquota = \"60/s\"\nalgorithm = \"sliding-log\"\n";
@@ -573,7 +573,7 @@ fn a_log_of_the_gateway_itself_gives_its_decisions() {
     let mut decisions = Decisions::default();
     let outcome = replay.run(source(), None, &mut decisions);
     assert_eq!((outcome.statistics.requests, outcome.statistics.out_of_order), (u64::from(clients) * bursts * each, 0));
-    // Two of one instant may stand in either order.
+    // Two requests of one instant may be in either order.
     for said in made.values_mut().chain(decisions.0.values_mut()) {
         said.sort_unstable();
     }
@@ -583,17 +583,17 @@ fn a_log_of_the_gateway_itself_gives_its_decisions() {
     assert_eq!(decisions.0, made);
 }
 
-/// The manual shows what is printed.
+/// The manual shows the actual output.
 #[test]
-fn the_manual_shows_a_report_as_it_is() {
+fn manual_shows_the_actual_report() {
     let manual = std::fs::read_to_string(logs().join("../../docs/replay.md")).unwrap();
     let busy = std::fs::read_to_string(logs().join("busy.txt")).unwrap();
     assert!(manual.contains(&format!("```text\n{busy}```\n")), "{busy}");
 }
 
-/// What a request costs now is what the configuration says, whatever it was when the log was written.
+/// The current cost is that of the configuration, not the one when the log was written.
 #[test]
-fn fixed_cost_is_that_of_the_configuration_and_not_of_the_log() {
+fn fixed_cost_is_read_from_the_configuration() {
     let config = |cost: u32| {
         format!(
             "[log]\nformat = \"json\"\naccess = \"access.log\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
@@ -615,14 +615,14 @@ fn fixed_cost_is_that_of_the_configuration_and_not_of_the_log() {
     }
 }
 
-/// A request that ends when another one begins has left its permit.
+/// A request that ends when another one begins has released its permit.
 #[test]
 fn permit_is_free_at_the_instant_at_which_its_request_ends() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
         [limit.at-once]\nby = \"global\"\nquota = \"1\"\nalgorithm = \"concurrency\"\n\
         [[route]]\nname = \"slow\"\npath = \"/slow\"\nlimits = [\"at-once\"]\nrespond = { status = 200 }\n";
     let line = |end: f64, took: f64| format!("{end:.3} {took:.3} 192.0.2.1 \"GET /slow HTTP/1.1\" 200\n");
-    // From 0 to 2 s, and from 2 s or from a millisecond before it to 3 s.
+    // From 0 to 2 s, and from 2 s or a millisecond earlier to 3 s.
     for (took, denied) in [(1.0, 0), (1.001, 1)] {
         let (directory, path) = log((line(1e9 + 2.0, 2.0) + &line(1e9 + 3.0, took)).as_bytes());
         let file = directory.path().join("gateway.toml");
@@ -633,9 +633,9 @@ fn permit_is_free_at_the_instant_at_which_its_request_ends() {
     }
 }
 
-/// The gateway's own log has the client that trusted proxies named: it is not looked for once more.
+/// The gateway's own log has the client that trusted proxies named, so it is not resolved again.
 #[test]
-fn client_of_the_gateways_own_log_is_not_taken_for_a_proxy() {
+fn client_of_the_gateways_own_log_is_no_proxy() {
     let mut gateway = Gateway::start(
         "[log]\nformat = \"json\"\naccess = \"access.log\"\n[client_ip]\ntrusted_proxies = [\"127.0.0.0/8\"]\n\
          [limit.l]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"sliding-log\"\n\

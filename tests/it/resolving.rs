@@ -1,4 +1,4 @@
-//! Names of upstreams: every address is used, changes are followed, and a resolver that fails changes nothing.
+//! DNS names of upstreams: all addresses are used, changes are followed, and a failing resolver changes nothing.
 
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-use crate::support::dns::{NameServer, Say};
+use crate::support::dns::{DnsAnswer, NameServer};
 use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 use hickory_resolver::proto::op::ResponseCode;
 use hickory_resolver::proto::rr::RecordType;
 use sluicegate::snapshot::CompiledConfig;
@@ -17,7 +17,7 @@ use sluicegate::upstream::cluster::UpstreamCluster;
 use sluicegate::upstream::dns::DnsCache;
 use sluicegate::upstream::endpoint::Endpoint;
 
-/// A fleet for each of these servers, as the configuration makes it.
+/// Return a cluster for each server, as the configuration creates it.
 fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
     let folder = tempfile::tempdir().unwrap();
     let mut config =
@@ -32,15 +32,15 @@ fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
     runtime.upstreams.into_iter().map(UpstreamCluster::new).map(Arc::new).collect()
 }
 
-/// Looks their names up until the test is over; comes back when each has been looked up once.
+/// Resolve the names until the end of the test. Return after each was resolved once.
 fn follow(fleets: &[Arc<UpstreamCluster>], dns: &NameServer, search: &[&str]) {
-    let (names, directory) = (DnsCache::new(fleets), dns.directory(search));
+    let (names, directory) = (DnsCache::new(fleets), dns.resolver(search));
     let (first, looked_up) = channel::<Infallible>();
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(names.run(directory, first));
     });
-    assert_eq!(looked_up.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected), "each is looked up once");
+    assert_eq!(looked_up.recv_timeout(MAX_WAIT), Err(RecvTimeoutError::Disconnected), "each is looked up once");
 }
 
 fn member(fleet: &UpstreamCluster, address: &str) -> Option<Arc<Endpoint>> {
@@ -53,118 +53,118 @@ fn has(fleet: &UpstreamCluster, addresses: &[&str]) -> bool {
 }
 
 #[test]
-fn a_fleet_that_takes_the_place_of_another_is_where_that_was_found() {
+fn reload_keeps_resolved_addresses() {
     let dns = NameServer::start();
-    dns.at("api.test", &["192.0.2.1", "192.0.2.2"], 60);
+    dns.set_addresses("api.test", &["192.0.2.1", "192.0.2.2"], 60);
     let before = fleets(&["api.test:80"]);
     follow(&before, &dns, &[]);
     let settings = fleets(&["api.test:80"])[0].settings.clone();
     let after = Arc::new(UpstreamCluster::from_previous(settings, &before[0]));
     let other = fleets(&["other.test:80", "API.test:81"]);
-    // Nobody has looked anything up for them.
+    // The new clusters were not resolved.
     drop(DnsCache::new(&[after.clone(), other[1].clone()]));
     assert!(has(&after, &["192.0.2.1", "192.0.2.2"]), "{:?}", after.endpoints());
     assert!(has(&other[1], &["192.0.2.1", "192.0.2.2"]), "another upstream with the same name");
 }
 
 #[test]
-fn all_addresses_are_members_and_changes_are_followed() {
+fn all_resolved_addresses_are_endpoints_and_changes_are_followed() {
     let dns = NameServer::start();
-    dns.at("api.test", &["192.0.2.1", "192.0.2.2", "2001:db8::1"], 1);
+    dns.set_addresses("api.test", &["192.0.2.1", "192.0.2.2", "2001:db8::1"], 1);
     let fleets = fleets(&["api.test:8080"]);
     follow(&fleets, &dns, &[]);
     assert!(has(&fleets[0], &["192.0.2.1", "192.0.2.2", "2001:db8::1"]), "{:?}", fleets[0].endpoints());
     assert!(fleets[0].endpoints().iter().all(|member| member.address.unwrap().port() == 8080));
     let kept = member(&fleets[0], "192.0.2.2").unwrap();
-    dns.at("api.test", &["192.0.2.3", "192.0.2.2"], 1);
+    dns.set_addresses("api.test", &["192.0.2.3", "192.0.2.2"], 1);
     eventually("the new addresses", || has(&fleets[0], &["192.0.2.2", "192.0.2.3"]));
     assert!(Arc::ptr_eq(&kept, &member(&fleets[0], "192.0.2.2").unwrap()), "who stays is the same");
 }
 
 #[test]
-fn an_answer_is_kept_as_long_as_it_says() {
+fn dns_record_is_kept_for_its_ttl() {
     let dns = NameServer::start();
     for (name, ttl) in [("none.test", 0), ("one.test", 1), ("three.test", 3)] {
-        dns.at(name, &["192.0.2.1"], ttl);
+        dns.set_addresses(name, &["192.0.2.1"], ttl);
     }
-    // The smaller of two TTLs counts.
-    dns.say("three.test", RecordType::AAAA, Say::At(vec!["2001:db8::1".parse().unwrap()], 100));
+    // The smaller TTL of the two families counts.
+    dns.set_answer("three.test", RecordType::AAAA, DnsAnswer::At(vec!["2001:db8::1".parse().unwrap()], 100));
     let fleets = fleets(&["none.test", "one.test", "three.test"]);
     follow(&fleets, &dns, &[]);
     for (name, wait) in [("none.test", 1), ("one.test", 1), ("three.test", 3)] {
-        eventually(name, || dns.asked(name).len() >= 3);
-        let gaps = dns.asked(name).windows(2).map(|pair| pair[1] - pair[0]).min().unwrap();
+        eventually(name, || dns.query_times(name).len() >= 3);
+        let gaps = dns.query_times(name).windows(2).map(|pair| pair[1] - pair[0]).min().unwrap();
         assert!(gaps >= Duration::from_secs(wait), "{name}: {gaps:?}");
     }
 }
 
 #[test]
-fn a_resolver_that_fails_leaves_the_last_answer() {
+fn failing_resolver_keeps_the_last_addresses() {
     let dns = NameServer::start();
     let cases = [
-        ("servfail.test", Say::Code(ResponseCode::ServFail)),
-        ("nxdomain.test", Say::Code(ResponseCode::NXDomain)),
-        ("refused.test", Say::Code(ResponseCode::Refused)),
-        ("empty.test", Say::Code(ResponseCode::NoError)),
-        ("silent.test", Say::Nothing),
+        ("servfail.test", DnsAnswer::Code(ResponseCode::ServFail)),
+        ("nxdomain.test", DnsAnswer::Code(ResponseCode::NXDomain)),
+        ("refused.test", DnsAnswer::Code(ResponseCode::Refused)),
+        ("empty.test", DnsAnswer::Code(ResponseCode::NoError)),
+        ("silent.test", DnsAnswer::Nothing),
     ];
     let names = cases.each_ref().map(|(name, _)| *name);
-    names.iter().for_each(|name| dns.at(name, &["192.0.2.1", "2001:db8::1"], 1));
+    names.iter().for_each(|name| dns.set_addresses(name, &["192.0.2.1", "2001:db8::1"], 1));
     let fleets = fleets(&names);
     follow(&fleets, &dns, &[]);
-    cases.iter().for_each(|(name, say)| dns.both(name, say));
-    let before = names.map(|name| dns.asked(name).len());
+    cases.iter().for_each(|(name, say)| dns.set_both(name, say));
+    let before = names.map(|name| dns.query_times(name).len());
     for ((name, before), fleet) in names.iter().zip(before).zip(&fleets) {
-        // The one that was under way, one that failed, and one after it.
-        eventually(name, || dns.asked(name).len() >= before + 3);
+        // The query in flight, one that failed, and one after it.
+        eventually(name, || dns.query_times(name).len() >= before + 3);
         assert!(has(fleet, &["192.0.2.1", "2001:db8::1"]), "{name}: {:?}", fleet.endpoints());
     }
-    names.iter().for_each(|name| dns.at(name, &["192.0.2.9"], 1));
+    names.iter().for_each(|name| dns.set_addresses(name, &["192.0.2.9"], 1));
     for (name, fleet) in names.iter().zip(&fleets) {
         eventually(name, || has(fleet, &["192.0.2.9"]));
     }
 }
 
 #[test]
-fn one_family_that_fails_leaves_its_last_answer() {
+fn failing_address_family_keeps_its_last_addresses() {
     let dns = NameServer::start();
-    dns.at("dual.test", &["192.0.2.1", "2001:db8::1"], 1);
+    dns.set_addresses("dual.test", &["192.0.2.1", "2001:db8::1"], 1);
     let fleets = fleets(&["dual.test"]);
     follow(&fleets, &dns, &[]);
-    dns.say("dual.test", RecordType::A, Say::At(vec!["192.0.2.2".parse().unwrap()], 1));
-    dns.say("dual.test", RecordType::AAAA, Say::Code(ResponseCode::ServFail));
+    dns.set_answer("dual.test", RecordType::A, DnsAnswer::At(vec!["192.0.2.2".parse().unwrap()], 1));
+    dns.set_answer("dual.test", RecordType::AAAA, DnsAnswer::Code(ResponseCode::ServFail));
     eventually("the other family is followed", || has(&fleets[0], &["192.0.2.2", "2001:db8::1"]));
-    dns.say("dual.test", RecordType::AAAA, Say::Code(ResponseCode::NoError));
-    eventually("what is gone is gone", || has(&fleets[0], &["192.0.2.2"]));
+    dns.set_answer("dual.test", RecordType::AAAA, DnsAnswer::Code(ResponseCode::NoError));
+    eventually("the removed address is gone", || has(&fleets[0], &["192.0.2.2"]));
 }
 
 #[test]
-fn a_name_without_an_address_gets_one_later() {
+fn name_without_addresses_is_resolved_later() {
     let dns = NameServer::start();
     let fleets = fleets(&["late.test"]);
     follow(&fleets, &dns, &[]);
     assert!(fleets[0].endpoints().is_empty(), "{:?}", fleets[0].endpoints());
-    eventually("it is asked for again", || dns.asked("late.test").len() >= 2);
-    dns.at("late.test", &["192.0.2.1"], 60);
+    eventually("it is resolved again", || dns.query_times("late.test").len() >= 2);
+    dns.set_addresses("late.test", &["192.0.2.1"], 60);
     eventually("it is found", || has(&fleets[0], &["192.0.2.1"]));
 }
 
 #[test]
-fn a_name_is_asked_for_once_however_many_servers_have_it() {
+fn name_of_several_servers_is_resolved_once() {
     let dns = NameServer::start();
-    dns.at("shared.test", &["192.0.2.1"], 60);
+    dns.set_addresses("shared.test", &["192.0.2.1"], 60);
     let fleets = fleets(&["shared.test:81", "Shared.Test:82", "192.0.2.7:83", "[2001:db8::7]:84"]);
     follow(&fleets, &dns, &[]);
     let addresses: Vec<_> = fleets.iter().map(|fleet| fleet.endpoints()[0].address.unwrap().to_string()).collect();
     assert_eq!(addresses, ["192.0.2.1:81", "192.0.2.1:82", "192.0.2.7:83", "[2001:db8::7]:84"]);
-    assert_eq!(dns.asked("shared.test").len(), 1);
+    assert_eq!(dns.query_times("shared.test").len(), 1);
     assert!(DnsCache::new(&fleets[2..]).is_empty(), "addresses are not looked up");
 }
 
 #[test]
-fn short_names_are_completed() {
+fn short_names_use_the_search_list() {
     let dns = NameServer::start();
-    dns.at("api.corp.test", &["192.0.2.1"], 60);
+    dns.set_addresses("api.corp.test", &["192.0.2.1"], 60);
     let fleets = fleets(&["api"]);
     follow(&fleets, &dns, &["lab.test", "corp.test"]);
     assert!(has(&fleets[0], &["192.0.2.1"]), "{:?}", fleets[0].endpoints());
@@ -177,19 +177,19 @@ fn gateway(server: &str) -> Gateway {
 }
 
 #[test]
-fn localhost_stands_in_the_hosts_file() {
+fn localhost_is_resolved_from_the_hosts_file() {
     let upstream = Upstream::start();
     assert_eq!(gateway(&format!("localhost:{}", upstream.address.port())).get("/").status, 200);
 }
 
 #[test]
-fn a_name_that_does_not_exist_is_a_503() {
-    // RFC 6761 §6.4: no server is asked for it.
+fn unknown_host_name_is_503() {
+    // RFC 6761 §6.4: no name server is asked for it.
     let gateway = gateway("no-such-server.invalid");
     let reply = gateway.get("/");
     reply.assert_problem(503, "no address");
     assert!(reply.header("retry-after").is_some() && !reply.text().contains("invalid"), "{}", reply.text());
-    eventually("it is told", || gateway.log().contains("cannot resolve host; it has no address yet"));
+    eventually("it is logged", || gateway.log().contains("cannot resolve host; it has no address yet"));
     assert!(gateway.log().contains(r#""host":"no-such-server.invalid","upstreams":"u""#), "{}", gateway.log());
     assert_eq!(gateway.get("/").status, 503);
 }

@@ -1,4 +1,4 @@
-//! The timeout of a route: all of a request, from its head to the end of its answer, whoever takes the time.
+//! The timeout of a route: the whole request, from its head to the end of the response, whichever side is slow.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::Client;
 use crate::support::frames::{HEADERS, Http2, RST_STREAM};
 use crate::support::gateway::Gateway;
@@ -16,10 +16,10 @@ use sluicegate::limiter::clock::monotonic;
 
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a loaded machine may add.
+/// Delay that a busy machine may add.
 const LATE: Duration = Duration::from_secs(3);
 
-/// Everything goes to one upstream within the timeout; `rest` stands at the end of the route.
+/// Forward everything to one upstream within the timeout. `rest` is appended to the route.
 fn gateway(upstream: SocketAddr, rest: &str) -> Gateway {
     Gateway::start(&format!(
         "[server]\nworkers = 1\n[upstream.u]\nservers = [\"http://{upstream}\"]\n\
@@ -34,15 +34,16 @@ fn assert_in_time(what: &str, begun: Instant) {
     assert!(time >= TIMEOUT.mul_f64(0.9) && time < TIMEOUT + LATE, "{what}: {time:?}");
 }
 
-/// Waits until the other side closes; what it sends until then is dropped.
+/// Wait until the other side closes, and discard what it sends.
 fn wait_for_close(stream: &mut TcpStream) {
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let mut rest = [0; 4096];
     while stream.read(&mut rest).expect("it is closed, not forgotten") > 0 {}
 }
 
-/// An upstream that begins with `start` and goes on with `piece`, one after each pause, until nobody takes it; then it tells.
-fn dripping(start: &'static str, piece: &'static [u8], pause: Duration) -> (SocketAddr, Receiver<()>) {
+/// An upstream that sends `start`, then `piece` after each pause until the connection is closed. Then the receiver
+/// gets a message.
+fn slow_upstream(start: &'static str, piece: &'static [u8], pause: Duration) -> (SocketAddr, Receiver<()>) {
     let (tell, ended) = channel();
     let address = serve(move |mut stream| {
         while let Some(head) = read_head(&mut stream) {
@@ -69,7 +70,7 @@ const ENDLESS: &str = "HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
 const LARGE: &[u8] = &[b'x'; 64 << 10];
 
 #[test]
-fn before_the_head_it_is_504_and_the_request_is_cancelled() {
+fn route_timeout_before_the_response_head_is_504() {
     let (tell, ended) = channel();
     let upstream = serve(move |mut stream| {
         while let Some(request) = read_request(&mut stream) {
@@ -90,18 +91,18 @@ fn before_the_head_it_is_504_and_the_request_is_cancelled() {
         let reply = client.request(method, "/slow", &[], body);
         reply.assert_problem(504, method);
         assert_in_time(method, begun);
-        let seen = ended.recv_timeout(PATIENCE).expect("it was asked");
+        let seen = ended.recv_timeout(MAX_WAIT).expect("it was asked");
         assert!(ended.try_recv().is_err(), "{method}: once");
         let problem = reply.json();
         assert!(problem["detail"].as_str().unwrap().contains("its route allows"), "{problem}");
         assert_eq!(problem["request_id"], seen.headers("x-request-id")[0]);
-        // What was charged stays charged.
+        // The charge is not refunded.
         assert_eq!(gateway.get("/quick").remaining("l"), 100 - 3 * (index as u64 + 1));
     }
 }
 
 #[test]
-fn an_answer_that_takes_too_long_breaks_off() {
+fn route_timeout_truncates_the_response() {
     for (what, start, piece, pause) in [
         ("chunks, little by little", CHUNKED, &b"1\r\na\r\n"[..], TIMEOUT / 50),
         ("chunks, silence", CHUNKED, b"", TIMEOUT),
@@ -110,7 +111,7 @@ fn an_answer_that_takes_too_long_breaks_off() {
         ("until the end of the connection", "HTTP/1.1 200 OK\r\n\r\n", b"abc", TIMEOUT / 50),
         ("as fast as it can", ENDLESS, LARGE, Duration::ZERO),
     ] {
-        let (upstream, ended) = dripping(start, piece, pause);
+        let (upstream, ended) = slow_upstream(start, piece, pause);
         let gateway = gateway(upstream, "");
         let mut client = gateway.client();
         let begun = monotonic();
@@ -121,7 +122,7 @@ fn an_answer_that_takes_too_long_breaks_off() {
             match client.stream.read(&mut sink) {
                 Ok(0) => break,
                 Ok(length) => tail = sink[length.saturating_sub(5)..length].to_vec(),
-                // Whoever keeps up loses nothing of what came before.
+                // A client that reads keeps all bytes that came before.
                 Err(error) => {
                     assert!(piece == LARGE && error.kind() == ErrorKind::ConnectionReset, "{what}: {error}");
                     break;
@@ -130,19 +131,19 @@ fn an_answer_that_takes_too_long_breaks_off() {
         }
         assert_in_time(what, begun);
         assert_ne!(tail, b"0\r\n\r\n", "{what}: it does not end like something whole");
-        ended.recv_timeout(PATIENCE).expect("the upstream hears of it");
+        ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
     }
 }
 
 #[test]
-fn a_client_that_does_not_read_does_not_hold_the_upstream_for_longer() {
-    let (upstream, ended) = dripping(ENDLESS, LARGE, Duration::ZERO);
+fn route_timeout_applies_to_a_client_that_does_not_read() {
+    let (upstream, ended) = slow_upstream(ENDLESS, LARGE, Duration::ZERO);
     let gateway = gateway(upstream, "");
     let mut client = gateway.client();
     let begun = monotonic();
     client.send(b"GET / HTTP/1.1\r\nHost: a.test\r\n\r\n");
-    // Far less than the body may stand still.
-    ended.recv_timeout(PATIENCE).expect("the upstream hears of it");
+    // Far below `body_idle_timeout`.
+    ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
     assert_in_time("a client that does not read", begun);
     let mut sink = vec![0; 1 << 20];
     let end = loop {
@@ -156,26 +157,26 @@ fn a_client_that_does_not_read_does_not_hold_the_upstream_for_longer() {
 }
 
 #[test]
-fn a_stream_that_takes_too_long_is_reset_alone() {
+fn route_timeout_resets_its_http2_stream_alone() {
     for (what, piece, pause) in
         [("it reads", &b"1\r\na\r\n"[..], TIMEOUT / 50), ("it does not read", LARGE, Duration::ZERO)]
     {
         let start = if piece == LARGE { ENDLESS } else { CHUNKED };
-        let (upstream, ended) = dripping(start, piece, pause);
+        let (upstream, ended) = slow_upstream(start, piece, pause);
         let gateway = gateway(upstream, "");
         let mut client = Http2::connect(gateway.address, &[]);
         let begun = monotonic();
         client.get(1, "/");
         while client.next().expect(what).kind != RST_STREAM {}
         assert_in_time(what, begun);
-        ended.recv_timeout(PATIENCE).expect("the upstream hears of it");
-        // The connection goes on.
+        ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
+        // The connection continues.
         client.get(3, "/quick");
         assert!(client.until(HEADERS, 3).is_some(), "{what}");
     }
 }
 
-/// An upstream that answers, and the numbers of its connections and requests.
+/// An upstream that responds and counts its connections and requests.
 fn counting() -> (SocketAddr, Arc<[AtomicUsize; 2]>) {
     let counts = Arc::<[AtomicUsize; 2]>::default();
     let count = counts.clone();
@@ -190,24 +191,24 @@ fn counting() -> (SocketAddr, Arc<[AtomicUsize; 2]>) {
 }
 
 #[test]
-fn what_is_in_time_leaves_its_connections_as_they_were() {
+fn requests_within_route_timeout_keep_their_connections() {
     let (upstream, counts) = counting();
     let gateway = gateway(upstream, "");
     let mut client = gateway.client();
     let begun = monotonic();
-    // Longer than the timeout, all together: each has its own.
+    // Longer than the timeout in total: each request has its own timeout.
     while begun.elapsed() < 2 * TIMEOUT {
         assert_eq!(client.get("/").text(), "ok");
         std::thread::park_timeout(TIMEOUT / 10);
     }
     assert_eq!(counts[0].load(Ordering::SeqCst), 1, "one after the other, on one connection");
-    // An idle client connection is not overdue.
+    // An idle client connection has no timeout.
     std::thread::park_timeout(TIMEOUT + TIMEOUT / 2);
     assert_eq!(client.get("/").text(), "ok");
 }
 
 #[test]
-fn a_tunnel_outlives_it() {
+fn websocket_outlives_route_timeout() {
     let upstream = serve(|mut stream| {
         if read_head(&mut stream).is_none() {
             return;
@@ -231,9 +232,9 @@ fn a_tunnel_outlives_it() {
 }
 
 #[test]
-fn waiting_for_a_turn_takes_of_its_time() {
+fn queueing_counts_towards_route_timeout() {
     let (upstream, counts) = counting();
-    // The second one has its turn after the timeout.
+    // The second request would be admitted after the timeout.
     let limit = "limits = [\"l\"]\n[limit.l]\nby = \"global\"\nquota = \"2/3s\"\nburst = 1\nmax_wait = \"10s\"\n\
                  [[route]]\nname = \"free\"\npath = \"/free\"\nupstream = \"u\"";
     let gateway = gateway(upstream, limit);
@@ -241,17 +242,17 @@ fn waiting_for_a_turn_takes_of_its_time() {
     assert_eq!(client.get("/").status, 200);
     client.get("/").assert_problem(504, "it has waited");
     assert_eq!(client.get("/free").status, 200);
-    // Nobody asks on behalf of a request that is over, and breaks off: the connection is the one that it was.
+    // The timed-out request makes no upstream request and closes no connection.
     assert_eq!(counts.each_ref().map(|count| count.load(Ordering::SeqCst)), [1, 2]);
 }
 
-/// What a client sends, and after a pause the rest of it.
+/// The bytes of a client, and after a pause the rest.
 type Upload = (&'static str, &'static str, Duration, &'static str, u16);
 
 #[test]
-fn a_client_that_holds_back_its_body_is_408_and_gets_no_refund() {
+fn client_that_withholds_its_body_is_408_without_refund() {
     const AT_ONCE: Duration = Duration::ZERO;
-    // Later than half of the timeout, and before its end.
+    // Later than half of the timeout and before its end.
     const BEFORE_THE_END: Duration = Duration::from_millis(750);
     let cases: [Upload; 5] = [
         ("no byte of the body", "Content-Length: 5\r\n\r\n", AT_ONCE, "", 408),
@@ -261,21 +262,21 @@ fn a_client_that_holds_back_its_body_is_408_and_gets_no_refund() {
         ("all of the body: the upstream is slow", "Content-Length: 5\r\n\r\nbody!", AT_ONCE, "", 504),
     ];
     for (what, first, pause, rest, status) in cases {
-        let (upstream, _ended) = dripping("", b"", AT_ONCE);
+        let (upstream, _ended) = slow_upstream("", b"", AT_ONCE);
         let limit = "limits = [\"l\"]\n[limit.l]\nby = \"ip\"\nalgorithm = \"fixed-window\"\n\
                      start = \"first-request\"\nquota = \"100/hour\"\nrefund_on = [\"5xx\", \"4xx\"]\n";
         let gateway = gateway(upstream, limit);
         let mut stream = TcpStream::connect(gateway.address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         stream.write_all(format!("POST /slow HTTP/1.1\r\nHost: a\r\n{first}").as_bytes()).unwrap();
         if !rest.is_empty() {
             std::thread::park_timeout(pause);
-            // A busy machine may be past the timeout already.
+            // On a busy machine the timeout may be over already.
             let _ = stream.write_all(rest.as_bytes());
         }
         let head = read_head(&mut stream).unwrap();
         assert!(head.starts_with(&format!("HTTP/1.1 {status} ")), "{what}: {head}");
-        // Of the request before, nothing is left only where it was refunded.
+        // The remaining shows whether the request before was refunded.
         let left = if status == 504 { 99 } else { 98 };
         assert_eq!(gateway.get("/quick").remaining("l"), left, "{what}");
     }

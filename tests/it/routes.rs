@@ -1,4 +1,4 @@
-//! What routes do with a request besides finding its upstream: other paths, redirects, shares of several upstreams.
+//! Rewritten paths, redirects, and weighted upstreams of routes.
 
 use std::cell::Cell;
 use std::net::SocketAddr;
@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use sluicegate::http::target::canonical_path;
 
-/// `ROUTES` of name, path and what becomes of the path.
+/// Routes: name, path, and the rewrite.
 fn rewriting(upstream: SocketAddr, routes: &[(&str, &str, &str)]) -> Gateway {
     let routes: String = routes
         .iter()
@@ -25,7 +25,7 @@ fn rewriting(upstream: SocketAddr, routes: &[(&str, &str, &str)]) -> Gateway {
     ))
 }
 
-fn ask(gateway: &Gateway, method: &str, target: &str) -> Reply {
+fn request(gateway: &Gateway, method: &str, target: &str) -> Reply {
     let mut client = gateway.client();
     client.send([method.as_bytes(), b" ", target.as_bytes(), b" HTTP/1.1\r\nHost: a.test\r\n\r\n"].concat().as_slice());
     let reply = if method == "HEAD" { client.head() } else { client.reply() };
@@ -45,7 +45,7 @@ const REWRITES: [(&str, &str, &str); 8] = [
     ("fixed", "/f/{*rest}", "rewrite = \"/caf%C3%A9\""),
 ];
 
-/// What is asked for, and what the upstream is asked for; a status where it is not asked.
+/// The requested target, and the target at the upstream or the status of the rejection.
 const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/v1/users", Ok("/users")),
     ("/v1/users/", Ok("/users/")),
@@ -56,7 +56,7 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/v1/a?", Ok("/a?")),
     ("/v1/v1/x", Ok("/v1/x")),
     ("/v1/a/b?c=/v1/d", Ok("/a/b?c=/v1/d")),
-    // Not a segment of its own.
+    // The prefix must end at a segment.
     ("/v1x", Err(404)),
     ("/v10/x", Err(404)),
     ("/a/b/7", Ok("/7")),
@@ -75,7 +75,7 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/w/a/b", Ok("/search?path=a%2Fb")),
     ("/w/", Ok("/search?path=")),
     ("/f/whatever?x", Ok("/caf%C3%A9?x")),
-    // However it is spelled, it is the canonical form that is rewritten.
+    // The canonical path is rewritten, in any spelling.
     ("//v1//x", Ok("/x")),
     ("/v1/%61%2D", Ok("/a-")),
     ("/%76%31/x", Ok("/x")),
@@ -83,7 +83,7 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/v1/a/../b", Ok("/b")),
     ("/v1/caf\u{e9}/%e2%82%ac", Ok("/caf%C3%A9/%E2%82%AC")),
     ("/r//evil.test/", Ok("/internal/evil.test/")),
-    // Nothing climbs out of its place.
+    // Dot segments do not leave the rewritten prefix.
     ("/r/../secret", Err(404)),
     ("/r/%2e%2e/secret", Err(404)),
     ("/r/a/%2e%2e/%2E./secret", Err(404)),
@@ -97,14 +97,14 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/r/%252e%252e/secret", Ok("/internal/%252e%252e/secret")),
     ("/r/.../..a", Ok("/internal/.../..a")),
     ("/s/.a/..b", Ok("/..b/x-.a.json?a=.a&fixed=1")),
-    // What ends a path or a head stays encoded, or is refused.
+    // Delimiters of paths and heads stay encoded, or are rejected.
     ("/r/a%3fb%23c", Ok("/internal/a%3Fb%23c")),
     ("/s/%3Fx=1/%23", Ok("/%23/x-%3Fx=1.json?a=%3Fx%3D1&fixed=1")),
     ("/r/a%0d%0aX-Evil:%201", Err(400)),
     ("/r/%00", Err(400)),
     ("/r/a%20b", Ok("/internal/a%20b")),
     ("/r/{id}%7bid%7d", Ok("/internal/%7Bid%7D%7Bid%7D")),
-    // One value in a query, whatever it is made of.
+    // A parameter is one value in a query.
     ("/s/1&fixed=2/b", Ok("/b/x-1&fixed=2.json?a=1%26fixed%3D2&fixed=1")),
     ("/s/a+b;c/d", Ok("/d/x-a+b;c.json?a=a%2Bb%3Bc&fixed=1")),
     ("/w/a&path=b?path=c", Ok("/search?path=a%26path%3Db&path=c")),
@@ -112,18 +112,18 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
 ];
 
 #[test]
-fn the_upstream_gets_the_path_that_the_route_says() {
+fn upstream_receives_the_rewritten_path() {
     let upstream = Upstream::start();
     let gateway = rewriting(upstream.address, &REWRITES);
     for (target, expected) in REWRITTEN {
         let before = upstream.count();
-        let reply = ask(&gateway, "GET", target);
+        let reply = request(&gateway, "GET", target);
         match expected {
             Ok(expected) => {
                 assert_eq!(reply.status, 200, "{target}: {}", reply.text());
                 assert_eq!(upstream.last().target(), *expected, "{target}");
-                // A target in absolute form is the same one.
-                assert_eq!(ask(&gateway, "GET", &format!("http://b.test{target}")).status, 200, "{target}");
+                // The absolute form is equivalent.
+                assert_eq!(request(&gateway, "GET", &format!("http://b.test{target}")).status, 200, "{target}");
                 let seen = upstream.last();
                 assert_eq!((seen.target(), &seen.headers("host")[..]), (*expected, &["b.test"][..]), "{target}");
             }
@@ -133,7 +133,7 @@ fn the_upstream_gets_the_path_that_the_route_says() {
             }
         }
     }
-    // Over HTTP/2 as well.
+    // The same over HTTP/2.
     let mut client = Http2::connect(gateway.address, &[]);
     client.get(1, "/s/1/2?b=3");
     assert!(client.until(HEADERS, 1).is_some());
@@ -141,7 +141,7 @@ fn the_upstream_gets_the_path_that_the_route_says() {
 }
 
 #[test]
-fn no_path_breaks_out_of_what_the_route_says() {
+fn no_path_escapes_its_rewrite() {
     const PIECES: [&str; 26] = [
         "/",
         "//",
@@ -179,7 +179,7 @@ fn no_path_breaks_out_of_what_the_route_says() {
         let place = path.split('{').next().unwrap();
         let target = format!("{place}{}", noise.iter().map(|piece| *piece.get(&PIECES)).collect::<String>());
         let before = upstream.count();
-        let reply = ask(&gateway, "GET", &target);
+        let reply = request(&gateway, "GET", &target);
         if reply.status != 200 {
             assert!(matches!(reply.status, 400 | 404), "{target}: {}", reply.status);
             assert_eq!(upstream.count(), before, "{target}");
@@ -216,15 +216,15 @@ fn no_path_breaks_out_of_what_the_route_says() {
 }
 
 #[test]
-fn a_target_that_becomes_too_long_is_414_and_costs_nothing() {
+fn target_too_long_after_rewrite_is_414_and_not_charged() {
     let upstream = Upstream::start();
     let limit = "limits = [\"once\"]\nrewrite = \"/{id}/{id}/{id}/{id}?a={id}\"\n[limit.once]\nby = \"global\"\nquota = \"1/hour\"";
     let gateway = rewriting(upstream.address, &[("long", "/{id}", limit)]);
-    ask(&gateway, "GET", &format!("/{}", "a".repeat(20_000))).assert_problem(414, "five times as long");
+    request(&gateway, "GET", &format!("/{}", "a".repeat(20_000))).assert_problem(414, "five times as long");
     assert_eq!(upstream.count(), 0);
-    assert_eq!(ask(&gateway, "GET", &format!("/{}", "a".repeat(10_000))).status, 200);
+    assert_eq!(request(&gateway, "GET", &format!("/{}", "a".repeat(10_000))).status, 200);
     assert_eq!(upstream.last().target().len(), 50_007);
-    assert_eq!(ask(&gateway, "GET", "/a").status, 429);
+    assert_eq!(request(&gateway, "GET", "/a").status, 429);
 }
 
 // ---- redirects -----------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ fn redirecting() -> Gateway {
     Gateway::start(&format!("[limit.once]\nby = \"global\"\nquota = \"1/hour\"\n{routes}"))
 }
 
-/// What is asked for, with which status and where it sends; nowhere where it is refused.
+/// The requested target, the status and the Location; an empty Location for a rejection.
 const REDIRECTED: &[(&str, u16, &str)] = &[
     ("/old/a/b", 308, "/new/a/b"),
     ("/old/a/b/?x=1&y=%2F", 308, "/new/a/b/?x=1&y=%2F"),
@@ -262,7 +262,7 @@ const REDIRECTED: &[(&str, u16, &str)] = &[
     ("/bare?x=1", 307, "http://www.example.com/?x=1"),
     ("/query", 303, "http://www.example.com/?a=1"),
     ("/query?b=2", 303, "http://www.example.com/?a=1&b=2"),
-    // Never the name of another host.
+    // Never another host.
     ("//evil.test", 308, "/evil.test"),
     ("///evil.test/..//evil.test", 308, "/evil.test"),
     ("/.//evil.test", 308, "/evil.test"),
@@ -278,7 +278,7 @@ const REDIRECTED: &[(&str, u16, &str)] = &[
     ("/\\evil.test", 400, ""),
     ("/%09/evil.test", 400, ""),
     ("/one/%2fevil.test", 400, ""),
-    // Never another line.
+    // Never another header line.
     ("/old/a%0d%0aSet-Cookie:%20a=b", 400, ""),
     ("/old/a%0aX:%20y", 400, ""),
     ("/old/a?b=%0d%0aSet-Cookie:%20a=b", 308, "/new/a?b=%0d%0aSet-Cookie:%20a=b"),
@@ -289,25 +289,25 @@ const REDIRECTED: &[(&str, u16, &str)] = &[
 ];
 
 #[test]
-fn a_redirect_says_where_to_ask_instead() {
+fn redirect_has_the_configured_location() {
     let gateway = redirecting();
     for (target, status, location) in REDIRECTED {
-        let reply = ask(&gateway, "GET", target);
+        let reply = request(&gateway, "GET", target);
         assert_eq!((reply.status, reply.header("location").unwrap_or_default()), (*status, *location), "{target}");
         assert_eq!((reply.header("set-cookie"), reply.header("x")), (None, None), "{target}");
         assert!(location.is_empty() || reply.header("content-length") == Some("0"), "{target}");
     }
     for method in ["HEAD", "POST", "OPTIONS", "DELETE", "PURGE"] {
-        let reply = ask(&gateway, method, "/old/a?x=1");
+        let reply = request(&gateway, method, "/old/a?x=1");
         assert_eq!((reply.status, reply.header("location")), (308, Some("/new/a?x=1")), "{method}");
     }
 }
 
 #[test]
-fn a_redirect_is_limited_and_reads_what_it_was_sent() {
+fn redirect_is_limited_and_drains_the_body() {
     let gateway = redirecting();
     let mut client = gateway.client();
-    // The connection goes on after a body that nobody wanted.
+    // The connection continues after an unread body.
     assert_eq!(client.request("POST", "/old/a", &[], b"body").status, 308);
     let reply = client.get("/limited");
     assert_eq!((reply.status, reply.header("location"), reply.remaining("once")), (308, Some("/"), 0));
@@ -317,7 +317,7 @@ fn a_redirect_is_limited_and_reads_what_it_was_sent() {
     assert_eq!(denied.header("location"), None);
 }
 
-// ---- shares --------------------------------------------------------------------------------------
+// ---- weighted upstreams --------------------------------------------------------------------------
 
 /// Two upstreams with these weights.
 fn sharing(weights: &str) -> (Upstream, Upstream, Gateway) {
@@ -332,7 +332,7 @@ fn sharing(weights: &str) -> (Upstream, Upstream, Gateway) {
 }
 
 #[test]
-fn upstreams_have_their_shares() {
+fn weighted_upstreams_get_their_shares() {
     for (weights, total, least, most) in [
         ("{ api = 9, canary = 1 }", 1000, 80, 120),
         ("{ api = 1, canary = 1 }", 1000, 480, 520),
@@ -351,7 +351,7 @@ fn upstreams_have_their_shares() {
 }
 
 #[test]
-fn one_client_gets_both_sides() {
+fn one_client_reaches_all_weighted_upstreams() {
     let (api, canary, gateway) = sharing("{ api = 3, canary = 1 }");
     let mut client: Client = gateway.client();
     for _ in 0..40 {
@@ -361,9 +361,9 @@ fn one_client_gets_both_sides() {
 }
 
 #[test]
-fn a_side_that_is_down_keeps_its_share() {
+fn weighted_upstream_that_is_down_keeps_its_share() {
     let api = Upstream::start();
-    // Bound but not listening: nobody else gets the port, and connections are refused.
+    // Bound but not listening: the port stays reserved, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let down = socket.local_addr().unwrap().as_socket().unwrap();

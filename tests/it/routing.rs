@@ -1,8 +1,8 @@
-//! Which route a request takes, and what is refused before any route, over the wire.
+//! Route selection over the wire, and requests that are rejected before it.
 
 use std::collections::BTreeSet;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::{Client, Reply};
 use crate::support::gateway::Gateway;
 use bytes::Bytes;
@@ -11,7 +11,7 @@ use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::time::timeout;
 
-/// Name, path and further criteria; each route answers with its name.
+/// Name, path and further criteria of the routes. Each responds with its name.
 const ROUTES: &[(&str, &str, &str)] = &[
     ("root", "/", ""),
     ("admin", "/admin", ""),
@@ -59,14 +59,14 @@ fn gateway() -> Gateway {
     Gateway::start(&config(ROUTES.iter()))
 }
 
-/// One request on a connection of its own.
+/// Send one request on a new connection.
 fn once(gateway: &Gateway, request: &[u8]) -> Reply {
     let mut client = gateway.client();
     client.send(request);
     client.reply().unwrap_or_else(|| panic!("no answer to {:?}", String::from_utf8_lossy(request)))
 }
 
-/// Method, host, target and header lines, and the route that answers.
+/// Method, Host, target, header lines, and the route that responds.
 type Case = (&'static str, &'static str, &'static str, &'static [(&'static str, &'static str)], &'static str);
 
 const ROUTED: &[Case] = &[
@@ -93,7 +93,7 @@ const ROUTED: &[Case] = &[
     ("GET", "a.test", "/", &[], "root"),
     ("GET", "a.test", "/?query", &[], "root"),
     ("GET", "a.test", "/x/..", &[], "root"),
-    // Parameters and rests.
+    // Parameters and `{*rest}`.
     ("GET", "a.test", "/users/7", &[], "users"),
     ("GET", "a.test", "/users/a%20b", &[], "users"),
     ("GET", "a.test", "/users/me", &[], "users-me"),
@@ -128,13 +128,13 @@ const ROUTED: &[Case] = &[
     ("GET", "www.example.com", "/only-any", &[], "only-any"),
     ("GET", "www.example.com", "/deep/literal", &[], "wild-rest"),
     ("GET", "api.example.com", "/nowhere", &[], "404"),
-    // A target that names its host.
+    // Absolute form.
     ("GET", "a.test", "http://api.example.com/where", &[], "where-exact"),
     ("GET", "api.example.com", "http://a.test/where", &[], "where-any"),
     ("GET", "a.test", "http://API.example.com:81/x/../where?q", &[], "where-exact"),
     ("GET", "a.test", "http://api.example.com", &[], "root"),
     ("GET", "a.test", "http://api.example.com?query", &[], "root"),
-    // Fields.
+    // Headers.
     ("GET", "a.test", "/version", &[], "version-any"),
     ("GET", "a.test", "/version", &[("X-Version", "2")], "version-2"),
     ("GET", "a.test", "/version", &[("x-version", "3")], "version-3"),
@@ -158,7 +158,7 @@ const ROUTED: &[Case] = &[
 ];
 
 #[test]
-fn the_best_route_answers_whatever_the_order_of_the_file() {
+fn best_route_is_chosen_in_any_order_of_the_file() {
     for (order, config) in [("as written", config(ROUTES.iter())), ("reversed", config(ROUTES.iter().rev()))] {
         let gateway = Gateway::start(&config);
         let mut client = gateway.client();
@@ -177,7 +177,7 @@ fn the_best_route_answers_whatever_the_order_of_the_file() {
 }
 
 #[test]
-fn ambiguous_paths_are_refused() {
+fn ambiguous_paths_are_rejected() {
     let gateway = gateway();
     let mut client = gateway.client();
     for path in [
@@ -199,18 +199,18 @@ fn ambiguous_paths_are_refused() {
         "/%zz",
         "/files/%2F",
         "http://a.test/a%2Fb",
-        // No path at all.
+        // Not a path.
         "admin",
         "a.test:80",
     ] {
         client.get(path).assert_problem(400, path);
     }
-    // A query may say what it likes.
+    // A query may contain anything.
     assert_eq!(client.get("/admin?a=%2F%00%5C\\").text(), "admin");
 }
 
 #[test]
-fn a_request_has_one_good_host() {
+fn request_needs_exactly_one_valid_host() {
     let gateway = gateway();
     for (what, host) in [
         ("no Host", ""),
@@ -238,7 +238,7 @@ fn a_request_has_one_good_host() {
 }
 
 #[test]
-fn http_1_0_needs_no_host() {
+fn http_1_0_request_needs_no_host() {
     let gateway = gateway();
     for (request, expected) in [
         ("GET /where HTTP/1.0\r\n\r\n", "where-any"),
@@ -259,7 +259,7 @@ fn http_1_0_needs_no_host() {
 }
 
 #[test]
-fn a_method_that_no_route_serves_is_405_with_what_is_allowed() {
+fn method_without_a_route_is_405_with_allow() {
     let gateway = gateway();
     let mut client = gateway.client();
     for method in ["DELETE", "PATCH", "OPTIONS", "PURGE", "G-ET"] {
@@ -276,7 +276,7 @@ fn a_method_that_no_route_serves_is_405_with_what_is_allowed() {
 }
 
 #[test]
-fn route_with_methods_comes_before_one_without() {
+fn route_with_methods_precedes_one_without() {
     let routes = [
         ("rest", "/mixed", ""),
         ("read", "/mixed", "methods = [\"GET\", \"HEAD\"]"),
@@ -307,7 +307,7 @@ fn route_with_methods_comes_before_one_without() {
 }
 
 #[test]
-fn methods_that_gateways_do_not_serve_are_501() {
+fn connect_and_trace_are_501() {
     let gateway = gateway();
     for request in [
         "CONNECT a.test:443 HTTP/1.1\r\nHost: a.test:443\r\n\r\n",
@@ -321,7 +321,7 @@ fn methods_that_gateways_do_not_serve_are_501() {
 }
 
 #[test]
-fn targets_have_a_bound() {
+fn target_longer_than_max_uri_is_414() {
     let gateway = Gateway::start(&format!("[server]\nmax_uri = \"1KiB\"\n{}", config(ROUTES.iter())));
     let mut client = gateway.client();
     let path = |length: usize| format!("/files/{}", "a".repeat(length - "/files/".len()));
@@ -337,12 +337,12 @@ fn targets_have_a_bound() {
 }
 
 #[test]
-fn heads_have_bounds() {
+fn head_beyond_its_bounds_is_431() {
     let settings = "[server]\nmax_header_size = \"8KiB\"\nmax_headers = 20\n";
     let gateway = Gateway::start(&format!("{settings}{}", config(ROUTES.iter())));
-    // What stands around the long value.
+    // The length of the head without the long value.
     const HEAD: usize = "GET /admin HTTP/1.1\r\nHost: a.test\r\nx-long: \r\n\r\n".len();
-    // The Host is a line as well.
+    // Host counts as a header.
     let lines = |count: usize| (1..count).map(|index| format!("x-{index}: 1\r\n")).collect::<String>();
     let long = |length: usize| format!("x-long: {}\r\n", "a".repeat(length));
     for (what, headers, expected) in [
@@ -357,7 +357,7 @@ fn heads_have_bounds() {
         let reply = once(&gateway, format!("GET /admin HTTP/1.1\r\nHost: a.test\r\n{headers}\r\n").as_bytes());
         assert_eq!(reply.status, expected, "{what}");
     }
-    // A head that never ends is refused while it is still being sent.
+    // A head without end is rejected while it arrives.
     let reply =
         once(&gateway, format!("GET /admin HTTP/1.1\r\nHost: a.test\r\nx-long: {}", "a".repeat(9 << 10)).as_bytes());
     assert_eq!(reply.status, 431, "a head without an end");
@@ -365,7 +365,7 @@ fn heads_have_bounds() {
 }
 
 #[test]
-fn what_is_no_http_is_400_and_does_no_harm() {
+fn invalid_http_is_400_and_affects_no_other_request() {
     let gateway = gateway();
     for request in [
         &b"\r\n \r\n\r\n"[..],
@@ -381,9 +381,9 @@ fn what_is_no_http_is_400_and_does_no_harm() {
         b"GET /ad\x7fmin HTTP/1.1\r\nHost: a.test\r\n\r\n",
         b"G(T /admin HTTP/1.1\r\nHost: a.test\r\n\r\n",
         b"\0\0\0\0 / HTTP/1.1\r\n\r\n",
-        // The start of a TLS handshake.
+        // A TLS handshake.
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 abc\r\n\r\n",
-        // The preface of a protocol that is nearly HTTP/2.
+        // Almost the HTTP/2 preface.
         b"PRI * HTTP/3.0\r\n\r\n",
         b"GET /admin HTTP/1.1\r\nHost: a.test\r\nno colon\r\n\r\n",
         b"GET /admin HTTP/1.1\r\nHost: a.test\r\nx y: 1\r\n\r\n",
@@ -411,7 +411,7 @@ fn what_is_no_http_is_400_and_does_no_harm() {
 }
 
 #[test]
-fn requests_may_be_pipelined() {
+fn pipelined_requests_are_served_in_order() {
     let gateway = gateway();
     let mut client = gateway.client();
     let request = |path| format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n\r\n");
@@ -422,7 +422,7 @@ fn requests_may_be_pipelined() {
 }
 
 #[test]
-fn http_2_by_prior_knowledge_is_routed_alike() {
+fn http2_by_prior_knowledge_is_routed_alike() {
     let limit =
         "[limit.hourly]\nby = \"ip\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\n";
     let limited = "[[route]]\nname = \"limited\"\npath = \"/limited\"\nlimits = [\"hourly\"]\n\
@@ -482,13 +482,13 @@ fn http_2_by_prior_knowledge_is_routed_alike() {
             ("file", &http::HeaderValue::from_static("\"hourly\";r=98;t=3600"))
         );
     };
-    runtime.block_on(async { timeout(PATIENCE, talk).await.expect("HTTP/2 is answered") });
+    runtime.block_on(async { timeout(MAX_WAIT, talk).await.expect("HTTP/2 is answered") });
     let mut client = Client::connect(gateway.address);
     assert_eq!(client.get("/limited").remaining("hourly"), 97, "HTTP/1.1 on the same port counts in the same bucket");
 }
 
 #[test]
-fn allow_names_the_methods_of_all_hosts_that_the_request_matches() {
+fn allow_lists_the_methods_of_all_matching_hosts() {
     let routes: String = [("GET", "host = \"a.h.test\"\n"), ("POST", "host = \"*.h.test\"\n"), ("PUT", "")]
         .map(|(method, host)| {
             format!(
@@ -510,7 +510,7 @@ fn allow_names_the_methods_of_all_hosts_that_the_request_matches() {
     }
 }
 
-/// Servers take the first line, the last one, or both with a comma between.
+/// Servers take the first line, the last one, or both joined with a comma.
 #[test]
 fn several_lines_of_a_header_select_no_route() {
     let gateway = Gateway::start(

@@ -1,4 +1,4 @@
-//! The schema of the configuration is what the gateway accepts: words, bounds and defaults, and the tables of the documents.
+//! The JSON Schema matches the gateway: words, bounds, defaults, and the tables of the documents.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ impl Validator {
         Validator(schemas, index)
     }
 
-    fn says(&self, toml: &str) -> Result<(), String> {
+    fn validate_toml(&self, toml: &str) -> Result<(), String> {
         let value: Value = toml::from_str(toml).unwrap();
         self.0.validate(&value, self.1).map_err(|error| format!("{error:#}"))
     }
@@ -35,7 +35,7 @@ fn gateway() -> Validator {
 }
 
 #[test]
-fn the_documents_have_what_the_types_say() {
+fn documents_match_the_configuration_types() {
     for (name, text) in reference::schemas() {
         let committed = std::fs::read_to_string(root().join("docs").join(name)).unwrap_or_default();
         assert!(committed == text, "docs/{name} differs from the types; `make reference` writes it again");
@@ -50,7 +50,7 @@ fn the_documents_have_what_the_types_say() {
 }
 
 #[test]
-fn the_command_prints_the_same() {
+fn schema_command_prints_the_committed_schema() {
     for (arguments, name) in
         [(&["schema"][..], "gateway.schema.json"), (&["schema", "consumers"], "consumers.schema.json")]
     {
@@ -61,27 +61,27 @@ fn the_command_prints_the_same() {
 }
 
 #[test]
-fn good_files_are_valid() {
+fn valid_files_match_the_schema() {
     let schema = gateway();
     let valid = std::fs::read_dir(root().join("tests/config/valid")).unwrap().map(|entry| entry.unwrap().path());
     let files: Vec<_> = valid.chain([root().join("gateway.toml")]).collect();
     assert!(files.len() >= 4, "{files:?}");
     for path in files {
         let text = std::fs::read_to_string(&path).unwrap();
-        assert_eq!(schema.says(&text), Ok(()), "{}", path.display());
+        assert_eq!(schema.validate_toml(&text), Ok(()), "{}", path.display());
     }
     let consumers = std::fs::read_to_string(root().join("consumers.toml")).unwrap();
-    assert_eq!(Validator::new(schema::consumers().to_value()).says(&consumers), Ok(()));
+    assert_eq!(Validator::new(schema::consumers().to_value()).validate_toml(&consumers), Ok(()));
 }
 
-/// A file with a route whose keys depend on nothing else, completed by one more table or key.
+/// A file with a minimal route, to which a case adds one table or key.
 const BASE: &str =
     "[[listener]]\naddress = \"127.0.0.1:0\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
 
 #[test]
-fn what_is_wrong_is_invalid() {
+fn invalid_values_fail_the_schema() {
     let schema = gateway();
-    assert_eq!(schema.says(BASE), Ok(()));
+    assert_eq!(schema.validate_toml(BASE), Ok(()));
     for wrong in [
         "[serve]\nworkers = 1",
         "[server]\nworker = 1",
@@ -103,16 +103,16 @@ fn what_is_wrong_is_invalid() {
         "[[route]]\npath = \"/\"",
         "[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certs = []",
     ] {
-        assert!(schema.says(&format!("{BASE}{wrong}\n")).is_err(), "{wrong}");
+        assert!(schema.validate_toml(&format!("{BASE}{wrong}\n")).is_err(), "{wrong}");
     }
-    // What the environment will say is not known yet.
+    // The value of the variable is unknown.
     for right in ["[server]\nthreading = \"${LAYOUT}\"\ndrain_timeout = \"${DRAIN:-30s}\"", "[server.x]\n"] {
-        assert_eq!(schema.says(&format!("{BASE}{right}\n")).is_ok(), right.contains("${"), "{right}");
+        assert_eq!(schema.validate_toml(&format!("{BASE}{right}\n")).is_ok(), right.contains("${"), "{right}");
     }
 }
 
-/// A file in which each key may be set that the schema has something to say of.
-fn everywhere() -> Value {
+/// A file in which every key of the schema can be set.
+fn every_key() -> Value {
     json!({
         "server": {}, "log": {}, "client_ip": {}, "jwt": {}, "api_key": {},
         "store": { "url": "redis://127.0.0.1:1" },
@@ -134,7 +134,7 @@ fn everywhere() -> Value {
     })
 }
 
-/// What the gateway makes of a file: what is in force, or why not.
+/// Load a file. Return the compiled configuration as text, or the errors.
 fn load(file: &Value) -> Result<String, String> {
     let directory = tempfile::tempdir().unwrap();
     for name in ["one.pem", "one.key"] {
@@ -198,7 +198,7 @@ fn load(file: &Value) -> Result<String, String> {
     Ok(text.replace(&directory.path().display().to_string(), ""))
 }
 
-/// A place of a file for a path of the schema; `*` is whatever stands there, a list is its first.
+/// Return the value at a path. `*` is any name, a list is its first element.
 fn at<'v>(file: &'v mut Value, path: &[String]) -> Option<&'v mut Value> {
     path.iter().try_fold(file, |value, key| match value {
         Value::Array(items) => items.first_mut(),
@@ -210,7 +210,7 @@ fn at<'v>(file: &'v mut Value, path: &[String]) -> Option<&'v mut Value> {
     })
 }
 
-/// The leaves of a schema with their paths.
+/// Return the leaves of a schema with their paths.
 fn leaves(schema: &Value, path: &[String], found: &mut Vec<(Vec<String>, Value)>) {
     let deeper = |key: &str| path.iter().cloned().chain([key.to_owned()]).collect::<Vec<_>>();
     let forms = schema["anyOf"].as_array().into_iter().flatten();
@@ -228,9 +228,9 @@ fn leaves(schema: &Value, path: &[String], found: &mut Vec<(Vec<String>, Value)>
     found.push((path.to_vec(), schema.clone()));
 }
 
-/// A file in which the key of a path may be set; some need company.
-fn company(path: &str) -> Value {
-    let mut file = everywhere();
+/// A file in which the key of a path is valid. Some keys need others.
+fn file_with(path: &str) -> Value {
+    let mut file = every_key();
     let mut set = |path: &str, value: Value| {
         let path: Vec<_> = path.split('.').map(str::to_owned).collect();
         *at(&mut file, &path).unwrap() = value;
@@ -263,21 +263,21 @@ fn company(path: &str) -> Value {
     file
 }
 
-/// A default that is written changes nothing, the words and the ends of a range are accepted, what is beyond them is not.
+/// A default that is written changes nothing; words and ends of ranges are accepted, values beyond them are rejected.
 #[test]
-fn defaults_words_and_bounds_are_those_of_the_gateway() {
+fn schema_defaults_words_and_bounds_match_the_gateway() {
     let mut found = Vec::new();
     leaves(&schema::gateway().to_value(), &[], &mut found);
     let (mut seen, mut wrong) = ((0, 0, 0), Vec::new());
     for (path, schema) in found {
         let name = path.join(".");
         let with = |value: &Value| {
-            let mut file = company(&name);
+            let mut file = file_with(&name);
             *at(&mut file, &path).unwrap_or_else(|| panic!("no place for {name}")) = value.clone();
             load(&file)
         };
         if !schema["default"].is_null() {
-            let (with, without) = (with(&schema["default"]), load(&company(&name)));
+            let (with, without) = (with(&schema["default"]), load(&file_with(&name)));
             if with.is_err() || with != without {
                 wrong.push(format!("{name}: the default is another one\n{with:?}\n{without:?}"));
             }

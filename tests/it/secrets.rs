@@ -1,5 +1,5 @@
-//! A thousand secrets pass through, and a few stand in the configuration: none of them is found in a log, a metric, a page, a trace or
-//! an answer.
+//! Secrets in requests and in the configuration appear in no log, metric, page, trace or response (fault 40 in
+//! docs/testing.md).
 
 use std::collections::{BTreeSet, HashSet};
 use std::fs;
@@ -17,15 +17,15 @@ use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use prost::Message;
 use serde_json::{Value, json};
 
-/// Is in every secret, and nowhere else.
+/// This text is in every secret and nowhere else.
 const MARK: &str = "planted";
 
-/// Bytes by which those that are encoded are recognised.
+/// The first bytes by which encoded secrets are recognized.
 const START: usize = 20;
 
 const FORMATS: [&str; 2] = ["json", "text"];
 
-/// Of the configuration; each is in the file or the environment of the gateway.
+/// The secrets of the configuration, in the file or the environment.
 const OWN: [&str; 6] = [
     "planted-admin-token",
     "planted-store-password",
@@ -35,7 +35,7 @@ const OWN: [&str; 6] = [
     "planted-user",
 ];
 
-/// What a request carries, and what of it nobody is to see.
+/// A request with secrets.
 struct Planted {
     target: String,
     headers: Vec<(&'static str, String)>,
@@ -57,7 +57,7 @@ fn one(number: usize, path: &str, signer: &Key) -> Planted {
     };
     let headers = match number % 10 {
         0 => vec![("x-api-key", secret)],
-        1 => vec![("x-api-key", known(number))],
+        1 => vec![("x-api-key", consumer_key(number))],
         2 => vec![("x-api-key", secret.clone()), ("x-api-key", format!("{secret}-too"))],
         3 => vec![("authorization", format!("Bearer {secret}"))],
         4 => vec![("authorization", format!("Bearer {}", whole(signer.token(&claims))))],
@@ -75,13 +75,13 @@ fn one(number: usize, path: &str, signer: &Key) -> Planted {
         ],
     };
     if number % 10 == 1 {
-        secrets = vec![known(number)];
+        secrets = vec![consumer_key(number)];
     }
     Planted { target, headers, secrets }
 }
 
 /// The key of one of ten consumers.
-fn known(number: usize) -> String {
+fn consumer_key(number: usize) -> String {
     format!("planted-consumer-{}", number / 10 % 10)
 }
 
@@ -90,7 +90,7 @@ fn consumers() -> String {
         digest(&SHA256, key.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
     };
     let one = |number: usize| {
-        format!("[[consumer]]\nname = \"c{number}\"\nkeys = [\"sha256:{}\"]\n", hash(known(number * 10)))
+        format!("[[consumer]]\nname = \"c{number}\"\nkeys = [\"sha256:{}\"]\n", hash(consumer_key(number * 10)))
     };
     (0..10).map(one).collect()
 }
@@ -130,7 +130,7 @@ fn config(format: &str, port: u16, upstream: &Upstream, broken: &Upstream, colle
     .concat()
 }
 
-/// What has been seen, where.
+/// Collected output and its source.
 #[derive(Default)]
 struct Seen(Vec<(String, Vec<u8>)>);
 
@@ -144,7 +144,7 @@ impl Seen {
         self.add(place, reply.body.clone());
     }
 
-    /// All of them are marked, but for those that are encoded.
+    /// All secrets have the mark, except encoded ones.
     fn assert_has_none_of(&self, secrets: &BTreeSet<String>) {
         let (marked, encoded): (Vec<_>, Vec<_>) = secrets.iter().partition(|secret| secret.contains(MARK));
         assert!(marked.len() > 800 && encoded.len() > 400, "{} and {}", marked.len(), encoded.len());
@@ -161,11 +161,11 @@ impl Seen {
 }
 
 #[test]
-fn none_of_a_thousand_secrets_is_found_anywhere() {
+fn thousand_secrets_of_requests_appear_nowhere() {
     let signer = Key::ed("k");
     let requests = planted(1_000, &signer);
     let mut secrets: BTreeSet<_> = requests.iter().flat_map(|planted| planted.secrets.clone()).collect();
-    // The head of a token says nothing of anybody.
+    // The header of a JWT is not secret.
     secrets.remove(signer.token(&json!({})).split('.').next().unwrap());
     assert!(secrets.len() >= 1_000, "{}", secrets.len());
     secrets.extend(OWN.map(str::to_owned));
@@ -175,7 +175,7 @@ fn none_of_a_thousand_secrets_is_found_anywhere() {
         let redis = Redis::start_with(port, &["--port", &port.to_string(), "--requirepass", "planted-store-password"]);
         let redis = redis.expect("a server with a password");
         let upstream = Upstream::start();
-        let broken = Upstream::answering(|_| b"HTTP/1.1 planted-answer\r\n\r\n".to_vec());
+        let broken = Upstream::responding(|_| b"HTTP/1.1 planted-answer\r\n\r\n".to_vec());
         let collector = Upstream::start();
         let files = [("consumers.toml", &*consumers()), ("jwks.json", &*key_set(&[&signer]))];
         let text = config(format, port, &upstream, &broken, &collector);
@@ -202,10 +202,10 @@ fn none_of_a_thousand_secrets_is_found_anywhere() {
         }
         drop(redis);
         requests.iter().step_by(7).for_each(|planted| send(planted, &mut seen));
-        eventually("the store is given up", || gateway.log().contains("redis at"));
+        eventually("the breaker opens", || gateway.log().contains("redis at"));
         gateway.terminate();
         assert!(gateway.wait().success());
-        // All that can become of a request was there.
+        // The requests cover all outcomes.
         for status in [200, 400, 401, 404, 429, 502, 503] {
             assert!(statuses.contains(&status), "{status} is missing in {statuses:?}");
         }
@@ -229,7 +229,7 @@ fn none_of_a_thousand_secrets_is_found_anywhere() {
 }
 
 #[test]
-fn a_report_of_errors_shows_no_secret() {
+fn error_reports_show_no_secret() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
     for faulty in [
@@ -263,7 +263,7 @@ fn a_report_of_errors_shows_no_secret() {
     }
 }
 
-/// The keys of a schema that take a string, with the tables that lead to them; `[]` for a list, `NAME` for names of one's own.
+/// Collect the keys of a schema that take a string, with their tables. `[]` is a list, `NAME` a name.
 fn string_keys(schema: &Value, node: &Value, path: &[String], found: &mut Vec<Vec<String>>) {
     if path.len() > 8 {
         return;
@@ -291,7 +291,7 @@ fn string_keys(schema: &Value, node: &Value, path: &[String], found: &mut Vec<Ve
     }
 }
 
-/// A value at the end of a path.
+/// Return a value at a path.
 fn nested(path: &[String], value: &str) -> Value {
     match path.split_first() {
         None => json!(value),
@@ -300,7 +300,7 @@ fn nested(path: &[String], value: &str) -> Value {
     }
 }
 
-/// The keys of a file that take a string.
+/// Return the keys of a file that take a string.
 fn keys_of(file: &str) -> Vec<Vec<String>> {
     let path = format!("{}/docs/{file}.schema.json", env!("CARGO_MANIFEST_DIR"));
     let schema: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
@@ -312,14 +312,14 @@ fn keys_of(file: &str) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn a_secret_at_any_key_of_the_schema_is_not_reported() {
+fn secret_at_any_key_of_the_schema_is_not_reported() {
     let keys = keys_of("gateway");
     assert!(keys.len() > 80, "{} keys", keys.len());
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
     for key in &keys {
         for value in ["http://planted:planted@host/?pass=planted", "/?token=planted"] {
-            // Beside a key that nobody knows: there is always a report.
+            // Next to an unknown key, so that there is always an error.
             let mut written = nested(key, value);
             written["foo"] = json!("redis://planted@host");
             fs::write(&path, toml::to_string(&written).unwrap()).unwrap();
@@ -334,7 +334,7 @@ fn a_secret_at_any_key_of_the_schema_is_not_reported() {
 }
 
 #[test]
-fn a_secret_at_any_key_of_consumers_is_not_reported() {
+fn secret_at_any_key_of_consumers_is_not_reported() {
     let keys = keys_of("consumers");
     assert!(keys.len() >= 4, "{keys:?}");
     let config = format!(
@@ -348,12 +348,13 @@ fn a_secret_at_any_key_of_consumers_is_not_reported() {
     for key in &keys {
         let is_hash = key.iter().any(|name| name == "keys");
         for value in ["http://planted:planted@host/?pass=planted", "/?token=planted", "planted-key"] {
-            // A name, a tier and a quota are no secrets, unless they look like one.
+            // Names, tiers and quotas are not secret unless they look like a secret.
             if value == "planted-key" && !is_hash {
                 continue;
             }
             let mut written = nested(key, value);
-            // In a consumer with a name, so that all of it is looked at; beside an unknown key, so that there is always a report.
+            // In a consumer with a name, so that all of it is validated; next to an unknown key, so that there is
+            // always an error.
             let consumer = &mut written["consumer"][0];
             if consumer["name"].is_null() {
                 consumer["name"] = json!("acme");

@@ -1,15 +1,16 @@
-//! Requests within requests: two framings, broken lengths and chunks, upgrades. What counts is what the upstream saw.
+//! Request smuggling: two framings, malformed lengths and chunks, upgrades. The tests check what the upstream
+//! received. Faults 1, 2 and 7 in docs/testing.md.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex};
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Upstream, read_head, serve};
 
-/// One worker, so that all requests share the upstream's connections, as smuggling needs it.
+/// One worker, so that all requests share the upstream connections, as smuggling needs.
 fn gateway(upstream: &str) -> Gateway {
     Gateway::start(&format!(
         "[server]\nworkers = 1\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
@@ -17,11 +18,11 @@ fn gateway(upstream: &str) -> Gateway {
     ))
 }
 
-/// Sends everything at once and reads until the gateway closes.
+/// Send all bytes at once and read until the gateway closes.
 fn exchange(gateway: &Gateway, bytes: &[u8], half_close: bool) -> Vec<u8> {
     let mut stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    // Whoever is refused early may be refused while he still sends.
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
+    // A rejected client may get an error while it still sends.
     let _ = stream.write_all(bytes);
     if half_close {
         let _ = stream.shutdown(Shutdown::Write);
@@ -33,31 +34,31 @@ fn exchange(gateway: &Gateway, bytes: &[u8], half_close: bool) -> Vec<u8> {
     answer
 }
 
-/// The statuses of all answers, in their order.
+/// Return the statuses of all responses in order.
 fn statuses(answer: &[u8]) -> Vec<u16> {
     let text = String::from_utf8_lossy(answer);
     text.split("HTTP/1.1 ").skip(1).map(|rest| rest[..3].parse().unwrap()).collect()
 }
 
-/// Ends a connection that is still open for requests.
+/// A last request that closes the connection.
 const LAST: &[u8] = b"GET /last HTTP/1.1\r\nHost: a.test\r\nConnection: close\r\n\r\n";
 const SMUGGLED: &str = "GET /smuggled HTTP/1.1\r\nHost: a.test\r\n\r\n";
 
-/// What the gateway makes of two framings.
+/// The expected handling of two framings.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Framing {
-    /// The chunks count, and the connection ends: the length was a lie.
+    /// Chunked applies, and the connection is closed: Content-Length was false.
     Both,
-    /// The chunks count; there is no length.
+    /// Chunked applies; there is no Content-Length.
     Chunks,
-    /// The length counts; there are no chunks.
+    /// Content-Length applies; there is no Transfer-Encoding.
     Length,
-    /// Nobody can tell: refused with this status, and the connection ends.
+    /// Ambiguous: rejected with this status, and the connection is closed.
     Refused(u16),
 }
 use Framing::{Both, Chunks, Length, Refused};
 
-/// Name, section, lines of the head with `$` for the length, what becomes of it.
+/// Name, section, header lines with `$` for the length, and the handling.
 const TWO_FRAMINGS: &[(&str, &str, &str, Framing)] = &[
     ("length, then chunks", "9112 6.3", "Content-Length: $\r\nTransfer-Encoding: chunked", Both),
     ("chunks, then length", "9112 6.3", "Transfer-Encoding: chunked\r\nContent-Length: $", Both),
@@ -110,12 +111,7 @@ const TWO_FRAMINGS: &[(&str, &str, &str, Framing)] = &[
     ("gzip is last", "9112 6.3", "Content-Length: $\r\nTransfer-Encoding: chunked, gzip", Refused(400)),
     ("chunked twice", "9112 6.1", "Content-Length: $\r\nTransfer-Encoding: chunked, chunked", Refused(501)),
     ("gzip first", "9112 6.1", "Content-Length: $\r\nTransfer-Encoding: gzip, chunked", Refused(501)),
-    (
-        "a coding that nobody knows first",
-        "9112 6.1",
-        "Content-Length: $\r\nTransfer-Encoding: x, chunked",
-        Refused(501),
-    ),
+    ("an unknown coding first", "9112 6.1", "Content-Length: $\r\nTransfer-Encoding: x, chunked", Refused(501)),
     ("an empty element first", "9110 5.6.1", "Content-Length: $\r\nTransfer-Encoding: , chunked", Refused(501)),
     ("an empty element last", "9110 5.6.1", "Content-Length: $\r\nTransfer-Encoding: chunked,", Refused(400)),
     (
@@ -182,12 +178,12 @@ const TWO_FRAMINGS: &[(&str, &str, &str, Framing)] = &[
 ];
 
 #[test]
-fn two_framings_never_make_two_requests() {
+fn request_with_two_framings_is_never_read_as_two() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream.url());
-    // By the chunks the body is over at once, and the second request follows; by the length it is part of the body.
+    // By the chunks the body ends at once and the second request follows; by the length it is part of the body.
     let after = format!("0\r\n\r\n{SMUGGLED}");
-    // By the chunks the second request is the body; by the length it follows behind the first line.
+    // By the chunks the second request is the body; by the length it follows the first line.
     let first = format!("{:x}\r\n", SMUGGLED.len());
     let inside = format!("{first}{SMUGGLED}\r\n0\r\n\r\n");
     let mut variants = 0;
@@ -196,7 +192,7 @@ fn two_framings_never_make_two_requests() {
             .into_iter()
             .flat_map(|method| [(method, (after.len(), &after)), (method, (first.len(), &inside))])
         {
-            // With one framing the bytes behind it are the next request, and no smuggling.
+            // With one valid framing, the following bytes are the next request.
             let plain = if body == &after { Chunks } else { Length };
             if *framing == plain {
                 continue;
@@ -239,15 +235,15 @@ fn two_framings_never_make_two_requests() {
     let seconds = upstream.heads.lock().unwrap().iter().filter(|head| head.starts_with("GET /smuggled")).count();
     assert_eq!(seconds, 0);
     println!(
-        "row 1: {} families, {variants} variants, {seconds} second requests, 0 heads with both",
+        "fault 1: {} families, {variants} variants, {seconds} second requests, 0 heads with both",
         TWO_FRAMINGS.len()
     );
     assert!(TWO_FRAMINGS.len() >= 40);
-    // The last requests came on the connections of the first.
+    // The last requests used the upstream connections of the first ones.
     assert_eq!(Client::connect(gateway.address).get("/").status, 200);
 }
 
-/// Lines of the head that say a wrong length of `hello`.
+/// Malformed lengths for the body `hello`.
 const LENGTHS: &[(&str, &str, &[u8])] = &[
     ("a sign", "9110 8.6", b"Content-Length: +5"),
     ("below zero", "9110 8.6", b"Content-Length: -5"),
@@ -289,7 +285,7 @@ const LENGTHS: &[(&str, &str, &[u8])] = &[
     ("HTTP/1.0 knows no chunks", "9112 6.1", b"Connection: keep-alive"),
 ];
 
-/// Bodies that are no chunks (RFC 9112 §7.1); `hello` is five bytes.
+/// Malformed chunked bodies (RFC 9112 §7.1). `hello` has five bytes.
 const CHUNKS: &[(&str, &[u8])] = &[
     ("no size", b"\r\nhello\r\n0\r\n\r\n"),
     ("no chunk", b"hello\r\n0\r\n\r\n"),
@@ -331,7 +327,7 @@ const CHUNKS: &[(&str, &[u8])] = &[
     ("a trailer with a space before the colon", b"5\r\nhello\r\n0\r\nx : y\r\n\r\n"),
 ];
 
-/// A client that goes before its body is there.
+/// Bodies that end early because the client closes.
 const TRUNCATED: &[(&str, &[u8])] = &[
     ("a length", b"Content-Length: 5\r\n\r\nhell"),
     ("a huge length", b"Content-Length: 1073741824\r\n\r\nhello"),
@@ -345,7 +341,7 @@ const TRUNCATED: &[(&str, &[u8])] = &[
 ];
 
 #[test]
-fn broken_lengths_and_chunks_are_not_completed() {
+fn malformed_lengths_and_chunks_are_never_forwarded_as_complete() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream.url());
     for (name, section, lines) in LENGTHS {
@@ -355,7 +351,7 @@ fn broken_lengths_and_chunks_are_not_completed() {
         };
         let head = format!("POST / HTTP/{version}\r\nHost: a.test\r\n");
         let answer = exchange(&gateway, &[head.as_bytes(), lines, coding, b"\r\n\r\nhello", LAST].concat(), false);
-        // hyper's word for a length that it cannot count.
+        // hyper rejects this length as too large.
         let status = if *name == "2^64 - 1" { 431 } else { 400 };
         assert_eq!(statuses(&answer), [status], "{name} (RFC {section})");
         assert_eq!(upstream.heads.lock().unwrap().len(), 0, "{name} (RFC {section}): nothing is forwarded");
@@ -369,7 +365,7 @@ fn broken_lengths_and_chunks_are_not_completed() {
         for method in ["POST", "GET"] {
             let head = format!("{method} / HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n");
             let answer = exchange(&gateway, &[head.as_bytes(), body, LAST].concat(), false);
-            // Who is reset while he sends may miss his answer.
+            // A client that is reset while it sends may miss the response.
             let statuses = statuses(&answer);
             assert!(statuses == [400] || statuses.is_empty() && body.len() > 10_000, "{method}, {name}: {statuses:?}");
             assert_eq!(upstream.count(), 0, "{method}, {name}: no body is completed");
@@ -381,14 +377,15 @@ fn broken_lengths_and_chunks_are_not_completed() {
         assert_eq!(upstream.count(), 0, "{name}: no body is completed");
     }
     assert_eq!(Client::connect(gateway.address).get("/after").status, 200);
-    assert_eq!(upstream.count(), 1, "nobody's rest is part of the next request");
+    assert_eq!(upstream.count(), 1, "no rest of a request is part of the next one");
     assert_eq!(upstream.last().target(), "/after");
     let variants = LENGTHS.len() + bodies.count() + TRUNCATED.len();
-    println!("row 2: {variants} anomalies, 0 forwarded or completed");
+    println!("fault 2: {variants} anomalies, 0 forwarded or completed");
     assert!(variants >= 45);
 }
 
-/// Trailer sections with lines that end in LF alone: hyper takes what follows for more trailers, other servers for a request.
+/// Trailer sections with lines that end in a bare LF: hyper reads what follows as trailers, other servers read a
+/// request.
 const TRAILERS: &[(&str, &str, u16)] = &[
     ("no field", "\n", 400),
     ("a field", "x: y\n\r\n", 200),
@@ -397,8 +394,8 @@ const TRAILERS: &[(&str, &str, u16)] = &[
 ];
 
 #[test]
-fn request_behind_a_trailer_section_is_never_lost_between_others() {
-    // One that answers when it has the whole request, and one that answers before.
+fn connection_closes_after_a_request_with_trailers() {
+    // One upstream responds after the whole request, the other one before.
     let whole = Upstream::start();
     let early = serve(|mut stream| {
         while let Some(head) = read_head(&mut stream) {
@@ -419,15 +416,15 @@ fn request_behind_a_trailer_section_is_never_lost_between_others() {
             let head = "POST /first HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n";
             let last = String::from_utf8_lossy(LAST).replace("Connection: close\r\n", "");
             let mut stream = TcpStream::connect(gateway.address).unwrap();
-            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
             let mut answer = Vec::new();
             stream.write_all(head.as_bytes()).unwrap();
             if upstream == "early" {
-                // The response is there before the end of the request.
+                // The response arrives before the end of the request.
                 answer.resize(12, 0);
                 stream.read_exact(&mut answer).unwrap();
             }
-            // What is behind may meet a connection that is closed already.
+            // The connection may be closed already.
             let _ = stream.write_all(format!("0\r\n{trailers}{SMUGGLED}{last}{last}").as_bytes());
             if let Err(error) = stream.read_to_end(&mut answer) {
                 assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{what}: not closed");
@@ -441,7 +438,7 @@ fn request_behind_a_trailer_section_is_never_lost_between_others() {
 }
 
 #[test]
-fn what_is_framed_well_arrives_in_one_form() {
+fn valid_framings_are_normalized_for_the_upstream() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream.url());
     let mut client = gateway.client();
@@ -459,14 +456,14 @@ fn what_is_framed_well_arrives_in_one_form() {
     ] {
         for method in ["POST", "GET", "HEAD", "DELETE", "PURGE"] {
             client.send(format!("{method} / HTTP/1.1\r\nHost: a.test\r\n{framing}\r\n\r\n{body}").as_bytes());
-            // The answer to a HEAD has no body; our upstream does not know that.
+            // A response to HEAD has no body. This upstream sends one.
             if method == "HEAD" {
                 assert_eq!(client.head().unwrap().status, 200, "{method}, {what}");
                 client = gateway.client();
             } else {
                 let reply = client.reply().unwrap();
                 assert_eq!(reply.status, 200, "{method}, {what}");
-                // hyper does not say where trailers ended: what follows them is not taken for a request.
+                // hyper does not report where trailers end, so the bytes after them are not read as a request.
                 let last = what == "trailers";
                 assert_eq!(reply.header("connection"), last.then_some("close"), "{method}, {what}");
                 if last {
@@ -484,7 +481,7 @@ fn what_is_framed_well_arrives_in_one_form() {
     }
 }
 
-/// Requests for another protocol, with lines that their kind has.
+/// Upgrade requests: name, section, header lines.
 const UPGRADES: &[(&str, &str, &str)] = &[
     (
         "WebSocket",
@@ -513,18 +510,18 @@ const UPGRADES: &[(&str, &str, &str)] = &[
         "Connection: Upgrade\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA",
     ),
     ("TLS", "2817 3", "Connection: Upgrade\r\nUpgrade: TLS/1.0"),
-    ("a protocol that nobody knows", "9110 7.8", "Connection: Upgrade\r\nUpgrade: x"),
+    ("an unknown protocol", "9110 7.8", "Connection: Upgrade\r\nUpgrade: x"),
     ("an empty one", "9110 7.8", "Connection: Upgrade\r\nUpgrade:"),
     ("an alias", "3875 4.1.18", "Connection: Upgrade, Up_grade\r\nUp_grade: websocket"),
     ("CONNECT's own field", "8441 4", "Connection: Upgrade\r\nUpgrade: websocket\r\nProtocol: websocket"),
 ];
 
-/// Behind the head: what a tunnel would carry.
+/// The bytes after the head that a tunnel would forward.
 const TUNNELLED: &[u8] = b"\x81\x85\x01\x02\x03\x04tunnelled\r\n\r\n";
 
 #[test]
-fn nothing_is_tunnelled_where_no_route_allows_it() {
-    // Switches whenever it can, even if nobody asked, and writes down every byte.
+fn upgrade_is_never_tunnelled_without_websocket_on_the_route() {
+    // An upstream that always switches protocols and records all bytes.
     let bytes = Arc::<Mutex<Vec<u8>>>::default();
     let record = bytes.clone();
     let switching = serve(move |mut stream| {
@@ -542,18 +539,18 @@ fn nothing_is_tunnelled_where_no_route_allows_it() {
     for (name, section, lines) in UPGRADES {
         let what = format!("{name} (RFC {section})");
         let head = format!("GET /chat HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n\r\n");
-        // An upstream that switches all the same.
+        // An upstream that switches without permission.
         let answer = exchange(&closed, &[head.as_bytes(), TUNNELLED].concat(), false);
         assert!(!statuses(&answer).contains(&101), "{what}: {}", answer.escape_ascii());
         assert_eq!(statuses(&answer).first(), Some(&502), "{what}: {}", answer.escape_ascii());
-        // One that answers: what follows is the next request, and no good one.
+        // An upstream that responds: the following bytes are an invalid request.
         let answer = exchange(&open, &[head.as_bytes(), TUNNELLED].concat(), false);
         assert_eq!(statuses(&answer), [200, 400], "{what}: {}", answer.escape_ascii());
         let seen = polite.last();
         for field in ["connection", "upgrade"] {
             assert_eq!(seen.headers(field), [""; 0], "{what}: {field} in {}", seen.head);
         }
-        // With a body that is one.
+        // With a valid body.
         let head = format!("POST /chat HTTP/1.1\r\nHost: a.test\r\nContent-Length: 5\r\n{lines}\r\n\r\nhello");
         let answer = exchange(&open, &[head.as_bytes(), LAST].concat(), false);
         assert_eq!(statuses(&answer), [200, 200], "{what}: {}", answer.escape_ascii());
@@ -564,11 +561,11 @@ fn nothing_is_tunnelled_where_no_route_allows_it() {
     for tunnelled in ["tunnelled", "upgrade:", "\r\nconnection:"] {
         assert!(!text.contains(tunnelled), "the upstream saw {tunnelled:?}:\n{text}");
     }
-    println!("row 7: {} ways to ask for another protocol, 0 tunnelled", UPGRADES.len());
+    println!("fault 7: {} ways to ask for another protocol, 0 tunnelled", UPGRADES.len());
 }
 
 #[test]
-fn expectations_are_answered_here_and_go_no_further() {
+fn expect_is_handled_by_the_gateway_and_not_forwarded() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream.url());
     for (expect, interim) in [
@@ -583,12 +580,12 @@ fn expectations_are_answered_here_and_go_no_further() {
     ] {
         let head = format!("POST / HTTP/1.1\r\nHost: a.test\r\n{expect}\r\nContent-Length: 5\r\n\r\nhello");
         let answer = exchange(&gateway, &[head.as_bytes(), LAST].concat(), false);
-        // A client that does not wait may be told nothing in between (RFC 9110 §10.1.1).
+        // A client that sends its body at once may get no interim response (RFC 9110 §10.1.1).
         let answers: Vec<_> = statuses(&answer).into_iter().filter(|status| !interim || *status != 100).collect();
         assert_eq!(answers, [200, 200], "{expect}: {}", answer.escape_ascii());
         let seen = upstream.seen.lock().unwrap();
         let first = &seen[seen.len() - 2];
         assert_eq!((first.headers("expect"), &first.body[..]), (vec![], &b"hello"[..]), "{expect}: {}", first.head);
     }
-    println!("row 7: 8 expectations, 0 forwarded");
+    println!("fault 7: 8 expectations, 0 forwarded");
 }

@@ -1,4 +1,4 @@
-//! Not asking Redis, and staying exact: denials that are remembered, checks that are made together.
+//! Fewer Redis calls with exact limits: cached denials and coalesced checks.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -25,7 +25,7 @@ fn admitted(statuses: &[u16]) -> usize {
 }
 
 #[test]
-fn a_hot_key_costs_a_call_for_each_round_trip_and_is_exact() {
+fn hot_key_costs_one_call_per_round_trip_and_is_exact() {
     let redis = Redis::start();
     for (algorithm, quota) in [("token-bucket", "5000/24h"), ("sliding-log", "5000/24h"), ("fixed-window", "5000/24h")]
     {
@@ -43,7 +43,7 @@ fn a_hot_key_costs_a_call_for_each_round_trip_and_is_exact() {
 }
 
 #[test]
-fn coalesced_requests_are_told_where_they_stand_as_if_they_were_alone() {
+fn coalesced_requests_get_the_headers_of_separate_checks() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"640/24h\"\n[limit.m]\nby = \"global\"\nquota = \"1000000/24h\"";
     let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\", \"m\"]")]));
@@ -60,7 +60,7 @@ fn coalesced_requests_are_told_where_they_stand_as_if_they_were_alone() {
 }
 
 #[test]
-fn who_leaves_does_not_take_the_others_along() {
+fn cancelled_request_does_not_cancel_coalesced_waiters() {
     let redis = Redis::start();
     let limit =
         "[limit.l]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"100000/24h\"\non_store_error = \"deny\"";
@@ -82,14 +82,14 @@ fn who_leaves_does_not_take_the_others_along() {
 }
 
 #[test]
-fn an_abusive_client_costs_redis_nothing() {
+fn denied_client_causes_no_redis_calls() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nquota = \"5/hour\"\n[limit.m]\nby = \"global\"\nquota = \"1000/hour\"";
     let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"m\", \"l\"]")]));
     let mut client = gateway.client();
     let replies: Vec<_> = (0..1000).map(|_| client.get("/r")).collect();
     assert_eq!(replies.iter().filter(|reply| reply.status == 200).count(), 5);
-    // Five are admitted, one is denied by Redis; the rest is denied from memory.
+    // Five are admitted, one is denied by Redis, the rest by the denial cache.
     assert_eq!(redis.calls("evalsha"), 6);
     let (asked, remembered) = (&replies[5], &replies[999]);
     let retry = |reply: &crate::support::client::Reply| reply.header("retry-after").unwrap().parse::<u64>().unwrap();
@@ -103,7 +103,7 @@ fn an_abusive_client_costs_redis_nothing() {
 }
 
 #[test]
-fn a_denial_is_for_as_much_and_for_the_same_limit_only() {
+fn cached_denial_applies_to_its_limit_and_cost_only() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"10/hour\"\n[limit.m]\nby = \"global\"\nquota = \"1000/hour\"";
     let routes =
@@ -117,7 +117,7 @@ fn a_denial_is_for_as_much_and_for_the_same_limit_only() {
 }
 
 #[test]
-fn who_asks_for_more_is_told_its_own_wait() {
+fn cached_denial_has_the_retry_after_of_the_cost() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nquota = \"60/hour\"\nburst = 10";
     let routes = [("cheap", "limits = [\"l\"]"), ("dear", "limits = [\"l\"]\ncost = 5")];
@@ -128,12 +128,12 @@ fn who_asks_for_more_is_told_its_own_wait() {
         }
     };
     let (cheap, dear) = (wait("/cheap"), wait("/dear"));
-    // A token a minute.
+    // One token per minute.
     assert!(cheap <= 60 && dear > 240, "{cheap} s for one, {dear} s for five");
 }
 
 #[test]
-fn nobody_is_denied_longer_than_redis_says() {
+fn cached_denial_ends_when_redis_would_admit() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nquota = \"20/s\"\nburst = 1";
     let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\"]")]));
@@ -146,19 +146,19 @@ fn nobody_is_denied_longer_than_redis_says() {
             times.push(started.elapsed());
         }
     }
-    // A greedy client gets one each 50 ms. Were a wait remembered for longer than it is, it would get fewer for good;
-    // a busy machine only delays some.
+    // A greedy client gets one token per 50 ms. If denials were cached for too long, it would always get fewer; a
+    // busy machine delays only some.
     let between: Vec<_> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
     let prompt = between.iter().filter(|pause| **pause < Duration::from_millis(75)).count();
     assert!(prompt >= 5, "{between:?}");
 }
 
 #[test]
-fn a_refund_counts_at_once() {
+fn refund_invalidates_a_cached_denial() {
     let redis = Redis::start();
     let (fail, failing) = std::sync::mpsc::channel();
     let failing = std::sync::Mutex::new(failing);
-    let upstream = Upstream::answering(move |seen| {
+    let upstream = Upstream::responding(move |seen| {
         if seen.target() == "/ok" {
             return b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n".to_vec();
         }
@@ -173,7 +173,7 @@ fn a_refund_counts_at_once() {
     let gateway = Gateway::start(&config(&redis, &limit, &[]));
     let mut slow = gateway.client();
     slow.send(b"GET /fail HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("it is with the upstream", || upstream.count() == 1);
+    eventually("the upstream has the request", || upstream.count() == 1);
     assert_eq!(["/ok", "/ok", "/ok"].map(|path| gateway.get(path).status), [200, 429, 429]);
     fail.send(()).unwrap();
     assert_eq!(slow.reply().unwrap().status, 500);
@@ -181,7 +181,7 @@ fn a_refund_counts_at_once() {
 }
 
 #[test]
-fn a_larger_size_counts_at_once() {
+fn larger_quota_invalidates_a_cached_denial() {
     let redis = Redis::start();
     let consumer = |rest: &str| {
         // printf %s acme-key | sha256sum
@@ -194,11 +194,11 @@ fn a_larger_size_counts_at_once() {
     let ask = || gateway.client().get_with("/r", &[("x-api-key", "acme-key")]).status;
     assert_eq!([ask(), ask(), ask()], [200, 429, 429]);
     std::fs::write(gateway.directory().join("consumers.toml"), consumer("limit.l = { quota = \"5/hour\" }")).unwrap();
-    eventually("the denial is of another size", || ask() == 200);
+    eventually("the denial has another quota", || ask() == 200);
 }
 
 #[test]
-fn a_store_that_hangs_costs_each_client_a_few_rejections_until_the_breaker_opens() {
+fn hanging_store_rejects_few_requests_until_the_breaker_opens() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nquota = \"1000000/hour\"\non_store_error = \"allow\"";
     let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\"]")]).replace("5s", "100ms"));
@@ -206,7 +206,7 @@ fn a_store_that_hangs_costs_each_client_a_few_rejections_until_the_breaker_opens
     signal(&redis.child, "STOP");
     let statuses = load(&[gateway.address], 64, 640, "/r", &[]);
     let rejected = statuses.iter().filter(|status| **status == 503).count();
-    // Whether it is an outage is known after two timeouts. On a busy machine some clients begin only then.
+    // The breaker opens after two timeouts. On a busy machine some clients start only then.
     assert!((1..=3 * 64).contains(&rejected), "{rejected} rejected");
     assert_eq!(admitted(&statuses) + rejected, 640, "all others pass without it");
     signal(&redis.child, "CONT");
@@ -214,7 +214,7 @@ fn a_store_that_hangs_costs_each_client_a_few_rejections_until_the_breaker_opens
 }
 
 #[test]
-fn who_waits_behind_a_call_that_hangs_waits_no_longer_than_its_own_time() {
+fn check_behind_a_hanging_call_waits_its_own_timeout_only() {
     let redis = Redis::start();
     let limit =
         "[server]\nworkers = 1\n[limit.l]\nby = \"global\"\nquota = \"1000000/hour\"\non_store_error = \"deny\"";

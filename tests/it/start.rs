@@ -1,4 +1,4 @@
-//! Starting and stopping: the shipped configuration, the command line, taken ports, signals.
+//! Start and stop: the shipped configuration, the command line, ports in use, signals.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -8,10 +8,10 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
+use crate::support::admin_listener::HERE;
 use crate::support::client::Client;
 use crate::support::frames;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::HERE;
 use crate::support::redis::free_port;
 use crate::support::upstream::{self, Upstream};
 use crate::support::{eventually, signal};
@@ -20,8 +20,8 @@ use socket2::{Domain, Socket, Type};
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hello\" }\n";
 
 #[test]
-fn the_shipped_configuration_runs_without_redis_and_upstream() {
-    // As shipped, but on a free port: other tests run at the same time.
+fn shipped_configuration_runs_without_redis_and_upstream() {
+    // The shipped file with a free port: other tests run at the same time.
     let shipped = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml")).unwrap();
     let consumers = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("consumers.toml")).unwrap();
     assert!(shipped.contains("address = \"127.0.0.1:8080\""));
@@ -44,7 +44,7 @@ fn the_shipped_configuration_runs_without_redis_and_upstream() {
 }
 
 #[test]
-fn the_command_line_explains_itself() {
+fn help_and_version_are_printed() {
     let run = |arguments: &[&str]| {
         let output = binary().args(arguments).output().unwrap();
         (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
@@ -56,7 +56,7 @@ fn the_command_line_explains_itself() {
     let lines: Vec<_> = out.lines().collect();
     let [name, commit, rustc, target, pgo] = lines[..] else { panic!("five lines: {out}") };
     assert_eq!(name, concat!("sluicegate ", env!("CARGO_PKG_VERSION")));
-    // Development builds name no commit.
+    // Development builds contain no commit.
     assert_eq!(commit, "commit: unknown");
     assert!(rustc.starts_with("rustc: rustc 1."), "{rustc}");
     assert_eq!(target, format!("target: {}-unknown-linux-gnu", std::env::consts::ARCH));
@@ -72,7 +72,7 @@ fn the_command_line_explains_itself() {
 }
 
 #[test]
-fn a_taken_port_is_named_and_nothing_is_shared() {
+fn port_in_use_is_named_and_not_shared() {
     let gateway = Gateway::start(HELLO);
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
@@ -91,7 +91,7 @@ fn a_taken_port_is_named_and_nothing_is_shared() {
 }
 
 #[test]
-fn every_listener_is_served_in_both_layouts() {
+fn every_listener_is_served_in_both_threading_models() {
     for layout in ["per-core", "work-stealing"] {
         let listeners = "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"[::1]:0\"\n";
         let gateway = Gateway::start(&format!("[server]\nthreading = \"{layout}\"\nworkers = 3\n{listeners}{HELLO}"));
@@ -100,7 +100,7 @@ fn every_listener_is_served_in_both_layouts() {
         let addresses: Vec<_> = addresses.split(", ").map(|address| address.trim_start_matches("http://")).collect();
         assert_eq!(addresses.len(), 2, "{log}");
         for address in addresses {
-            // Enough connections to meet every worker's socket.
+            // Enough connections to reach the socket of every worker.
             for _ in 0..20 {
                 let reply = crate::support::client::Client::connect(address.parse().unwrap()).get("/hello");
                 assert_eq!(reply.status, 200, "{layout} {address}");
@@ -110,7 +110,7 @@ fn every_listener_is_served_in_both_layouts() {
 }
 
 #[test]
-fn running_requests_finish_after_sigterm_and_new_ones_are_refused() {
+fn requests_in_flight_finish_after_sigterm_and_new_connections_are_refused() {
     let (release, released) = std::sync::mpsc::channel::<()>();
     let released = std::sync::Mutex::new(released);
     let slow = upstream::serve(move |mut stream| {
@@ -129,7 +129,7 @@ fn running_requests_finish_after_sigterm_and_new_ones_are_refused() {
 
     gateway.terminate();
     eventually("the idle connection is closed", || idle.stream.get_mut().read(&mut [0]).is_ok_and(|count| count == 0));
-    eventually("no new connection is taken", || std::net::TcpStream::connect(gateway.address).is_err());
+    eventually("no new connection is accepted", || std::net::TcpStream::connect(gateway.address).is_err());
     assert!(gateway.child.try_wait().unwrap().is_none(), "it waits for what runs");
 
     for _ in &clients {
@@ -161,8 +161,8 @@ fn drain_ends_with_its_timeout_and_ctrl_c_drains_too() {
 }
 
 #[test]
-fn connections_that_never_ask_are_closed() {
-    // The longer one is looked at after the other one was over.
+fn connections_without_a_request_are_closed() {
+    // The longer timeout applies after the shorter one.
     let gateway = Gateway::start(&format!("[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1500ms\"\n{HELLO}"));
     let starts = [&b""[..], b"GET /hel", b"PRI * HTTP/2.0\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"];
     let clients = starts.map(|start| {
@@ -172,7 +172,7 @@ fn connections_that_never_ask_are_closed() {
     });
     for (start, mut client) in clients {
         let mut rest = Vec::new();
-        // An HTTP/2 connection may say goodbye first. Were it kept open, reading would fail at its timeout.
+        // HTTP/2 may send GOAWAY first. On an open connection the read would time out.
         client.stream.read_to_end(&mut rest).unwrap_or_else(|error| panic!("{start:?} is kept open: {error}"));
     }
     let mut client = gateway.client();
@@ -180,9 +180,9 @@ fn connections_that_never_ask_are_closed() {
     assert!(client.reply().is_none(), "idle for too long");
 }
 
-/// A slow head has the same time on a connection that was used before, and the pause before it has `idle_timeout`.
+/// A slow head on a reused connection has `header_timeout`, and the pause before it has `idle_timeout`.
 #[test]
-fn a_slow_head_on_a_kept_connection_has_header_timeout() {
+fn slow_head_on_a_reused_connection_has_header_timeout() {
     let settings = "[server]\nheader_timeout = \"2s\"\nidle_timeout = \"1h\"\n";
     let gateway = &Gateway::start(&format!("{settings}{HELLO}"));
     let field = frames::block("GET", "/hello", &[]);
@@ -213,10 +213,10 @@ fn a_slow_head_on_a_kept_connection_has_header_timeout() {
                         client.stream.into_inner()
                     }
                 };
-                // Silent for longer than a head may take; but not during one.
+                // Silent for longer than `header_timeout`, but not within a head.
                 crate::support::assert_silent_but_for_settings(&mut stream, Duration::from_secs(3), what);
                 stream.write_all(part).unwrap();
-                stream.set_read_timeout(Some(crate::support::PATIENCE)).unwrap();
+                stream.set_read_timeout(Some(crate::support::MAX_WAIT)).unwrap();
                 let end = stream.read_to_end(&mut Vec::new()).map_err(|error| error.kind());
                 assert!(matches!(end, Ok(_) | Err(ErrorKind::ConnectionReset)), "{what} is kept open: {end:?}");
             });
@@ -224,9 +224,9 @@ fn a_slow_head_on_a_kept_connection_has_header_timeout() {
     });
 }
 
-/// What comes of a body behind the answer is no head: the connection stays for `idle_timeout`.
+/// A body that arrives after the response is no head: the connection stays open for `idle_timeout`.
 #[test]
-fn an_upload_that_is_thrown_away_is_no_slow_head() {
+fn drained_upload_is_no_slow_head() {
     let settings = "[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1h\"\n";
     let gateway = Gateway::start(&format!("{settings}{HELLO}"));
     let mut client = gateway.client();
@@ -240,7 +240,7 @@ fn an_upload_that_is_thrown_away_is_no_slow_head() {
 }
 
 #[test]
-fn the_access_log_has_a_line_for_each_request_and_no_secrets() {
+fn access_log_has_one_record_per_request_and_no_secrets() {
     let upstream = Upstream::start();
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("access.log");
@@ -272,7 +272,7 @@ fn the_access_log_has_a_line_for_each_request_and_no_secrets() {
     }
 }
 
-/// A process that ends with the test.
+/// A child process that is killed with the test.
 struct Killed(Child);
 
 impl Drop for Killed {
@@ -282,9 +282,9 @@ impl Drop for Killed {
     }
 }
 
-/// Listeners of which one address covers the other. What `run` refuses, `check` refuses.
+/// Listeners of which one address covers the other: `check` rejects what `run` rejects.
 #[test]
-fn listeners_that_cannot_all_bind_are_refused_by_check_as_by_run() {
+fn check_rejects_listeners_that_cannot_bind_together() {
     let has_ipv6 = TcpListener::bind("[::1]:0").is_ok();
     let maps =
         Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only);
@@ -325,10 +325,10 @@ fn listeners_that_cannot_all_bind_are_refused_by_check_as_by_run() {
     }
 }
 
-/// A terminal that is closed, a pipe that is not read: neither holds up requests or the end of the process.
+/// A closed terminal or an unread pipe delays neither requests nor the end of the process.
 #[test]
-fn a_log_that_cannot_be_written_does_not_hold_up_requests_or_the_end() {
-    for (what, is_full) in [("nobody has the other end", false), ("the other end is not read", true)] {
+fn blocked_standard_error_delays_neither_requests_nor_shutdown() {
+    for (what, is_full) in [("the other end is closed", false), ("the other end is not read", true)] {
         let (mut log, other_end) = UnixStream::pair().unwrap();
         if is_full {
             log.set_nonblocking(true).unwrap();
@@ -349,7 +349,7 @@ fn a_log_that_cannot_be_written_does_not_hold_up_requests_or_the_end() {
         let mut command = binary();
         command.arg("--config").arg(&path).stderr(OwnedFd::from(log));
         let mut gateway = Killed(command.spawn().unwrap());
-        // Else this process has the end as well.
+        // Otherwise this process keeps the end of the pipe open.
         drop(command);
         eventually("it serves", || TcpStream::connect(("127.0.0.1", port)).is_ok());
         let other_end = is_full.then_some(other_end);
@@ -358,7 +358,7 @@ fn a_log_that_cannot_be_written_does_not_hold_up_requests_or_the_end() {
             assert_eq!(client.get("/none").status, 502, "{what}: what is logged of it is written nowhere");
             assert_eq!(client.get("/hello").status, 200, "{what}");
         }
-        // What is said of a reload is written by another thread.
+        // Reloads are logged by another thread.
         std::fs::write(&path, "no toml").unwrap();
         signal(&gateway.0, "HUP");
         eventually("the reload is over", || {

@@ -1,9 +1,9 @@
-//! One contract for every store, in the words of single cases; `invariants.rs` holds it against random ones.
+//! The contract of every store in single cases. `invariants.rs` tests it on random ones.
 
 use std::sync::Arc;
 use std::task::{Context, Waker};
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::redis::Redis;
 use crate::support::stores::{
     ALIGNED, Limit, SECOND, START, Stores, all, bucket, buckets, calendar, call, concurrency, every_algorithm, log,
@@ -27,7 +27,7 @@ use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError};
 use tokio_util::task::TaskTracker;
 
 #[tokio::test]
-async fn every_algorithm_admits_its_limit_and_says_when_to_come_back() {
+async fn every_algorithm_admits_its_limit_and_returns_the_retry_delay() {
     let server = Redis::start();
     let stores = Stores::new(&server, "contract");
     for (name, rule, retry) in [
@@ -35,9 +35,9 @@ async fn every_algorithm_admits_its_limit_and_says_when_to_come_back() {
         ("aligned", window(3, 60 * SECOND, ALIGNED), 50 * SECOND),
         ("first", window(3, 60 * SECOND, WindowStart::FirstRequest), 60 * SECOND),
         ("log", log(3, 60 * SECOND), 60 * SECOND),
-        // A third of the full window before has gone 20 s into the next one.
+        // 20 s into the next window, a third of the full window before has passed.
         ("window", sliding(3, 60 * SECOND, 1), 70 * SECOND),
-        // All in the part that began at 6 s: it is out of reach 66 s later.
+        // All in the part that began at 6 s, which is out of the window 66 s later.
         ("buckets", buckets(3, 60 * SECOND, 10), 62 * SECOND),
     ] {
         stores.clock.set(START + 10 * SECOND);
@@ -65,7 +65,7 @@ async fn every_algorithm_admits_its_limit_and_says_when_to_come_back() {
 }
 
 #[tokio::test]
-async fn a_request_is_charged_to_all_limits_or_none() {
+async fn request_is_charged_to_all_limits_or_none() {
     let server = Redis::start();
     let stores = Stores::new(&server, "all-or-none");
     let broad = Limit::new("broad", bucket(100, 3600 * SECOND, 100));
@@ -81,7 +81,7 @@ async fn a_request_is_charged_to_all_limits_or_none() {
 }
 
 #[tokio::test]
-async fn shadow_limits_never_deny_and_post_paid_ones_are_charged_later() {
+async fn shadow_limits_never_deny_and_deferred_ones_are_charged_later() {
     let server = Redis::start();
     let stores = Stores::new(&server, "modes");
     let limit = Limit::new("limit", window(1, 60 * SECOND, ALIGNED));
@@ -98,7 +98,7 @@ async fn shadow_limits_never_deny_and_post_paid_ones_are_charged_later() {
         assert_eq!(stores.call(Operation::Charge, &[post_paid]).await.outcomes[0].remaining, after);
     }
     let denied = stores.call(Operation::Check, &[post_paid]).await;
-    // A debt of 140 in a bucket of 100: 41 tokens until one is free, at 600 ms each.
+    // A debt of 140 in a bucket of 100: 41 tokens at 600 ms each until one is free.
     assert_eq!((denied.granted, denied.outcomes[0].retry_us), (0, 41 * 600_000));
 }
 
@@ -108,7 +108,7 @@ async fn lower_rate_does_not_revive_repaid_debt() {
     let stores = Stores::new(&server, "lowered");
     let [fast, slow] = [100, 1].map(|rate| Limit::new("limit", bucket(rate, SECOND, 100)));
     assert_eq!(stores.call(Operation::Check, &[fast.charge(1, 100)]).await.granted, 1);
-    // 99 of 100 tokens have refilled; by the state the rate may have been two thirds of what it was.
+    // 99 of 100 tokens have refilled. From the state alone, the rate may have been two thirds of this one.
     stores.clock.set(START + 990_000);
     let verdict = stores.call(Operation::Check, &[slow.charge(1, 1)]).await;
     assert_eq!((verdict.granted, verdict.outcomes[0].remaining), (1, 65));
@@ -119,7 +119,7 @@ async fn lower_rate_does_not_revive_repaid_debt() {
 }
 
 #[tokio::test]
-async fn calendar_windows_open_when_the_calendar_says() {
+async fn calendar_windows_begin_with_their_calendar_unit() {
     let server = Redis::start();
     let stores = Stores::new(&server, "calendar");
     let limit = Limit::new("month", calendar(2, CalendarUnit::Month, "Europe/Berlin"));
@@ -140,9 +140,9 @@ async fn calendar_windows_open_when_the_calendar_says() {
 }
 
 #[tokio::test]
-async fn a_gateway_whose_clock_is_days_off_asks_redis_for_the_time() {
+async fn gateway_with_a_wrong_clock_takes_the_time_of_redis() {
     let server = Redis::start();
-    // The boundaries are reckoned for a year ago, the server has the time of today.
+    // The boundaries are computed for a year ago; the server has the current time.
     let store = redis_store(&server, "off", Clock::Skewed(-365 * 86_400 * SECOND as i64));
     let limit = Limit::new("day", calendar(2, CalendarUnit::Day, "UTC"));
     for left in [1, 0] {
@@ -153,7 +153,7 @@ async fn a_gateway_whose_clock_is_days_off_asks_redis_for_the_time() {
 }
 
 #[tokio::test]
-async fn bad_arguments_write_nothing() {
+async fn invalid_script_arguments_write_nothing() {
     let server = Redis::start();
     let parts = AlgorithmSet::for_rules([&bucket(1, SECOND, 1)]);
     let mut connection = server.connection();
@@ -198,11 +198,11 @@ async fn bad_arguments_write_nothing() {
     assert!(server.keys().is_empty());
 }
 
-/// Bytes of a group with one limit.
+/// The bytes of a group with one limit.
 const GROUP: usize = 25 + 42;
 
 #[tokio::test]
-async fn bad_group_after_a_good_one_charges_nothing() {
+async fn invalid_group_after_a_valid_one_charges_nothing() {
     let server = Redis::start();
     let mut connection = server.connection();
     let limit = Limit::new("l", bucket(5, SECOND, 5));
@@ -211,7 +211,7 @@ async fn bad_group_after_a_good_one_charges_nothing() {
     let mut good = script::start_argument(0, 2, 2);
     script::append_group(&mut good, 1, Operation::Check, &terms);
     script::append_group(&mut good, 1, Operation::Check, &terms);
-    // Offsets within the second group: number of requests, operation, number of limits, kind, flags, cost.
+    // Offsets in the second group: number of requests, operation, number of limits, kind, flags, cost.
     let with = |at: usize, bytes: &[u8]| {
         let mut argument = good.clone();
         let at = 8 + GROUP + at;
@@ -247,13 +247,14 @@ async fn bad_group_after_a_good_one_charges_nothing() {
             let text = &script(frame, parts).source;
             let mut call = redis::cmd("EVAL");
             let call = call.arg(text).arg(2).arg("good").arg("bad").arg(&argument);
-            // Not `query`, which tells an error of one request in an array as one of the whole call.
+            // Not `query`, which reports an error of one request in an array as an error of the whole call.
             match connection.req_packed_command(&call.get_packed_command()).unwrap() {
                 redis::Value::ServerError(error) => {
                     assert_eq!(error.code(), "RLARG", "{what}, {frame:?}: {error}");
                     assert!(server.keys().is_empty(), "{what}, {frame:?}: an error of the whole call writes nothing");
                 }
-                // This frame knows shadow and post-paid limits, and rejects a request alone where only its kind is unknown.
+                // This variant knows shadow and deferred limits. It rejects a single request only for an unknown
+                // kind.
                 _ => assert_eq!(frame, ScriptVariant::Generic, "{what}"),
             }
             redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
@@ -268,13 +269,13 @@ async fn bad_group_after_a_good_one_charges_nothing() {
     }
 }
 
-/// What is asked in one round of a worker, of every algorithm and with several limits, and what the model says to it.
-async fn in_one_round(server: &Redis, stores: &Stores, alone: &[Limit], together: &[Limit], rounds: u64) {
+/// Check several requests of one tick, with every algorithm and with several limits, and compare with the model.
+async fn check_in_one_tick(server: &Redis, stores: &Stores, alone: &[Limit], together: &[Limit], rounds: u64) {
     let store = redis_store(server, "round", stores.clock.clone());
     let model = MemoryStore::new(1_000_000, stores.clock.clone());
     for round in 0..rounds {
         stores.clock.set(START + round * SECOND);
-        // Identities of one limit are no other's, so that the order of the groups does not matter.
+        // No two limits share an identity, so that the order of groups does not matter.
         let of = |place: usize| (0..6).map(move |number| (number, (place as u128) << 64 | u128::from(number % 3)));
         let mut asked: Vec<Vec<Charge<'_>>> = Vec::new();
         for (place, limit) in alone.iter().enumerate() {
@@ -289,24 +290,24 @@ async fn in_one_round(server: &Redis, stores: &Stores, alone: &[Limit], together
         let calls = server.calls("evalsha") + server.calls("eval") - before;
         let verdicts: Vec<_> = verdicts.into_iter().map(Result::unwrap).collect();
         assert_eq!(verdicts, expected, "round {round}");
-        // The first one meets a server that does not know the script.
+        // The first call gets NOSCRIPT.
         assert_eq!(calls, if round == 0 { 2 } else { 1 }, "{} requests in round {round}", asked.len());
     }
 }
 
 #[tokio::test]
-async fn what_is_asked_in_one_round_is_one_call_and_decided_as_if_alone() {
+async fn checks_of_one_tick_are_one_call_and_decided_separately() {
     let server = Redis::start();
     let stores = Stores::new(&server, "unused");
     let rules = every_algorithm(7, 60 * SECOND).into_iter().chain([("leases", concurrency(7, 60 * SECOND))]);
     let alone: Vec<_> = rules.map(|(name, rule)| Limit::new(name, rule)).collect();
     let pair =
         [Limit::new("broad", bucket(20, 60 * SECOND, 20)), Limit::new("narrow", window(7, 60 * SECOND, ALIGNED))];
-    in_one_round(&server, &stores, &alone, &pair, 10).await;
+    check_in_one_tick(&server, &stores, &alone, &pair, 10).await;
 }
 
 #[tokio::test]
-async fn checks_of_few_limits_are_decided_as_if_alone() {
+async fn batched_checks_of_few_limits_are_decided_separately() {
     let server = Redis::start();
     for most in 2..=5 {
         let stores = Stores::new(&server, "unused");
@@ -321,12 +322,12 @@ async fn checks_of_few_limits_are_decided_as_if_alone() {
         };
         let together: Vec<_> = (0..most).map(few).collect();
         let alone: Vec<_> = (10..14).map(few).collect();
-        in_one_round(&server, &stores, &alone, &together, 30).await;
+        check_in_one_tick(&server, &stores, &alone, &together, 30).await;
     }
 }
 
 #[tokio::test]
-async fn a_state_that_cannot_be_used_concerns_nobody_else_in_the_call() {
+async fn broken_state_fails_its_request_alone_in_a_batch() {
     let server = Redis::start();
     let store = redis_store(&server, "broken", Clock::Store);
     let limits = [Limit::new("a", bucket(3, SECOND, 3)), Limit::new("b", window(3, 3600 * SECOND, ALIGNED))];
@@ -345,13 +346,13 @@ async fn a_state_that_cannot_be_used_concerns_nobody_else_in_the_call() {
             }
         }
     }
-    // All or none: what the other limit of a broken one would have been charged was not.
+    // All or none: the other limit of the broken request was not charged.
     let verdict = call(&store, Operation::Peek, &[limits[1].charge(2, 1)]).await.unwrap();
     assert_eq!(verdict.outcomes[0].remaining, 3);
 }
 
 #[tokio::test]
-async fn what_redis_does_not_write_is_an_error_of_its_request() {
+async fn rejected_write_fails_its_request_alone() {
     let server = Redis::start();
     let store = redis_store(&server, "full", Clock::Store);
     let limits: Vec<_> =
@@ -374,12 +375,12 @@ async fn what_redis_does_not_write_is_an_error_of_its_request() {
     }
 }
 
-/// Limits `maxmemory`; 0 is no limit.
+/// Set `maxmemory`. 0 means no limit.
 fn max_memory(server: &Redis, bytes: &str) {
     redis::cmd("CONFIG").arg(&["SET", "maxmemory", bytes]).exec(&mut server.connection()).unwrap();
 }
 
-/// Keys and what they hold.
+/// Return keys and values.
 fn content(server: &Redis) -> Vec<(String, Vec<u8>)> {
     let mut keys = server.keys();
     keys.sort();
@@ -404,7 +405,7 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
         for lease in 1..=3 {
             call(&store, Operation::Check, &[charge(lease)]).await.unwrap();
         }
-        // On top of a state, where the first entries have expired, and where the clock was set back.
+        // On an existing state, after its first entries have expired, and after the clock was set back.
         for now in [start + SECOND, start + 61 * SECOND, start - 10 * SECOND] {
             clock.set(now);
             let before = content(&server);
@@ -466,7 +467,7 @@ async fn release_in_a_call_lets_no_charge_write_beyond_maxmemory() {
         let calls = server.calls("evalsha") + server.calls("eval") - calls;
         max_memory(&server, "0");
         let shape = limit.rule.shape();
-        // The first call with this set of algorithms meets a server that does not know the script.
+        // The first call with this algorithm set gets NOSCRIPT.
         assert!(calls <= 2, "{shape}: all are in one call: {calls}");
         for ((operation, charges), answer) in asked.iter().zip(&answers) {
             let what = format!("{shape}: {operation:?} of {charges:?}: {answer:?}");
@@ -474,7 +475,7 @@ async fn release_in_a_call_lets_no_charge_write_beyond_maxmemory() {
                 Operation::Check | Operation::Charge => {
                     assert!(matches!(answer, Err(StoreError::WritesRejected(_))), "{what}");
                 }
-                // Decided after the charges, each request in its turn.
+                // Decided after the charges, one request after the other.
                 _ => assert_eq!(answer.as_ref().unwrap().granted, 1, "{what}"),
             }
         }
@@ -495,7 +496,7 @@ fn override_beyond_maxmemory_fails_and_deletes_nothing() {
         call.query::<Vec<i64>>(&mut server.connection()).map(|reply| reply[0])
     };
     put("limit one").unwrap();
-    // Over since 1970.
+    // Expired in 1970.
     redis::cmd("HSET").arg(&["overrides", "limit ended", "1 1/s"]).exec(&mut server.connection()).unwrap();
     let before = content(&server);
     max_memory(&server, "1");
@@ -509,14 +510,14 @@ fn override_beyond_maxmemory_fails_and_deletes_nothing() {
 }
 
 #[tokio::test]
-async fn coalesced_units_tell_the_debt_before_each() {
+async fn coalesced_tokens_return_the_debt_before_each() {
     let server = Redis::start();
     let clock = Clock::manual(START);
     let store = RedisStore::Single(redis_store(&server, "coalesced", clock.clone()));
     let fallback = Arc::new(MemoryStore::new(1, clock));
     let backend = Store::Redis { store, fallback, metrics: Arc::default() };
     let ledger = Arc::new(StoreHandle { store: backend, denials: None, tasks: TaskTracker::new() });
-    let coalescer = Arc::new(Singleflight::new(PATIENCE, Arc::default()));
+    let coalescer = Arc::new(Singleflight::new(MAX_WAIT, Arc::default()));
     let Limit { rule, bucket } = Limit::new("l", bucket(10, SECOND, 10));
     let plan = Arc::new(LimitVariant {
         id: 1,
@@ -538,7 +539,7 @@ async fn coalesced_units_tell_the_debt_before_each() {
         [Charge { key, rule: &plan.rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 }];
     let pending = || vec![pending.clone()];
     let set = CheckGroup { id: 1, prefetch: 0 };
-    // The first leaves alone, the others are taken together when it has its reply.
+    // The first is sent alone. The others are coalesced when it has its reply.
     let checks = (0..6).map(|_| coalescer.check(&ledger, set, &charge, monotonic(), pending));
     let verdicts: Vec<_> = all(checks).await.into_iter().map(Result::unwrap).collect();
     assert_eq!(verdicts.iter().map(|verdict| verdict.charged_later).collect::<Vec<_>>(), [0, 4, 3, 2, 1, 0]);
@@ -548,7 +549,7 @@ async fn coalesced_units_tell_the_debt_before_each() {
 }
 
 #[tokio::test]
-async fn whoever_leaves_before_the_call_does_is_not_charged() {
+async fn request_cancelled_before_its_call_is_not_charged() {
     let server = Redis::start();
     let store = redis_store(&server, "left", Clock::Store);
     let limit = Limit::new("limit", window(100, 3600 * SECOND, ALIGNED));
@@ -567,7 +568,7 @@ async fn whoever_leaves_before_the_call_does_is_not_charged() {
 }
 
 #[tokio::test]
-async fn a_long_round_is_several_calls() {
+async fn large_batch_is_split_into_several_calls() {
     let server = Redis::start();
     let store = redis_store(&server, "long", Clock::Store);
     let limit = Limit::new("limit", window(1000, 3600 * SECOND, ALIGNED));
@@ -614,11 +615,11 @@ async fn parallel_clients_are_admitted_exactly() {
 }
 
 #[test]
-fn the_memory_store_is_bounded_and_forgets() {
+fn memory_store_is_bounded_and_evicts() {
     let clock = Clock::manual(START);
     let store = MemoryStore::new(1000, clock.clone());
     let limit = Limit::new("limit", window(10, 60 * SECOND, ALIGNED));
-    // Spread over all shards as hashes are.
+    // Distributed over all shards.
     let identity = |number: u64| IdentityHasher::new("test").hash(&number.to_be_bytes()).0;
     for number in 0..20_000 {
         store.decide(Operation::Check, &[limit.charge(identity(number), 1)]);
@@ -632,8 +633,8 @@ fn the_memory_store_is_bounded_and_forgets() {
     assert!(live < 1024, "sweeping makes room: {live}");
 }
 
-/// Most admitted in any 60 s (half open) to a client that knows the algorithm: `first` units at `start`, everything it can
-/// get from `greedy` on. Instants in ms after a whole minute.
+/// Return the maximum admitted in any 60 s (half open) to a client that knows the algorithm: `first` tokens at
+/// `start`, and all that it can get from `greedy` on. Instants are ms after a whole minute.
 fn most_admitted(rule: &Rule, start: u64, first: u64, greedy: u64) -> usize {
     let clock = Clock::manual(START);
     let store = MemoryStore::new(1000, clock.clone());
@@ -662,7 +663,7 @@ fn most_admitted(rule: &Rule, start: u64, first: u64, greedy: u64) -> usize {
 }
 
 #[test]
-fn the_worst_case_table_is_what_a_greedy_client_gets() {
+fn greedy_client_gets_the_documented_worst_case() {
     for (name, rule, expected) in [
         ("fixed-window", window(100, 60 * SECOND, ALIGNED), 200),
         ("first-request", window(100, 60 * SECOND, WindowStart::FirstRequest), 199),
@@ -672,7 +673,7 @@ fn the_worst_case_table_is_what_a_greedy_client_gets() {
         ("sliding-buckets", buckets(100, 60 * SECOND, 10), 100),
         ("sliding-log", log(100, 60 * SECOND), 100),
     ] {
-        // Greedy from the start of a window, from its end, and greedy at its end after a request that opened it.
+        // Greedy from the start of a window, from its end, at its end after a request that opened it, and so on.
         let strategies = [(0, 0, 0), (0, 0, 59_995), (0, 1, 59_995), (30_000, 1, 89_995), (0, 50, 30_000)];
         let most = strategies.map(|(start, first, greedy)| most_admitted(&rule, start, first, greedy));
         assert_eq!(most.iter().max(), Some(&expected), "{name}: {most:?}");

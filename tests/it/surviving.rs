@@ -1,4 +1,4 @@
-//! What outlives a change of the configuration: counts, servers and their connections, the store's state, sessions.
+//! State that survives a reload: counts, endpoints and their connections, the store state, TLS sessions.
 
 use std::io::Write;
 
@@ -7,12 +7,12 @@ use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::reload::{ask, metric, reload, reloads, says, with_admin};
-use crate::support::server::{Mood, Server};
+use crate::support::server::{Behaviour, Server};
 use rustls::HandshakeKind;
 use rustls::version::TLS13;
 
 #[test]
-fn what_was_counted_stays_counted_and_metrics_never_go_back() {
+fn reload_keeps_counts_and_metrics() {
     let config = |quota: &str, more: &str| {
         format!(
             "{}limits = [\"day\"]\n[limit.day]\nby = \"ip\"\nquota = \"{quota}\"\nalgorithm = \"fixed-window\"\n{more}",
@@ -24,7 +24,7 @@ fn what_was_counted_stays_counted_and_metrics_never_go_back() {
     assert_eq!([(); 3].map(|()| client.get("/says").remaining("day")), [4, 3, 2]);
     reloads(&gateway, &config("5/day", "[[route]]\nname = \"a\"\npath = \"/a\"\nrespond = { status = 200 }\n"));
     assert_eq!(client.get("/says").remaining("day"), 1);
-    // Another size acts on the live state.
+    // Another quota uses the same state.
     reloads(&gateway, &config("8/day", ""));
     assert_eq!(client.get("/says").remaining("day"), 3);
     assert_eq!(metric(&gateway, "http_requests_total{route=\"says\",status=\"2xx\"}"), 5.0);
@@ -33,8 +33,8 @@ fn what_was_counted_stays_counted_and_metrics_never_go_back() {
 }
 
 #[test]
-fn requests_in_flight_finish_on_the_old_configuration_and_what_was_removed_is_left_alone() {
-    let [gone, stays] = Server::fleet();
+fn requests_in_flight_finish_on_the_old_configuration() {
+    let [gone, stays] = Server::start_many();
     let upstream = |name: &str, server: &Server| {
         format!(
             "[upstream.{name}]\nservers = [\"{}\"]\nhealth_check = {{ path = \"/\", interval = \"20ms\", timeout = \"10s\" }}\n\
@@ -44,26 +44,26 @@ fn requests_in_flight_finish_on_the_old_configuration_and_what_was_removed_is_le
     };
     let gateway = Gateway::start(&with_admin(&format!("{}{}", upstream("gone", &gone), upstream("stays", &stays))));
     eventually("both are checked", || gone.checks() > 0 && stays.checks() > 0);
-    gone.set(Mood::Holds);
+    gone.set(Behaviour::Hang);
     let mut client = gateway.client();
     client.send(b"GET /gone HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("it is under way", || gone.count() == 1);
+    eventually("it is in flight", || gone.count() == 1);
     reloads(&gateway, &upstream("stays", &stays));
     assert_eq!(gateway.get("/gone").status, 404);
-    gone.set(Mood::Answers(200));
+    gone.set(Behaviour::Respond(200));
     assert_eq!(client.reply().unwrap().status, 200, "what ran has its answer");
     assert_eq!(client.get("/gone").status, 404);
-    // One check may be under way.
+    // One health check may be in flight.
     let (checks, before) = (gone.checks(), stays.checks());
-    eventually("the other is checked on and on", || stays.checks() > before + 20);
+    eventually("the other server is still checked", || stays.checks() > before + 20);
     assert!(gone.checks() <= checks + 1, "{} more", gone.checks() - checks);
     eventually("its connections are closed", || gone.connections() == 0);
     assert!(!ask(&gateway, "GET", "/metrics").text().contains("upstream=\"gone\",server="));
 }
 
 #[test]
-fn an_ejected_server_and_pooled_connections_outlive_a_change_of_their_upstream() {
-    let [bad, good, new] = Server::fleet();
+fn reload_keeps_ejected_servers_and_pooled_connections() {
+    let [bad, good, new] = Server::start_many();
     let config = |servers: &[&Server], more: &str| {
         let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
         format!(
@@ -73,7 +73,7 @@ fn an_ejected_server_and_pooled_connections_outlive_a_change_of_their_upstream()
         )
     };
     let gateway = Gateway::start(&with_admin(&config(&[&bad, &good], "")));
-    bad.set(Mood::Answers(503));
+    bad.set(Behaviour::Respond(503));
     let mut client = gateway.client();
     let state = |server: &Server| {
         let ready = ask(&gateway, "GET", "/readyz").json();
@@ -102,7 +102,7 @@ fn an_ejected_server_and_pooled_connections_outlive_a_change_of_their_upstream()
 }
 
 #[test]
-fn a_place_that_a_request_of_before_leaves_is_for_those_that_wait_now() {
+fn permit_released_by_an_old_request_admits_a_queued_new_one() {
     let server = Server::start();
     let config = |more: &str| {
         format!(
@@ -112,23 +112,23 @@ fn a_place_that_a_request_of_before_leaves_is_for_those_that_wait_now() {
         )
     };
     let gateway = Gateway::start(&with_admin(&config("")));
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let mut clients = [gateway.client(), gateway.client()];
     clients[0].send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("it is under way", || server.count() == 1);
+    eventually("it is in flight", || server.count() == 1);
     reloads(&gateway, &config("response_timeout = \"59s\"\n"));
     clients[1].send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
     let line = format!("upstream_server_requests_in_flight{{upstream=\"api\",server=\"{}\"}}", server.address);
     assert_eq!(metric(&gateway, &line), 1.0, "the one of before counts");
-    server.set(Mood::Answers(200));
+    server.set(Behaviour::Respond(200));
     for client in &mut clients {
         assert_eq!(client.reply().unwrap().status, 200);
     }
-    assert_eq!(server.most(), 1, "never more than there may be");
+    assert_eq!(server.max_running(), 1, "never more than there may be");
 }
 
 #[test]
-fn a_request_whose_body_is_under_way_goes_on() {
+fn reload_keeps_a_request_whose_body_is_in_flight() {
     let server = Server::start();
     let config = |path: &str| {
         format!(
@@ -147,7 +147,7 @@ fn a_request_whose_body_is_under_way_goes_on() {
 }
 
 #[test]
-fn a_denial_is_remembered_and_an_open_breaker_stays_open() {
+fn reload_keeps_cached_denials_and_an_open_breaker() {
     let redis = Redis::start();
     let store = redis.store();
     let config = |body: &str, quota: &str| {
@@ -161,19 +161,19 @@ fn a_denial_is_remembered_and_an_open_breaker_stays_open() {
     let mut client = gateway.client();
     assert_eq!([(); 3].map(|()| client.get("/says").status), [200, 429, 429]);
     let remembered = || metric(&gateway, "checks_total{answered_by=\"denial-cache\"}");
-    let (before, connected) = (remembered(), redis.figure("stats", "total_connections_received:"));
+    let (before, connected) = (remembered(), redis.info_number("stats", "total_connections_received:"));
     reloads(&gateway, &config("two", "1/day"));
     assert_eq!(client.get("/says").status, 429);
     assert_eq!(remembered(), before + 1.0, "Redis is not asked again");
     reloads(&gateway, &config("three", "2/day"));
     assert_eq!((client.get("/says").text(), client.get("/says").status), ("three", 429), "another size is asked for");
-    // One more is the one that asks.
-    let now = redis.figure("stats", "total_connections_received:");
+    // The connection of the test is one more.
+    let now = redis.info_number("stats", "total_connections_received:");
     assert_eq!(now, connected + 1, "with the connection of before");
 
     drop(redis);
-    eventually("the store is given up", || {
-        // Another size each time: nothing is remembered.
+    eventually("the breaker opens", || {
+        // Another quota each time, so that no denial is cached.
         client.get("/says");
         reloads(
             &gateway,
@@ -187,11 +187,11 @@ fn a_denial_is_remembered_and_an_open_breaker_stays_open() {
     assert_eq!(metric(&gateway, "store_up"), 0.0);
     assert_eq!(client.get("/says").text(), "five");
     let now = (failures("failed"), failures("not_permitted"));
-    assert_eq!(now, (before.0, before.1 + 1.0), "nobody finds it out again");
+    assert_eq!(now, (before.0, before.1 + 1.0), "the breaker stays open");
 }
 
 #[test]
-fn sessions_go_on_and_what_clients_would_refuse_is_refused() {
+fn reload_keeps_tls_sessions_and_rejects_unusable_certificates() {
     let (pair, past) = (Pair::server("gate.test", NOW), Pair::server("gate.test", PAST));
     let listener =
         "[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certificates = [{ cert = \"a.pem\", key = \"a.key\" }]\n";
@@ -200,7 +200,7 @@ fn sessions_go_on_and_what_clients_would_refuse_is_refused() {
     let gateway = Gateway::start_with(&with_admin(&config("one")), &files);
     let client = tls(&[&pair.der], None, &[&TLS13]);
     let ask = |body: &str| {
-        let mut connection = TlsClient::shake(&client, gateway.address, "gate.test").unwrap();
+        let mut connection = TlsClient::handshake(&client, gateway.address, "gate.test").unwrap();
         assert_eq!(connection.get("/says").text(), body);
         connection.stream.get_ref().conn.handshake_kind().unwrap()
     };
@@ -214,7 +214,7 @@ fn sessions_go_on_and_what_clients_would_refuse_is_refused() {
 }
 
 #[test]
-fn reload_changes_the_bounds_of_an_upstream_that_has_requests_in_flight() {
+fn reload_changes_the_bounds_of_an_upstream_with_requests_in_flight() {
     let server = Server::start();
     let config = |most: usize, queue: usize| {
         format!(
@@ -224,7 +224,7 @@ fn reload_changes_the_bounds_of_an_upstream_that_has_requests_in_flight() {
         )
     };
     let gateway = Gateway::start(&with_admin(&config(1, 0)));
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let mut clients = [(); 3].map(|()| gateway.client());
     let [first, second, third] = &mut clients;
     first.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
@@ -233,7 +233,7 @@ fn reload_changes_the_bounds_of_an_upstream_that_has_requests_in_flight() {
     reloads(&gateway, &config(1, 1));
     second.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
     third.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-    // One of them is queued, the other one finds the queue full.
+    // One of them is queued, the other finds the queue full.
     let mut rejected = None;
     for client in [&mut *second, third] {
         client.stream.get_mut().set_nonblocking(true).unwrap();
@@ -251,15 +251,15 @@ fn reload_changes_the_bounds_of_an_upstream_that_has_requests_in_flight() {
     reloads(&gateway, &config(3, 0));
     rejected.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
     eventually("all are in flight", || server.running() == 3);
-    server.set(Mood::Answers(200));
+    server.set(Behaviour::Respond(200));
     for client in [first, queued, rejected] {
         assert_eq!(client.reply().unwrap().status, 200);
     }
-    assert_eq!(server.most(), 3);
+    assert_eq!(server.max_running(), 3);
 }
 
 #[test]
-fn reload_of_pool_idle_timeout_counts_for_connections_that_are_pooled() {
+fn reload_of_pool_idle_timeout_applies_to_pooled_connections() {
     let server = Server::start();
     let config = |idle: &str| {
         format!(

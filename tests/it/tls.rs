@@ -1,4 +1,4 @@
-//! TLS towards clients: certificates by name, both protocols, plain text refused.
+//! TLS towards clients: certificates by server name, ALPN, TLS versions, handshake errors.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ fn gateway(server: &str) -> Gateway {
     Gateway::start(&format!("{server}{ROUTE}{listener}"))
 }
 
-/// A client that believes exactly one certificate.
+/// A TLS connector that trusts exactly one certificate.
 fn connector(trusted: &str, protocols: &[&[u8]]) -> TlsConnector {
     let mut roots = rustls::RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(certificate(trusted)).unwrap()).unwrap();
@@ -47,14 +47,14 @@ async fn connect(
 }
 
 #[tokio::test]
-async fn the_certificate_fits_the_name() {
+async fn certificate_is_chosen_by_server_name() {
     let gateway = gateway("");
     for (name, trusted, expected) in [
         ("one.test", "one.pem", true),
         ("two.test", "two.pem", true),
         ("deep.two.test", "two.pem", true),
         ("two.test", "one.pem", false),
-        // Nobody's name gets the first certificate, which is not for it.
+        // An unknown name gets the first certificate, which does not match it.
         ("other.test", "one.pem", false),
         ("other.test", "two.pem", false),
     ] {
@@ -64,7 +64,7 @@ async fn the_certificate_fits_the_name() {
 }
 
 #[tokio::test]
-async fn http_1_and_http_2_are_agreed_on() {
+async fn alpn_agrees_on_http1_or_http2() {
     let gateway = gateway("");
     let request =
         |uri: &str| http::Request::builder().uri(uri).header("host", "one.test").body(Empty::<&[u8]>::new()).unwrap();
@@ -87,20 +87,20 @@ async fn http_1_and_http_2_are_agreed_on() {
 }
 
 #[test]
-fn what_was_agreed_on_is_what_is_spoken() {
+fn http2_over_tls_without_alpn_is_rejected() {
     let gateway = gateway("");
     let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
-    // RFC 9113 §3.2: over TLS there is HTTP/2 by ALPN only.
+    // RFC 9113 §3.2: over TLS, HTTP/2 needs ALPN.
     let mut client =
-        TlsClient::shake(&tls(&[&der], None, &[&rustls::version::TLS13]), gateway.address, "one.test").unwrap();
+        TlsClient::handshake(&tls(&[&der], None, &[&rustls::version::TLS13]), gateway.address, "one.test").unwrap();
     client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
     let mut answer = Vec::new();
-    // Closed or reset: what counts is that no frame of HTTP/2 came before.
+    // Closed or reset, without a frame of HTTP/2 before.
     let _ = std::io::Read::read_to_end(&mut client.stream, &mut answer);
     assert_eq!(answer, b"", "what HTTP/2 would answer");
 }
 
-/// A ClientHello of old, as far as version: TLS 1.0 is 3.1, TLS 1.1 is 3.2 (RFC 5246 §7.4.1.2).
+/// A ClientHello for an old version: TLS 1.0 is 3.1, TLS 1.1 is 3.2 (RFC 5246 §7.4.1.2).
 fn hello(minor: u8) -> Vec<u8> {
     // ECDHE-ECDSA-AES128-SHA and ECDHE-ECDSA-AES128-GCM-SHA256; no compression; groups and point formats.
     let body = [&[3, minor][..], &[7; 32], &[0], &[0, 4, 0xc0, 0x09, 0xc0, 0x2b], &[1, 0]].concat();
@@ -111,24 +111,24 @@ fn hello(minor: u8) -> Vec<u8> {
 }
 
 #[test]
-fn tls_1_2_and_1_3_are_spoken_and_nothing_older() {
+fn only_tls_1_2_and_1_3_are_accepted() {
     let gateway = gateway("");
     let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
     for (version, expected) in [
         (&rustls::version::TLS12, rustls::ProtocolVersion::TLSv1_2),
         (&rustls::version::TLS13, rustls::ProtocolVersion::TLSv1_3),
     ] {
-        let mut client = TlsClient::shake(&tls(&[&der], None, &[version]), gateway.address, "one.test").unwrap();
+        let mut client = TlsClient::handshake(&tls(&[&der], None, &[version]), gateway.address, "one.test").unwrap();
         assert_eq!(client.stream.get_ref().conn.protocol_version(), Some(expected));
         assert_eq!(client.get("/hello").status, 200);
     }
-    // 3.0 is SSL 3; the answer to 3.3 is a hello.
+    // 3.0 is SSL 3. The response to 3.3 is a ServerHello.
     for (minor, answer) in [(0, Err(70)), (1, Err(70)), (2, Err(70)), (3, Ok(()))] {
         let mut client = gateway.client();
         client.send(&hello(minor));
         let mut record = [0; 7];
         std::io::Read::read_exact(&mut client.stream, &mut record).unwrap();
-        // An alert is a record of type 21, fatal is level 2; a handshake is one of type 22.
+        // An alert is a record of type 21, and fatal is level 2. A handshake is type 22.
         let found = match record {
             [21, _, _, 0, 2, 2, alert] => Err(alert),
             [22, ..] => Ok(()),
@@ -139,20 +139,20 @@ fn tls_1_2_and_1_3_are_spoken_and_nothing_older() {
 }
 
 #[test]
-fn a_client_that_never_shakes_hands_is_closed() {
+fn connection_without_a_handshake_is_closed() {
     let gateway = gateway("[server]\nheader_timeout = \"300ms\"\n");
     for start in [&b""[..], b"\x16\x03\x01", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"] {
         let mut client = gateway.client();
         client.send(start);
         let mut rest = Vec::new();
-        // Were it kept open, reading would fail at its timeout; a reset is a way of closing, too.
+        // On an open connection the read would time out. A reset is a close as well.
         let read = std::io::Read::read_to_end(&mut client.stream, &mut rest);
         let closed = read.as_ref().map_or_else(|error| error.kind() == std::io::ErrorKind::ConnectionReset, |_| true);
         assert!(closed, "{start:?} is kept open: {read:?}");
     }
 }
 
-/// The bytes of a ClientHello whose server name is replaced by another one of the same length, which no library would send.
+/// Return a ClientHello with an invalid server name of the same length, which no library sends.
 fn hello_for(name: &str) -> Vec<u8> {
     let valid = "x".repeat(name.len() - 5) + ".test";
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
@@ -167,7 +167,7 @@ fn hello_for(name: &str) -> Vec<u8> {
 }
 
 #[test]
-fn a_server_name_that_is_none_is_refused_and_said() {
+fn invalid_server_name_is_rejected_and_logged() {
     for (name, what) in [
         ("localhost:8443", "with a port, as `hey` sends it"),
         ("one.test:443", "with a port"),
@@ -196,7 +196,7 @@ fn a_server_name_that_is_none_is_refused_and_said() {
 }
 
 #[test]
-fn a_handshake_that_fails_is_said_once() {
+fn failed_handshake_is_logged_once() {
     let gateway = gateway("");
     for _ in 0..20 {
         let mut client = gateway.client();

@@ -1,4 +1,4 @@
-//! Certificates that change while the gateway runs: the good new one is shown, a bad one is refused and the old stays.
+//! Certificate files that change: a valid one is used at once, an invalid one is rejected and the old one stays.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -29,19 +29,19 @@ fn write(folder: &Path, pair: &Pair) {
     std::fs::write(folder.join("server.key"), &pair.key).unwrap();
 }
 
-/// Puts a file in its place as a whole.
+/// Replace a file by renaming.
 fn put(folder: &Path, name: &str, content: &str) {
     std::fs::write(folder.join("new"), content).unwrap();
     std::fs::rename(folder.join("new"), folder.join(name)).unwrap();
 }
 
-fn believing(pairs: &[&Pair]) -> Arc<ClientConfig> {
+fn trusting(pairs: &[&Pair]) -> Arc<ClientConfig> {
     tls(&pairs.iter().map(|pair| &pair.der).collect::<Vec<_>>(), None, &[&TLS13])
 }
 
-/// Whether a new client is shown a certificate.
-fn shows(gateway: &Gateway, pair: &Pair) -> bool {
-    TlsClient::shake(&believing(&[pair]), gateway.address, NAME).is_ok()
+/// Return whether a new client gets this certificate.
+fn is_used(gateway: &Gateway, pair: &Pair) -> bool {
+    TlsClient::handshake(&trusting(&[pair]), gateway.address, NAME).is_ok()
 }
 
 fn kind(client: &TlsClient) -> HandshakeKind {
@@ -53,47 +53,47 @@ fn refusals(gateway: &Gateway) -> usize {
 }
 
 #[test]
-fn renamed_files_are_shown_and_connections_and_sessions_go_on() {
+fn renamed_certificate_files_are_used_and_connections_and_sessions_continue() {
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     write(folder.path(), &old);
     let gateway = gateway(folder.path(), "");
-    let client = believing(&[&old, &new]);
-    let mut running = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+    let client = trusting(&[&old, &new]);
+    let mut running = TlsClient::handshake(&client, gateway.address, NAME).unwrap();
     assert_eq!(running.get("/hello").status, 200);
-    assert_eq!(running.shown(), &old.der);
+    assert_eq!(running.peer_certificate(), &old.der);
 
-    // One after the other, as tools do it; between the two they do not fit.
+    // One file after the other, as tools do. In between they do not match.
     put(folder.path(), "server.pem", &new.cert);
-    eventually("the pair that does not fit is seen", || refusals(&gateway) == 1);
+    eventually("the mismatched pair is detected", || refusals(&gateway) == 1);
     assert!(gateway.log().contains("certificate and key do not match"), "{}", gateway.log());
-    assert!(shows(&gateway, &old), "as long as the key is missing");
+    assert!(is_used(&gateway, &old), "as long as the key is missing");
     put(folder.path(), "server.key", &new.key);
-    eventually("the new one is shown", || shows(&gateway, &new));
-    assert!(!shows(&gateway, &old));
-    eventually("it is told", || gateway.log().contains("reloaded"));
+    eventually("the new certificate is used", || is_used(&gateway, &new));
+    assert!(!is_used(&gateway, &old));
+    eventually("it is logged", || gateway.log().contains("reloaded"));
 
     assert_eq!(running.get("/hello").status, 200, "a running connection goes on");
-    let resumed = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+    let resumed = TlsClient::handshake(&client, gateway.address, NAME).unwrap();
     assert_eq!(kind(&resumed), HandshakeKind::Resumed, "a session goes on");
 }
 
 #[test]
-fn files_written_in_place_are_shown() {
+fn certificate_files_written_in_place_are_used() {
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     write(folder.path(), &old);
     let gateway = gateway(folder.path(), "");
-    assert!(shows(&gateway, &old));
+    assert!(is_used(&gateway, &old));
     write(folder.path(), &new);
-    eventually("the new one is shown", || shows(&gateway, &new));
-    eventually("it is told", || gateway.log().contains("reloaded"));
+    eventually("the new certificate is used", || is_used(&gateway, &new));
+    eventually("it is logged", || gateway.log().contains("reloaded"));
     assert_eq!(gateway.log().matches("reloaded").count(), 1, "two files, one certificate:\n{}", gateway.log());
 }
 
 #[test]
-fn a_swapped_symlink_is_shown() {
-    // As Kubernetes does it: `server.pem` → `..data/server.pem`, `..data` → a folder with a name of its own.
+fn replaced_symlink_of_a_certificate_is_used() {
+    // As Kubernetes does: `server.pem` → `..data/server.pem`, `..data` → a directory with a generated name.
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     for (name, pair) in [("..1", &old), ("..2", &new)] {
@@ -105,20 +105,20 @@ fn a_swapped_symlink_is_shown() {
         symlink(Path::new("..data").join(name), folder.path().join(name)).unwrap();
     }
     let gateway = gateway(folder.path(), "");
-    assert!(shows(&gateway, &old));
+    assert!(is_used(&gateway, &old));
     symlink("..2", folder.path().join("..tmp")).unwrap();
     std::fs::rename(folder.path().join("..tmp"), folder.path().join("..data")).unwrap();
-    eventually("the new one is shown", || shows(&gateway, &new));
+    eventually("the new certificate is used", || is_used(&gateway, &new));
 }
 
 #[test]
-fn what_cannot_be_shown_is_refused_and_the_old_stays() {
+fn invalid_certificate_is_rejected_and_the_old_one_stays() {
     let folder = tempfile::tempdir().unwrap();
     let (old, other) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     let (past, future) = (Pair::server(NAME, PAST), Pair::server(NAME, FUTURE));
     write(folder.path(), &old);
     let gateway = gateway(folder.path(), "");
-    let mut running = TlsClient::shake(&believing(&[&old]), gateway.address, NAME).unwrap();
+    let mut running = TlsClient::handshake(&trusting(&[&old]), gateway.address, NAME).unwrap();
     let half = &other.cert[..other.cert.len() / 2];
     for (cert, key, reason) in [
         (&*old.cert, &*other.key, "certificate and key do not match"),
@@ -142,25 +142,25 @@ fn what_cannot_be_shown_is_refused_and_the_old_stays() {
         let line = last();
         assert!(line.contains("server.pem") && line.contains("WARN"), "{reason}: {line}");
         assert!(!line.contains("PRIVATE KEY"), "{line}");
-        assert!(shows(&gateway, &old), "{reason}: the old one stays");
-        // What is good again is taken over again.
+        assert!(is_used(&gateway, &old), "{reason}: the old one stays");
+        // A valid certificate is used again.
         let reloads = || gateway.log().matches("reloaded").count();
         let before = reloads();
         put(folder.path(), "server.pem", &old.cert);
         put(folder.path(), "server.key", &old.key);
-        eventually("it is good again", || reloads() > before);
+        eventually("it is valid again", || reloads() > before);
     }
     std::fs::remove_file(folder.path().join("server.key")).unwrap();
-    eventually("the loss is seen", || {
+    eventually("the loss is detected", || {
         gateway.log().lines().any(|line| line.contains("cannot read the file") && line.contains("server.key"))
     });
-    assert!(shows(&gateway, &old), "a file that is gone");
+    assert!(is_used(&gateway, &old), "a file that is gone");
     assert_eq!(running.get("/hello").status, 200, "a running connection goes on");
 }
 
 #[test]
-fn sighup_reads_everything_again() {
-    // A change behind a link to elsewhere is not seen by watching the folder.
+fn sighup_reloads_certificates() {
+    // The file watcher does not see a change behind a symlink to another directory.
     let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     write(elsewhere.path(), &old);
@@ -168,32 +168,32 @@ fn sighup_reads_everything_again() {
         symlink(elsewhere.path().join(name), folder.path().join(name)).unwrap();
     }
     let gateway = gateway(folder.path(), "");
-    assert!(shows(&gateway, &old));
+    assert!(is_used(&gateway, &old));
     write(elsewhere.path(), &new);
     signal(&gateway.child, "HUP");
-    eventually("the new one is shown", || shows(&gateway, &new));
-    // Nothing has changed, and it is told nevertheless: somebody asked.
-    eventually("it is told", || gateway.log().matches("reloaded").count() == 1);
+    eventually("the new certificate is used", || is_used(&gateway, &new));
+    // Nothing has changed, and the reload is logged nevertheless, because it was requested.
+    eventually("it is logged", || gateway.log().matches("reloaded").count() == 1);
     signal(&gateway.child, "HUP");
-    eventually("it is told again", || gateway.log().matches("reloaded").count() == 2);
+    eventually("it is logged again", || gateway.log().matches("reloaded").count() == 2);
     std::fs::write(elsewhere.path().join("server.key"), "garbage").unwrap();
     for count in 1..3 {
         signal(&gateway.child, "HUP");
-        eventually("the fault is told each time", || refusals(&gateway) == count);
+        eventually("the fault is logged each time", || refusals(&gateway) == count);
     }
-    assert!(shows(&gateway, &new));
+    assert!(is_used(&gateway, &new));
 }
 
 #[test]
-fn sighup_without_certificates_is_no_reason_to_end() {
+fn sighup_without_certificates_does_not_end_the_process() {
     let gateway = Gateway::start("[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n");
     signal(&gateway.child, "HUP");
-    eventually("it is told", || gateway.log().contains("reloaded"));
+    eventually("it is logged", || gateway.log().contains("reloaded"));
     assert_eq!(gateway.get("/").status, 200);
 }
 
 #[test]
-fn an_expired_certificate_at_start_is_a_warning() {
+fn expired_certificate_at_start_is_a_warning() {
     let folder = tempfile::tempdir().unwrap();
     let (past, now) = (Pair::server(NAME, PAST), Pair::server(NAME, NOW));
     write(folder.path(), &past);
@@ -204,9 +204,9 @@ fn an_expired_certificate_at_start_is_a_warning() {
     let check = crate::support::gateway::binary().arg("check").arg("--config").arg(config).output().unwrap();
     let out = String::from_utf8(check.stdout).unwrap();
     assert!(out.contains("warning: ") && out.contains(warning), "{out}");
-    assert!(!shows(&gateway, &past), "the client refuses it");
+    assert!(!is_used(&gateway, &past), "the client refuses it");
     write(folder.path(), &now);
-    eventually("the renewed one is shown", || shows(&gateway, &now));
+    eventually("the renewed certificate is used", || is_used(&gateway, &now));
 }
 
 #[test]
@@ -219,9 +219,9 @@ fn sessions_are_resumed_by_every_worker() {
     {
         let gateway = gateway(folder.path(), &format!("[server]\nworkers = 4\nthreading = \"{layout}\"\n"));
         let client = tls(&[&pair.der], None, &[version]);
-        // Enough connections to meet every worker's socket.
+        // Enough connections to reach the socket of every worker.
         for count in 0..20 {
-            let mut connection = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+            let mut connection = TlsClient::handshake(&client, gateway.address, NAME).unwrap();
             assert_eq!(connection.get("/hello").status, 200);
             let resumed = kind(&connection) == HandshakeKind::Resumed;
             assert_eq!(resumed, count > 0, "{layout}, {version:?}, connection {count}");

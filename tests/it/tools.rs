@@ -1,4 +1,4 @@
-//! The commands around the gateway: what they write works.
+//! `init`, completions and man pages: their output works.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,7 +13,7 @@ fn init(folder: &Path, arguments: &[&str]) -> (Option<i32>, String) {
 }
 
 #[test]
-fn first_configurations_have_no_warning_and_serve() {
+fn init_writes_configurations_that_serve_without_warnings() {
     for situation in SITUATIONS {
         let directory = tempfile::tempdir().unwrap();
         let (code, said) = init(directory.path(), &["--template", situation]);
@@ -42,7 +42,7 @@ fn first_configurations_have_no_warning_and_serve() {
 }
 
 #[test]
-fn nothing_is_overwritten_unasked() {
+fn init_overwrites_files_with_force_only() {
     for (situation, there) in [("single-api", "gateway.toml"), ("plans", "consumers.toml")] {
         let directory = tempfile::tempdir().unwrap();
         let mine = directory.path().join(there);
@@ -57,7 +57,7 @@ fn nothing_is_overwritten_unasked() {
 }
 
 #[test]
-fn completions_and_pages_know_the_commands() {
+fn completions_and_man_pages_have_all_commands() {
     for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
         let output = binary().args(["completions", shell]).output().unwrap();
         let script = String::from_utf8(output.stdout).unwrap();
@@ -67,9 +67,9 @@ fn completions_and_pages_know_the_commands() {
     assert!(page.contains(".TH sluicegate 1") && page.contains("sluicegate\\-check(1)"), "{page}");
 }
 
-/// Who reads only the beginning is not told of an error.
+/// A reader that closes standard output early causes no error message.
 #[test]
-fn a_reader_may_stop() {
+fn closed_standard_output_is_no_error() {
     for command in ["schema", "man", "completions zsh"] {
         let program = PathBuf::from(binary().get_program());
         let script = format!("{{ '{}' {command}; echo $? >&2; }} | true", program.display());

@@ -1,19 +1,20 @@
-//! A Redis Cluster and a master that Sentinels watch: exact while slots move, there again after a failover.
+//! Redis Cluster and Sentinel: exact counts while slots migrate, and recovery after failovers. Fault 21 in
+//! docs/testing.md.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::support::admin_listener::{ask, with_admin};
 use crate::support::client::{Client, load};
 use crate::support::cluster::Cluster;
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::{ask, with_admin};
 use crate::support::redis::Redis;
 use crate::support::sentinel::Sentinels;
 use sluicegate::limiter::clock::monotonic;
 
-/// Windows of ten years: none of them begins while the test runs.
+/// Windows of ten years, so that none begins while the test runs.
 fn config(url: &str, deadline: &str, limits: &[(&str, &str)]) -> String {
     let tables = limits.iter().map(|(name, rest)| format!("[limit.{name}]\n{rest}\n"));
     let names: Vec<_> = limits.iter().map(|(name, _)| format!("\"{name}\"")).collect();
@@ -31,7 +32,7 @@ fn count(statuses: &[u16], wanted: u16) -> usize {
 
 const FIXED: &str = "by = \"header:x-id\"\nalgorithm = \"fixed-window\"\non_store_error = \"deny\"\n";
 
-/// An identity that this master keeps: the one whose key appears there.
+/// Return an identity whose key is on this master, and its slot.
 fn identity_of(cluster: &Cluster, master: &Redis, gateway: &Gateway) -> (String, u16) {
     let mut client = gateway.client();
     for number in 0.. {
@@ -46,7 +47,7 @@ fn identity_of(cluster: &Cluster, master: &Redis, gateway: &Gateway) -> (String,
 }
 
 #[test]
-fn a_cluster_counts_each_identity_exactly_wherever_it_is_kept() {
+fn cluster_counts_each_identity_exactly_on_any_master() {
     let cluster = Cluster::start(3, 0);
     let two = [("a", &*format!("{FIXED}quota = \"20/3650d\"")), ("b", &*format!("{FIXED}quota = \"1000/3650d\""))];
     let config = config(&cluster.url(), "5s", &two);
@@ -70,7 +71,7 @@ fn a_cluster_counts_each_identity_exactly_wherever_it_is_kept() {
 }
 
 #[test]
-fn what_one_limit_denies_is_given_back_to_those_of_other_identities() {
+fn denied_request_is_refunded_to_limits_of_other_identities() {
     let cluster = Cluster::start(3, 0);
     let by = |header: &str, quota: u32, rest: &str| {
         format!("by = \"header:{header}\"\nquota = \"{quota}/3650d\"\non_store_error = \"deny\"\n{rest}")
@@ -104,7 +105,7 @@ fn what_one_limit_denies_is_given_back_to_those_of_other_identities() {
         denied.assert_problem(429, "the narrow one is exhausted");
         assert_eq!(denied.json()["violated-policies"], serde_json::json!(["narrow"]));
     }
-    // What was not charged with the denied request is not given back either.
+    // Charges that the denied request did not make are not refunded.
     for (limit, header, remaining) in [("shadow", "x-e=e", 0), ("paid", "x-g=g", 997)] {
         let reply = ask(&gateway, &format!("/api/identities?limit={limit}&header:{header}"));
         assert_eq!(reply.json()["limits"][0]["remaining"], remaining, "{limit}: {}", reply.text());
@@ -130,13 +131,13 @@ fn parallel_requests_of_several_identities_admit_no_more_than_the_limit() {
     let statuses = load(&[gateway.address], 16, 400, "/r", &[("x-one", "1"), ("x-two", "2")]);
     assert_eq!(count(&statuses, 200) + count(&statuses, 429), 400);
     assert!(count(&statuses, 200) <= 50, "{} admitted", count(&statuses, 200));
-    // What was held for a moment is there again: alone, all of the rest is admitted, and no more.
+    // The refunded tokens are available: a single client gets all of the rest, and no more.
     let rest = load(&[gateway.address], 1, 60, "/r", &[("x-one", "1"), ("x-two", "2")]);
     assert_eq!(count(&statuses, 200) + count(&rest, 200), 50);
 }
 
 #[test]
-fn counts_are_exact_while_a_slot_moves() {
+fn counts_are_exact_while_a_slot_migrates() {
     let cluster = Cluster::start(3, 0);
     let limits =
         [("a", &*format!("{FIXED}quota = \"300/3650d\"")), ("b", &*format!("{FIXED}quota = \"100000/3650d\""))];
@@ -156,12 +157,12 @@ fn counts_are_exact_while_a_slot_moves() {
     ask(20, "one key here, one key there");
     migration.finish();
     ask(20, "moved");
-    // Back, and new keys while it is on its way: both of a request are missing at either node.
+    // The slot migrates back, and new keys during the migration are missing on both nodes.
     let migration = cluster.begin_migration(slot, to, from);
     migration.move_keys(1000);
     ask(20, "all keys gone, the slot not yet");
     migration.finish();
-    // Forth and back, without a pause, under load.
+    // Back and forth without a pause, under load.
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -178,7 +179,7 @@ fn counts_are_exact_while_a_slot_moves() {
     assert_eq!(count(&statuses, 200) + admitted, 300, "exactly the limit");
     assert_eq!(count(&statuses, 429), admitted);
     cluster.masters().iter().for_each(|master| master.assert_every_key_expires());
-    // The gateway learns where the slot is: no call is sent on any more.
+    // The gateway learns the new owner: no call is redirected any longer.
     let mut client = gateway.client();
     let moved = || cluster.masters().iter().map(|master| master.errors("MOVED")).sum::<u64>();
     eventually("calls go straight to the owner", || {
@@ -189,14 +190,14 @@ fn counts_are_exact_while_a_slot_moves() {
 }
 
 #[test]
-fn new_identities_are_admitted_while_their_slot_moves() {
+fn new_identities_are_admitted_while_their_slot_migrates() {
     let cluster = Cluster::start(3, 0);
     let limits = [("a", &*format!("{FIXED}quota = \"5/3650d\"")), ("b", &*format!("{FIXED}quota = \"9/3650d\""))];
     let gateway = Gateway::start(&config(&cluster.url(), "5s", &limits));
     let (id, slot) = identity_of(&cluster, cluster.masters()[0], &gateway);
     let [from, to] = [cluster.masters()[0], cluster.masters()[1]];
     let migration = cluster.begin_migration(slot, from, to);
-    // Its keys are gone, as if they had never been: several keys that are missing are asked for one by one.
+    // The keys are deleted: the node asks for several missing keys with one call each.
     for key in from.keys() {
         redis::cmd("DEL").arg(key).exec(&mut from.connection()).unwrap();
     }
@@ -210,7 +211,7 @@ fn new_identities_are_admitted_while_their_slot_moves() {
 }
 
 #[test]
-fn a_master_that_dies_is_replaced_and_the_others_go_on() {
+fn killed_cluster_master_is_replaced_and_the_others_keep_deciding() {
     let mut cluster = Cluster::start(3, 1);
     let local = format!("{FIXED}quota = \"40/3650d\"").replace("deny", "local");
     let gateway = Gateway::start(&config(&cluster.url(), "200ms", &[("a", &local)]));
@@ -229,7 +230,7 @@ fn a_master_that_dies_is_replaced_and_the_others_go_on() {
         *admitted += usize::from(reply.status == 200);
     };
     let (before, mut alive) = (cluster.calls("evalsha"), 0);
-    eventually("its guard opens", || {
+    eventually("its breaker opens", || {
         dead(&mut client, &mut admitted);
         gateway.log().contains("the store fails")
     });
@@ -249,12 +250,12 @@ fn a_master_that_dies_is_replaced_and_the_others_go_on() {
     for _ in 0..100 {
         dead(&mut client, &mut admitted);
     }
-    println!("row 21: a master of a cluster killed: {admitted} admitted of a limit of 40");
+    println!("fault 21: a master of a cluster killed: {admitted} admitted of a limit of 40");
     assert!((40..=80).contains(&admitted), "at most one fresh burst: {admitted}");
 }
 
 #[test]
-fn sentinels_say_where_the_master_is_before_and_after_a_failover() {
+fn sentinel_failovers_are_followed_and_give_one_fresh_limit_each() {
     let mut sentinels = Sentinels::start();
     let limit = "by = \"header:x-id\"\nalgorithm = \"fixed-window\"\nquota = \"60/3650d\"\non_store_error = \"local\"";
     let gateway = Gateway::start(&config(&sentinels.url(), "200ms", &[("a", limit)]));
@@ -273,7 +274,7 @@ fn sentinels_say_where_the_master_is_before_and_after_a_failover() {
         });
     };
     decides(sentinels.master(), &mut || ask(&mut admitted));
-    // The old one lives on, as a replica that refuses to write.
+    // The old master continues as a replica that rejects writes.
     sentinels.fail_over_by_command();
     decides(sentinels.master(), &mut || ask(&mut admitted));
     sentinels.fail_over_by_kill();
@@ -281,12 +282,12 @@ fn sentinels_say_where_the_master_is_before_and_after_a_failover() {
     for _ in 0..200 {
         ask(&mut admitted);
     }
-    println!("row 21: two failovers by Sentinel: {admitted} admitted of a limit of 60");
+    println!("fault 21: two failovers by Sentinel: {admitted} admitted of a limit of 60");
     assert!((60..=180).contains(&admitted), "at most one fresh burst for each: {admitted}");
     sentinels.master().assert_every_key_expires();
 }
 
-/// Runs a command of the binary on a configuration.
+/// Run a command of the binary on a configuration.
 fn run(command: &str, config: &str) -> (Option<i32>, String) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
@@ -296,7 +297,7 @@ fn run(command: &str, config: &str) -> (Option<i32>, String) {
 }
 
 #[test]
-fn check_and_doctor_look_at_every_master() {
+fn check_and_doctor_examine_every_master() {
     let cluster = Cluster::start(3, 0);
     let one = ("a", &*format!("{FIXED}quota = \"5/3650d\""));
     let other = ("b", "by = \"ip\"\nquota = \"5/3650d\"");
@@ -311,7 +312,7 @@ fn check_and_doctor_look_at_every_master() {
     }
     assert_eq!(said.matches("2 algorithms tried").count(), 3, "{said}");
     assert_eq!((code, said.contains("\n0 failed")), (Some(0), true), "{said}");
-    // With the default of Redis, one master that fails costs the identities of all.
+    // With the Redis default, one lost master affects all identities.
     let coverage = "CONFIG SET cluster-require-full-coverage no";
     assert_eq!(said.matches("warning   full coverage").count(), 3, "{said}");
     assert!(said.contains(coverage), "{said}");
@@ -329,7 +330,7 @@ fn check_and_doctor_look_at_every_master() {
     assert!(said.contains(&format!("redis at 127.0.0.1:{}\n", sentinels.master_port())), "{said}");
     assert_eq!((code, said.contains("\n0 failed")), (Some(0), true), "{said}");
 
-    // Each kind of server behind the URL of another one.
+    // Each kind of server behind the URL of another kind.
     let (node, sentinel) = (cluster.masters()[0].port, sentinels.sentinels[0].port);
     let single = sentinels.master_port();
     let unknown = sentinels.url().replace("mymaster", "nomaster");
@@ -349,7 +350,7 @@ fn check_and_doctor_look_at_every_master() {
         let (code, said) = run("doctor", &text);
         assert!(code == Some(1) && said.contains(&expected), "{url}: {said}");
         let gateway = Gateway::start(&text);
-        eventually("it is told", || {
+        eventually("it is logged", || {
             gateway.client().get_with("/r", &[("x-id", "i")]).assert_problem(503, &url);
             gateway.log().contains(&expected)
         });
@@ -357,7 +358,7 @@ fn check_and_doctor_look_at_every_master() {
 }
 
 #[test]
-fn the_user_of_the_manual_may_do_all_that_a_cluster_needs() {
+fn redis_user_of_the_manual_suffices_for_a_cluster() {
     let cluster = Cluster::start(3, 0);
     let manual = include_str!("../../docs/redis.md");
     let line = manual.lines().find_map(|line| line.trim().strip_prefix("ACL SETUSER gateway ")).unwrap();
@@ -383,14 +384,14 @@ fn the_user_of_the_manual_may_do_all_that_a_cluster_needs() {
 }
 
 #[test]
-fn what_failed_is_given_back_by_every_master_that_charged_it() {
+fn failed_check_is_refunded_by_every_master_that_charged_it() {
     let cluster = Cluster::start(3, 0);
     let by = |header: &str, algorithm: &str| {
         format!(
             "by = \"header:{header}\"\nalgorithm = \"{algorithm}\"\nquota = \"3/3650d\"\nrefund_on = [\"5xx\"]\non_store_error = \"deny\""
         )
     };
-    // A log forgets the entry of the very instant at which its own master charged.
+    // A sliding log refunds the entry of the instant at which its own master charged.
     let limits = ["x-a", "x-b", "x-c"].map(|header| [by(header, "token-bucket"), by(header, "sliding-log")]);
     let [[a, d], [b, e], [c, f]] = &limits;
     let limits = [("a", &**a), ("b", b), ("c", c), ("d", d), ("e", e), ("f", f)];
@@ -398,7 +399,7 @@ fn what_failed_is_given_back_by_every_master_that_charged_it() {
     let gateway = Gateway::start(&fails);
     let mut client = gateway.client();
     for _ in 0..10 {
-        // What is given back is known before the head goes out.
+        // The refund is complete before the response head.
         let reply = client.get_with("/r", &[("x-a", "a"), ("x-b", "b"), ("x-c", "c")]);
         assert_eq!(reply.status, 500);
         for limit in ["a", "b", "c", "d", "e", "f"] {
@@ -415,7 +416,7 @@ fn denied_flood_across_masters_takes_no_tokens_of_a_shared_bucket() {
     let gateway = Gateway::start(&config(&cluster.url(), "5s", &[("shared", shared), ("own", own)]));
     let ask = |client: &mut Client, own: &str| client.get_with("/r", &[("x-shared", "all"), ("x-own", own)]);
     let mut client = gateway.client();
-    // Each of these has a limit of its own left.
+    // Each of these identities has quota left in its own limit.
     for number in 0..90 {
         assert_eq!(ask(&mut client, &number.to_string()).status, 200);
     }
@@ -451,7 +452,7 @@ fn graceful_failover_moves_the_connections_before_sentinel_closes_them() {
         ask();
         new.calls("evalsha") > before
     });
-    // Sentinel closes all connections when it makes it a replica, this one as well.
+    // Sentinel closes all connections when it turns the server into a replica, this one as well.
     let role = || redis::cmd("ROLE").query::<redis::Value>(&mut old.connection()).map(|role| format!("{role:?}"));
     assert!(role().is_ok_and(|role| role.contains("master")), "the connections have moved before");
     eventually("Sentinel makes it a replica", || {
@@ -462,7 +463,7 @@ fn graceful_failover_moves_the_connections_before_sentinel_closes_them() {
 }
 
 #[test]
-fn what_ran_is_given_back_if_another_master_rejects_the_charge() {
+fn charge_is_refunded_if_another_master_rejects_it() {
     const IDENTITIES: usize = 20;
     let cluster = Cluster::start(3, 0);
     let by = |header: &str, rest: &str| format!("by = \"header:{header}\"\non_store_error = \"deny\"\n{rest}");
@@ -481,7 +482,7 @@ fn what_ran_is_given_back_if_another_master_rejects_the_charge() {
     let set_maxmemory = |bytes: &str| {
         redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(bytes).exec(&mut full.connection()).unwrap();
     };
-    // It grants a peek, and rejects the charge after it: nothing ran there.
+    // The master answers a peek and rejects the charge after it: nothing ran there.
     set_maxmemory("1");
     let statuses: Vec<_> = (0..IDENTITIES).map(|id| send(id).status).collect();
     assert!(count(&statuses, 200) > 0 && count(&statuses, 503) > 0, "{statuses:?}");
@@ -501,7 +502,7 @@ fn what_ran_is_given_back_if_another_master_rejects_the_charge() {
 }
 
 #[test]
-fn dead_master_affects_all_identities_with_full_coverage_and_else_its_own() {
+fn lost_master_affects_all_identities_with_full_coverage_and_else_its_own() {
     const IDENTITIES: usize = 45;
     for (coverage, affects_all) in [("yes", true), ("no", false)] {
         let mut cluster = Cluster::start(3, 0);
@@ -521,7 +522,7 @@ fn dead_master_affects_all_identities_with_full_coverage_and_else_its_own() {
         }
         assert!(of_dead.contains(&true) && of_dead.contains(&false), "{of_dead:?}");
         cluster.kill_master(0);
-        eventually("the others know that it is dead", || {
+        eventually("the other nodes mark it as failed", || {
             cluster.masters().iter().all(|master| {
                 let nodes: String = redis::cmd("CLUSTER").arg("NODES").query(&mut master.connection()).unwrap();
                 let info: String = redis::cmd("CLUSTER").arg("INFO").query(&mut master.connection()).unwrap();

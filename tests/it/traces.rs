@@ -1,15 +1,15 @@
-//! Traces: who is told of them, what a collector gets, and what becomes of it when there is none.
+//! Traces: propagation to upstreams, exported spans, and failing collectors.
 
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::certificates::{Authority, NOW};
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::{metric, with_admin};
-use crate::support::secured::{Secured, server};
+use crate::support::tls_upstream::{TlsUpstream, server};
 use crate::support::upstream::{Seen, Upstream, read_request};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value::Value};
@@ -21,7 +21,7 @@ use rustls::version::TLS13;
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const PARENT: &str = "00f067aa0ba902b7";
 
-/// Takes what is exported, unless it is told to refuse.
+/// A collector that accepts exports until the test makes it refuse.
 struct Collector {
     server: Upstream,
     refuses: Arc<AtomicBool>,
@@ -31,7 +31,7 @@ impl Collector {
     fn start() -> Collector {
         let refuses = Arc::<AtomicBool>::default();
         let told = refuses.clone();
-        let server = Upstream::answering(move |_| {
+        let server = Upstream::responding(move |_| {
             let status = if told.load(Ordering::SeqCst) { "503 Full" } else { "200 OK" };
             format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n").into_bytes()
         });
@@ -42,12 +42,12 @@ impl Collector {
         format!("[log]\naccess = \"off\"\ntrace_endpoint = \"{}\"\n", self.server.url())
     }
 
-    /// All spans so far, with the attributes of whoever says so.
+    /// Return all spans so far.
     fn spans(&self) -> Vec<Span> {
         self.server.seen.lock().unwrap().iter().flat_map(|seen| spans(seen).1).collect()
     }
 
-    /// Those of one trace, once there are so many.
+    /// Return the spans of a trace once there are `count` of them.
     fn trace(&self, id: &str, count: usize) -> Vec<Span> {
         let of = || self.spans().into_iter().filter(|span| hex(&span.trace_id) == id).collect::<Vec<_>>();
         eventually("the spans arrive", || of().len() >= count);
@@ -55,7 +55,7 @@ impl Collector {
     }
 }
 
-/// What one request to a collector says: of whom, and which spans.
+/// Return the resource attributes and the spans of an export request.
 fn spans(seen: &Seen) -> (BTreeMap<String, String>, Vec<Span>) {
     assert_eq!(seen.target(), "/v1/traces");
     assert_eq!(seen.headers("content-type"), ["application/x-protobuf"]);
@@ -82,8 +82,8 @@ fn of_kind(spans: &[Span], kind: SpanKind) -> &Span {
     spans.iter().find(|span| span.kind() == kind).unwrap_or_else(|| panic!("no {kind:?} in {spans:#?}"))
 }
 
-/// Asserts that a span has these attributes.
-fn assert_says(span: &Span, expected: &[(&str, &str)]) {
+/// Assert that a span has these attributes.
+fn assert_attributes(span: &Span, expected: &[(&str, &str)]) {
     let said = attributes(&span.attributes);
     for (key, value) in expected {
         assert_eq!(said.get(*key).map(String::as_str), Some(*value), "{key} in {said:#?}");
@@ -94,7 +94,7 @@ fn traceparent(flags: &str) -> String {
     format!("00-{TRACE}-{PARENT}-{flags}")
 }
 
-/// A limited route to an upstream, one to nobody, and what else is to be in the file.
+/// A limited route to an upstream, one to an unreachable upstream, and further lines.
 fn config(upstream: &Upstream, rest: &str) -> String {
     with_admin(&format!(
         "{rest}[limit.hour]\nby = \"ip\"\nquota = \"1/hour\"\nalgorithm = \"fixed-window\"\n\
@@ -107,7 +107,7 @@ fn config(upstream: &Upstream, rest: &str) -> String {
 }
 
 #[test]
-fn a_collector_gets_the_request_the_decision_and_the_upstream() {
+fn collector_receives_spans_of_request_decision_and_upstream() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     let gateway = Gateway::start(&config(&upstream, &collector.log()));
     let server = upstream.url().trim_start_matches("http://").to_owned();
@@ -118,7 +118,7 @@ fn a_collector_gets_the_request_the_decision_and_the_upstream() {
     assert_eq!([0, 1].map(|_| client.get_with("/limited?token=planted", &headers).status), [200, 429]);
     let spans = collector.trace(TRACE, 5);
     assert_eq!(spans.len(), 5, "three of the first, and two of the one that was denied: {spans:#?}");
-    // The first one.
+    // The span of the first request.
     let sent = of_kind(&spans, SpanKind::Client);
     let request = spans.iter().find(|span| span.span_id == sent.parent_span_id).unwrap();
     let decision =
@@ -126,7 +126,7 @@ fn a_collector_gets_the_request_the_decision_and_the_upstream() {
     let decision = decision.unwrap();
     assert_eq!((request.kind(), &*hex(&request.parent_span_id)), (SpanKind::Server, PARENT));
     assert_eq!((&*request.name, &*decision.name, &*sent.name), ("GET /limited", "rate_limit_check", "GET"));
-    assert_says(
+    assert_attributes(
         request,
         &[
             ("http.request.method", "GET"),
@@ -139,12 +139,12 @@ fn a_collector_gets_the_request_the_decision_and_the_upstream() {
             ("sluicegate.route", "limited"),
         ],
     );
-    assert_says(
+    assert_attributes(
         decision,
         &[("sluicegate.decision", "allowed"), ("sluicegate.limit", "hour"), ("sluicegate.remaining", "0")],
     );
     let upstream_says = [("server.address", host), ("server.port", port), ("http.response.status_code", "200")];
-    assert_says(
+    assert_attributes(
         sent,
         &[&upstream_says[..], &[("http.request.method", "GET"), ("sluicegate.upstream", "api")]].concat(),
     );
@@ -153,13 +153,13 @@ fn a_collector_gets_the_request_the_decision_and_the_upstream() {
         assert!(request.start_time_unix_nano <= from && from < to && to <= request.end_time_unix_nano, "{spans:#?}");
     }
     assert!(decision.end_time_unix_nano <= sent.start_time_unix_nano, "{spans:#?}");
-    // The upstream goes on below the span that stands for it.
+    // The upstream continues below the client span.
     let seen = upstream.last();
     assert_eq!(seen.headers("traceparent"), [format!("00-{TRACE}-{}-01", hex(&sent.span_id))]);
     assert_eq!(seen.headers("tracestate"), ["vendor=1"]);
-    // The one that was denied: to a server that is no error.
+    // The span of the denied request: 429 is no error of a server span.
     let denied = spans.iter().find(|span| span.kind() == SpanKind::Server && span.span_id != request.span_id).unwrap();
-    assert_says(denied, &[("http.response.status_code", "429"), ("sluicegate.outcome", "rate-limited")]);
+    assert_attributes(denied, &[("http.response.status_code", "429"), ("sluicegate.outcome", "rate-limited")]);
     assert_eq!(denied.status.as_ref().unwrap().code, 0, "{denied:#?}");
     let (whose, _) = self::spans(&collector.server.last());
     assert_eq!((whose["service.name"].as_str(), whose.contains_key("service.version")), ("sluicegate", true));
@@ -167,7 +167,7 @@ fn a_collector_gets_the_request_the_decision_and_the_upstream() {
 }
 
 #[test]
-fn a_request_without_a_trace_begins_one() {
+fn request_without_a_trace_starts_one() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     let gateway = Gateway::start(&config(&upstream, &collector.log()));
     let mut client = gateway.client();
@@ -188,12 +188,12 @@ fn a_request_without_a_trace_begins_one() {
         let spans = collector.trace(parts[1], 2);
         let (request, sent) = (of_kind(&spans, SpanKind::Server), of_kind(&spans, SpanKind::Client));
         assert!(request.parent_span_id.is_empty() && hex(&sent.span_id) == parts[2], "{spans:#?}");
-        assert_says(request, &[("http.route", "/up/{id}"), ("url.path", "/up/7")]);
+        assert_attributes(request, &[("http.route", "/up/{id}"), ("url.path", "/up/7")]);
     }
 }
 
 #[test]
-fn what_is_not_to_be_recorded_is_passed_on_as_it_came() {
+fn unsampled_trace_context_is_forwarded_unchanged() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     let mut gateway = Gateway::start(&config(&upstream, &collector.log()));
     let given = traceparent("00");
@@ -207,7 +207,7 @@ fn what_is_not_to_be_recorded_is_passed_on_as_it_came() {
 }
 
 #[test]
-fn without_a_collector_traces_are_passed_on_as_they_came() {
+fn trace_context_is_forwarded_unchanged_without_a_collector() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&config(&upstream, ""));
     let mut client = gateway.client();
@@ -221,14 +221,14 @@ fn without_a_collector_traces_are_passed_on_as_they_came() {
 }
 
 #[test]
-fn an_upstream_that_does_not_answer_is_an_error() {
+fn span_of_a_failed_upstream_request_is_an_error() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     let gateway = Gateway::start(&config(&upstream, &collector.log()));
     assert_eq!(gateway.client().get_with("/gone", &[("traceparent", &traceparent("01"))]).status, 502);
     let spans = collector.trace(TRACE, 2);
     let (request, sent) = (of_kind(&spans, SpanKind::Server), of_kind(&spans, SpanKind::Client));
-    assert_says(request, &[("error.type", "upstream-connect-failure"), ("http.response.status_code", "502")]);
-    assert_says(
+    assert_attributes(request, &[("error.type", "upstream-connect-failure"), ("http.response.status_code", "502")]);
+    assert_attributes(
         sent,
         &[("error.type", "upstream-connect-failure"), ("server.address", "127.0.0.1"), ("server.port", "1")],
     );
@@ -236,7 +236,7 @@ fn an_upstream_that_does_not_answer_is_an_error() {
 }
 
 #[test]
-fn the_last_spans_are_exported_before_the_process_ends() {
+fn last_spans_are_exported_before_the_process_ends() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     let mut gateway = Gateway::start(&config(&upstream, &collector.log()));
     let mut client = gateway.client();
@@ -248,16 +248,16 @@ fn the_last_spans_are_exported_before_the_process_ends() {
 }
 
 #[test]
-fn spans_that_no_collector_takes_are_counted_and_cost_no_request() {
+fn spans_that_no_collector_accepts_are_counted_and_fail_no_request() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     collector.refuses.store(true, Ordering::SeqCst);
     let gateway = Gateway::start(&config(&upstream, &collector.log()));
     let mut client = gateway.client();
     (0..100).for_each(|_| assert_eq!(client.get("/up/1").status, 200));
     let dropped = || metric(&gateway, "sluicegate_trace_spans_dropped_total");
-    eventually("all are given up", || dropped() == 200.0);
+    eventually("all are abandoned", || dropped() == 200.0);
     assert!(gateway.log().contains("cannot export spans"), "{}", gateway.log());
-    // As soon as it takes them again, it gets them.
+    // The collector gets the spans when it accepts again.
     collector.refuses.store(false, Ordering::SeqCst);
     assert_eq!(client.get_with("/up/1", &[("traceparent", &traceparent("01"))]).status, 200);
     assert_eq!(collector.trace(TRACE, 2).len(), 2);
@@ -265,23 +265,23 @@ fn spans_that_no_collector_takes_are_counted_and_cost_no_request() {
 }
 
 #[test]
-fn a_collector_that_is_not_there_is_named() {
+fn unreachable_collector_is_named_in_the_log() {
     let upstream = Upstream::start();
     let rest = "[log]\naccess = \"off\"\ntrace_endpoint = \"http://127.0.0.1:1?token=planted\"\n";
     let gateway = Gateway::start(&config(&upstream, rest));
     assert_eq!(gateway.get("/up/1").status, 200);
-    eventually("they are given up", || metric(&gateway, "sluicegate_trace_spans_dropped_total") == 2.0);
+    eventually("they are abandoned", || metric(&gateway, "sluicegate_trace_spans_dropped_total") == 2.0);
     let log = gateway.log();
     assert!(log.contains("\"127.0.0.1:1\"") && log.contains("refused") && !log.contains("planted"), "{log}");
 }
 
 #[test]
-fn a_collector_may_want_tls_and_a_key() {
+fn collector_over_tls_with_a_key_is_supported() {
     let ca = Authority::new("ca");
     let (upstream, taken) = (Upstream::start(), Arc::<std::sync::Mutex<Vec<Seen>>>::default());
     let sink = taken.clone();
     let config_of = server(&ca.server(&["localhost"], NOW), None, &["http/1.1"], &[&TLS13]);
-    let collector = Secured::serve(config_of, move |mut stream| {
+    let collector = TlsUpstream::serve(config_of, move |mut stream| {
         if let Some(seen) = read_request(&mut stream) {
             sink.lock().unwrap().push(seen);
             let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n");

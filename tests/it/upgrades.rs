@@ -1,6 +1,6 @@
-//! WebSocket and other switches of protocols: where they pass, where they do not, how long they last.
+//! WebSocket and other protocol upgrades: where they are allowed, and how long tunnels last.
 
-#![allow(clippy::result_large_err)] // tungstenite's callback
+#![allow(clippy::result_large_err)] // the callback of tungstenite
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -12,7 +12,7 @@ use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::upstream::{Upstream, read_head, serve};
-use crate::support::{PATIENCE, assert_silent, eventually};
+use crate::support::{MAX_WAIT, assert_silent, eventually};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use sluicegate::limiter::clock::monotonic;
@@ -24,10 +24,10 @@ use tungstenite::{Message, WebSocket};
 const SWITCH: [(&str, &str); 2] = [("Connection", "keep-alive, Upgrade"), ("Upgrade", "chat/2")];
 const SWITCHED: &str = "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: chat/2\r\n\r\n";
 
-/// `/ws` may switch, `/plain` may not, `/quick` takes a place, too.
+/// `/ws` may upgrade, `/plain` may not, `/quick` takes a permit as well.
 fn config(upstream: SocketAddr, rest: &str) -> String {
     let limits = if rest.contains("[limit.l]") { "limits = [\"l\"]\n" } else { "" };
-    // Leases last for the upstream's time and five seconds.
+    // The permit TTL is `response_timeout` and 5 s.
     let response_timeout = if rest.contains("concurrency") { "2s" } else { "30s" };
     format!(
         "{rest}[upstream.u]\nservers = [\"http://{upstream}\"]\nresponse_timeout = \"{response_timeout}\"\n\
@@ -39,14 +39,14 @@ fn config(upstream: SocketAddr, rest: &str) -> String {
 
 const PLACES: &str = "[limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"2\"\n";
 
-fn both_places_are_free(gateway: &Gateway) {
-    eventually("both places are free", || {
+fn assert_permits_free(gateway: &Gateway) {
+    eventually("both permits are free", || {
         let quick = gateway.get("/quick");
         quick.status == 200 && quick.remaining("l") == 1
     });
 }
 
-/// A WebSocket server that says back what it is told, and closes when it is told `bye`; it records heads.
+/// A WebSocket server that echoes messages, closes on `bye` and records heads.
 fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
     let heads = Arc::<Mutex<Vec<http::HeaderMap>>>::default();
     let seen = heads.clone();
@@ -56,7 +56,7 @@ fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
             Ok(response)
         };
         let Ok(mut socket) = tungstenite::accept_hdr(stream, note) else { return };
-        // A close is answered by reading on.
+        // Reading on answers a close frame.
         while let Ok(message) = socket.read() {
             match message {
                 Message::Text(text) if text.as_str() == "bye" => socket.close(None).unwrap(),
@@ -68,7 +68,7 @@ fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
     (address, heads)
 }
 
-fn shake_hands<S: Read + Write>(stream: S, uri: &str) -> (WebSocket<S>, Response) {
+fn connect_websocket<S: Read + Write>(stream: S, uri: &str) -> (WebSocket<S>, Response) {
     let mut request = uri.into_client_request().unwrap();
     request.headers_mut().insert("x-forwarded-for", "203.0.113.7".parse().unwrap());
     tungstenite::client(request, stream).unwrap_or_else(|error| panic!("no WebSocket: {error}"))
@@ -76,16 +76,16 @@ fn shake_hands<S: Read + Write>(stream: S, uri: &str) -> (WebSocket<S>, Response
 
 fn connect(gateway: &Gateway) -> WebSocket<TcpStream> {
     let stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    shake_hands(stream, "ws://chat.test/ws").0
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
+    connect_websocket(stream, "ws://chat.test/ws").0
 }
 
-fn say<S: Read + Write>(socket: &mut WebSocket<S>, text: &str) {
+fn send_text<S: Read + Write>(socket: &mut WebSocket<S>, text: &str) {
     socket.send(Message::text(text)).unwrap();
     assert_eq!(socket.read().unwrap(), Message::text(text));
 }
 
-/// Reads until both sides have said that it is over.
+/// Read until both sides have sent a close frame.
 fn assert_closed_well<S: Read + Write>(socket: &mut WebSocket<S>) {
     loop {
         match socket.read() {
@@ -96,7 +96,7 @@ fn assert_closed_well<S: Read + Write>(socket: &mut WebSocket<S>) {
     }
 }
 
-/// The other side is gone: neither bytes nor silence.
+/// Assert that the other side is gone: neither bytes nor a timeout.
 fn assert_gone(stream: &mut impl Read) {
     let mut rest = Vec::new();
     match stream.read_to_end(&mut rest) {
@@ -105,13 +105,13 @@ fn assert_gone(stream: &mut impl Read) {
     }
 }
 
-/// Asks for a switch by hand.
-fn ask(client: &mut Client, path: &str) {
+/// Send an upgrade request.
+fn request_upgrade(client: &mut Client, path: &str) {
     let lines = SWITCH.map(|(name, value)| format!("{name}: {value}\r\n")).concat();
     client.send(format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n").as_bytes());
 }
 
-/// An upstream that switches to `chat/2` and hands its side over.
+/// An upstream that upgrades to `chat/2` and gives its side to the test.
 struct Switching {
     address: SocketAddr,
     streams: Receiver<TcpStream>,
@@ -124,21 +124,21 @@ impl Switching {
         let address = serve(move |mut stream| {
             let Some(_) = read_head(&mut stream) else { return };
             stream.write_all(SWITCHED.as_bytes()).unwrap();
-            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
             sender.lock().unwrap().send(stream).unwrap();
         });
         Switching { address, streams }
     }
 
-    /// Opens a tunnel; both of its ends.
+    /// Open a tunnel. Return both ends.
     fn tunnel(&self, gateway: &Gateway) -> (TcpStream, TcpStream) {
         let mut client = gateway.client();
-        ask(&mut client, "/ws");
+        request_upgrade(&mut client, "/ws");
         let head = client.head().unwrap();
         assert_eq!(head.status, 101, "{head:?}");
         assert_eq!((head.header("connection"), head.header("upgrade")), (Some("upgrade"), Some("chat/2")));
         assert_eq!((head.header("content-length"), head.header("transfer-encoding")), (None, None));
-        (client.stream.into_inner(), self.streams.recv_timeout(PATIENCE).unwrap())
+        (client.stream.into_inner(), self.streams.recv_timeout(MAX_WAIT).unwrap())
     }
 }
 
@@ -149,16 +149,16 @@ fn pass(from: &mut TcpStream, to: &mut TcpStream, bytes: &[u8]) {
     assert_eq!(read, bytes);
 }
 
-// ---- what passes ---------------------------------------------------------------------------------
+// ---- allowed upgrades ----------------------------------------------------------------------------
 
 #[test]
-fn messages_pass_both_ways_and_the_client_closes() {
+fn websocket_messages_pass_both_ways_until_the_client_closes() {
     let (upstream, heads) = echo();
     let log = "[log]\naccess = \"access.log\"\nformat = \"json\"\n[limit.l]\nby = \"ip\"\nquota = \"10/24h\"\n";
     let gateway = Gateway::start(&config(upstream, log));
     let stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    let (mut socket, response) = shake_hands(stream, "ws://chat.test/ws");
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
+    let (mut socket, response) = connect_websocket(stream, "ws://chat.test/ws");
     assert_eq!(response.headers()["ratelimit"].to_str().unwrap().split(";t=").next(), Some("\"l\";r=9"));
     let head = heads.lock().unwrap()[0].clone();
     for (name, value) in
@@ -183,23 +183,23 @@ fn messages_pass_both_ways_and_the_client_closes() {
         (&101.into(), &"ws".into(), &true.into()),
         "{line}"
     );
-    // Four messages with heads of 2, 10, 10 and 2 bytes, and the close.
+    // Four messages with headers of 2, 10, 10 and 2 bytes, and the close frame.
     let bytes = line["bytes"].as_u64().unwrap() - ((1 << 22) + 70_000 + 5);
     assert!((20..64).contains(&bytes), "{line}");
 }
 
 #[test]
-fn the_upstream_closes() {
+fn upstream_may_close_a_websocket() {
     let (upstream, _) = echo();
     let gateway = Gateway::start(&config(upstream, ""));
     let mut socket = connect(&gateway);
-    say(&mut socket, "hello");
+    send_text(&mut socket, "hello");
     socket.send(Message::text("bye")).unwrap();
     assert_closed_well(&mut socket);
 }
 
 #[test]
-fn messages_pass_over_tls() {
+fn websocket_messages_pass_over_tls() {
     let (upstream, heads) = echo();
     let certificate = |name: &str| format!("{}/tests/certs/{name}", env!("CARGO_MANIFEST_DIR"));
     let listener = format!(
@@ -215,9 +215,9 @@ fn messages_pass_over_tls() {
     let config = Arc::new(builder.with_root_certificates(roots).with_no_client_auth());
     let session = rustls::ClientConnection::new(config, ServerName::try_from("one.test").unwrap()).unwrap();
     let stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    let (mut socket, _) = shake_hands(rustls::StreamOwned::new(session, stream), "wss://one.test/ws");
-    say(&mut socket, "hello");
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
+    let (mut socket, _) = connect_websocket(rustls::StreamOwned::new(session, stream), "wss://one.test/ws");
+    send_text(&mut socket, "hello");
     let large = Message::binary(vec![7; 1 << 21]);
     socket.send(large.clone()).unwrap();
     assert_eq!(socket.read().unwrap(), large);
@@ -227,7 +227,7 @@ fn messages_pass_over_tls() {
 }
 
 #[test]
-fn bytes_sent_with_the_heads_are_not_lost() {
+fn bytes_sent_with_the_upgrade_heads_are_not_lost() {
     let upstream = serve(|mut stream| {
         read_head(&mut stream).unwrap();
         stream.write_all(format!("{SWITCHED}early answer").as_bytes()).unwrap();
@@ -246,7 +246,7 @@ fn bytes_sent_with_the_heads_are_not_lost() {
 }
 
 #[test]
-fn the_end_of_one_direction_leaves_the_other_open() {
+fn half_closed_tunnel_keeps_the_other_direction_open() {
     let upstream = Switching::start();
     let gateway = Gateway::start(&config(upstream.address, ""));
     let (mut client, mut server) = upstream.tunnel(&gateway);
@@ -258,10 +258,10 @@ fn the_end_of_one_direction_leaves_the_other_open() {
     assert_gone(&mut client);
 }
 
-// ---- what does not -------------------------------------------------------------------------------
+// ---- rejected upgrades ---------------------------------------------------------------------------
 
 #[test]
-fn a_request_that_may_not_switch_is_an_ordinary_one() {
+fn upgrade_without_websocket_on_the_route_is_an_ordinary_request() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&config(upstream.address, ""));
     let websocket = "Connection: Upgrade\r\nUpgrade: websocket\r\n";
@@ -289,7 +289,7 @@ fn a_request_that_may_not_switch_is_an_ordinary_one() {
             assert_eq!(seen.headers(name), [""; 0], "{what}: {}", seen.head);
         }
         assert_eq!(seen.body, body.as_bytes(), "{what}");
-        // What follows is a request, not bytes in a tunnel.
+        // The following bytes are a request, not bytes of a tunnel.
         client.send(b"GET /nowhere HTTP/1.1\r\nHost: a.test\r\n\r\n");
         assert_eq!(client.reply().map(|reply| reply.status), Some(404), "{what}: it is routed");
     }
@@ -297,7 +297,7 @@ fn a_request_that_may_not_switch_is_an_ordinary_one() {
 }
 
 #[test]
-fn an_offer_that_is_refused_opens_nothing() {
+fn upgrade_rejected_by_the_upstream_opens_no_tunnel() {
     for (answer, status) in [
         ("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nno", 200),
         ("HTTP/1.1 426 Upgrade Required\r\nUpgrade: other\r\nConnection: upgrade\r\nContent-Length: 2\r\n\r\nno", 426),
@@ -317,7 +317,7 @@ fn an_offer_that_is_refused_opens_nothing() {
         });
         let gateway = Gateway::start(&config(upstream, ""));
         let mut client = gateway.client();
-        ask(&mut client, "/ws");
+        request_upgrade(&mut client, "/ws");
         let reply = client.reply().unwrap();
         assert_eq!(reply.status, status, "{answer}");
         if status == 502 {
@@ -328,12 +328,12 @@ fn an_offer_that_is_refused_opens_nothing() {
         client.send(b"GET /nowhere HTTP/1.1\r\nHost: a.test\r\n\r\n");
         assert_eq!(client.reply().map(|reply| reply.status), Some(404), "{answer}: it is routed");
         drop((client, gateway));
-        assert_eq!(rest.recv_timeout(PATIENCE).unwrap(), b"", "{answer}: bytes were tunnelled");
+        assert_eq!(rest.recv_timeout(MAX_WAIT).unwrap(), b"", "{answer}: bytes were tunnelled");
     }
 }
 
 #[test]
-fn who_is_over_the_limit_does_not_switch() {
+fn upgrade_over_the_limit_is_429() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&config(upstream.address, "[limit.l]\nby = \"ip\"\nquota = \"1/24h\"\n"));
     assert_eq!(gateway.get("/quick").status, 200);
@@ -343,10 +343,10 @@ fn who_is_over_the_limit_does_not_switch() {
     assert_eq!(upstream.count(), 0);
 }
 
-// ---- how long ------------------------------------------------------------------------------------
+// ---- lifetime ------------------------------------------------------------------------------------
 
 #[test]
-fn an_upstream_that_dies_ends_it() {
+fn lost_upstream_closes_the_tunnel() {
     let upstream = Switching::start();
     let gateway = Gateway::start(&config(upstream.address, PLACES));
     for reset in [false, true] {
@@ -359,12 +359,12 @@ fn an_upstream_that_dies_ends_it() {
         drop(server);
         assert_gone(&mut client);
         drop(client);
-        both_places_are_free(&gateway);
+        assert_permits_free(&gateway);
     }
 }
 
 #[test]
-fn a_client_that_dies_ends_it() {
+fn lost_client_closes_the_tunnel() {
     let upstream = Switching::start();
     let gateway = Gateway::start(&config(upstream.address, PLACES));
     for reset in [false, true] {
@@ -377,43 +377,43 @@ fn a_client_that_dies_ends_it() {
         drop(client);
         assert_gone(&mut server);
         drop(server);
-        both_places_are_free(&gateway);
+        assert_permits_free(&gateway);
     }
 }
 
 #[test]
-fn a_tunnel_of_several_leases_keeps_its_place() {
+fn tunnel_longer_than_the_permit_ttl_keeps_its_permit() {
     let redis = Redis::start();
     std::thread::scope(|scope| {
         for store in [String::new(), redis.store()] {
             scope.spawn(move || {
                 let (upstream, _) = echo();
-                // Leases of 7 s.
+                // A permit TTL of 7 s.
                 let gateway = Gateway::start(&config(upstream, &format!("{store}{PLACES}")));
                 let (_other, mut socket) = (connect(&gateway), connect(&gateway));
                 let started = monotonic();
                 while started.elapsed() < Duration::from_secs(15) {
                     assert_eq!(gateway.get("/quick").status, 429, "both are taken after {:?}", started.elapsed());
-                    // What is tested is time: that of two leases, in which nothing may happen.
+                    // Wait for two permit TTLs, in which no bytes may arrive.
                     assert_silent(socket.get_mut(), Duration::from_millis(100));
                 }
-                say(&mut socket, "still here");
+                send_text(&mut socket, "still here");
                 socket.close(None).unwrap();
                 assert_closed_well(&mut socket);
                 drop(socket);
-                eventually("one place is free", || gateway.get("/quick").status == 200);
+                eventually("one permit is free", || gateway.get("/quick").status == 200);
             });
         }
     });
 }
 
 #[test]
-fn a_tunnel_is_no_body_it_may_be_silent_for_longer_than_bodies() {
+fn body_idle_timeout_does_not_apply_to_tunnels() {
     let upstream = Switching::start();
     let times = "[server]\nbody_idle_timeout = \"300ms\"\nidle_timeout = \"60s\"\n";
     let gateway = Gateway::start(&config(upstream.address, times));
     let (mut client, mut server) = upstream.tunnel(&gateway);
-    // From the start, and after a word from each side.
+    // From the start, and after bytes from each side.
     for _ in 0..2 {
         assert_silent(&mut client, Duration::from_millis(900));
         pass(&mut server, &mut client, b"still here");
@@ -422,7 +422,7 @@ fn a_tunnel_is_no_body_it_may_be_silent_for_longer_than_bodies() {
 }
 
 #[test]
-fn silence_ends_a_tunnel_whatever_bodies_may_do() {
+fn tunnel_idle_timeout_applies_with_any_body_idle_timeout() {
     let upstream = Switching::start();
     let times = "[server]\nbody_idle_timeout = \"60s\"\nidle_timeout = \"1s\"\n";
     let gateway = Gateway::start(&config(upstream.address, times));
@@ -439,13 +439,13 @@ fn silence_ends_a_tunnel_whatever_bodies_may_do() {
 }
 
 #[test]
-fn silence_ends_it_and_a_word_from_either_side_keeps_it() {
+fn idle_tunnel_is_closed_and_bytes_of_either_side_keep_it_open() {
     let upstream = Switching::start();
     let gateway = Gateway::start(&config(upstream.address, "[server]\nidle_timeout = \"2s\"\n"));
     let (mut client, mut server) = upstream.tunnel(&gateway);
     let started = monotonic();
     while started.elapsed() < Duration::from_secs(5) {
-        // One side alone is enough.
+        // Bytes from one side are sufficient.
         pass(&mut server, &mut client, b"tick");
         assert_silent(&mut client, Duration::from_millis(100));
     }
@@ -456,12 +456,12 @@ fn silence_ends_it_and_a_word_from_either_side_keeps_it() {
 }
 
 #[test]
-fn a_gateway_that_is_stopped_waits_for_tunnels() {
+fn stopping_gateway_waits_for_tunnels() {
     let upstream = Switching::start();
     let mut gateway = Gateway::start(&config(upstream.address, ""));
     let (mut client, mut server) = upstream.tunnel(&gateway);
     gateway.terminate();
-    eventually("it accepts no more", || TcpStream::connect(gateway.address).is_err());
+    eventually("no further connection is accepted", || TcpStream::connect(gateway.address).is_err());
     pass(&mut client, &mut server, b"goes on");
     pass(&mut server, &mut client, b"both ways");
     drop((client, server));
@@ -469,7 +469,7 @@ fn a_gateway_that_is_stopped_waits_for_tunnels() {
 }
 
 #[test]
-fn a_gateway_that_is_stopped_does_not_wait_for_ever() {
+fn stopping_gateway_closes_tunnels_at_drain_timeout() {
     let upstream = Switching::start();
     let mut gateway = Gateway::start(&config(upstream.address, "[server]\ndrain_timeout = \"200ms\"\n"));
     let (mut client, mut server) = upstream.tunnel(&gateway);

@@ -1,4 +1,5 @@
-//! Upstreams that are wrong in every way, and clients that leave: the right status in time, nothing repaired, nothing left behind.
+//! Faulty upstreams, and clients that disconnect: the right status in time, visible truncation, and no leaked
+//! resources.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
@@ -12,16 +13,16 @@ use crate::support::client::Client;
 use crate::support::frames::Http2;
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Upstream, read_head, serve};
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 use sluicegate::limiter::clock::monotonic;
 
-/// Of connecting, of the head, and of silence in a body.
+/// The timeout of connects, of response heads, and of silence in a body.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a loaded machine may add.
+/// Delay that a busy machine may add.
 const LATE: Duration = Duration::from_secs(3);
 
-/// The status line and the lines of a response, and whether it is valid; its body is `ok`, in chunks where they say so.
+/// Status line and headers of a response, and whether it is valid. The body is `ok`, chunked if the headers say so.
 const FRAMINGS: &[(&str, &str, bool)] = &[
     ("a length", "200 OK\r\nContent-Length: 2", true),
     ("zeros in front of a length", "200 OK\r\nContent-Length: 002", true),
@@ -47,7 +48,7 @@ const FRAMINGS: &[(&str, &str, bool)] = &[
 
 #[test]
 fn responses_without_one_framing_are_502() {
-    let bad = Upstream::answering(|seen| {
+    let bad = Upstream::responding(|seen| {
         let index: usize = seen.headers("x-case")[0].parse().unwrap();
         let (_, lines, _) = FRAMINGS[index];
         let empty = seen.head.starts_with("HEAD") || !lines.starts_with("200");
@@ -83,9 +84,9 @@ fn responses_without_one_framing_are_502() {
 
 #[test]
 fn response_head_beyond_the_bound_is_502() {
-    let bad = Upstream::answering(|seen| {
+    let bad = Upstream::responding(|seen| {
         let length: usize = seen.headers("x-length")[0].parse().unwrap();
-        // In several lines, as real ones are.
+        // In several lines, as real heads have.
         let lines = format!("x: {}\r\n", "y".repeat(1019)).repeat(length >> 10);
         format!("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n{lines}\r\nok").into_bytes()
     });
@@ -98,9 +99,9 @@ fn response_head_beyond_the_bound_is_502() {
     }
 }
 
-/// A server that says that a response has a body where there is none may send it later.
+/// A server that announces a body where there is none may send it later.
 #[test]
-fn body_that_a_response_cannot_have_is_not_the_next_response() {
+fn unexpected_response_body_is_not_the_next_response() {
     for lines in [
         "304 Not Modified\r\nContent-Length: 5",
         "304 Not Modified\r\nTransfer-Encoding: chunked",
@@ -109,10 +110,10 @@ fn body_that_a_response_cannot_have_is_not_the_next_response() {
     ] {
         let bad = serve(move |mut stream| {
             let Some(_) = read_head(&mut stream) else { return };
-            say(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
-            // The rest comes when the connection has been used again, or never.
+            write_text(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
+            // The rest arrives when the connection is reused.
             if read_head(&mut stream).is_some() {
-                say(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
+                write_text(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
                 read_all(&mut stream);
             }
         });
@@ -125,7 +126,7 @@ fn body_that_a_response_cannot_have_is_not_the_next_response() {
     }
 }
 
-/// What an upstream says on an idle connection closes it, and is nobody's response.
+/// Bytes of an upstream on an idle connection close it and are not the next response.
 #[test]
 fn bytes_on_an_idle_connection_are_not_the_next_response() {
     for (method, lines) in [
@@ -139,9 +140,9 @@ fn bytes_on_an_idle_connection_are_not_the_next_response() {
         let wait = Mutex::new(wait);
         let bad = serve(move |mut stream| {
             let Some(_) = read_head(&mut stream) else { return };
-            say(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
+            write_text(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
             if wait.lock().unwrap().recv().is_ok() {
-                say(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
+                write_text(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
                 let _ = sent.send(());
                 read_all(&mut stream);
             }
@@ -159,26 +160,26 @@ fn bytes_on_an_idle_connection_are_not_the_next_response() {
     }
 }
 
-// ---- row 23: what upstreams do -------------------------------------------------------------------
+// ---- fault 23 in docs/testing.md: failing upstreams ----------------------------------------------
 
 /// What an upstream does with the connection of a request.
 type Act = fn(TcpStream);
 
-/// When an answer is due.
+/// When a response is due.
 #[derive(Clone, Copy, PartialEq)]
 enum Due {
     AtOnce,
-    /// After the timeout that the fault meets.
+    /// After this timeout.
     After(Duration),
 }
 
 fn read_all(stream: &mut TcpStream) {
-    let _ = stream.set_read_timeout(Some(PATIENCE));
+    let _ = stream.set_read_timeout(Some(MAX_WAIT));
     while matches!(stream.read(&mut [0; 4096]), Ok(length) if length > 0) {}
 }
 
-fn say(stream: &mut TcpStream, text: &str) {
-    // Whoever has read enough of it may close.
+fn write_text(stream: &mut TcpStream, text: &str) {
+    // The client may close when it has read enough.
     let _ = stream.write_all(text.as_bytes());
 }
 
@@ -186,7 +187,7 @@ fn reset(stream: &TcpStream) {
     socket2::SockRef::from(stream).set_linger(Some(Duration::ZERO)).unwrap();
 }
 
-/// What an upstream does once it has read the head of a request; the status that becomes of it, a word of the detail, and when.
+/// Name, the action after the head of a request, the resulting status, a word of the detail, and the time.
 type Fault = (&'static str, Act, u16, &'static str, Due);
 
 const FAULTS: &[Fault] = &[
@@ -194,7 +195,7 @@ const FAULTS: &[Fault] = &[
     (
         "says half a head",
         |mut stream| {
-            say(&mut stream, "HTTP/1.1 200 OK\r\nContent-");
+            write_text(&mut stream, "HTTP/1.1 200 OK\r\nContent-");
             read_all(&mut stream);
         },
         504,
@@ -208,10 +209,11 @@ const FAULTS: &[Fault] = &[
         "before its response began",
         Due::After(TIMEOUT),
     ),
-    // The time runs from where it takes no more: long enough to tell it from twice the time.
+    // The timeout starts when the upstream stops reading. Four times the timeout distinguishes it from twice the
+    // timeout.
     (
         "never reads",
-        |_stream| std::thread::park_timeout(PATIENCE),
+        |_stream| std::thread::park_timeout(MAX_WAIT),
         504,
         "before its response began",
         Due::After(TIMEOUT.saturating_mul(4)),
@@ -247,7 +249,7 @@ const FAULTS: &[Fault] = &[
     ),
 ];
 
-/// A gateway whose `/bad` goes to this upstream and whose `/good` goes to one that works.
+/// A gateway whose `/bad` goes to a faulty upstream and `/good` to a working one.
 fn gateway(bad: SocketAddr, good: SocketAddr, timeout: Duration) -> Gateway {
     let ms = timeout.as_millis();
     Gateway::start(&format!(
@@ -264,11 +266,11 @@ fn assert_due(what: &str, due: Due, begun: Instant) {
         Due::AtOnce => (Duration::ZERO, LATE),
         Due::After(timeout) => (timeout.mul_f64(0.9), timeout.mul_f64(1.1) + LATE),
     };
-    println!("row 23: {what}: after {time:?}");
+    println!("fault 23: {what}: after {time:?}");
     assert!(time >= least && time <= most, "{what}: {time:?}");
 }
 
-/// A refusal in time, in the right words, of use to whoever looks for it in the logs, and of no concern to others.
+/// Assert a rejection in time with a correct detail, a log line with the request ID, and no effect on other clients.
 fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due) {
     let good = Upstream::start();
     let timeout = if let Due::After(timeout) = due { timeout } else { TIMEOUT };
@@ -280,7 +282,7 @@ fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due
     if what == "never reads" {
         client.send(b"POST /bad HTTP/1.1\r\nHost: a.test\r\nContent-Length: 1000000000000\r\n\r\n");
         let mut writer = client.stream.get_ref().try_clone().unwrap();
-        // More than any buffer holds, until the answer ends it.
+        // More than any buffer holds, until the response ends it.
         std::thread::spawn(move || while writer.write_all(&[b'x'; 256 << 10]).is_ok() {});
     } else {
         client.send(b"GET /bad HTTP/1.1\r\nHost: a.test\r\n\r\n");
@@ -297,7 +299,7 @@ fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due
     for secret in [bad.port().to_string(), bad.ip().to_string(), "`bad`".to_owned()] {
         assert!(!reply.text().replace(id, "").contains(&secret), "{what}: {secret} in {problem}");
     }
-    eventually("the log has the reason and the id", || {
+    eventually("the log has the reason and the request ID", || {
         gateway.log().lines().any(|line| line.contains(id) && line.contains("`bad`"))
     });
     let grown = gateway.memory().saturating_sub(before);
@@ -306,7 +308,7 @@ fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due
 }
 
 #[test]
-fn row_23_upstreams_that_do_not_answer_are_told_apart() {
+fn upstream_without_a_valid_response_is_502_or_504_in_time() {
     std::thread::scope(|scope| {
         for (what, fault, status, word, due) in FAULTS {
             scope.spawn(move || {
@@ -322,13 +324,13 @@ fn row_23_upstreams_that_do_not_answer_are_told_apart() {
 }
 
 #[test]
-fn row_23_upstreams_that_cannot_be_reached_are_told_apart() {
-    // Bound but not listening: nobody else gets the port, and connections are refused.
+fn unreachable_upstream_is_502_or_504_in_time() {
+    // Bound but not listening: the port stays reserved, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let address = socket.local_addr().unwrap().as_socket().unwrap();
     assert_refused("refuses", address, 502, "no connection", Due::AtOnce);
-    // Nobody accepts, and the queue is full: the kernel answers no more.
+    // Not accepting, with a full backlog: the kernel drops new connections.
     socket.listen(0).unwrap();
     let mut queue = Vec::new();
     while let Ok(stream) = TcpStream::connect_timeout(&address, Duration::from_millis(300)) {
@@ -339,7 +341,7 @@ fn row_23_upstreams_that_cannot_be_reached_are_told_apart() {
 }
 
 #[test]
-fn row_23_answers_that_end_too_early_are_seen_to() {
+fn truncated_upstream_body_is_visible_to_the_client() {
     const STARTS: [(&str, &str, &str); 2] = [
         ("a length", "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nstart", "start"),
         ("chunks", "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nstart\r\n", "5\r\nstart\r\n"),
@@ -361,14 +363,14 @@ fn row_23_answers_that_end_too_early_are_seen_to() {
         for (what, end, due) in ENDS {
             let what = format!("{what} in a body with {framing}");
             if due != Due::AtOnce && framing == "chunks" {
-                continue; // such a stream may be silent for as long as it likes
+                continue; // such a stream may be silent
             }
             let (go_on, wait) = channel();
             let wait = Mutex::new(wait);
             let bad = serve(move |mut stream| {
                 if read_head(&mut stream).is_some() {
-                    say(&mut stream, start);
-                    wait.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+                    write_text(&mut stream, start);
+                    wait.lock().unwrap().recv_timeout(MAX_WAIT).unwrap();
                     end(stream);
                 }
             });
@@ -391,25 +393,25 @@ fn row_23_answers_that_end_too_early_are_seen_to() {
 }
 
 #[test]
-fn row_23_an_answer_without_framing_is_reset_where_it_breaks_off() {
+fn truncated_upstream_body_resets_an_http_1_0_client() {
     const ENDS: [(&str, Act, bool); 3] = [
         ("closes", drop, false),
         ("resets", |stream| reset(&stream), false),
-        ("ends", |mut stream| say(&mut stream, "0\r\n\r\n"), true),
+        ("ends", |mut stream| write_text(&mut stream, "0\r\n\r\n"), true),
     ];
     for (what, end, whole) in ENDS {
         let (go_on, wait) = channel();
         let wait = Mutex::new(wait);
         let bad = serve(move |mut stream| {
             if read_head(&mut stream).is_some() {
-                say(&mut stream, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nstart\r\n");
-                wait.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+                write_text(&mut stream, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nstart\r\n");
+                wait.lock().unwrap().recv_timeout(MAX_WAIT).unwrap();
                 end(stream);
             }
         });
         let gateway = gateway(bad, bad, TIMEOUT);
         let mut client = gateway.client();
-        // HTTP/1.0 knows no chunks: the end of the connection is the end of the answer.
+        // HTTP/1.0 has no chunks: the end of the connection is the end of the response.
         client.send(b"GET /bad HTTP/1.0\r\nHost: a.test\r\n\r\n");
         let head = client.head().unwrap();
         assert_eq!((head.status, head.header("content-length"), head.header("transfer-encoding")), (200, None, None));
@@ -425,9 +427,9 @@ fn row_23_an_answer_without_framing_is_reset_where_it_breaks_off() {
     }
 }
 
-// ---- row 24: keep-alive races --------------------------------------------------------------------
+// ---- fault 24 in docs/testing.md: keep-alive races -----------------------------------------------
 
-/// Numbers that look like chance.
+/// Pseudo-random numbers.
 struct Chance(u64);
 
 impl Chance {
@@ -439,8 +441,8 @@ impl Chance {
     }
 }
 
-/// Reads requests and answers with their target; closes or resets connections that have answered once at any moment: before a
-/// request, in the middle of one, after it. Counts what it has read to its end.
+/// Read requests and respond with their target. Close or reset connections that were used before at random moments:
+/// before a request, within it, after it. Count the completely read requests.
 fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
     serve(move |stream| {
         let mut chance = Chance(u64::from(stream.peer_addr().map_or(1, |peer| peer.port())) * 0x9e37_79b9);
@@ -455,7 +457,7 @@ fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
                 if target.is_empty() {
                     target = line.split(' ').nth(1).unwrap().to_owned();
                     if answered > 0 && chance.below(16) == 0 {
-                        return; // what is unread makes it a reset
+                        return; // unread bytes cause a reset
                     }
                 }
                 if let Some(value) = line.to_ascii_lowercase().strip_prefix("content-length: ") {
@@ -475,7 +477,7 @@ fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
             }
             match chance.below(8) {
                 0 => return,
-                // Just when the next one may be on its way.
+                // When the next request may be in flight.
                 1 => {
                     std::thread::sleep(Duration::from_micros(chance.below(500)));
                     return;
@@ -488,7 +490,7 @@ fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
 }
 
 #[test]
-fn row_24_connections_that_close_at_random_fail_no_get_and_double_no_post() {
+fn connections_closed_at_random_fail_no_get_and_repeat_no_post() {
     const CLIENTS: usize = 16;
     const EACH: usize = 625;
     let seen = Arc::<Mutex<HashMap<String, usize>>>::default();
@@ -536,7 +538,7 @@ fn row_24_connections_that_close_at_random_fail_no_get_and_double_no_post() {
     let lost = posts.iter().filter(|(target, status)| *status == 200 && times(target) != 1).count();
     let unanswered = posts.iter().filter(|(_, status)| *status == 502).count();
     println!(
-        "row 24: {} GET, {} errors; {} POST, {doubled} seen twice, {unanswered} times 502 ({} of them were seen); {:?}",
+        "fault 24: {} GET, {} errors; {} POST, {doubled} seen twice, {unanswered} times 502 ({} of them were seen); {:?}",
         CLIENTS * EACH,
         gets.len(),
         posts.len(),
@@ -545,18 +547,18 @@ fn row_24_connections_that_close_at_random_fail_no_get_and_double_no_post() {
     );
     assert_eq!((posts.len(), gets), (CLIENTS * EACH, Vec::new()));
     assert_eq!((doubled, lost), (0, 0));
-    // The races were there, and most were won all the same.
+    // The races occurred, and most requests succeeded.
     assert!(unanswered > 0 && unanswered < posts.len() / 2, "{unanswered}");
 }
 
-// ---- row 25: clients that leave ------------------------------------------------------------------
+// ---- fault 25 in docs/testing.md: clients that disconnect ----------------------------------------
 
-/// An upstream that leaves requests where their path says.
+/// An upstream that leaves requests in the state that their path names.
 struct Leaving {
     address: SocketAddr,
-    /// Those that are where they should be.
+    /// Requests that have reached their state.
     begun: Arc<AtomicUsize>,
-    /// Their targets when their connections have been closed.
+    /// The targets of closed connections, with the time.
     closed: Receiver<(String, Instant)>,
 }
 
@@ -568,10 +570,10 @@ impl Leaving {
         let address = serve(move |mut stream| {
             let Some(head) = read_head(&mut stream) else { return };
             let target = head.split(' ').nth(1).unwrap().to_owned();
-            let _ = stream.set_write_timeout(Some(PATIENCE));
+            let _ = stream.set_write_timeout(Some(MAX_WAIT));
             match target.split('/').nth(1).unwrap() {
-                "body" => say(&mut stream, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"),
-                "flood" => say(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"),
+                "body" => write_text(&mut stream, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"),
+                "flood" => write_text(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"),
                 _ => {}
             }
             count.fetch_add(1, Ordering::SeqCst);
@@ -591,7 +593,7 @@ fn files(gateway: &Gateway) -> usize {
 }
 
 #[test]
-fn row_25_clients_that_leave_leave_nothing_behind() {
+fn disconnected_clients_leave_no_descriptor_and_no_permit() {
     const WAVES: usize = 20;
     const EACH: usize = 50;
     let Leaving { address: upstream, begun, closed } = Leaving::start();
@@ -622,27 +624,27 @@ fn row_25_clients_that_leave_leave_nothing_behind() {
             client.send(format!("{method} {target} HTTP/1.1\r\nHost: a\r\n{rest}").as_bytes());
             open.push((target, Box::new(move || drop(client))));
         }
-        eventually("all are there", || begun.load(Ordering::SeqCst) == (wave + 1) * EACH);
+        eventually("all requests have arrived", || begun.load(Ordering::SeqCst) == (wave + 1) * EACH);
         let mut left: HashMap<String, Instant> = HashMap::new();
         for (target, leave) in open {
             left.insert(target, monotonic());
             leave();
         }
         for _ in 0..EACH {
-            let (target, at) = closed.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("{kind}: an upstream waits on"));
+            let (target, at) = closed.recv_timeout(MAX_WAIT).unwrap_or_else(|_| panic!("{kind}: an upstream waits on"));
             times.push(at.saturating_duration_since(left[&target]));
         }
     }
     times.sort();
     let (median, last) = (times[times.len() / 2], times[times.len() - 1]);
     let mut open = 0;
-    eventually("all files are closed", || {
+    eventually("all descriptors are closed", || {
         open = files(&gateway);
         open == base
     });
-    eventually("all places are free", || quick.get("/quick").remaining("places") == 1999);
+    eventually("all permits are free", || quick.get("/quick").remaining("places") == 1999);
     println!(
-        "row 25: {} left, upstreams heard of it after {median:?}, the last after {last:?}; {open} files, before {base}",
+        "fault 25: {} left, upstreams heard of it after {median:?}, the last after {last:?}; {open} files, before {base}",
         times.len()
     );
     assert!(median <= Duration::from_secs(1) && last <= Duration::from_secs(1) + LATE, "{median:?}, {last:?}");

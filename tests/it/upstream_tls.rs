@@ -1,4 +1,4 @@
-//! TLS towards upstreams: whom the gateway believes, who it is, what it says when that fails, and what passes.
+//! TLS towards upstreams: trust roots, client certificates, error reports, and forwarding.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex};
 use crate::support::certificates::{Authority, FUTURE, NOW, PAST, Pair};
 use crate::support::gateway::{Gateway, binary};
 use crate::support::reload::{reloads, with_admin};
-use crate::support::secured::{Secured, Shake, Stream, server, shake};
+use crate::support::tls_upstream::{Handshake, Stream, TlsUpstream, server, shake};
 use crate::support::upstream::{Seen, read_head, read_request, serve};
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 use aws_lc_rs::digest::{SHA256, digest};
 use bytes::Bytes;
 use h2::server::SendResponse;
@@ -25,7 +25,7 @@ use tungstenite::Message;
 const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 const BOTH: &[&SupportedProtocolVersion] = &[&TLS13, &TLS12];
 
-/// A gateway with one worker, so that what is said of connections is said of all.
+/// A gateway with one worker, so that all requests share its connections.
 fn config(url: &str, rest: &str) -> String {
     format!(
         "[server]\nworkers = 1\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nwebsocket = {}\n\
@@ -38,21 +38,21 @@ fn gateway(url: &str, rest: &str, ca: &Authority) -> Gateway {
     Gateway::start_with(&config(url, rest), &[("ca.pem", &ca.pem())])
 }
 
-/// The same, with a certificate of its own.
-fn showing(url: &str, rest: &str, ca: &Authority, own: &Pair) -> Gateway {
+/// The same with a client certificate.
+fn gateway_with_certificate(url: &str, rest: &str, ca: &Authority, own: &Pair) -> Gateway {
     let rest = format!("tls = {{ ca = \"ca.pem\", cert = \"own.pem\", key = \"own.key\" }}\n{rest}");
     let files = [("ca.pem", &*ca.pem()), ("own.pem", &own.cert), ("own.key", &own.key)];
     Gateway::start_with(&config(url, &rest), &files)
 }
 
-/// Those that came over HTTP/2, each with the handshake of its connection.
-type Requests = Arc<Mutex<Vec<(Shake, http::request::Parts)>>>;
+/// Requests over HTTP/2, each with the handshake of its connection.
+type Requests = Arc<Mutex<Vec<(Handshake, http::request::Parts)>>>;
 
 const CA: &str = "tls = { ca = \"ca.pem\" }\n";
 
-/// Answers each request with `answer` of it, on connections that stay open.
-fn answering(config: Arc<ServerConfig>, answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> Secured {
-    Secured::serve(config, move |mut stream| {
+/// An upstream that responds to each request with `answer`, on connections that stay open.
+fn answering(config: Arc<ServerConfig>, answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> TlsUpstream {
+    TlsUpstream::serve(config, move |mut stream| {
         while let Some(seen) = read_request(&mut stream) {
             if stream.write_all(&answer(&seen)).is_err() {
                 return;
@@ -61,11 +61,11 @@ fn answering(config: Arc<ServerConfig>, answer: impl Fn(&Seen) -> Vec<u8> + Send
     })
 }
 
-fn ok(config: Arc<ServerConfig>) -> Secured {
+fn ok(config: Arc<ServerConfig>) -> TlsUpstream {
     answering(config, |_| OK.to_vec())
 }
 
-/// An HTTP/2 server with TLS that records requests, and says them back with trailers.
+/// An HTTP/2 server with TLS that records requests and echoes them with trailers.
 fn http2(config: Arc<ServerConfig>) -> (SocketAddr, Requests) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -113,7 +113,7 @@ fn url(host: &str, address: SocketAddr) -> String {
     format!("https://{host}:{}", address.port())
 }
 
-/// The client hears that there is no answer, and nothing of the reason; the log says what to do.
+/// Assert that the client gets an error without the reason, and that the log says what to do.
 fn assert_refused(gateway: &Gateway, said: &str, what: &str) {
     let reply = gateway.get("/");
     reply.assert_problem(502, what);
@@ -123,10 +123,10 @@ fn assert_refused(gateway: &Gateway, said: &str, what: &str) {
     eventually(what, || gateway.log().contains(said));
 }
 
-// ---- who is believed -----------------------------------------------------------------------------
+// ---- trust roots ---------------------------------------------------------------------------------
 
 #[test]
-fn the_host_of_the_url_is_asked_for_and_connections_are_kept() {
+fn upstream_tls_verifies_the_host_and_reuses_connections() {
     let ca = Authority::new("ca");
     for version in [&TLS12, &TLS13] {
         let upstream =
@@ -141,35 +141,35 @@ fn the_host_of_the_url_is_asked_for_and_connections_are_kept() {
             assert_eq!((reply.status, reply.text()), (200, "ok"));
         }
         let (name, protocol) = (Some("localhost".to_owned()), Some("http/1.1".to_owned()));
-        assert_eq!(upstream.shakes(), [Shake { name, protocol, resumed: false, client: None }]);
+        assert_eq!(upstream.handshakes(), [Handshake { name, protocol, resumed: false, client: None }]);
     }
 }
 
 #[test]
-fn server_name_is_asked_for_instead() {
+fn server_name_replaces_the_host() {
     let ca = Authority::new("ca");
     let upstream = ok(server(&ca.server(&["api.internal"], NOW), None, &[], BOTH));
     let rest = "tls = { ca = \"ca.pem\", server_name = \"api.internal\" }\n";
     let gateway = gateway(&url("127.0.0.1", upstream.address), rest, &ca);
     assert_eq!(gateway.get("/").status, 200);
-    let [shake] = &upstream.shakes()[..] else { panic!("{:?}", upstream.shakes()) };
+    let [shake] = &upstream.handshakes()[..] else { panic!("{:?}", upstream.handshakes()) };
     assert_eq!(shake.name.as_deref(), Some("api.internal"));
     assert_eq!(shake.protocol, None, "HTTP/1.1 needs no agreement");
 }
 
 #[test]
-fn an_address_must_stand_in_the_certificate() {
+fn certificate_must_have_the_ip_address() {
     let ca = Authority::new("ca");
     let upstream = ok(server(&ca.server(&["other.test", "127.0.0.1"], NOW), None, &[], BOTH));
     assert_eq!(gateway(&url("127.0.0.1", upstream.address), CA, &ca).get("/").status, 200);
-    assert_eq!(upstream.shakes()[0].name, None, "addresses are not sent as names");
+    assert_eq!(upstream.handshakes()[0].name, None, "addresses are not sent as names");
     let upstream = ok(server(&ca.server(&["localhost", "127.0.0.2"], NOW), None, &[], BOTH));
     let gateway = gateway(&url("127.0.0.1", upstream.address), CA, &ca);
     assert_refused(&gateway, "is valid for localhost, 127.0.0.2, not for `127.0.0.1`;", "another address");
 }
 
 #[test]
-fn without_a_ca_those_of_the_system_are_believed() {
+fn without_ca_the_trust_roots_of_the_system_apply() {
     let (ca, folder) = (Authority::new("ca"), tempfile::tempdir().unwrap());
     let upstream = ok(server(&ca.server(&["localhost"], NOW), None, &[], BOTH));
     let config = config(&url("localhost", upstream.address), "");
@@ -204,9 +204,9 @@ fn without_a_ca_those_of_the_system_are_believed() {
 }
 
 #[test]
-fn a_certificate_that_is_wrong_is_a_502_with_its_reason_in_the_log() {
+fn invalid_upstream_certificate_is_502_with_its_reason_in_the_log() {
     let (ca, other) = (Authority::new("ca"), Authority::new("other"));
-    let itself = ca.itself();
+    let itself = ca.certificate();
     let client = ca.sign_for(&[], &["localhost"], NOW, ExtendedKeyUsagePurpose::ClientAuth);
     for (what, shown, said) in [
         ("name", ca.server(&["other.test"], NOW), "is valid for other.test, not for `localhost`; set tls.server_name"),
@@ -223,33 +223,33 @@ fn a_certificate_that_is_wrong_is_a_502_with_its_reason_in_the_log() {
             let rest = format!("{CA}protocol = \"{protocol}\"\n");
             let gateway = gateway(&url("localhost", upstream.address), &rest, &ca);
             assert_refused(&gateway, said, &format!("{what}, {protocol}"));
-            assert_eq!(upstream.shakes(), [], "{what}: nothing is sent");
+            assert_eq!(upstream.handshakes(), [], "{what}: nothing is sent");
         }
     }
 }
 
-// ---- who we are ----------------------------------------------------------------------------------
+// ---- client certificates -------------------------------------------------------------------------
 
 #[test]
-fn a_certificate_of_our_own_is_shown_to_whoever_wants_it() {
+fn client_certificate_is_sent_to_upstreams_that_request_it() {
     let (ca, clients) = (Authority::new("ca"), Authority::new("clients"));
     let own = clients.client(&[(DnType::CommonName, "gate")], NOW);
     for version in [&TLS12, &TLS13] {
         let config = server(&ca.server(&["localhost"], NOW), Some(&clients), &["h2", "http/1.1"], &[version]);
         let upstream = ok(config.clone());
-        assert_eq!(showing(&url("localhost", upstream.address), "", &ca, &own).get("/").status, 200);
-        assert_eq!(upstream.shakes()[0].client.as_ref(), Some(&own.der));
+        assert_eq!(gateway_with_certificate(&url("localhost", upstream.address), "", &ca, &own).get("/").status, 200);
+        assert_eq!(upstream.handshakes()[0].client.as_ref(), Some(&own.der));
         let (address, seen) = http2(config);
-        let gateway = showing(&url("localhost", address), "protocol = \"http2\"\n", &ca, &own);
+        let gateway = gateway_with_certificate(&url("localhost", address), "protocol = \"http2\"\n", &ca, &own);
         assert_eq!(gateway.get("/").status, 200);
         assert_eq!(seen.lock().unwrap()[0].0.client.as_ref(), Some(&own.der));
     }
 }
 
 #[test]
-fn a_server_that_does_not_like_us_is_named_in_the_log() {
+fn upstream_that_rejects_the_handshake_is_named_in_the_log() {
     let (ca, clients) = (Authority::new("ca"), Authority::new("clients"));
-    let stranger = ca.client(&[(DnType::CommonName, "gate")], NOW);
+    let other_client = ca.client(&[(DnType::CommonName, "gate")], NOW);
     for protocol in ["http1", "http2"] {
         for version in [&TLS12, &TLS13] {
             let upstream = ok(server(
@@ -262,29 +262,29 @@ fn a_server_that_does_not_like_us_is_named_in_the_log() {
             let url = url("localhost", upstream.address);
             let none = gateway(&url, &format!("{CA}{rest}"), &ca);
             assert_refused(&none, "requires a client certificate", &format!("no certificate, {protocol}, {version:?}"));
-            let wrong = showing(&url, &rest, &ca, &stranger);
+            let wrong = gateway_with_certificate(&url, &rest, &ca, &other_client);
             assert_refused(
                 &wrong,
                 "the server rejected the client certificate (",
                 &format!("a wrong one, {protocol}, {version:?}"),
             );
-            assert_eq!(upstream.shakes(), []);
+            assert_eq!(upstream.handshakes(), []);
         }
     }
 }
 
 #[test]
-fn a_certificate_of_ours_that_has_expired_is_a_warning() {
+fn expired_client_certificate_is_a_warning() {
     let ca = Authority::new("ca");
-    let gateway = showing("https://localhost:1", "", &ca, &ca.client(&[], PAST));
+    let gateway = gateway_with_certificate("https://localhost:1", "", &ca, &ca.client(&[], PAST));
     let said = "own.pem: the certificate has expired on Jan  1 00:00:00 2001 +00:00; servers of `u` will reject it";
     assert!(gateway.log().contains(said), "{}", gateway.log());
 }
 
-// ---- what is spoken ------------------------------------------------------------------------------
+// ---- protocols -----------------------------------------------------------------------------------
 
 #[test]
-fn http2_is_spoken_by_alpn_and_grpc_has_its_trailers() {
+fn upstream_http2_by_alpn_forwards_grpc_trailers() {
     let ca = Authority::new("ca");
     let (address, seen) = http2(server(&ca.server(&["localhost"], NOW), None, &["http/1.1", "h2"], BOTH));
     let gateway = gateway(&url("localhost", address), &format!("{CA}protocol = \"http2\"\n"), &ca);
@@ -302,7 +302,7 @@ fn http2_is_spoken_by_alpn_and_grpc_has_its_trailers() {
         assert_eq!(body.data().await.unwrap().unwrap(), "\0\0\0\0\x02hi");
         body.trailers().await.unwrap().unwrap()
     };
-    let trailers = runtime.block_on(async { tokio::time::timeout(PATIENCE, call).await.expect("an answer") });
+    let trailers = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, call).await.expect("an answer") });
     assert_eq!((&trailers["grpc-status"], &trailers["x-sum"]), (&"0".parse().unwrap(), &"5".parse().unwrap()));
     assert_eq!(gateway.get("/x?y").status, 200);
     let seen = seen.lock().unwrap();
@@ -312,7 +312,7 @@ fn http2_is_spoken_by_alpn_and_grpc_has_its_trailers() {
 }
 
 #[test]
-fn a_server_without_http2_is_refused_where_it_is_wanted() {
+fn upstream_without_http2_in_alpn_is_502() {
     let ca = Authority::new("ca");
     for (alpn, said) in [(&[][..], "did not select HTTP/2 by ALPN"), (&["http/1.1"], "does not support the `protocol`")]
     {
@@ -326,9 +326,9 @@ fn a_server_without_http2_is_refused_where_it_is_wanted() {
 }
 
 #[test]
-fn websockets_pass() {
+fn websockets_pass_over_upstream_tls() {
     let ca = Authority::new("ca");
-    let upstream = Secured::serve(server(&ca.server(&["localhost"], NOW), None, &["http/1.1"], BOTH), |stream| {
+    let upstream = TlsUpstream::serve(server(&ca.server(&["localhost"], NOW), None, &["http/1.1"], BOTH), |stream| {
         let mut socket = tungstenite::accept(stream).unwrap();
         while let Ok(message) = socket.read() {
             match message {
@@ -340,7 +340,7 @@ fn websockets_pass() {
     });
     let gateway = gateway(&url("localhost", upstream.address), CA, &ca);
     let stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let (mut socket, _) = tungstenite::client("ws://gateway.test/", stream).unwrap();
     let large = Bytes::from(noise(1 << 20));
     for message in [Message::text("hello"), Message::binary(large), Message::text("again")] {
@@ -352,7 +352,7 @@ fn websockets_pass() {
 }
 
 #[test]
-fn bodies_pass_as_they_are() {
+fn bodies_are_unchanged_over_upstream_tls() {
     let ca = Authority::new("ca");
     let config = server(&ca.server(&["localhost"], NOW), None, &["h2", "http/1.1"], BOTH);
     let upstream = answering(config.clone(), |seen| {
@@ -369,7 +369,7 @@ fn bodies_pass_as_they_are() {
     }
 }
 
-/// Bytes without a period that a lost or doubled piece could hide in.
+/// Return bytes without a period, so that lost or repeated pieces are detected.
 fn noise(length: usize) -> Vec<u8> {
     let blocks = (0..length.div_ceil(32)).map(|index| digest(&SHA256, &index.to_le_bytes()));
     let mut noise: Vec<u8> = blocks.flat_map(|block| block.as_ref().to_vec()).collect();
@@ -382,14 +382,14 @@ fn checksum(bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn an_answer_that_is_cut_off_is_never_complete() {
+fn response_without_close_notify_never_looks_complete() {
     let ca = Authority::new("ca");
     let config = server(&ca.server(&["localhost"], NOW), None, &[], BOTH);
-    let upstream = Secured::serve(config, |mut stream| {
+    let upstream = TlsUpstream::serve(config, |mut stream| {
         let head = read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\n\r\nhalf of it").unwrap();
         if head.starts_with("GET /whole") {
-            // The end that only whoever has the keys can say (RFC 8446 §6.1).
+            // close_notify, which only the holder of the keys can send (RFC 8446 §6.1).
             stream.conn.send_close_notify();
             stream.flush().unwrap();
         }
@@ -415,11 +415,11 @@ fn an_answer_that_is_cut_off_is_never_complete() {
 // ---- sessions ------------------------------------------------------------------------------------
 
 #[test]
-fn sessions_are_resumed() {
+fn upstream_tls_sessions_are_resumed() {
     let ca = Authority::new("ca");
     for version in [&TLS12, &TLS13] {
         let config = server(&ca.server(&["localhost"], NOW), None, &[], &[version]);
-        let upstream = Secured::serve(config, |mut stream: Stream| {
+        let upstream = TlsUpstream::serve(config, |mut stream: Stream| {
             read_head(&mut stream).unwrap();
             stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").unwrap();
             stream.conn.send_close_notify();
@@ -429,17 +429,17 @@ fn sessions_are_resumed() {
         for _ in 0..5 {
             assert_eq!(gateway.get("/").status, 200);
         }
-        let resumed: Vec<_> = upstream.shakes().iter().map(|shake| shake.resumed).collect();
+        let resumed: Vec<_> = upstream.handshakes().iter().map(|shake| shake.resumed).collect();
         assert_eq!(resumed, [false, true, true, true, true], "{version:?}");
     }
 }
 
-// ---- who does not speak TLS ----------------------------------------------------------------------
+// ---- peers without TLS ---------------------------------------------------------------------------
 
 #[test]
-fn plain_text_where_tls_is_wanted_is_told() {
+fn clear_text_upstream_at_https_is_named_in_the_log() {
     let ca = Authority::new("ca");
-    // One that answers with an error, and one that hangs up.
+    // One server responds with an error, the other closes the connection.
     let answers = serve(|mut stream| {
         let _ = stream.read(&mut [0; 4096]);
         let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
@@ -457,7 +457,7 @@ fn plain_text_where_tls_is_wanted_is_told() {
 }
 
 #[test]
-fn tls_where_plain_text_is_wanted_is_told() {
+fn tls_upstream_at_http_is_named_in_the_log() {
     let ca = Authority::new("ca");
     let upstream = ok(server(&ca.server(&["localhost"], NOW), None, &[], BOTH));
     let gateway = Gateway::start(&config(&format!("http://{}", upstream.address), ""));
@@ -477,36 +477,36 @@ fn connect_timeout_covers_the_handshake() {
     }
 }
 
-// ---- files that change ---------------------------------------------------------------------------
+// ---- reload --------------------------------------------------------------------------------------
 
 #[test]
-fn new_authorities_and_a_new_certificate_of_our_own_count_at_once() {
+fn reload_of_ca_and_client_certificate_applies_to_new_connections() {
     let (old, new, clients) = (Authority::new("old"), Authority::new("new"), Authority::new("clients"));
     let closing = |mut stream: Stream| {
         read_head(&mut stream).unwrap();
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
     };
-    let upstream = Secured::serve(server(&new.server(&["localhost"], NOW), Some(&clients), &[], BOTH), closing);
+    let upstream = TlsUpstream::serve(server(&new.server(&["localhost"], NOW), Some(&clients), &[], BOTH), closing);
     let (first, second) = (clients.client(&[], NOW), clients.client(&[(DnType::CommonName, "second")], NOW));
-    let gateway = showing(&url("localhost", upstream.address), "", &old, &first);
+    let gateway = gateway_with_certificate(&url("localhost", upstream.address), "", &old, &first);
     assert_refused(&gateway, "not signed by a trusted CA", "before");
     let put = |name: &str, content: &str| put(gateway.directory(), name, content);
     let reloads = || gateway.log().matches("reloaded").count();
 
     put("ca.pem", &new.pem());
-    eventually("the new authority is believed", || gateway.get("/").status == 200);
-    assert_eq!(upstream.shakes().last().unwrap().client.as_ref(), Some(&first.der));
+    eventually("the new CA is trusted", || gateway.get("/").status == 200);
+    assert_eq!(upstream.handshakes().last().unwrap().client.as_ref(), Some(&first.der));
     assert!(gateway.log().contains("reloaded") && gateway.log().contains("ca.pem"), "{}", gateway.log());
 
     put("own.pem", &second.cert);
-    eventually("half of a pair is refused", || gateway.log().contains("certificate and key do not match"));
+    eventually("a mismatched pair is rejected", || gateway.log().contains("certificate and key do not match"));
     assert_eq!(gateway.get("/").status, 200);
-    assert_eq!(upstream.shakes().last().unwrap().client.as_ref(), Some(&first.der));
+    assert_eq!(upstream.handshakes().last().unwrap().client.as_ref(), Some(&first.der));
     let before = reloads();
     put("own.key", &second.key);
-    eventually("the pair is taken", || reloads() > before);
+    eventually("the pair is used", || reloads() > before);
     assert_eq!(gateway.get("/").status, 200);
-    assert_eq!(upstream.shakes().last().unwrap().client.as_ref(), Some(&second.der));
+    assert_eq!(upstream.handshakes().last().unwrap().client.as_ref(), Some(&second.der));
 
     let refusals = || gateway.log().matches("stays in force").count();
     for (what, name, content) in [("nothing", "ca.pem", ""), ("a key", "ca.pem", &*first.key)] {
@@ -521,31 +521,31 @@ fn new_authorities_and_a_new_certificate_of_our_own_count_at_once() {
     put("own.key", &expired.key);
     let parts = ["cannot reload the file", "own.pem", "the certificate has expired"];
     let is_rejection = |line: &str| parts.iter().all(|part| line.contains(part));
-    eventually("the expired one is refused", || gateway.log().lines().any(is_rejection));
+    eventually("the expired one is rejected", || gateway.log().lines().any(is_rejection));
     assert_eq!(gateway.get("/").status, 200, "it is not shown");
 
-    // Sessions of before would skip the check.
+    // Resumed sessions would skip the verification.
     put("own.pem", &second.cert);
     put("own.key", &second.key);
     put("ca.pem", &old.pem());
-    eventually("the old authority counts again", || gateway.get("/").status == 502);
+    eventually("the old CA is trusted again", || gateway.get("/").status == 502);
 }
 
-/// Puts a file in its place as a whole.
+/// Replace a file by renaming.
 fn put(folder: &Path, name: &str, content: &str) {
     std::fs::write(folder.join("new"), content).unwrap();
     std::fs::rename(folder.join("new"), folder.join(name)).unwrap();
 }
 
 #[test]
-fn reload_of_server_name_counts_for_the_next_request() {
+fn reload_of_server_name_applies_to_the_next_request() {
     let ca = Authority::new("ca");
     let certificate = ca.server(&["one.internal", "other.internal"], NOW);
     let by_http1 = ok(server(&certificate, None, &[], BOTH));
     let (by_http2, seen) = http2(server(&certificate, None, &["h2"], BOTH));
     for (protocol, address) in [("http1", by_http1.address), ("http2", by_http2)] {
         let last = || match protocol {
-            "http1" => by_http1.shakes().pop().unwrap(),
+            "http1" => by_http1.handshakes().pop().unwrap(),
             _ => seen.lock().unwrap().last().unwrap().0.clone(),
         };
         let named = |name: &str| {

@@ -1,4 +1,4 @@
-"""Whether the manifests of ops/ are valid, and fit together: by the schemas of Kubernetes, and by the names in them."""
+"""Check the manifests of ops/ against the Kubernetes schemas, and that their names match."""
 
 import pathlib
 import sys
@@ -7,7 +7,7 @@ import kubernetes_validate
 import yaml
 
 OPS = pathlib.Path(sys.argv[1])
-# Old ones and new ones.
+# Old and current Kubernetes versions.
 VERSIONS = ["1.27", "1.37"]
 
 

@@ -10,9 +10,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-# Long enough for a busy machine; every wait ends as soon as what it waits for is there.
+# Maximum time of a wait, long enough for a busy machine. A wait ends as soon as its condition holds.
 PATIENCE = 40
-# How the protocol marks an element.
+# The key of element references in the protocol.
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -21,7 +21,7 @@ FLAGS = [
 
 
 class Browser:
-    """One window. What its console and its network said is kept."""
+    """A browser window. Its console messages and network requests are recorded."""
 
     def __init__(self):
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -62,7 +62,7 @@ class Browser:
         self.call("POST", "/url", {"url": url})
 
     def run(self, script, *arguments):
-        """What a script returns; it may be a promise."""
+        """Return the result of a script, which may be a promise."""
         return self.call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def find(self, selector):
@@ -74,7 +74,7 @@ class Browser:
         self.call("POST", f"/element/{element}/value", {"text": text})
 
     def press(self, *keys):
-        """Keys one after the other, to whatever has the focus."""
+        """Press keys one after the other on the focused element."""
         strokes = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
         self.call("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": strokes}]})
 
@@ -85,12 +85,12 @@ class Browser:
         return self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
 
     def rows(self, table):
-        """The cells of a table."""
+        """Return the cells of a table."""
         return self.run("return [...document.querySelectorAll(arguments[0] + ' tbody tr')]"
                         ".map((row) => [...row.cells].map((cell) => cell.innerText))", table)
 
     def until(self, what, done):
-        """Waits until something is true, and returns it."""
+        """Wait until a condition holds. Return its value."""
         end = time.monotonic() + PATIENCE
         while True:
             found = done()
@@ -101,7 +101,7 @@ class Browser:
             time.sleep(0.1)
 
     def see_as(self, scheme, width, height=900):
-        """As somebody who likes it dark or light sees it, on a screen so wide."""
+        """Emulate a dark or light colour scheme on a screen of this width."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.devtools("Emulation.setEmulatedMedia", {"features": [feature]})
         self.width = width
@@ -112,12 +112,12 @@ class Browser:
         return self.call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def picture(self, path):
-        """Of the whole page, as long as it is."""
+        """A screenshot of the whole page."""
         height = self.devtools("Page.getLayoutMetrics", {})["cssContentSize"]["height"]
         whole = {"x": 0, "y": 0, "width": self.width, "height": height, "scale": 1}
         shot = self.devtools("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": whole})
         Path(path).write_bytes(base64.b64decode(shot["data"]))
 
     def log(self, kind):
-        """What was logged since the last time."""
+        """Return the console messages since the last call."""
         return self.call("POST", "/se/log", {"type": kind})

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The dashboard in a real browser, with a real Redis, under load: `make test-page`.
+"""The dashboard in a real browser with a real Redis under load: `make test-page`.
 
     page.py BINARY PICTURES
 
@@ -22,13 +22,13 @@ from gateway import Gateway, expect
 
 TOKEN = "open-sesame"
 PLANTED = "planted-secret-of-the-store"
-# An identity that would be markup, were it not text.
+# An identity that would be markup if it were not escaped.
 HOSTILE = "<img src=x onerror=alert(1)>"
 ENTER = "\ue007"
 
 
 class Redis:
-    """A redis-server on a free port."""
+    """Start a redis-server on a free port."""
 
     def __enter__(self):
         with socket.socket() as free:
@@ -90,7 +90,7 @@ upstream = "api"
 
 
 def load(url, times, *more):
-    """So many requests, 200 a second; ends by itself."""
+    """Send `count` requests, 200 per second, in a process that ends by itself."""
     command = ["hey", "-n", str(times), "-c", "4", "-q", "50", *more, url]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
@@ -105,7 +105,7 @@ def status(url, user):
 
 
 def figure(browser, name):
-    """A figure at the top; none while there is none."""
+    """Return a figure at the top, or None while there is none."""
     tiles = browser.run("return Object.fromEntries([...document.querySelectorAll('#current div')]"
                         ".map((tile) => [tile.children[0].innerText, tile.children[1].innerText]))")
     text = tiles.get(name, "–").split(" ")[0].replace(",", "")
@@ -117,7 +117,7 @@ def signing_in(browser, admin):
     browser.until("the token is asked for", lambda: browser.text("#token-form h2"))
     expect(browser.run("return document.querySelector('#content').hidden"), "nothing is shown before")
     expect(not browser.log("browser"), "nothing to complain about")
-    # The field has the focus: a keyboard is enough.
+    # The field has the focus: the keyboard is sufficient.
     browser.press(*"wrong", ENTER)
     browser.until("the wrong token is refused", lambda: "Wrong token" in browser.text("#token-error"))
     refused = [entry["message"] for entry in browser.log("browser")]
@@ -161,7 +161,7 @@ def top(browser):
         rows := {row[0]: row for row in browser.rows("#denied") if row[1] == "per-user"}) == 2 and rows)
     expect(f"user:x-user-id={HOSTILE}" in rows, f"text is text: {rows}")
     expect(browser.run("return document.querySelectorAll('img').length") == 0, "and no markup")
-    # By keyboard, with the table going on beside it.
+    # By keyboard, while the table is updated.
     browser.run("document.querySelector('#denied button[aria-label*=\"=alice \"]').focus()")
     seen = figure(browser, "allowed/s"), browser.text("#denied")
     browser.until("the table has changed", lambda: browser.text("#denied") != seen[1])
@@ -246,12 +246,12 @@ def seeing(browser, pictures):
 
 
 def quiet(browser, admin):
-    # That an identity is not understood is an answer of 400, which the console tells.
+    # An invalid identity is a 400, which the browser logs to the console.
     said = [entry for entry in browser.log("browser") if "/api/identities" not in entry["message"]]
     expect(not said, f"the console says: {said}")
     events = [json.loads(entry["message"])["message"] for entry in browser.log("performance")]
     urls = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
-    # The browser's own first tab is chrome://.
+    # The initial tab of the browser is chrome://.
     asked = {urlsplit(url).netloc for url in urls if not url.startswith(("data:", "chrome"))} - {""}
     expect(asked == {urlsplit(admin).netloc}, f"somebody else was asked: {asked}")
 
@@ -284,7 +284,7 @@ def main():
             for each in loads:
                 each.kill()
                 each.wait()
-        # A page that is opened again has what was before, and its token.
+        # A reloaded page has its history and its token.
         browser.open(f"{admin}/")
         browser.until("the past is there at once", lambda: "L" in browser.run(
             "return document.querySelector('#rates .line')?.getAttribute('d') ?? ''"))

@@ -1,4 +1,4 @@
-//! A gateway as the application wires it, and what its clients observe.
+//! A gateway wired as in the application, and what its clients observe.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,12 +28,12 @@ use crate::network::{START_US, SimulatedDial, SimulatedNetwork};
 use crate::schedule::{CostMode, Request, Schedule, ScheduledLimit};
 use crate::store::{HOST, StateId, port_of};
 
-/// The first part of every key.
+/// The prefix of every key.
 const PREFIX: &str = "rl";
 
 pub struct Gateway {
     breaker: Arc<CircuitBreaker>,
-    /// In a cluster it has the breakers.
+    /// In a cluster the topology has the circuit breakers.
     topology: Arc<ClusterMap>,
     pub workers: Vec<Arc<Limiter>>,
     pub operator: LimiterAdmin,
@@ -90,18 +90,18 @@ impl Gateway {
         Gateway { breaker, topology, workers, operator }
     }
 
-    /// How often a breaker has opened.
+    /// Return how often a circuit breaker has opened.
     pub fn open_count(&self) -> u64 {
         self.breaker.open_count() + self.topology.open_count()
     }
 
-    /// How often the breaker has changed.
+    /// Return whether the breaker is open, and how often it has changed.
     fn breaker_state(&self) -> (bool, u64) {
         (self.breaker.is_open(), self.breaker.open_count())
     }
 }
 
-/// What the client of a request is told.
+/// The response to the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClientOutcome {
     Admitted(DecidedBy),
@@ -112,55 +112,55 @@ pub enum ClientOutcome {
     },
     /// 503
     Unavailable,
-    /// The client left before.
+    /// The client disconnected before.
     Cancelled,
 }
 
-/// One limit of a request, with what became of it.
+/// A limit of a request and its result.
 #[derive(Debug, Clone)]
 pub struct RequestLimit {
     pub limit: usize,
     pub state: StateId,
     /// Whether a shadow limit would have denied.
     pub shadow_denied: bool,
-    /// What was charged after the response.
+    /// The cost charged after the response.
     pub charged_later: u64,
     pub is_refunded: bool,
 }
 
-/// A request as its client saw it.
+/// A request as its client observed it.
 #[derive(Debug, Clone)]
 pub struct ObservedRequest {
     pub gateway: usize,
     pub started_at: Duration,
     pub elapsed: Duration,
     pub outcome: ClientOutcome,
-    /// The instant of the decision by the store's clock.
+    /// The instant of the decision by the clock of the store.
     pub now_us: u64,
     pub limits: Vec<RequestLimit>,
-    /// Whether the breaker was closed all the time.
+    /// Whether the breaker was closed throughout the request.
     pub breaker_closed: bool,
-    /// A remembered denial, at an instant at which the store would have admitted the request.
+    /// A cached denial at an instant at which the store would have admitted the request.
     pub stale_denial: bool,
 }
 
-/// Who sends requests: all that a request needs.
+/// Everything that is needed to send requests.
 pub struct LoadGenerator {
     pub schedule: Arc<Schedule>,
     pub network: Arc<SimulatedNetwork>,
     pub gateways: Vec<Gateway>,
     /// Ends all responses.
     pub end_responses: CancellationToken,
-    /// For each limit on permits those that hold one: as many as are there, at each instant.
+    /// For each concurrency limit, the number of requests that hold a permit, over time.
     pub held_permits: std::sync::Mutex<std::collections::BTreeMap<StateId, HeldPermits>>,
 }
 
-/// The requests that run and hold a permit of a state.
+/// The running requests that hold a permit of a state.
 #[derive(Debug, Default, Clone)]
 pub struct HeldPermits {
     pub by_store: u64,
     pub by_share: u64,
-    /// When requests ended.
+    /// The instants at which requests ended.
     pub released_at: Vec<Duration>,
     pub max: u64,
     pub max_at: Duration,
@@ -196,14 +196,14 @@ impl LoadGenerator {
         (spec.limit.name.to_string(), spec.identity(client).0)
     }
 
-    /// Send a request and go on until its response has ended.
+    /// Send a request and wait until its response has ended.
     pub async fn request(&self, request: &Request) -> ObservedRequest {
         let gateway = &self.gateways[request.gateway];
         let limiter = &gateway.workers[request.worker];
         let checks = self.checks(&request.route, request.client);
         let (started_at, before) = (self.network.now(), gateway.breaker_state());
         let check = Box::pin(limiter.check(&checks));
-        // A check that hangs is given up long after its time.
+        // A hanging check is abandoned long after its timeout.
         let max_wait = request.client_timeout.unwrap_or(self.schedule.timeout + Duration::from_secs(5));
         let result = timeout(max_wait, check).await.ok();
         let request_limit = |limit: &usize| {
@@ -254,7 +254,7 @@ impl LoadGenerator {
         });
     }
 
-    /// Whether the store would admit what a remembered denial denies.
+    /// Return whether the store would admit a request that a cached denial denies.
     fn is_stale(&self, checks: &[LimitCheck<'_, '_>], decision: &Decision<'_>) -> bool {
         let is_denying = |check: &&LimitCheck<'_, '_>| {
             decision
@@ -270,7 +270,7 @@ impl LoadGenerator {
         let charges: Vec<_> = checks.iter().filter(is_denying).map(|check| check.charge(DecidedBy::Store, 0)).collect();
         let now_us = self.network.now_us();
         let state = self.network.state();
-        // Post-paid limits admit while one unit is left.
+        // Limits with deferred costs admit while one token is left.
         charges.iter().all(|charge| {
             let outcome = state.store.peek(now_us, *charge);
             if charge.mode.is_deferred() { outcome.remaining > 0 } else { outcome.status == Status::Ok }
@@ -326,7 +326,7 @@ impl LoadGenerator {
                 });
             }
         }
-        // As the gateway does: the permits are released when the request has ended.
+        // As in the gateway, the permits are released at the end of the request.
         self.count_permits(observed, source, false);
         drop(decision.permits.take());
     }

@@ -1,4 +1,4 @@
-//! What must hold for every schedule, checked on what the clients observed and on what the store has decided.
+//! The invariants of every schedule, checked on the observations of the clients and the decisions of the store.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,13 +19,13 @@ use crate::network::START_US;
 use crate::schedule::{Class, CostMode, Schedule, ScheduledLimit};
 use crate::store::{DecidedRequest, SimulatedRedis, StateId, charge, charges_by_state};
 
-/// A check takes no longer than the timeout and this: timers have a resolution of a millisecond.
+/// A check takes no longer than the timeout and this slack: timers have a resolution of a millisecond.
 const TIMER_SLACK: Duration = Duration::from_millis(15);
 
-/// Refunds that the store runs within this time were on their way.
+/// Refunds that the store runs within this time were in flight.
 const MAX_REFUND_DELAY_US: u64 = 300_000;
 
-/// An invariant that does not hold.
+/// A violated invariant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
     pub invariant: &'static str,
@@ -44,10 +44,10 @@ impl fmt::Display for Violation {
     }
 }
 
-/// What happened in a schedule.
+/// The events of a schedule.
 pub struct History<'a> {
     pub schedule: &'a Schedule,
-    /// Now, when all requests have ended and all refunds are made.
+    /// The instant after all requests have ended and all refunds are made.
     pub now_us: u64,
     pub store: &'a SimulatedRedis,
     pub requests: &'a [ObservedRequest],
@@ -56,7 +56,7 @@ pub struct History<'a> {
     pub open_counts: Vec<u64>,
 }
 
-/// The units of a state at their instants, in order.
+/// The charges of a state with their instants, in order.
 type TimedUnits = Vec<(u64, u64)>;
 
 impl History<'_> {
@@ -79,7 +79,7 @@ impl History<'_> {
         self.schedule.limits.iter().find(|spec| *spec.limit.name == *state.0).expect("a limit of the schedule")
     }
 
-    /// Whether the store has decided every request in time, but for those whose clients have left.
+    /// Return whether the store decided every request in time, except those whose clients disconnected.
     fn is_certain(&self) -> bool {
         self.schedule.is_prompt()
             && self.requests.iter().all(|observed| match observed.outcome {
@@ -93,7 +93,7 @@ impl History<'_> {
 
     fn every_check_ends(&self, violated: &mut impl FnMut(&'static str, String)) {
         for observed in self.requests {
-            // A worker that stands still is late itself.
+            // A stalled worker is late itself.
             let max_lateness = if self.schedule.class == Class::Stalled { MAX_WORKER_DELAY } else { Duration::ZERO };
             if observed.elapsed > self.schedule.timeout + TIMER_SLACK + max_lateness {
                 let message =
@@ -114,19 +114,20 @@ impl History<'_> {
                 violated("a limit with on_store_error = deny admits nothing without the store", when.clone());
             }
             let shadow_only = parts().all(|limit| limit.shadow);
-            // After an outage requests may be denied for permits of the share that others still hold.
+            // After an outage requests may be denied because of permits of the local share that others still hold.
             let denied_without_store =
                 matches!(observed.outcome, ClientOutcome::Denied { decided_by: DecidedBy::Local, .. });
             let without_store = admitted_without_store || denied_without_store && *class != Class::Slow;
             let closed = *class != Class::Slow || observed.breaker_closed;
-            // After an outage the share decides about permits as well, until all gateways have registered theirs.
+            // After an outage the local share decides about permits as well, until all gateways have registered
+            // theirs.
             let settling = matches!(observed.outcome, ClientOutcome::Denied { .. })
                 && observed.limits.iter().any(|part| limits[part.limit].concurrency().is_some());
             if self.schedule.is_up() && without_store && !shadow_only && closed && !settling {
                 let message = format!("{when}: {:?}", observed.outcome);
                 violated("nothing is decided without the store while it is up", message);
             }
-            // A simulated node takes a millisecond for each call, and a cluster's requests share none.
+            // A simulated node takes a millisecond per call, and requests of a cluster share no calls.
             let prompt = self.schedule.is_prompt() && *class != Class::Cluster;
             if prompt && observed.outcome == ClientOutcome::Unavailable {
                 violated("a store that replies in time decides every request", when);
@@ -148,7 +149,7 @@ impl History<'_> {
                 violated("a store that replies within the timeout is used", message);
             }
         }
-        // Two of three slow connections may delay nine in ten of the calls.
+        // Two of three slow connections may delay nine in ten calls.
         if !matches!(class, Class::Slow | Class::Uneven | Class::Faulty | Class::FaultyMaster) {
             for (gateway, openings) in self.open_counts.iter().enumerate().filter(|(_, openings)| **openings > 0) {
                 let message = format!("gateway {gateway}, {openings} times");
@@ -157,7 +158,7 @@ impl History<'_> {
         }
     }
 
-    /// A fault of one master concerns only requests that have a limit there.
+    /// A fault of one master affects only requests with a limit on that master.
     fn other_masters_decide(&self, violated: &mut impl FnMut(&'static str, String)) {
         let Some(faulty) = self.schedule.incidents.iter().find_map(|incident| incident.node) else { return };
         for observed in self.requests {
@@ -168,7 +169,7 @@ impl History<'_> {
             );
             let parts = &observed.limits;
             let limits = || parts.iter().map(|part| &self.schedule.limits[part.limit]);
-            // Shadow limits reject nothing, and permits follow the share as well for some time after an outage.
+            // Shadow limits reject nothing, and after an outage permits follow the local share for some time.
             let exempt = limits().all(|spec| spec.limit.shadow) || limits().any(|spec| spec.concurrency().is_some());
             if without_store && !exempt && !parts.iter().any(is_there) {
                 let message = format!("the request of {:?} at gateway {}", observed.started_at, observed.gateway);
@@ -178,7 +179,7 @@ impl History<'_> {
     }
 
     fn denials_are_true(&self, violated: &mut impl FnMut(&'static str, String)) {
-        // What a request that left or came too late was charged is given back; a denial may be remembered for a second after it.
+        // The charge of a cancelled or late request is refunded. Its denial may be cached for a second afterwards.
         let was_refunded = |observed: &ObservedRequest| {
             let of = |done: &DecidedRequest| {
                 done.charges.iter().any(|asked| observed.limits.iter().any(|part| part.state == asked.state))
@@ -190,7 +191,8 @@ impl History<'_> {
                     && of(done)
             })
         };
-        // In a cluster a request on one server may be denied for what another request is charged there and denied elsewhere.
+        // In a cluster, a request may be denied because of another request that is charged on this master and denied
+        // on another one.
         let may_be_refunded = |observed: &ObservedRequest| {
             matches!(observed.outcome, ClientOutcome::Cancelled | ClientOutcome::Unavailable)
                 || self.schedule.class == Class::Cluster && observed.limits.len() == 1
@@ -205,7 +207,7 @@ impl History<'_> {
         }
     }
 
-    /// What was admitted and not refunded, by state and source; of a share by gateway as well.
+    /// Return the admitted cost less refunds by state and source, and for a local share by gateway.
     fn admitted_units(&self) -> BTreeMap<(&StateId, Option<usize>), TimedUnits> {
         let mut all: BTreeMap<_, TimedUnits> = BTreeMap::new();
         for observed in self.requests {
@@ -263,10 +265,10 @@ impl History<'_> {
         }
     }
 
-    /// Units charged by the store and units admitted, by state and gateway.
+    /// Compare the tokens charged by the store with those admitted, by state and gateway.
     fn charged_once(&self, violated: &mut impl FnMut(&'static str, String)) {
-        // In all, and without what was given back: a request that lost a race for the last unit of one master gives back what
-        // another one charged, and asks again.
+        // In total and less refunds: a request that loses a race for the last token of one master refunds the charge
+        // of another master and retries.
         let mut charged: BTreeMap<(&StateId, usize), (u64, i64)> = BTreeMap::new();
         for done in &self.store.history {
             for (index, requested) in done.charges.iter().enumerate() {
@@ -304,7 +306,7 @@ impl History<'_> {
         }
     }
 
-    /// Of each state a gateway has at most the prefetch of the limit, and what is asked for by requests that wait.
+    /// A gateway holds at most the prefetch of the limit and the costs of its waiting requests, for each state.
     fn prefetched_within_bounds(&self, violated: &mut impl FnMut(&'static str, String)) {
         if !self.is_certain() {
             return;
@@ -332,7 +334,7 @@ impl History<'_> {
                         let told_us = began_us + observed.elapsed.as_micros() as u64;
                         match observed.outcome {
                             ClientOutcome::Admitted(_) if told_us < *at_us => used += 1,
-                            // What is charged for clients that have left is not given back.
+                            // Charges for disconnected clients are not refunded.
                             ClientOutcome::Cancelled if began_us <= *at_us => waiting += 1,
                             _ if began_us <= *at_us && told_us >= *at_us => waiting += 1,
                             _ => {}
@@ -357,13 +359,13 @@ impl History<'_> {
         }
     }
 
-    /// What is charged in the end is what was admitted and not refunded.
+    /// The final charges equal the admitted cost less refunds.
     fn refunds_are_complete(&self, violated: &mut impl FnMut(&'static str, String)) {
         if !self.is_certain() {
             return;
         }
         let mut expected: BTreeMap<&StateId, i64> = BTreeMap::new();
-        // What may have been charged for clients that have left.
+        // Tokens that may have been charged for disconnected clients.
         let mut uncertain: BTreeMap<&StateId, i64> = BTreeMap::new();
         for observed in self.requests {
             for part in observed.limits.iter().filter(|part| !part.shadow_denied) {
@@ -401,7 +403,8 @@ impl History<'_> {
             }
             let charge = |cost| charge(state, &spec.limit.default_variant.state_name, spec.rule(), cost);
             let remaining = self.store.peek(self.now_us, charge(0)).remaining;
-            // As if requests that are refunded had not come. They open windows of the kind that the first request opens.
+            // As if refunded requests had not been made, except that they open windows that begin with the first
+            // request.
             let most = match spec.rule() {
                 Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) => continue,
                 _ => {
@@ -430,8 +433,8 @@ impl History<'_> {
         }
     }
 
-    /// Whether two requests ran at the same time that were refunded. Their refunds may leave more tokens than
-    /// there would be without the requests.
+    /// Return whether two refunded requests ran concurrently. Their refunds may leave more tokens than without the
+    /// requests.
     fn refunds_overlap(&self, done: &[(usize, usize)]) -> bool {
         let done = || done.iter().map(|(done, _)| &self.store.history[*done]);
         let refunds = done().filter_map(|done| match done.operation {
@@ -444,8 +447,8 @@ impl History<'_> {
         })
     }
 
-    /// What remains in a bucket where a refund credits the tokens that have not refilled meanwhile. The refill has first
-    /// paid what the bucket lacked before the charge.
+    /// Return what remains in a bucket if a refund credits the tokens that have not refilled meanwhile. The refill
+    /// first repays what the bucket lacked before the charge.
     fn bucket_remaining(&self, spec: &ScheduledLimit, done: &[(usize, usize)]) -> u64 {
         let Rule::TokenBucket(rule) = spec.rule() else { return 0 };
         let (mut debt, mut last_us) = (0_u64, START_US);
@@ -470,7 +473,7 @@ impl History<'_> {
         (rule.burst * rule.parts).saturating_sub(debt) / rule.parts
     }
 
-    /// Redis rejects the first write of a script that needs memory, if the script has not freed some before.
+    /// Redis rejects the first write of a script that needs memory, unless the script has freed some before.
     fn full_store_takes_no_charges(&self, violated: &mut impl FnMut(&'static str, String)) {
         for done in self.store.history.iter().filter(|done| done.out_of_memory && done.needs_memory()) {
             let at = Duration::from_micros(done.at_us - START_US);
@@ -489,14 +492,14 @@ impl History<'_> {
             }
             let most = match class {
                 Class::Faulty | Class::FaultyMaster => {
-                    // A store that was away for longer than two thirds of a permit's TTL may have forgotten all of them.
+                    // A store that was away for longer than half of the permit TTL may have lost all permits.
                     let forgets = |lasts: Duration| lasts.as_micros() as u64 > rule.ttl / 2;
                     let lost =
                         incidents.iter().filter(|each| each.fault.loses_state() || forgets(each.duration)).count();
                     let shares = *gateways as u64 * rule.limit.div_ceil(*gateways as u64);
                     rule.limit * (1 + lost as u64) + shares
                 }
-                // A store that was too slow was not asked: each gateway admitted its share.
+                // A store that is too slow is skipped: each gateway admits its local share.
                 Class::Slow => rule.limit + *gateways as u64 * rule.limit.div_ceil(*gateways as u64),
                 _ => rule.limit,
             };
@@ -508,9 +511,9 @@ impl History<'_> {
     }
 }
 
-/// The most units that a rule admits, in windows of so many µs.
+/// Return the maximum admitted by a rule, with window lengths in µs.
 fn worst_cases(rule: &Rule, spec: &ScheduledLimit) -> Vec<(u64, u64)> {
-    // A request that is refunded may have opened the window that others then fill.
+    // A refunded request may have opened the window that other requests fill.
     let refundable = if spec.cost_mode == CostMode::Refundable { spec.cost } else { 0 };
     match rule {
         Rule::TokenBucket(rule) => {
@@ -528,7 +531,7 @@ fn worst_cases(rule: &Rule, spec: &ScheduledLimit) -> Vec<(u64, u64)> {
     }
 }
 
-/// The most units in any half-open window, and when it begins.
+/// Return the maximum in any half-open window, and the beginning of that window.
 fn max_in_any_window(units: &[(u64, u64)], window_us: u64) -> (u64, u64) {
     let (mut first, mut sum, mut max) = (0, 0, (0, 0));
     for (at_us, cost) in units {
@@ -544,7 +547,7 @@ fn max_in_any_window(units: &[(u64, u64)], window_us: u64) -> (u64, u64) {
     max
 }
 
-/// The most units in a window, by the start of the window around an instant.
+/// Return the maximum in a window. `start` returns the start of the window around an instant.
 fn max_in_an_aligned_window(units: &[(u64, u64)], start: impl Fn(u64) -> u64) -> (u64, u64) {
     let mut windows: BTreeMap<u64, u64> = BTreeMap::new();
     for (at_us, cost) in units {

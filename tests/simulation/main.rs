@@ -1,10 +1,10 @@
-//! A deterministic simulation of the whole limiter: gateways with their real queues, batches, caches, breakers, permits and
-//! overrides, over a simulated network and store, in virtual time.
+//! A deterministic simulation of the whole limiter in virtual time: gateways with their real queues, batches, caches,
+//! circuit breakers, permits and overrides, on a simulated network and store.
 //!
-//! A seed gives a schedule of limits, requests and faults. `SCHEDULES=n` plays so many; `SEED=s` plays one and prints what
-//! happens in it.
+//! A seed gives a schedule of limits, requests and faults. `SCHEDULES=n` runs n schedules; `SEED=s` runs one and
+//! prints its events.
 
-#![allow(unreachable_pub, clippy::disallowed_methods)] // a test of its own, with tokio's clock
+#![allow(unreachable_pub, clippy::disallowed_methods)] // a separate test crate, with tokio's clock
 
 mod gateway;
 mod invariants;
@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use run::{Played, collect_panics, play};
 
-/// What a run on each change can afford.
+/// The default number of schedules.
 const SCHEDULES: u64 = 2000;
 
 fn number(name: &str) -> Option<u64> {
@@ -94,7 +94,7 @@ fn seed_repeats_its_schedule() {
     }
 }
 
-/// What happened in a schedule, and what is wrong with it.
+/// Return the events of a schedule and its violations.
 fn report(seed: u64, played: &Played) -> String {
     let mut text = format!("SEED={seed}\n{:#?}\n", schedule::Schedule::new(seed).summary());
     for (at, event) in &played.trace {

@@ -18,14 +18,15 @@ use crate::random::Random;
 use crate::schedule::{Fault, Incident, Schedule};
 use crate::store::{SimulatedRedis, port_of};
 
-/// The instant of the store's clock at which a schedule begins: six seconds before midnight in [`TIME_ZONE`], in January 2027.
+/// The instant of the store's clock at the start of a schedule: six seconds before midnight in [`TIME_ZONE`], in
+/// January 2027.
 ///
 /// [`TIME_ZONE`]: crate::schedule::TIME_ZONE
 pub const START_US: u64 = 30_000_000 * 60_000_000 - 6_000_000;
 
 type Command = Vec<Vec<u8>>;
 
-/// The store, the way to it, and what happens.
+/// The store, the network to it, and the events.
 #[derive(Debug)]
 pub struct SimulatedNetwork {
     started_at: Instant,
@@ -42,33 +43,33 @@ pub struct State {
     pub store: SimulatedRedis,
     random: Random,
     active_incidents: Vec<Incident>,
-    /// Cancelled while a server runs: tasks that wait for one go on in their order.
+    /// One token per server, cancelled while it runs: waiting tasks continue in their order.
     running: Vec<CancellationToken>,
-    /// When each server has decided all that it was asked.
+    /// When each server has decided all its pending requests.
     busy_until: Vec<Instant>,
     connections: BTreeMap<u64, SimulatedConnection>,
     next_connection: u64,
-    /// How many each gateway has opened.
+    /// The number of connections that each gateway has opened.
     opened_connections: BTreeMap<usize, u64>,
-    /// The trace, if it is wanted.
+    /// The trace, if enabled.
     trace: Option<Vec<(Duration, String)>>,
 }
 
-/// What becomes of an open connection.
+/// The state of an open connection.
 #[derive(Debug, Clone)]
 struct SimulatedConnection {
-    /// How many the gateway had opened before.
+    /// The number of connections that the gateway had opened before.
     number_before: u64,
     node: usize,
-    /// It ends at once.
+    /// The connection ends at once.
     reset: CancellationToken,
-    /// It ends when the store has run what came by it.
+    /// The connection ends when the store has run its pending commands.
     draining: CancellationToken,
     lose_requests: Arc<AtomicBool>,
-    lose_replies: Arc<AtomicBool>,
+    drop_replies: Arc<AtomicBool>,
 }
 
-/// The way of one gateway to the store.
+/// The connections of one gateway to the store.
 pub struct SimulatedDial {
     pub gateway: usize,
     pub network: Arc<SimulatedNetwork>,
@@ -137,7 +138,7 @@ impl SimulatedNetwork {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Virtual time since the schedule began.
+    /// Return the virtual time since the start of the schedule.
     pub fn now(&self) -> Duration {
         self.started_at.elapsed()
     }
@@ -146,7 +147,7 @@ impl SimulatedNetwork {
         START_US + self.now().as_micros() as u64
     }
 
-    /// Adds an event to the trace.
+    /// Add an event to the trace.
     pub fn note(&self, event: impl FnOnce() -> String) {
         let now = self.now();
         if let Some(trace) = &mut self.state().trace {
@@ -158,7 +159,7 @@ impl SimulatedNetwork {
         self.state().trace.take().unwrap_or_default()
     }
 
-    /// Half of a round trip, as long as it takes just now.
+    /// Return half of the current round-trip time.
     fn half_round_trip(&self) -> Duration {
         let state = &mut *self.state();
         let jitter_us = self.jitter.as_micros() as u64;
@@ -166,7 +167,7 @@ impl SimulatedNetwork {
         (self.round_trip + Duration::from_micros(jitter)) / 2
     }
 
-    /// Begins a fault.
+    /// Begin a fault.
     pub fn begin_fault(&self, incident: Incident) {
         self.note(|| format!("fault begins: {incident:?}"));
         let fault = incident.fault;
@@ -175,7 +176,7 @@ impl SimulatedNetwork {
         let connections = state.connections.values().filter(|each| incident.affects(each.node));
         match fault {
             Fault::Delay(_) | Fault::DelaySome(_) | Fault::Stall(_) => {}
-            Fault::LoseReplies => connections.for_each(|each| each.lose_replies.store(true, Ordering::Relaxed)),
+            Fault::LoseReplies => connections.for_each(|each| each.drop_replies.store(true, Ordering::Relaxed)),
             Fault::LoseRequests => connections.for_each(|each| each.lose_requests.store(true, Ordering::Relaxed)),
             Fault::ResetAfter => connections.for_each(|each| each.draining.cancel()),
             Fault::Hang => {
@@ -200,7 +201,7 @@ impl SimulatedNetwork {
         state.active_incidents.push(incident);
     }
 
-    /// Ends a fault.
+    /// End a fault.
     pub fn end_fault(&self, incident: Incident) {
         self.note(|| format!("fault ends: {incident:?}"));
         let mut state = self.state();
@@ -227,7 +228,7 @@ impl SimulatedNetwork {
                 reset: CancellationToken::new(),
                 draining: CancellationToken::new(),
                 lose_requests: flag(Fault::LoseRequests),
-                lose_replies: flag(Fault::LoseReplies),
+                drop_replies: flag(Fault::LoseReplies),
             };
             state.next_connection += 1;
             state.connections.insert(state.next_connection, connection.clone());
@@ -256,7 +257,7 @@ impl SimulatedNetwork {
         gateway_side
     }
 
-    /// Reads commands, each of which reaches the store half a round trip later.
+    /// Read commands. Each reaches the store half a round trip later.
     async fn deliver_commands(
         &self,
         mut read_half: ReadHalf<DuplexStream>,
@@ -292,7 +293,7 @@ impl SimulatedNetwork {
         self.state().active_incidents.iter().map(delay).sum()
     }
 
-    /// Runs commands in their order.
+    /// Run commands in order.
     async fn run_commands(
         &self,
         (gateway, node, number): (usize, usize, u64),
@@ -363,11 +364,12 @@ impl SimulatedNetwork {
         }
     }
 
-    /// Ends when a connection has been idle for so long that the store closes it.
+    /// Return when the store closes an idle connection.
     async fn idle_timeout(&self) {
         let Some(idle) = self.idle_close else { return std::future::pending().await };
         sleep(idle).await;
-        // A command of the same instant comes first: whether one that crosses the end of its connection has run, no gateway can know.
+        // A command of the same instant comes first: a gateway cannot know whether a command that crosses the close
+        // has run.
         for _ in 0..100 {
             yield_now().await;
         }
@@ -380,10 +382,10 @@ impl SimulatedNetwork {
         mut replies: UnboundedReceiver<(Instant, Vec<u8>)>,
     ) {
         while let Some((at, reply)) = replies.recv().await {
-            // Replies that are on their way when the connection ends are lost.
+            // Replies in flight at the end of the connection are lost.
             let is_lost = timeout_at(at, connection.draining.cancelled()).await.is_ok();
             if !is_lost
-                && !connection.lose_replies.load(Ordering::Relaxed)
+                && !connection.drop_replies.load(Ordering::Relaxed)
                 && write_half.write_all(&reply).await.is_err()
             {
                 return;
@@ -392,14 +394,14 @@ impl SimulatedNetwork {
     }
 }
 
-/// What a server that runs has among [`State::runs`].
+/// Return the token of a running server in [`State::runs`].
 fn running_token() -> CancellationToken {
     let runs = CancellationToken::new();
     runs.cancel();
     runs
 }
 
-/// The first command of these bytes, an array of bulk strings, and its length.
+/// Return the first command, an array of bulk strings, and its length in bytes.
 fn parse_command(bytes: &[u8]) -> Option<(Command, usize)> {
     let mut offset = 0;
     let line = |mark: u8, at: &mut usize| {

@@ -18,29 +18,29 @@ use crate::network::START_US;
 /// Clients that may have an override.
 pub const CLIENTS: u64 = 3;
 
-/// How often it is looked which overrides are in force.
+/// The interval at which the overrides of the gateways are read.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// The expiry of an override is not judged so close to it.
+/// The state of an override is not checked this close to its expiry.
 const CLOSE_US: u64 = 50_000;
 
-/// What an administrator does on a gateway.
+/// An administrator's change on a gateway.
 #[derive(Debug, Clone, Copy)]
 pub struct Change {
     pub at: Duration,
     pub gateway: usize,
     pub client: u64,
-    /// How long a new override is to last. None: the override is removed.
+    /// The TTL of the new override, or `None` to remove the override.
     pub lasts: Option<Duration>,
 }
 
-/// A write that the store has made for an administrator.
+/// A write of the store for an administrator.
 #[derive(Debug, Clone)]
 pub struct Written {
     pub at_us: u64,
     pub gateway: usize,
     pub field: String,
-    /// The new override. None: it was removed.
+    /// The new override, or `None` if it was removed.
     pub new: Option<New>,
 }
 
@@ -52,7 +52,8 @@ pub struct New {
 }
 
 impl Written {
-    /// The writes of a call of the script, see `lua/overrides.lua`: the first status is that of an administrator's write.
+    /// Return the writes of a call of the script, see `lua/overrides.lua`. The first status is that of an
+    /// administrator's write.
     pub fn of(
         at_us: u64,
         gateway: usize,
@@ -76,16 +77,16 @@ fn count(size: &OverrideQuota) -> u64 {
     size.quota.split_once('/').and_then(|(count, _)| count.parse().ok()).expect("a quota")
 }
 
-/// A call of an administrator that was told that it succeeded.
+/// A call of an administrator that succeeded.
 #[derive(Debug)]
 struct Acknowledged {
     gateway: usize,
     field: String,
-    /// The quota of the new override. None: it was removed.
+    /// The quota of the new override, or `None` if it was removed.
     quota: Option<u64>,
-    /// When the call ran, µs.
+    /// The time span of the call, µs.
     ran: RangeInclusive<u64>,
-    /// How many looks there had been.
+    /// The number of observations before it.
     looks: usize,
 }
 
@@ -98,7 +99,7 @@ impl Acknowledged {
     }
 }
 
-/// What is in force on a gateway for a client, when it was looked.
+/// The override of a client on a gateway at an instant.
 #[derive(Debug)]
 struct Look {
     at_us: u64,
@@ -107,7 +108,7 @@ struct Look {
     quota: Option<u64>,
 }
 
-/// Makes the changes of a schedule, and looks what is in force.
+/// Makes the changes of a schedule and observes the overrides.
 pub struct Watch {
     seen: Arc<Seen>,
     began: Instant,
@@ -121,7 +122,7 @@ struct Seen {
     looks: Mutex<Vec<Look>>,
 }
 
-/// The limit that has overrides: nothing else depends on it.
+/// Return the limit that has overrides. Nothing else depends on it.
 fn limit(client: &LoadGenerator) -> &Arc<LimitSpec> {
     &client.schedule.limits.last().expect("the heartbeat").limit
 }
@@ -151,7 +152,7 @@ impl Watch {
         Watch { seen, began, changes, looks }
     }
 
-    /// What is wrong, now that the store is back and all gateways have polled.
+    /// Return the violations after the store has recovered and all gateways have polled.
     pub async fn finish(self, client: &LoadGenerator) -> Vec<Violation> {
         for change in self.changes {
             // A panic is reported by the hook.
@@ -182,7 +183,7 @@ impl Seen {
             let field = override_field(limit, identity(of));
             let (quota, looks) = (lasts.map(|_| number), self.looks.lock().unwrap().len());
             self.acknowledged.lock().unwrap().push(Acknowledged { gateway, field, quota, ran, looks });
-            // From now on this gateway knows it.
+            // From now on this gateway knows the change.
             self.look(client);
         }
     }
@@ -214,11 +215,11 @@ impl Seen {
         violations
     }
 
-    /// `written`: what the store has written for this client, oldest first.
+    /// Check a client. `written` has the writes of the store for it, oldest first.
     fn check_client(&self, client: &LoadGenerator, of: u64, written: &[&Written], violations: &mut Vec<Violation>) {
         let mut violated = |invariant, message| violations.push(Violation::new(invariant, message));
         let (acknowledged, looks) = (self.acknowledged.lock().unwrap(), self.looks.lock().unwrap());
-        // The newest write that each gateway is known to know.
+        // The newest write that each gateway is known to have read.
         let mut newest: BTreeMap<usize, usize> = BTreeMap::new();
         for (number, look) in looks.iter().enumerate().filter(|(_, look)| look.client == of) {
             let at = || Duration::from_micros(look.at_us - START_US);
@@ -250,7 +251,7 @@ impl Seen {
             }
             *newest = (*newest).max(number);
         }
-        // The last one that an administrator was told of, or one after it, of which the reply was lost.
+        // The last acknowledged write, or a later one whose reply was lost.
         let is_told = |written: &Written| acknowledged.iter().any(|own| own.is_of(written));
         let last_told = written.iter().rposition(|written| is_told(written));
         let now_us = client.network.now_us();

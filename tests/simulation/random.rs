@@ -19,12 +19,12 @@ impl Random {
         mixed ^ mixed >> 31
     }
 
-    /// A number of the range.
+    /// Return a number of the range.
     pub fn in_range(&mut self, range: Range<u64>) -> u64 {
         range.start + self.next() % (range.end - range.start)
     }
 
-    /// True in so many of a hundred cases.
+    /// Return true with this probability in percent.
     pub fn is_chosen(&mut self, percent: u64) -> bool {
         self.in_range(0..100) < percent
     }

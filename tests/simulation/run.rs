@@ -1,4 +1,4 @@
-//! Plays a schedule: load and faults, then recovery, then probes of what the limits admit.
+//! Runs a schedule: load and faults, then recovery, then probes of what the limits admit.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -21,13 +21,13 @@ use crate::overrides::Watch;
 use crate::schedule::{Class, CostMode, Fault, Incident, Request, Schedule, ScheduledLimit};
 use crate::store::{StateId, charge};
 
-/// The permit of a request that has ended is released within this time, also when the first attempt fails.
+/// The permit of an ended request is released within this time, even if the first attempt fails.
 const RELEASED_WITHIN: Duration = Duration::from_millis(1500);
 
-/// No schedule takes longer than this, in virtual time.
+/// The maximum virtual time of a schedule.
 const MAX_VIRTUAL_TIME: Duration = Duration::from_secs(24 * 3600);
 
-/// A schedule that was played.
+/// The result of a schedule.
 pub struct Played {
     pub violations: Vec<Violation>,
     pub requests: usize,
@@ -36,11 +36,11 @@ pub struct Played {
 }
 
 thread_local! {
-    /// Panics of the schedule that this thread plays, in tasks of the limiter as well.
+    /// Panics of the schedule that this thread runs, including tasks of the limiter.
     static PANICS: RefCell<Option<Vec<String>>> = const { RefCell::new(None) };
 }
 
-/// Collects panics of the threads that play schedules.
+/// Collect the panics of threads that run schedules.
 pub fn collect_panics() {
     let usual = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -51,7 +51,7 @@ pub fn collect_panics() {
     }));
 }
 
-/// Play a schedule from its beginning.
+/// Run a schedule from its beginning.
 pub fn play(seed: u64, trace: bool) -> Played {
     PANICS.set(Some(Vec::new()));
     let runtime = Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
@@ -60,7 +60,7 @@ pub fn play(seed: u64, trace: bool) -> Played {
         runtime.block_on(async {
             let play = Run::new(schedule, trace);
             let world = play.client.network.clone();
-            // Without this a schedule in which everything waits would wait in real time.
+            // Without this timeout, a schedule in which everything waits would wait in real time.
             timeout(MAX_VIRTUAL_TIME, play.play()).await.unwrap_or_else(|_| Played {
                 violations: vec![Violation::new(
                     "no hang",
@@ -124,7 +124,7 @@ impl Run {
         }
         if self.has_permits() {
             if schedule.is_up() {
-                // What came late is released.
+                // Permits of late calls are released.
                 sleep(Duration::from_secs(3)).await;
             }
             self.check_permits("recovery");
@@ -139,7 +139,7 @@ impl Run {
             // A panic is reported by the hook.
             self.requests.extend(request.await);
         }
-        // Unused units are returned after a second, and releases are repeated after a second.
+        // Unused tokens are returned after a second, and failed releases are retried after a second.
         sleep(Duration::from_millis(2500) + 4 * schedule.timeout).await;
         if self.has_permits() {
             self.check_permits("the end of all requests");
@@ -176,7 +176,7 @@ impl Run {
         self.schedule().limits.iter().any(|spec| spec.concurrency().is_some())
     }
 
-    /// Some requests from each worker, so that breakers close and dead connections are replaced.
+    /// Send some requests from each worker, so that breakers close and lost connections are replaced.
     async fn recover(&mut self) {
         let schedule = self.client.schedule.clone();
         let has_dead_connections =
@@ -217,7 +217,7 @@ impl Run {
         }
     }
 
-    /// The store counts the requests that run, and no others.
+    /// The store counts exactly the permits of running requests.
     fn check_permits(&mut self, when: &str) {
         let permits: BTreeMap<_, _> = self.client.held_permits.lock().unwrap().clone();
         for (state, held) in permits {
@@ -232,7 +232,7 @@ impl Run {
                 let message = format!("{when}: the store counts {live} permits of {state:x?}, {running} requests run");
                 self.report("permits of requests that have ended are released", message);
             }
-            // In an outage permits end.
+            // Permits expire during an outage.
             let may_be_lost = when == "recovery" && !self.schedule().is_up();
             if live < held.by_store && !may_be_lost {
                 let message = format!(
@@ -266,7 +266,7 @@ impl Run {
             .remaining
     }
 
-    /// After all windows every limit admits its quota, and a client that waits as told is admitted.
+    /// After all windows every limit admits its quota, and a client that waits for the retry delay is admitted.
     async fn probe(&mut self) {
         let schedule = self.client.schedule.clone();
         let longest = schedule.limits.iter().map(|spec| spec.reset_us()).max().unwrap_or_default();
@@ -286,11 +286,11 @@ impl Run {
                 if outcome != ClientOutcome::Admitted(DecidedBy::Store) {
                     let message =
                         format!("request {number} of {max_requests} on limit {index} in an empty window: {outcome:?}");
-                    self.report("nobody starves", message);
+                    self.report("no client starves", message);
                     break;
                 }
             }
-            // The second denial is mostly a remembered one.
+            // The second denial is usually a cached one.
             sleep(Duration::from_millis(3)).await;
             self.check_once(index).await;
             let ClientOutcome::Denied { retry_us: Some(retry_us), .. } = self.check_once(index).await else { continue };
@@ -307,7 +307,7 @@ impl Run {
         }
     }
 
-    /// What a further client of a limit is told. A permit is held for a second.
+    /// Return the outcome for a new client of a limit. A permit is held for a second.
     async fn check_once(&self, limit: usize) -> ClientOutcome {
         let checks = self.client.checks(&[limit], 0);
         match self.client.gateways[0].workers[0].check(&checks).await {

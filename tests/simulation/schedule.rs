@@ -1,4 +1,4 @@
-//! A schedule: gateways, limits, requests and faults, all chosen by a seed.
+//! A schedule: gateways, limits, requests and faults, all derived from a seed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,10 +18,10 @@ use sluicegate::limiter::spec::{LimitSpec, LimitVariant, LocalShare, OnStoreErro
 use crate::overrides::{self, Change};
 use crate::random::Random;
 
-/// The zone of calendar windows: a day begins within the schedule.
+/// The time zone of calendar windows. A day begins within the schedule.
 pub const TIME_ZONE: &str = "America/Los_Angeles";
 
-/// What the store is like while the requests come.
+/// The state of the store while requests are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     /// It replies within a quarter of the timeout.
@@ -30,46 +30,46 @@ pub enum Class {
     Far,
     /// It replies within a quarter of the timeout, but for some time it takes longer than the timeout.
     Slow,
-    /// It is healthy, and more requests come at once than it can decide within the timeout.
+    /// It is healthy, and gets more requests at once than it can decide within the timeout.
     Overload,
     /// It is healthy, and closes idle connections.
     IdleClose,
     /// It is a healthy cluster of three masters.
     Cluster,
-    /// It is healthy, and the event loops of the gateways stand still for longer than the timeout, again and again.
+    /// It is healthy, and the event loops of the gateways stall for longer than the timeout, repeatedly.
     Stalled,
-    /// Of three connections of each gateway one is healthy, and replies on the others take longer than the timeout.
+    /// Of three connections of each gateway one is healthy. Replies on the others take longer than the timeout.
     Uneven,
     /// It fails.
     Faulty,
-    /// It is a cluster of three masters of which one fails.
+    /// It is a cluster of three masters, one of which fails.
     FaultyMaster,
 }
 
 /// A fault of the store or of the network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// Replies take this long in addition.
+    /// Replies take this much longer.
     Delay(Duration),
     /// The same on two of three connections of each gateway.
     DelaySome(Duration),
-    /// Event loops stand still for so long, then run for some milliseconds.
+    /// Event loops stall for this time, then run for some milliseconds.
     Stall(Duration),
-    /// Connections that are open lose what the store says, and those that are opened meanwhile.
+    /// Replies are lost on open connections and on those opened during the fault.
     LoseReplies,
-    /// The same for what the gateways say.
+    /// The same for commands.
     LoseRequests,
-    /// All connections are reset; calls that the store has not run are lost.
+    /// All connections are reset. Commands that the store has not run are lost.
     ResetBefore,
-    /// All connections are reset; calls on them run, and their replies are lost.
+    /// All connections are reset. Commands in flight run, and their replies are lost.
     ResetAfter,
-    /// The store stops, as by SIGSTOP, and then runs all that is buffered.
+    /// The store stops, as with SIGSTOP, then runs all buffered commands.
     Hang,
-    /// The store ends, and comes back without its state.
+    /// The store restarts without its state.
     RestartEmpty,
-    /// The store ends, and comes back with its state.
+    /// The store restarts with its state.
     RestartWithState,
-    /// The store ends, and a replica takes over without the writes of so long before.
+    /// The store ends, and a replica takes over without the writes of the last time span.
     Failover(Duration),
     /// Writes are rejected with OOM.
     OutOfMemory,
@@ -80,7 +80,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// Whether the store forgets writes.
+    /// Return whether the store loses writes.
     pub fn loses_state(self) -> bool {
         matches!(self, Fault::RestartEmpty | Fault::Failover(_))
     }
@@ -91,7 +91,7 @@ pub struct Incident {
     pub at: Duration,
     pub duration: Duration,
     pub fault: Fault,
-    /// The server that it is about; none: all of them.
+    /// The affected server, or `None` for all.
     pub node: Option<usize>,
 }
 
@@ -101,7 +101,7 @@ impl Incident {
     }
 }
 
-/// How a limit is used by all of its requests.
+/// How the requests of a limit are charged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CostMode {
     /// The cost is charged by the check.
@@ -135,7 +135,7 @@ impl ScheduledLimit {
         IdentityHasher::new("simulation").hash(&client.to_le_bytes())
     }
 
-    /// Whether the windows follow the calendar.
+    /// Return whether the windows follow the calendar.
     pub fn is_calendar(&self) -> bool {
         matches!(self.rule(), Rule::FixedWindow(FixedWindow { start: WindowStart::Calendar(_), .. }))
     }
@@ -144,7 +144,7 @@ impl ScheduledLimit {
         if let Rule::Concurrency(rule) = self.rule() { Some(rule) } else { None }
     }
 
-    /// How long until a state means nothing any more, in µs.
+    /// Return the time after which a state has no effect, in µs.
     pub fn reset_us(&self) -> u64 {
         match self.rule() {
             Rule::TokenBucket(rule) => (rule.burst * rule.parts).div_ceil(rule.refill),
@@ -160,16 +160,16 @@ pub struct Request {
     pub at: Duration,
     pub gateway: usize,
     pub worker: usize,
-    /// The limits that it meets.
+    /// The limits of the request.
     pub route: Vec<usize>,
     pub client: u64,
-    /// How long the response takes. None: until the end of the schedule.
+    /// The duration of the response, or `None` until the end of the schedule.
     pub response_time: Option<Duration>,
-    /// When the client leaves, counted from its request.
+    /// When the client disconnects, from its request.
     pub client_timeout: Option<Duration>,
-    /// What the response costs, where it is post-paid.
+    /// The deferred cost of the response.
     pub response_cost: u64,
-    /// Whether the response is one that is not charged.
+    /// Whether the response is refunded.
     pub is_refunded: bool,
 }
 
@@ -179,30 +179,30 @@ pub struct Schedule {
     pub class: Class,
     pub gateways: usize,
     pub workers: usize,
-    /// Servers of the store.
+    /// The number of servers of the store.
     pub nodes: usize,
     pub connections: u32,
     pub timeout: Duration,
-    /// From a gateway to the store and back.
+    /// The round-trip time between a gateway and the store.
     pub round_trip: Duration,
-    /// Added at random, at most so much.
+    /// The maximum random addition to it.
     pub jitter: Duration,
-    /// What the store takes to decide one limit, µs.
+    /// The time to decide one limit, µs.
     pub service_us: u64,
-    /// After so long without a call the store closes a connection.
+    /// The idle time after which the store closes a connection.
     pub idle_close: Option<Duration>,
-    /// Whether the store runs the scripts, and not their twin in Rust.
+    /// Whether the store runs the Lua scripts instead of their Rust implementation.
     pub lua: bool,
-    /// How far the clocks of the gateways are off, µs.
+    /// The clock offsets of the gateways, µs.
     pub skews_us: Vec<i64>,
     pub limits: Vec<ScheduledLimit>,
     pub requests: Vec<Request>,
     pub incidents: Vec<Incident>,
-    /// What administrators do, in order.
+    /// The changes of administrators, in order.
     pub overrides: Vec<Change>,
 }
 
-/// What the limits of a schedule are mostly like.
+/// The predominant kind of limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Theme {
     Mixed,
@@ -216,7 +216,7 @@ const fn millis(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// The requests begin after this time: the gateways have connected.
+/// Requests begin after this time, when the gateways have connected.
 pub const WARM_UP: Duration = millis(2000);
 
 impl Schedule {
@@ -235,7 +235,7 @@ impl Schedule {
             _ => Class::Faulty,
         };
         let theme = match random.in_range(0..100) {
-            // Limits of one kind, whose denials are remembered, kept by several servers.
+            // Limits of one algorithm on several servers, whose denials are cached.
             0..50 if matches!(class, Class::Cluster | Class::FaultyMaster) => Theme::Denials,
             0..25 => Theme::Mixed,
             25..50 => Theme::Prefetch,
@@ -243,15 +243,15 @@ impl Schedule {
             _ => Theme::Refunds,
         };
         let timeout = match class {
-            // Connecting takes no longer than a second, also while the store is slow.
+            // Connecting takes at most a second, also while the store is slow.
             Class::Slow => millis(random.pick(&[50, 100])),
-            // With more calls in flight when it becomes slow, nine in ten of them would be late.
+            // With more calls in flight when the store becomes slow, nine in ten would be late.
             Class::Uneven => millis(50),
             _ => millis(random.pick(&[50, 50, 100, 250])),
         };
         let (round_trip, jitter) = match class {
             Class::Far => (timeout * 35 / 100, Duration::ZERO),
-            // What one master charges and another denies takes two round trips; connecting takes four.
+            // A check that one master charges and another denies takes two round trips; connecting takes four.
             Class::Cluster | Class::FaultyMaster | Class::IdleClose | Class::Uneven => {
                 (timeout / 100 * random.in_range(0..12) as u32, Duration::ZERO)
             }
@@ -276,13 +276,14 @@ impl Schedule {
             incidents: Vec::new(),
             overrides: Vec::new(),
         };
-        // Numbers of their own: what is added here leaves the rest of a schedule as it is.
+        // A separate generator: additions here leave the rest of a schedule unchanged.
         let more = &mut Random::new(seed.rotate_left(32));
         schedule.lua = more.is_chosen(15);
         let calendar = schedule.lua && more.is_chosen(40);
         schedule.skews_us = vec![0; schedule.gateways];
         if calendar {
-            // The last one is two days off: the store corrects the boundaries of the gateway, which takes two round trips.
+            // The last gateway is two days off. The store corrects its window boundaries, which takes two round
+            // trips.
             schedule.round_trip /= 2;
             schedule.skews_us.fill_with(|| more.pick(&[0, 4_000_000, -4_000_000, 200_000_000_000]));
         }
@@ -314,14 +315,14 @@ impl Schedule {
         if more.is_chosen(share) {
             schedule.add_overrides(more);
         }
-        // The twin does not know the order of the writes.
+        // The Rust implementation does not know the order of the writes.
         schedule.lua |= schedule.incidents.iter().any(|incident| incident.fault == Fault::OutOfMemory);
         schedule.requests.sort_by_key(|request| request.at);
         schedule.limits.push(heartbeat_limit(schedule.gateways as u64));
         schedule
     }
 
-    /// What it is like, in some lines.
+    /// Return a description in some lines.
     pub fn summary(&self) -> Vec<String> {
         let Schedule { class, gateways, workers, connections, timeout, round_trip, jitter, .. } = self;
         let decided_by = if self.lua { "Lua" } else { "the twin" };
@@ -343,17 +344,17 @@ impl Schedule {
         lines
     }
 
-    /// When the last request comes.
+    /// Return the instant of the last request.
     pub fn last_request(&self) -> Duration {
         self.requests.iter().map(|request| request.at).max().unwrap_or(WARM_UP)
     }
 
-    /// Whether the store is there all the time, however slow.
+    /// Return whether the store is reachable throughout, however slow.
     pub fn is_up(&self) -> bool {
         !matches!(self.class, Class::Faulty | Class::FaultyMaster)
     }
 
-    /// Whether every check can be decided within the timeout.
+    /// Return whether every check can be decided within the timeout.
     pub fn is_prompt(&self) -> bool {
         matches!(self.class, Class::Healthy | Class::IdleClose | Class::Cluster)
     }
@@ -397,7 +398,7 @@ impl Schedule {
                 Theme::Prefetch => random.in_range(1..5).min(rule.capacity()),
                 _ => 0,
             };
-            // The first one of a pair is shared by all, the second one is of each client.
+            // Of a pair of limits, the first is global and the second is per client.
             let is_global = match theme {
                 Theme::Prefetch | Theme::Denials => index == 0,
                 _ => random.is_chosen(50),
@@ -438,7 +439,7 @@ impl Schedule {
             let client = random.in_range(0..clients);
             let (gateway, worker) =
                 (random.in_range(0..self.gateways as u64) as usize, random.in_range(0..self.workers as u64) as usize);
-            // Mostly all limits: the states of the clients then have one limit in common.
+            // Mostly all limits: the states of clients then share one limit.
             let route = if random.is_chosen(all_limits_percent) {
                 all.clone()
             } else {
@@ -468,7 +469,7 @@ impl Schedule {
         }
     }
 
-    /// So many requests at one instant that they cannot be decided in time, mostly of different clients.
+    /// Add more requests at one instant than can be decided in time, mostly of different clients.
     fn add_overload(&mut self, random: &mut Random) {
         let (at, route) = (self.random_time(random), vec![0]);
         for client in 0..random.in_range(1100..2500) {
@@ -486,7 +487,7 @@ impl Schedule {
         }
     }
 
-    /// Adds a fault that lasts longer than the timeout, and clients that make a request every `gap` ms meanwhile.
+    /// Add a fault that lasts longer than the timeout, and clients that send a request every `gap` ms meanwhile.
     fn add_under_load(&mut self, random: &mut Random, gap_ms: u64, fault: impl Fn(Duration) -> Fault) {
         let (at, duration) = (self.random_time(random), millis(random.in_range(300..1500)));
         self.incidents.push(Incident {
@@ -546,7 +547,7 @@ impl Schedule {
         }
     }
 
-    /// Overrides are set and removed; if the store fails, it loses writes in the end.
+    /// Add changes of overrides. A store that fails loses writes in the end.
     fn add_overrides(&mut self, random: &mut Random) {
         let mut end = self.last_request().max(WARM_UP + millis(3000));
         if let Some(last) = self.incidents.iter().map(|each| each.at + each.duration).max() {
@@ -574,7 +575,7 @@ impl Schedule {
         self.overrides.sort_by_key(|change| change.at);
     }
 
-    /// One master is silent, resets or refuses connections. It keeps its state.
+    /// Add a fault of one master: silent, resetting or refusing connections. It keeps its state.
     fn add_master_fault(&mut self, random: &mut Random) {
         let fault = random.pick(&[
             Fault::Hang,
@@ -593,7 +594,7 @@ impl Schedule {
     }
 }
 
-/// A limit that nobody exceeds: its requests show that the store is used.
+/// Return a limit that is never exceeded: its requests show that the store is used.
 fn heartbeat_limit(gateways: u64) -> ScheduledLimit {
     let quota = Quota { count: 1_000_000, window_us: Some(1_000_000), calendar: None };
     let rule = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 }).unwrap());
@@ -612,7 +613,7 @@ fn heartbeat_limit(gateways: u64) -> ScheduledLimit {
     ScheduledLimit { limit: Arc::new(limit), cost_mode: CostMode::Upfront, is_global: true, cost: 1 }
 }
 
-/// A fixed window of a day, where it is an aligned one.
+/// Replace an aligned fixed window by a calendar day.
 fn by_calendar(quota: Quota, rule: Rule) -> (Quota, Rule) {
     match rule {
         Rule::FixedWindow(FixedWindow { start: WindowStart::Aligned { .. }, .. }) => {

@@ -1,5 +1,5 @@
-//! The simulated store: decodes the commands of the gateways, decides by the scripts in Lua or by their Rust twin, and keeps a
-//! history.
+//! The simulated store: decodes the commands of the gateways, decides by the Lua scripts or their Rust
+//! implementation, and keeps a history.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -33,13 +33,13 @@ const SLOTS: usize = 16_384;
 /// The script that writes overrides.
 const OVERRIDES: &str = include_str!("../../lua/overrides.lua");
 
-/// The host of every server. A gateway that does not connect by the simulated network is refused there.
+/// The host of every server. Connections outside the simulated network would be refused.
 pub const HOST: &str = "127.0.0.1";
 
 /// A state: the name of its limit and its identity.
 pub type StateId = (String, u128);
 
-/// One limit of a call, as it came over the wire.
+/// A limit of a call, as received.
 #[derive(Debug, Clone)]
 pub struct ReceivedCharge {
     pub state: StateId,
@@ -58,7 +58,7 @@ impl ReceivedCharge {
     }
 }
 
-/// A charge of so many units.
+/// Return a charge of this cost.
 pub fn charge<'a>(name: &StateId, bucket: &'a StateName, rule: &'a Rule, cost: u64) -> Charge<'a> {
     Charge {
         key: Key { identity: Identity(name.1), state_name: bucket },
@@ -70,7 +70,7 @@ pub fn charge<'a>(name: &StateId, bucket: &'a StateName, rule: &'a Rule, cost: u
     }
 }
 
-/// A request that the store has decided.
+/// A request decided by the store.
 #[derive(Debug, Clone)]
 pub struct DecidedRequest {
     pub at_us: u64,
@@ -83,7 +83,7 @@ pub struct DecidedRequest {
 }
 
 impl DecidedRequest {
-    /// The units that the request added to a state; less than none for what was given back.
+    /// Return the tokens that the request added to a state, negative for a refund.
     pub fn charged(&self, index: usize) -> i64 {
         let charge = &self.charges[index];
         let fits = self.verdict.outcomes[index].status == Status::Ok;
@@ -98,7 +98,7 @@ impl DecidedRequest {
         }
     }
 
-    /// Whether the request needs memory for a state: a new charge or permit.
+    /// Return whether the request needs memory for a state: a new charge or permit.
     pub fn needs_memory(&self) -> bool {
         let is_charge = match self.operation {
             Operation::Check | Operation::TakeUpTo | Operation::Charge => self.verdict.granted > 0,
@@ -119,12 +119,12 @@ pub type Reply = Vec<u8>;
 pub struct SimulatedRedis {
     nodes: Vec<Node>,
     clock: Clock,
-    /// Whether the scripts decide, and not their twin.
+    /// Whether the Lua scripts decide instead of their Rust implementation.
     lua: bool,
     pub out_of_memory: bool,
-    /// All that was decided, also what a failover lost.
+    /// All decisions, including those that a failover lost.
     pub history: Vec<DecidedRequest>,
-    /// All writes of overrides, also those that a failover lost.
+    /// All writes of overrides, including those that a failover lost.
     pub overrides: Vec<Written>,
 }
 
@@ -132,12 +132,12 @@ pub struct SimulatedRedis {
 #[derive(Debug)]
 struct Node {
     memory: MemoryStore,
-    /// What the scripts have written.
+    /// The data that the scripts have written.
     database: RefCell<Database>,
     scripts: BTreeMap<String, Arc<str>>,
-    /// What the state consists of: indices of the history.
+    /// The current state: indices of the history.
     committed: Vec<usize>,
-    /// What failovers lost: from which instant on, and indices of the history.
+    /// The lost state of each failover: its first instant, and indices of the history.
     lost: Vec<(u64, Vec<usize>)>,
 }
 
@@ -150,7 +150,7 @@ fn new_memory(clock: &Clock) -> MemoryStore {
 }
 
 impl SimulatedRedis {
-    /// A store of so many servers. `lua`: the scripts decide, and not their twin.
+    /// Create a store. With `lua`, the scripts decide.
     pub fn new(nodes: usize, lua: bool, now_us: u64) -> SimulatedRedis {
         let clock = Clock::manual(now_us);
         let node = |_| Node {
@@ -164,7 +164,7 @@ impl SimulatedRedis {
         SimulatedRedis { nodes, clock, lua, out_of_memory: false, history: Vec::new(), overrides: Vec::new() }
     }
 
-    /// The number of the server that keeps the states of an identity.
+    /// Return the index of the server with the states of an identity.
     pub fn node_index_of(&self, identity: Identity) -> usize {
         usize::from(identity_slot(identity)) * self.nodes.len() / SLOTS
     }
@@ -173,7 +173,7 @@ impl SimulatedRedis {
         &self.nodes[self.node_index_of(identity)]
     }
 
-    /// The store ends: scripts are lost, and the state of the last `lost_us`; all of it with `None`.
+    /// Restart the store: scripts are lost, and the state of the last `lost_us`, or all of it with `None`.
     pub fn restart(&mut self, now_us: u64, loss_us: Option<u64>) {
         let from_us = now_us.saturating_sub(loss_us.unwrap_or(u64::MAX));
         for node in &mut self.nodes {
@@ -195,7 +195,7 @@ impl SimulatedRedis {
         }
     }
 
-    /// What a check of this limit would get now; nothing is written.
+    /// Return the result of a check without writing.
     pub fn peek(&self, now_us: u64, charge: Charge<'_>) -> Outcome {
         let node = self.node_of(charge.key.identity);
         if !self.lua {
@@ -212,7 +212,7 @@ impl SimulatedRedis {
         verdicts(&reply.encode(), &[1])[0].as_ref().expect("a verdict").outcomes[0]
     }
 
-    /// Permits of a state that a failover brought back, because it lost their releases. They end with their TTL.
+    /// Return the permits that a failover restored because it lost their releases. They end with their TTL.
     pub fn brought_back(&self, state: &StateId, ttl_us: u64, now_us: u64) -> u64 {
         let node = self.node_of(Identity(state.1));
         let permits = |index: &usize| {
@@ -234,7 +234,7 @@ impl SimulatedRedis {
         live.intersection(&released.collect()).count() as u64
     }
 
-    /// Run a command on a server, and return the reply and how many limits it decided.
+    /// Run a command on a server. Return the reply and the number of decided limits.
     pub fn run(&mut self, now_us: u64, gateway: usize, node: usize, command: &[Vec<u8>]) -> (Reply, u64) {
         let mode = if self.nodes.len() > 1 { "cluster" } else { "standalone" };
         let out_of_memory = self.out_of_memory;
@@ -343,7 +343,7 @@ impl SimulatedRedis {
         reply.encode()
     }
 
-    /// The reply to `CLUSTER SLOTS`.
+    /// Return the reply to `CLUSTER SLOTS`.
     fn slots(&self) -> Reply {
         let count = self.nodes.len();
         let range = |node: usize| {
@@ -371,20 +371,20 @@ impl Node {
     }
 }
 
-/// The keys and the other arguments of a script call.
+/// Return the keys and the other arguments of a script call.
 fn keys_and_arguments(command: &[Vec<u8>]) -> (&[Vec<u8>], &[Vec<u8>]) {
     let count: usize = std::str::from_utf8(&command[2]).expect("text").parse().expect("the number of keys");
     command[3..].split_at(count)
 }
 
-/// What a reply of the scripts says to requests with so many limits each; none where one failed.
+/// Decode a reply of the scripts to requests with these numbers of limits. `None` for a failed request.
 fn verdicts(reply: &[u8], limits: &[usize]) -> Vec<Option<Verdict>> {
     let value = redis::parse_redis_value(reply).expect("a reply");
     let mut reply = script::ScriptReply::new(value, limits.iter().sum()).expect("a reply of the scripts");
     limits.iter().map(|limits| reply.next_verdict(*limits).expect("a verdict").ok()).collect()
 }
 
-/// The port of a server.
+/// Return the port of a server.
 pub fn port_of(node: usize) -> u16 {
     1 + node as u16
 }
@@ -452,7 +452,7 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
                 b'F' => Rule::FixedWindow(FixedWindow { limit, window, start: WindowStart::Aligned { phase: c } }),
                 b'X' => Rule::FixedWindow(FixedWindow { limit, window, start: WindowStart::FirstRequest }),
                 b'K' => {
-                    // Only Lua decides by it.
+                    // The window start is used by Lua only.
                     let start = WindowStart::calendar(CalendarUnit::Day, TIME_ZONE).expect("a zone");
                     Rule::FixedWindow(FixedWindow { limit, window: 0, start })
                 }
@@ -486,7 +486,7 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     (requests, count as u64)
 }
 
-/// The state that a key `<prefix>:{<identity>}:<limit>:<shape>` names.
+/// Parse a key `<prefix>:{<identity>}:<limit>:<shape>`.
 fn parse_key(key: &str) -> (StateId, StateName) {
     let (identity, bucket) = key.split_once('{').and_then(|(_, rest)| rest.split_once("}:")).expect("a key");
     let (limit, shape) = bucket.split_once(':').expect("a limit and its shape");
@@ -494,11 +494,11 @@ fn parse_key(key: &str) -> (StateId, StateName) {
     ((limit.to_owned(), identity.0), StateName::new(&IdentityHasher::new("simulation"), limit, shape))
 }
 
-/// The history of each state: indices of the decided requests and of the limit in them.
+/// Return the history of each state: indices of the decided requests and of the limit in them.
 pub fn charges_by_state(history: &[DecidedRequest]) -> BTreeMap<&StateId, Vec<(usize, usize)>> {
     let mut states: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for (request_index, request) in history.iter().enumerate() {
-        // Not those of the probes of breakers.
+        // Without the probes of circuit breakers.
         for (index, asked) in request.charges.iter().enumerate().filter(|(_, asked)| !asked.state.0.starts_with('~')) {
             states.entry(&asked.state).or_default().push((request_index, index));
         }

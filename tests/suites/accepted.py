@@ -28,7 +28,7 @@ STRICTNESS = [
     # Hosts
     ("host: HTTP/1.0 without Host", ("envoy",), "RFC 9112 3.2: only HTTP/1.1 must have one; it has only routes for any host"),
     ("host: \\thost.test\\t", ("nginx",), "RFC 9110 5.5: spaces and tabs around a value are no part of it, and are not forwarded"),
-    # Aliases: Envoy was told to reject names with underscores.
+    # Aliases: Envoy is configured to reject names with underscores.
     ("name: *, *underscore*", ("envoy",), "the alias is removed if it folds into what the gateway reads; other names are forwarded"),
     ("name: *, HTTP_ before, *", ("envoy",), "names with underscores are valid (RFC 9110 5.6.2) and another header"),
     ("twice: Authorization alias", ("envoy",), "RFC 9110 5.6.2: another header; no limit reads Authorization here"),

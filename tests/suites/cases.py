@@ -5,7 +5,7 @@ A second request that is named `/smuggled` is hidden in each ambiguous framing. 
 
 from dataclasses import dataclass
 
-# Replaced by the name of the case when it is sent.
+# Replaced by the number of the case when it is sent.
 MARK = b"@CASE@"
 HIDDEN = b"GET /smuggled HTTP/1.1\r\nHost: api.test\r\nX-Case: @CASE@\r\n\r\n"
 BASE = (b"X-Api-Key: key-alice", b"X-Tenant: acme", b"Cookie: sid=one")
@@ -21,7 +21,7 @@ class Case:
     # Must be forwarded by every gateway to every application.
     honest: bool = False
     method: bytes = b"GET"
-    # Bytes may be left behind the request, so that the next one needs another connection.
+    # Bytes may remain after the request, so the next one needs another connection.
     separate: bool = False
 
     @property
@@ -187,7 +187,7 @@ def hosts():
     yield Case("host", "HTTP/1.0 with absolute target", request(target=b"http://host.test/one", version=b"HTTP/1.0", host=()))
 
 
-# Lines that applications may take for the identity; `evil` for its value.
+# Per identity: the header, a value with a forged identity, and the line of a valid request.
 IDENTITIES = {
     "key": (b"X-Api-Key", b"key-evil", b"X-Api-Key: key-alice"),
     "tenant": (b"X-Tenant", b"gold", b"X-Tenant: acme"),
@@ -345,7 +345,7 @@ def values():
         yield Case("twice", label, request(lines=(*BASE, *lines)))
 
 
-# `$` is the length. Whether the coding may be ignored: then only the length is honest, and the body is inside of it.
+# `$` is the length. The flag says whether the coding may be ignored: then only the length is valid, and the body is within it.
 CODINGS = {
     "chunked": (b"Transfer-Encoding: chunked", True),
     "Chunked": (b"Transfer-Encoding: Chunked", True),
@@ -403,9 +403,9 @@ CODINGS = {
 def framings():
     inside = b"%x\r\n" % len(HIDDEN)
     for label, (line, framing) in CODINGS.items():
-        # By the chunks the body ends at once, by the length the hidden request is in it.
+        # By the chunks the body ends at once; by the length the hidden request is in it.
         early = b"0\r\n\r\n" + HIDDEN
-        # By the chunks the hidden request is in the body, by the length it follows the first line.
+        # By the chunks the hidden request is in the body; by the length it follows the first line.
         late = inside + HIDDEN + b"\r\n0\r\n\r\n"
         for name, length, body in [("length covers it", len(early), early), ("chunks cover it", len(inside), late)]:
             if not framing and body is late:
@@ -438,7 +438,7 @@ def framings():
         "space before the colon": b"Content-Length : ", "tab before the colon": b"Content-Length\t: ", "leading space": b" Content-Length: ", "underscore": b"Content_Length: ",
         "dot": b"Content.Length: ", "NUL in the name": b"Content-Length\0: ", "longer name": b"X-Content-Length: ", "capitals": b"CONTENT-LENGTH: ",
     }.items():
-        # Beside a right one.
+        # Next to a valid one.
         yield Case("framing", f"name of the length, {label}, behind", request(b"POST", lines=(b"Content-Length: " + whole, line + b"5"), body=after))
         yield Case("framing", f"name of the length, {label}, before", request(b"POST", lines=(b"X-First: y", line + b"5", b"Content-Length: " + whole), body=after))
     yield Case("framing", "no length of a POST", request(b"POST"))
@@ -606,7 +606,7 @@ def upgrades():
         "Via": (b"Via: 1.1 one, 1.0 two",),
     }.items():
         yield Case("upgrade", name, request(lines=(*BASE, *lines)))
-    # Bytes behind a request for another protocol are the next request, unless it was granted.
+    # Bytes after an upgrade request are the next request, unless the upgrade was granted.
     for name in [b"websocket", b"h2c", b"foo"]:
         yield Case("upgrade", f"{shown(name)} and a request", request(lines=(upgrade, b"Upgrade: " + name, *socket)) + request(target=b"/two"), requests=2)
 
@@ -620,7 +620,7 @@ def pipelines():
     yield Case("pipeline", "LF between", request() + b"\n" + two, requests=2)
     yield Case("pipeline", "close, then GET", request(lines=(*BASE, b"Connection: close")) + HIDDEN)
     yield Case("pipeline", "HTTP/1.0, then GET", request(version=b"HTTP/1.0") + HIDDEN)
-    # Its framing is clear: the connection may go on.
+    # The framing is unambiguous, so the connection may continue.
     yield Case("pipeline", "no Host, then GET", request(host=()) + two, requests=2, separate=True)
     yield Case("pipeline", "bad length, then GET", request(b"POST", lines=(b"Content-Length: x",)) + HIDDEN)
     yield Case("pipeline", "junk, then GET", b"junk\r\n\r\n" + HIDDEN)
@@ -632,7 +632,7 @@ def pipelines():
 
 
 def corpus():
-    """All cases, each with a unique name."""
+    """Return all cases, each with a unique name."""
     cases = []
     for table in [honest, methods, targets, hosts, names, values, framings, chunks, versions, connections, upgrades, pipelines]:
         cases += table()

@@ -1,10 +1,10 @@
-"""One case through one gateway: the bytes go out, and the responses are read as a strict client reads them."""
+"""One case through one gateway: send the bytes and read the responses as a strict client."""
 
 import socket
 import time
 from dataclasses import dataclass, field
 
-# A gateway that says nothing for so long hangs.
+# A gateway that sends nothing for this time hangs.
 HANG = 5
 
 
@@ -15,12 +15,12 @@ class Outcome:
     end: str = "open"
     # Statuses of responses that are problem documents: the applications send none.
     own: list = field(default_factory=list)
-    # Of the request that follows each case: its status, and whether the response was its own.
+    # For the request after each case: its status, and whether the response was its own.
     last: tuple = ()
 
 
 class Reader:
-    """Responses in the order in which they come."""
+    """Responses in order of arrival."""
 
     def __init__(self, methods):
         self.buffer = b""
@@ -35,7 +35,7 @@ class Reader:
             pass
 
     def take(self):
-        """Take the next complete response off the buffer."""
+        """Take the next complete response from the buffer."""
         head, found, rest = self.buffer.partition(b"\r\n\r\n")
         if not found or not head.startswith(b"HTTP/1."):
             return False
@@ -79,7 +79,7 @@ class Reader:
 
 
 def read(stream, reader, count, deadline):
-    """Read until there are `count` responses, the end of the connection, or the deadline."""
+    """Read until `count` responses, the end of the connection, or the deadline."""
     while len(reader.responses) < count and not reader.ended:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -99,12 +99,12 @@ def send(stream, data):
         stream.settimeout(HANG)
         stream.sendall(data)
     except OSError:
-        # Rejected while it was sent; the response says so.
+        # The gateway rejected the request while it was sent. The response has the reason.
         pass
 
 
 def run(port, data, method, requests, alone, last, mark):
-    """Send a case, then `last` on the same connection, or on another if that one is closed or `alone` says so."""
+    """Send a case, then `last` on the same connection, or on a new one if that is closed or `alone` is set."""
     outcome = Outcome()
     with socket.create_connection(("127.0.0.1", port), HANG) as stream:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -127,7 +127,7 @@ def run(port, data, method, requests, alone, last, mark):
 
 
 def separately(port, data, mark):
-    """One request on a connection of its own."""
+    """Send one request on a new connection."""
     try:
         with socket.create_connection(("127.0.0.1", port), HANG) as stream:
             send(stream, data)

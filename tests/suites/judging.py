@@ -1,4 +1,4 @@
-"""What each gateway did with each case, and what is wrong with it."""
+"""The results of all cases, and their violations."""
 
 import json
 import socket
@@ -31,7 +31,7 @@ class Result:
 
 
 def records(path):
-    """The lines of a log, each with the offset at which it begins."""
+    """Return the lines of a log with their offsets."""
     if not path.exists():
         return
     offset = 0
@@ -40,13 +40,13 @@ def records(path):
             try:
                 yield offset, json.loads(line)
             except UnicodeDecodeError:
-                # njs writes the bytes of a header as they are.
+                # njs writes the bytes of a header unchanged.
                 yield offset, json.loads(line.decode("latin-1"))
             offset += len(line)
 
 
 def attribute(path, results, windows):
-    """Give each case what the application saw of it: by its X-Case, else by the time of its arrival."""
+    """Assign records of the application to cases by X-Case, else by the time of arrival."""
     stray = []
     for offset, record in records(path):
         mark = (record["case"] or "").split(",")[0].strip()
@@ -60,7 +60,7 @@ def attribute(path, results, windows):
 
 
 class Reference:
-    """What the application saw, asked again as an honest request: this is how it must have been decided."""
+    """What the application saw, sent again as a valid request, gives the correct decision."""
 
     def __init__(self, gateway, log):
         self.log = log
@@ -87,13 +87,13 @@ class Reference:
             read(stream, Reader([method.encode("latin-1")]), 1, time.monotonic() + 10)
 
     def answers(self):
-        """The decision of each view; none if not even the honest request was decided."""
+        """Return the decision of each view, or None if the valid request was not decided."""
         lines = access(self.log)
         return {view: decision(lines.get(identity)) for view, identity in self.ids.items()}
 
 
 def access(path):
-    """The access log by request id, once it does not grow any more: it is written in batches."""
+    """Return the access log by request ID once it has stopped growing: it is written in batches."""
     deadline = time.monotonic() + 5
     size = -1
     while time.monotonic() < deadline:
@@ -107,14 +107,14 @@ def access(path):
 
 
 def decision(line):
-    """Route and identities of a line of the access log."""
+    """Return route and identities of an access log record."""
     if line is None or "route" not in line:
         return None
     return line["route"], {each["limit"]: each["identity"] for each in line.get("limits", [])}
 
 
 def view(record, upstream):
-    """The resource and the identities as the application saw them."""
+    """Return the resource and the identities as the application saw them."""
     host = record["host"]
     # HTTP/1.0 without Host: the upstream gets its own address.
     if host in (f"127.0.0.1:{upstream}", "127.0.0.1") and "127.0.0.1" not in record.get("sent", ""):
@@ -132,7 +132,7 @@ class Judge:
         self.failures.append((case, application, what))
 
     def accepted(self, table, case, name):
-        """Whether a table of accepted differences has it; remembers which lines were of use."""
+        """Return whether a table of accepted differences has the case, and record the lines used."""
         found = False
         for number, (pattern, names, _) in enumerate(table):
             if fnmatchcase(case.id, pattern) and name in names:
@@ -141,7 +141,7 @@ class Judge:
         return found
 
     def requests(self, results):
-        """(a), (d), (e): numbers, hangs, own errors, honest requests."""
+        """(a), (d), (e): numbers, hangs, own errors, valid requests."""
         for number, case in enumerate(self.cases):
             lengths = set()
             for application in APPLICATIONS:
@@ -167,7 +167,7 @@ class Judge:
                         self.fail(case, application, f"honest, but {gateway} made {outcome.statuses} of it")
 
     def decisions(self, results, lines, reference, upstreams):
-        """(b): what was decided on is what the application saw."""
+        """(b): the decision is about what the application saw."""
         pending = []
         for application in APPLICATIONS:
             for number, case in enumerate(self.cases):
@@ -195,7 +195,7 @@ class Judge:
             self.fail(case, application, f"decided on another {', '.join(differing)}{route} than the application saw: {shown(record)}")
 
     def strictness(self, results):
-        """(c): what a peer rejects and Sluicegate forwards is in the table, with its reason."""
+        """(c): what a peer rejects and Sluicegate forwards is in the table with its reason."""
         for number, case in enumerate(self.cases):
             forwarded = {gateway: any(results[gateway, application][number].forwarded for application in APPLICATIONS) for gateway in GATEWAYS}
             if case.honest or not forwarded["sluicegate"]:
@@ -206,7 +206,7 @@ class Judge:
                     self.fail(case, "all", f"{peer} rejects it ({statuses or 'closes'}), Sluicegate forwards it")
 
     def unused(self):
-        """Lines of the tables that accept nothing any more."""
+        """Return the lines of the tables that match no difference."""
         for name, table in [("STRICTNESS", STRICTNESS), ("DECISIONS", DECISIONS)]:
             for number, (pattern, names, _) in enumerate(table):
                 if (id(table), number) not in self.used:
@@ -219,7 +219,7 @@ def shown(record):
 
 
 def summary(cases, results):
-    """The table at the end: how many cases each gateway forwarded, rejected, …"""
+    """Return the final table: how many cases each gateway forwarded, rejected, …"""
     rows = []
     for gateway in GATEWAYS:
         count = defaultdict(int)

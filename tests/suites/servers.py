@@ -1,4 +1,4 @@
-"""The applications and the gateways: each on free ports of the loopback address, each ended by its process id."""
+"""The applications and the gateways, each on free loopback ports, each stopped by its process ID."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from gateway import Gateway  # noqa: E402
 
 APPLICATIONS = ["django", "node", "node-lenient", "nginx", "go"]
 GATEWAYS = ["sluicegate", "nginx", "haproxy", "envoy"]
-# How long a gateway waits for the rest of a request. Cases that are no whole request take as long.
+# How long a gateway waits for the rest of a request. Incomplete cases take this long.
 WAIT = 1
 PROCESSES = []
 OURS = []
@@ -23,7 +23,7 @@ GIVEN = set()
 
 
 def free_ports(count):
-    """Ports that nothing has, below those of outgoing connections, and each only once."""
+    """Return free ports below those of outgoing connections, each only once."""
     ports = []
     while len(ports) < count:
         port = random.randrange(10_000, 32_000)
@@ -69,7 +69,7 @@ def stop():
 
 
 def applications(folder, tools, programs):
-    """Start them, each with one port for each gateway; return the ports by application and gateway."""
+    """Start the applications, each with one port per gateway. Return the ports by application and gateway."""
     ports = {name: free_ports(len(GATEWAYS)) for name in APPLICATIONS}
     binds = [part for port in ports["django"] for part in ("--bind", f"127.0.0.1:{port}")]
     start(
@@ -141,7 +141,7 @@ http {{
 
 
 def gateways(binary, folder, programs, upstreams):
-    """Start the gateways; return their ports by gateway and application, and those of Sluicegate as objects by application."""
+    """Start the gateways. Return their ports by gateway and application, and the Sluicegate processes by application."""
     ports = {gateway: dict(zip(APPLICATIONS, free_ports(len(APPLICATIONS)))) for gateway in GATEWAYS[1:]}
     as_nginx(folder, ports["nginx"], upstreams)
     as_haproxy(folder, ports["haproxy"], upstreams)
@@ -206,7 +206,7 @@ defaults
 
 
 def as_envoy(folder, programs, ports, upstreams):
-    """Envoy as its documentation recommends it for the edge."""
+    """Envoy, configured as its documentation recommends for the edge."""
 
     def address(port):
         return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
@@ -248,7 +248,7 @@ def as_envoy(folder, programs, ports, upstreams):
     start(command, list(ports.values()), folder)
 
 
-# What is limited, by the name of its limit: `by`, and what happens without it.
+# The limits by name: `by`, and what happens without an identity.
 LIMITS = {
     "key": '"api-key"',
     "tenant": '"header:x-tenant"',
@@ -257,7 +257,7 @@ LIMITS = {
     "method": '"method"',
     "path": '"path:rest"',
 }
-# The routes by what the application sees: name, and a condition on host, first segment and tenant. The first one that fits counts.
+# The routes by what the application sees: name, and a condition on host, first segment and tenant. The first match counts.
 ROUTES = [
     ("tenant", 'headers = { "x-tenant" = "gold" }\npath = "/{*rest}"\nhost = "host.test"'),
     ("host", 'path = "/{*rest}"\nhost = "host.test"'),
@@ -267,7 +267,7 @@ ROUTES = [
 
 
 def configuration(folder, name, upstream):
-    """Sluicegate with a limit by each identity; `upstream` is a port, None for a gateway that responds itself: the reference."""
+    """Sluicegate with a limit by each identity. `upstream` is a port, or None for the reference gateway that responds itself."""
     (folder / "consumers.toml").write_text("")
     target = 'respond = { status = 200, body = "reference" }' if upstream is None else 'upstream = "application"'
     text = f"""

@@ -20,14 +20,14 @@ import judging
 import servers
 from cases import MARK, corpus, request
 
-# Failures that are printed.
+# Maximum number of failures printed.
 PRINTED = 200
 
 
 def lane(port, cases, log, results, windows):
-    """All cases through one gateway to one application, one after the other."""
+    """Run all cases through one gateway to one application, one after the other."""
     for number, case in enumerate(cases):
-        # As long as what it replaces: bodies have lengths.
+        # Same length as the placeholder: bodies have lengths.
         mark = b"%0*d" % (len(MARK), number)
         start = log.stat().st_size if log.exists() else 0
         last = request(target=b"/last", lines=()).replace(MARK, mark + b"-last")
@@ -84,7 +84,7 @@ def main():
         print(f"FAILED {case.id if case else '-'} [{application}]: {what}")
         if case:
             print(f"       {case.data[:600].decode('latin-1').encode('unicode_escape').decode()}{' …' if len(case.data) > 600 else ''}")
-    # With fewer cases there is less to accept.
+    # A subset of the cases uses a subset of the table.
     unused = [] if pattern else list(judge.unused())
     for line in unused:
         print(f"FAILED {line}")

@@ -1,4 +1,4 @@
-//! Authorities and certificates made for a test, and TLS clients that show and believe them.
+//! Certificate authorities and certificates made for a test, and TLS clients that trust them.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -12,10 +12,10 @@ use rcgen::{
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion};
 
-use super::PATIENCE;
+use super::MAX_WAIT;
 use super::client::{Client, Reply};
 
-/// Signs certificates.
+/// A certificate authority.
 pub struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 /// A certificate with its key.
@@ -26,7 +26,7 @@ pub struct Pair {
     pub secret: PrivateKeyDer<'static>,
 }
 
-/// The years in which a certificate is valid.
+/// The years in which certificates are valid.
 pub const NOW: [i32; 2] = [2000, 4000];
 pub const PAST: [i32; 2] = [2000, 2001];
 pub const FUTURE: [i32; 2] = [3999, 4000];
@@ -45,22 +45,22 @@ impl Authority {
         self.0.pem()
     }
 
-    /// Its own certificate.
-    pub fn itself(&self) -> Pair {
+    /// Return the certificate of the authority itself.
+    pub fn certificate(&self) -> Pair {
         Pair::new(self.0.as_ref(), self.0.key())
     }
 
-    /// A client's certificate, with a key of its own.
+    /// Issue a client certificate with a new key.
     pub fn client(&self, subject: &[(DnType, &str)], years: [i32; 2]) -> Pair {
         self.sign(subject, years, ExtendedKeyUsagePurpose::ClientAuth)
     }
 
-    /// A server's certificate for names and addresses, with a key of its own.
+    /// Issue a server certificate for DNS names and IP addresses, with a new key.
     pub fn server(&self, names: &[&str], years: [i32; 2]) -> Pair {
         self.sign_for(&[], names, years, ExtendedKeyUsagePurpose::ServerAuth)
     }
 
-    /// A client's certificate that is valid for so many seconds since 1970.
+    /// Issue a client certificate that expires at a Unix time in seconds.
     pub fn client_until(&self, subject: &[(DnType, &str)], unix_s: u64) -> Pair {
         let mut params = parameters(subject, NOW);
         params.not_after = date_time_ymd(1970, 1, 1) + Duration::from_secs(unix_s);
@@ -114,7 +114,7 @@ impl Pair {
         Pair { cert: certificate.pem(), key: key.serialize_pem(), der: certificate.der().clone(), secret }
     }
 
-    /// A server's certificate that it signed itself.
+    /// Issue a self-signed server certificate.
     pub fn server(name: &str, years: [i32; 2]) -> Pair {
         let mut params = parameters(&[(DnType::CommonName, name)], years);
         params.subject_alt_names = vec![alternative(name)];
@@ -123,7 +123,7 @@ impl Pair {
     }
 }
 
-/// A client that believes certificates of servers and shows one of its own. It resumes its sessions.
+/// Return the configuration of a client that trusts these server certificates, sends its own and resumes sessions.
 pub fn tls(
     believes: &[&CertificateDer<'static>],
     shows: Option<&Pair>,
@@ -141,14 +141,14 @@ pub fn tls(
 }
 
 impl TlsClient {
-    /// Shakes hands.
-    pub fn shake(config: &Arc<ClientConfig>, address: SocketAddr, name: &str) -> io::Result<TlsClient> {
-        TlsClient::shake_over(TcpStream::connect(address)?, config, name)
+    /// Connect and complete the TLS handshake.
+    pub fn handshake(config: &Arc<ClientConfig>, address: SocketAddr, name: &str) -> io::Result<TlsClient> {
+        TlsClient::handshake_over(TcpStream::connect(address)?, config, name)
     }
 
-    /// Shakes hands on a connection.
-    pub fn shake_over(stream: TcpStream, config: &Arc<ClientConfig>, name: &str) -> io::Result<TlsClient> {
-        stream.set_read_timeout(Some(PATIENCE))?;
+    /// Complete the TLS handshake on an open connection.
+    pub fn handshake_over(stream: TcpStream, config: &Arc<ClientConfig>, name: &str) -> io::Result<TlsClient> {
+        stream.set_read_timeout(Some(MAX_WAIT))?;
         stream.set_nodelay(true)?;
         let name = ServerName::try_from(name.to_owned()).unwrap();
         let mut tls = StreamOwned::new(ClientConnection::new(config.clone(), name).unwrap(), stream);
@@ -158,15 +158,16 @@ impl TlsClient {
         Ok(Client { stream: io::BufReader::new(tls) })
     }
 
-    /// The certificate that the server showed.
-    pub fn shown(&self) -> &CertificateDer<'static> {
+    /// Return the certificate of the server.
+    pub fn peer_certificate(&self) -> &CertificateDer<'static> {
         &self.stream.get_ref().conn.peer_certificates().unwrap()[0]
     }
 }
 
-/// One GET; none if the connection is refused. In TLS 1.3 a client learns that only when it reads.
+/// Send one GET. Return `None` if the server rejects the connection. In TLS 1.3 the client notices that only when it
+/// reads.
 pub fn ask(config: &Arc<ClientConfig>, address: SocketAddr, name: &str, path: &str) -> Option<Reply> {
-    let mut client = TlsClient::shake(config, address, name).ok()?;
+    let mut client = TlsClient::handshake(config, address, name).ok()?;
     let request = format!("GET {path} HTTP/1.1\r\nHost: {name}\r\n\r\n");
     io::Write::write_all(client.stream.get_mut(), request.as_bytes()).ok()?;
     client.reply()

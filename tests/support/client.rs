@@ -1,9 +1,9 @@
-//! A client that sends exactly the bytes it is told to.
+//! An HTTP/1.1 client that sends exactly the given bytes.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
 
-use super::PATIENCE;
+use super::MAX_WAIT;
 
 /// A connection.
 pub struct Client<S = TcpStream> {
@@ -24,7 +24,7 @@ impl Client {
         Client::over(stream)
     }
 
-    /// A connection that comes from another loopback address.
+    /// Connect from another loopback address.
     pub fn connect_from(local: IpAddr, address: SocketAddr) -> Client {
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
         socket.bind(&SocketAddr::new(local, 0).into()).unwrap();
@@ -33,7 +33,7 @@ impl Client {
     }
 
     fn over(stream: TcpStream) -> Client {
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         stream.set_nodelay(true).unwrap();
         Client { stream: BufReader::new(stream) }
     }
@@ -44,12 +44,12 @@ impl<S: Read + Write> Client<S> {
         self.stream.get_mut().write_all(bytes).unwrap();
     }
 
-    /// GET without a body.
+    /// Send a GET without a body.
     pub fn get(&mut self, path: &str) -> Reply {
         self.request("GET", path, &[], b"")
     }
 
-    /// GET with these header lines.
+    /// Send a GET with these headers.
     pub fn get_with(&mut self, path: &str, headers: &[(&str, &str)]) -> Reply {
         self.request("GET", path, headers, b"")
     }
@@ -71,7 +71,7 @@ impl<S: Read + Write> Client<S> {
         self.reply_to(method).unwrap()
     }
 
-    /// Reads a response; none if the connection is closed instead.
+    /// Read a response. Return `None` if the connection is closed first.
     pub fn reply(&mut self) -> Option<Reply> {
         self.reply_to("GET")
     }
@@ -99,7 +99,7 @@ impl<S: Read + Write> Client<S> {
         Some(reply)
     }
 
-    /// Reads a response head.
+    /// Read a response head.
     pub fn head(&mut self) -> Option<Reply> {
         let first = self.line()?;
         let status = first.split(' ').nth(1).unwrap_or_else(|| panic!("no status line: {first}")).parse().unwrap();
@@ -114,7 +114,7 @@ impl<S: Read + Write> Client<S> {
         Some(Reply { status, headers, body: Vec::new() })
     }
 
-    /// The gateway closes the connection without another byte.
+    /// Assert that the gateway closes the connection without another byte.
     pub fn assert_closed(&mut self, what: &str) {
         let mut rest = Vec::new();
         match self.stream.read_to_end(&mut rest) {
@@ -146,7 +146,7 @@ impl Reply {
         serde_json::from_slice(&self.body).unwrap()
     }
 
-    /// The `r` of a limit in the RateLimit field.
+    /// Return `r` of a limit in the RateLimit header.
     pub fn remaining(&self, limit: &str) -> u64 {
         let field = self.header("ratelimit").unwrap_or_else(|| panic!("no RateLimit: {self:?}"));
         let (_, item) =
@@ -154,7 +154,7 @@ impl Reply {
         item.split(';').next().unwrap().parse().unwrap()
     }
 
-    /// An error of the gateway's own is a problem document that agrees with its status.
+    /// Assert that this is an error response of the gateway: a problem document that agrees with the status.
     pub fn assert_problem(&self, status: u16, what: &str) {
         assert_eq!(self.status, status, "{what}: {}", String::from_utf8_lossy(&self.body));
         assert_eq!(self.header("content-type"), Some("application/problem+json"), "{what}");
@@ -167,7 +167,7 @@ impl Reply {
     }
 }
 
-/// Sends `total` GETs over `connections` connections at once; the statuses of all.
+/// Send `total` GETs over `connections` connections concurrently. Return all statuses.
 pub fn load(
     addresses: &[SocketAddr],
     connections: usize,

@@ -1,4 +1,4 @@
-//! A real Redis Cluster: masters, their replicas, slots that move, masters that die.
+//! A real Redis Cluster: masters, replicas, slot migrations, killed masters.
 
 use std::collections::BTreeSet;
 
@@ -7,9 +7,9 @@ use super::redis::{Redis, free_port};
 
 const SLOTS: usize = 16_384;
 
-/// A cluster in which each master serves an equal share of the slots; all nodes are killed when the test is over.
+/// A cluster whose masters serve equal shares of the slots. All nodes are killed at the end of the test.
 pub struct Cluster {
-    /// First the masters of the start, then replicas: node `i` is one of master `i % masters`.
+    /// First the initial masters, then the replicas: node `i` belongs to master `i % masters`.
     pub nodes: Vec<Redis>,
     masters: usize,
     killed: Vec<u16>,
@@ -17,8 +17,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts a cluster and waits until it serves and all replicas are in sync. Promotion takes a majority of masters:
-    /// three of them survive the loss of one.
+    /// Start a cluster and wait until it serves and all replicas are in sync. A promotion needs a majority of the
+    /// masters: with three, one may be lost.
     pub fn start(masters: usize, replicas_per_master: usize) -> Cluster {
         let directory = tempfile::tempdir().unwrap();
         let start = |index: usize| {
@@ -31,7 +31,7 @@ impl Cluster {
                 ["--cluster-enabled", "yes"],
                 ["--cluster-port", &bus_text],
                 ["--cluster-node-timeout", "1000"],
-                // However long a replica could not hear its master: there is no other to take.
+                // Promote the replica even if it has not heard from its master for long: there is no other.
                 ["--cluster-replica-validity-factor", "0"],
                 ["--repl-diskless-sync-delay", "0"],
                 ["--dir", path.to_str().unwrap()],
@@ -50,7 +50,7 @@ impl Cluster {
 
     fn join(&self, buses: &[u16]) {
         for (index, node) in self.nodes.iter().enumerate() {
-            // Otherwise nodes find out that they have the same epoch, one pair at a time.
+            // Give each node its own epoch. Otherwise nodes resolve equal epochs one pair at a time.
             cluster("SET-CONFIG-EPOCH").arg(index + 1).exec(&mut node.connection()).unwrap();
         }
         for (index, master) in self.nodes[..self.masters].iter().enumerate() {
@@ -61,7 +61,7 @@ impl Cluster {
         for (node, bus) in self.nodes.iter().zip(buses).skip(1) {
             cluster("MEET").arg("127.0.0.1").arg(node.port).arg(*bus).exec(&mut first).unwrap();
         }
-        eventually("all nodes know all nodes", || {
+        eventually("all nodes know each other", || {
             self.nodes.iter().all(|node| {
                 let known = known_nodes(node);
                 known.len() == self.nodes.len() && !known.iter().any(|line| line.contains("handshake"))
@@ -74,57 +74,57 @@ impl Cluster {
         self.wait_until_whole();
     }
 
-    /// Addresses of the masters of the start, as the gateway is told them.
+    /// Return the URL with the initial masters, as the gateway is configured.
     pub fn url(&self) -> String {
         let addresses: Vec<_> =
             self.nodes[..self.masters].iter().map(|node| format!("127.0.0.1:{}", node.port)).collect();
         format!("redis+cluster://{}", addresses.join(","))
     }
 
-    /// Every node that is alive.
+    /// Return all nodes that are alive.
     pub fn alive(&self) -> Vec<&Redis> {
         self.nodes.iter().filter(|node| !self.killed.contains(&node.port)).collect()
     }
 
-    /// The nodes that say that they are masters, in the order of the start.
+    /// Return the nodes that report to be masters, in the order of the start.
     pub fn masters(&self) -> Vec<&Redis> {
         self.alive().into_iter().filter(|node| node.info("replication").contains("role:master")).collect()
     }
 
-    /// How often a command was called, by itself or in a script, at all nodes that are alive.
+    /// Return how often a command was called, directly or in a script, on all nodes that are alive.
     pub fn calls(&self, command: &str) -> u64 {
         self.alive().iter().map(|node| node.calls(command)).sum()
     }
 
-    /// The keys of all masters.
+    /// Return the keys of all masters.
     pub fn keys(&self) -> Vec<String> {
         self.masters().iter().flat_map(|master| master.keys()).collect()
     }
 
-    /// The slot of a key.
+    /// Return the slot of a key.
     pub fn slot(&self, key: &str) -> u16 {
         cluster("KEYSLOT").arg(key).query(&mut self.alive()[0].connection()).unwrap()
     }
 
-    /// The master that serves a slot.
+    /// Return the master that serves a slot.
     pub fn owner(&self, slot: u16) -> &Redis {
         let owner = self.masters().into_iter().find(|master| serves(master, slot));
-        owner.unwrap_or_else(|| panic!("nobody serves slot {slot}"))
+        owner.unwrap_or_else(|| panic!("no node serves slot {slot}"))
     }
 
-    /// Moves a slot with all its keys.
+    /// Migrate a slot with all its keys.
     pub fn migrate(&self, slot: u16, from: &Redis, to: &Redis) {
         self.begin_migration(slot, from, to).finish();
     }
 
-    /// From here on, `from` sends who asks for keys that it does not have to `to`; no key has moved yet.
+    /// Begin the migration of a slot: `from` redirects commands for missing keys to `to`. No key is moved yet.
     pub fn begin_migration<'a>(&'a self, slot: u16, from: &'a Redis, to: &'a Redis) -> Migration<'a> {
         cluster("SETSLOT").arg(slot).arg("IMPORTING").arg(id(from)).exec(&mut to.connection()).unwrap();
         cluster("SETSLOT").arg(slot).arg("MIGRATING").arg(id(to)).exec(&mut from.connection()).unwrap();
         Migration { cluster: self, slot, from, to }
     }
 
-    /// Kills one of [`Cluster::masters`] without a word to anybody; returns its port.
+    /// Kill one of [`Cluster::masters`] with SIGKILL. Return its port.
     pub fn kill_master(&mut self, index: usize) -> u16 {
         let port = self.masters()[index].port;
         let node = self.nodes.iter_mut().find(|node| node.port == port).unwrap();
@@ -134,13 +134,13 @@ impl Cluster {
         port
     }
 
-    /// Waits until a replica has taken the place of each master that was killed.
+    /// Wait until a replica has replaced each killed master.
     pub fn wait_for_promotion(&self) {
         eventually("replicas are promoted", || self.masters().len() == self.masters);
         self.wait_until_whole();
     }
 
-    /// Waits until all nodes that are alive agree that all slots are served, and their replicas are in sync.
+    /// Wait until all living nodes agree that all slots are served, and their replicas are in sync.
     pub fn wait_until_whole(&self) {
         let killed = self.killed.len();
         let replicas = self.nodes.len() - self.masters - killed;
@@ -158,7 +158,7 @@ impl Cluster {
     }
 }
 
-/// A slot on its way.
+/// A slot in migration.
 pub struct Migration<'a> {
     cluster: &'a Cluster,
     slot: u16,
@@ -167,28 +167,29 @@ pub struct Migration<'a> {
 }
 
 impl Migration<'_> {
-    /// Moves up to so many keys; returns how many there were.
+    /// Move up to `most` keys. Return how many there were.
     pub fn move_keys(&self, most: usize) -> usize {
         let mut from = self.from.connection();
         let keys: Vec<Vec<u8>> = cluster("GETKEYSINSLOT").arg(self.slot).arg(most).query(&mut from).unwrap();
         for key in &keys {
-            // A key that expires meanwhile is answered with NOKEY, which is fine.
+            // A key that expires meanwhile gives NOKEY, which is fine.
             redis::cmd("MIGRATE").arg("127.0.0.1").arg(self.to.port).arg(key).arg(0).arg(5000).exec(&mut from).unwrap();
         }
         keys.len()
     }
 
-    /// Moves the keys that are left, and the slot.
+    /// Move the remaining keys, then the slot.
     pub fn finish(self) {
         while self.move_keys(1000) > 0 {}
         let owner = id(self.to);
         let others =
             self.cluster.masters().into_iter().filter(|node| ![self.to.port, self.from.port].contains(&node.port));
-        // The new owner first: so somebody serves the slot at any time.
+        // The new owner first, so that some node serves the slot at all times.
         for node in [self.to, self.from].into_iter().chain(others) {
             cluster("SETSLOT").arg(self.slot).arg("NODE").arg(&owner).exec(&mut node.connection()).unwrap();
         }
-        // A node that takes a slot over before it knows the epoch of the last owner may take the same one, and lose it again.
+        // A node that takes over a slot before it knows the epoch of the last owner may choose the same one and lose
+        // the slot.
         eventually("all know the owner and its epoch", || {
             let nodes = self.cluster.masters();
             let epochs = nodes.iter().map(|node| epoch(node, &owner)).collect::<BTreeSet<_>>();
@@ -207,7 +208,7 @@ fn id(node: &Redis) -> String {
     cluster("MYID").query(&mut node.connection()).unwrap()
 }
 
-/// Whether this node thinks that a slot is its own.
+/// Return whether a node believes that it owns a slot.
 fn serves(node: &Redis, slot: u16) -> bool {
     let known = known_nodes(node);
     let own = known.iter().find(|line| line.contains("myself")).unwrap();
@@ -217,7 +218,7 @@ fn serves(node: &Redis, slot: u16) -> bool {
     })
 }
 
-/// The epoch in which a node got its slots, as another one knows it.
+/// Return the configuration epoch of a node as another one knows it.
 fn epoch(node: &Redis, id: &str) -> String {
     let known = known_nodes(node);
     known.iter().find(|line| line.starts_with(id)).unwrap().split(' ').nth(6).unwrap().to_owned()
@@ -228,7 +229,7 @@ fn known_nodes(node: &Redis) -> Vec<String> {
     text.lines().map(str::to_owned).collect()
 }
 
-/// Whether a line of CLUSTER NODES has this among its flags.
+/// Return whether a line of CLUSTER NODES has this flag.
 fn has_flag(line: &str, flag: &str) -> bool {
     line.split(' ').nth(2).unwrap().split(',').any(|own| own == flag)
 }

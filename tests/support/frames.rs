@@ -1,4 +1,4 @@
-//! HTTP/2 by the frame, for clients that no library would be (RFC 9113, RFC 7541).
+//! HTTP/2 frame by frame, for clients that break the protocol (RFC 9113, RFC 7541).
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -16,15 +16,15 @@ pub const CONTINUATION: u8 = 9;
 pub const END_STREAM: u8 = 1;
 pub const END_HEADERS: u8 = 4;
 
-/// The setting of the windows that new streams get.
+/// The setting of the initial window size of streams.
 pub const INITIAL_WINDOW_SIZE: u16 = 4;
 
-/// A connection over which nothing is sent but what the test says.
+/// A connection that sends only what the test says.
 pub struct Http2 {
     pub stream: TcpStream,
 }
 
-/// A frame as it came.
+/// A received frame.
 #[derive(Debug)]
 pub struct Frame {
     pub kind: u8,
@@ -33,7 +33,7 @@ pub struct Frame {
     pub payload: Vec<u8>,
 }
 
-/// The bytes of a frame.
+/// Encode a frame.
 pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let mut bytes = (payload.len() as u32).to_be_bytes()[1..].to_vec();
     bytes.extend([kind, flags]);
@@ -42,7 +42,7 @@ pub fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A header block: literals, without indexing and without Huffman coding.
+/// Encode a header block: literals without indexing and without Huffman coding.
 pub fn block(method: &str, path: &str, fields: &[(&str, &str)]) -> Vec<u8> {
     let mut block = Vec::new();
     let pseudo = [(":method", method), (":scheme", "http"), (":path", path), (":authority", "gateway.test")];
@@ -58,11 +58,11 @@ pub fn block(method: &str, path: &str, fields: &[(&str, &str)]) -> Vec<u8> {
 }
 
 impl Http2 {
-    /// Preface and settings; what the server has to say is not waited for.
+    /// Connect and send the preface and SETTINGS, without waiting for the server.
     pub fn connect(address: SocketAddr, settings: &[(u16, u32)]) -> Http2 {
         let stream = TcpStream::connect(address).unwrap();
         stream.set_nodelay(true).unwrap();
-        stream.set_read_timeout(Some(super::PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(super::MAX_WAIT)).unwrap();
         let mut client = Http2 { stream };
         let mut payload = Vec::new();
         for (name, value) in settings {
@@ -79,13 +79,13 @@ impl Http2 {
         self.stream.write_all(bytes)
     }
 
-    /// GET on a stream of its own.
+    /// Send a GET on a new stream.
     pub fn get(&mut self, stream: u32, path: &str) {
         let bytes = frame(HEADERS, END_STREAM | END_HEADERS, stream, &block("GET", path, &[]));
         self.send(&bytes).unwrap();
     }
 
-    /// The next frame; none when the connection is closed.
+    /// Read the next frame. Return `None` if the connection is closed.
     pub fn next(&mut self) -> Option<Frame> {
         let mut head = [0; 9];
         self.stream.read_exact(&mut head).ok()?;
@@ -95,7 +95,7 @@ impl Http2 {
         Some(Frame { kind: head[3], flags: head[4], stream, payload })
     }
 
-    /// The first frame of a kind on a stream; none when the connection is closed before.
+    /// Return the first frame of a kind on a stream, or `None` if the connection is closed first.
     pub fn until(&mut self, kind: u8, stream: u32) -> Option<Frame> {
         loop {
             let frame = self.next()?;
@@ -105,8 +105,8 @@ impl Http2 {
         }
     }
 
-    /// Reads no longer than this at a time.
-    pub fn patience(&self, patience: Duration) {
+    /// Set the read timeout.
+    pub fn set_read_timeout(&self, patience: Duration) {
         self.stream.set_read_timeout(Some(patience)).unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! The real binary.
+//! The gateway: the real binary as a child process.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -6,25 +6,26 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Instant;
 
 use super::client::{Client, Reply};
-use super::{PATIENCE, signal};
+use super::{MAX_WAIT, signal};
 
-/// A running gateway; it is killed when the test is over.
+/// A running gateway, which is killed at the end of the test.
 pub struct Gateway {
     pub address: SocketAddr,
     pub child: Child,
-    /// A file, where a line stands as soon as it is written: a pipe would show it when its reader has had its turn.
+    /// The log, as a file: lines are visible as soon as they are written. A pipe would need a reader thread to run
+    /// first.
     log: tempfile::NamedTempFile,
     directory: tempfile::TempDir,
 }
 
-/// The binary under test.
+/// Return a command that runs the binary under test.
 pub fn binary() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sluicegate"));
     command.stdin(Stdio::null()).env_remove("SLUICEGATE_CONFIG").env_remove("SLUICEGATE_STORE_SECRET");
     command
 }
 
-/// With a listener and a log, if it has none.
+/// Add a listener and a log if the configuration has none.
 fn full(config: &str) -> String {
     let mut full = config.to_owned();
     if !config.contains("[log]") {
@@ -37,12 +38,12 @@ fn full(config: &str) -> String {
 }
 
 impl Gateway {
-    /// Starts a gateway with a configuration; a listener on a free port and `access = "off"` are added.
+    /// Start a gateway with a configuration. A listener on a free port and `access = "off"` are added.
     pub fn start(config: &str) -> Gateway {
         Gateway::start_with(config, &[])
     }
 
-    /// The same, with more files beside the configuration.
+    /// As [`Gateway::start`], with more files in the directory of the configuration.
     pub fn start_with(config: &str, files: &[(&str, &str)]) -> Gateway {
         Gateway::launch(config, files, |path| {
             let mut command = binary();
@@ -61,7 +62,7 @@ impl Gateway {
         Gateway::spawn(&mut command(&path), directory)
     }
 
-    /// The same, with a command of one's own that runs it.
+    /// As [`Gateway::start`], run by another command.
     pub fn start_by(config: &str, command: impl Fn(&Path) -> Command) -> Gateway {
         Gateway::launch(config, &[], |path| {
             let mut command = command(path);
@@ -70,25 +71,25 @@ impl Gateway {
         })
     }
 
-    /// The same, with what the command has as its standard input.
+    /// As [`Gateway::start_by`], with the standard input of the command.
     pub fn start_socket(config: &str, command: impl Fn(&Path) -> Command) -> Gateway {
         Gateway::launch(config, &[], command)
     }
 
-    /// The same, with more files beside the configuration.
+    /// As [`Gateway::start_by`], with more files in the directory of the configuration.
     pub fn start_by_with(config: &str, files: &[(&str, &str)], command: impl Fn(&Path) -> Command) -> Gateway {
         Gateway::launch(config, files, command)
     }
 
-    /// CPU time used so far, ms.
+    /// Return the CPU time used so far, ms.
     pub fn cpu_ms(&self) -> u64 {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap();
-        // After the name, which stands in parentheses; user and system time are the 14th and 15th field, in 1/100 s.
+        // The process name is in parentheses. User and system time are the fields 14 and 15, in units of 10 ms.
         let fields: Vec<_> = stat.rsplit_once(") ").unwrap().1.split(' ').collect();
         (fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()) * 10
     }
 
-    /// Starts a file as it is.
+    /// Start a configuration file unchanged.
     pub fn start_file(path: &Path) -> Gateway {
         Gateway::spawn(binary().arg("--config").arg(path), tempfile::tempdir().unwrap())
     }
@@ -104,77 +105,77 @@ impl Gateway {
                 break rest.split([';', ',']).next().unwrap().parse().unwrap();
             }
             let ended = gateway.child.try_wait().unwrap();
-            assert!(ended.is_none() && started.elapsed() < PATIENCE, "the gateway did not start: {ended:?}\n{text}");
+            assert!(ended.is_none() && started.elapsed() < MAX_WAIT, "the gateway did not start: {ended:?}\n{text}");
             std::thread::yield_now();
         };
         gateway
     }
 
-    /// Gives it another configuration, by renaming; with the same additions as at its start.
+    /// Replace the configuration by renaming, with the same additions as at the start.
     pub fn put(&self, config: &str) {
         self.put_file("gateway.toml", &full(config));
     }
 
-    /// Replaces a file beside the configuration, by renaming.
+    /// Replace a file next to the configuration by renaming.
     pub fn put_file(&self, name: &str, text: &str) {
         let new = self.directory().join("new");
         std::fs::write(&new, text).unwrap();
         std::fs::rename(&new, self.directory().join(name)).unwrap();
     }
 
-    /// All its addresses, in the order of its listeners.
+    /// Return the addresses of all listeners, in their order.
     pub fn addresses(&self) -> Vec<SocketAddr> {
         let log = self.log();
         let list = log.split("listens on ").nth(1).unwrap().split(';').next().unwrap();
         list.split(", ").map(|url| url.split_once("://").unwrap().1.parse().unwrap()).collect()
     }
 
-    /// Where its operator asks.
+    /// Return the address of the admin listener.
     pub fn admin(&self) -> SocketAddr {
         let log = self.log();
         log.split_once("admin on http://").unwrap().1.split(';').next().unwrap().parse().unwrap()
     }
 
-    /// Where its configuration lies.
+    /// Return the directory of the configuration.
     pub fn directory(&self) -> &Path {
         self.directory.path()
     }
 
-    /// The lines that it has written to its log so far.
+    /// Return the log so far.
     pub fn log(&self) -> String {
         let mut text = std::fs::read(self.log.path()).unwrap();
         text.truncate(text.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1));
         String::from_utf8(text).unwrap()
     }
 
-    /// A connection to it.
+    /// Open a connection.
     pub fn client(&self) -> Client {
         Client::connect(self.address)
     }
 
-    /// One GET on a connection of its own.
+    /// Send one GET on a new connection.
     pub fn get(&self, path: &str) -> Reply {
         self.client().get(path)
     }
 
-    /// Waits until the process has ended.
+    /// Wait until the process has ended.
     pub fn wait(&mut self) -> ExitStatus {
         let started = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(started.elapsed() < PATIENCE, "the gateway does not end\n{}", self.log());
+            assert!(started.elapsed() < MAX_WAIT, "the gateway does not end\n{}", self.log());
             std::thread::yield_now();
         }
     }
 
-    /// Asks it to stop.
+    /// Send SIGTERM.
     pub fn terminate(&self) {
         signal(&self.child, "TERM");
     }
 
-    /// Resident memory, bytes.
+    /// Return the resident memory in bytes.
     pub fn memory(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
         let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();

@@ -1,4 +1,4 @@
-//! Load over HTTP/2, and single requests with any header.
+//! Load over HTTP/2, and single requests with any headers.
 
 use std::net::SocketAddr;
 
@@ -9,10 +9,10 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 
-/// Streams that one connection has open at once.
+/// Concurrent streams of a connection.
 const STREAMS: usize = 4;
 
-/// Sends `total` GETs over `connections` connections at once, several streams on each; the statuses of all.
+/// Send `total` GETs over `connections` connections concurrently, several streams on each. Return all statuses.
 pub fn load(addresses: &[SocketAddr], connections: usize, total: usize, path: &str, header: (&str, &str)) -> Vec<u16> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -48,7 +48,7 @@ pub fn load(addresses: &[SocketAddr], connections: usize, total: usize, path: &s
     })
 }
 
-/// What becomes of a request over HTTP/2.
+/// The result of a request over HTTP/2.
 #[derive(Debug)]
 pub enum Answer {
     /// Status, headers and body of the response.
@@ -58,7 +58,7 @@ pub enum Answer {
 }
 
 impl Answer {
-    /// The status of the response; none if the stream was reset as malformed (RFC 9113 §8.1.1).
+    /// Return the status of the response, or `None` if the stream was reset as malformed (RFC 9113 §8.1.1).
     #[track_caller]
     pub fn status(&self) -> Option<u16> {
         match self {
@@ -71,7 +71,7 @@ impl Answer {
     }
 }
 
-/// Sends requests one after the other on one connection.
+/// Send requests one after the other on one connection.
 pub fn ask(address: SocketAddr, requests: impl IntoIterator<Item = Request<&'static [u8]>>) -> Vec<Answer> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let talk = async {
@@ -96,5 +96,5 @@ pub fn ask(address: SocketAddr, requests: impl IntoIterator<Item = Request<&'sta
         }
         answers
     };
-    runtime.block_on(async { tokio::time::timeout(super::PATIENCE, talk).await.expect("HTTP/2 is answered") })
+    runtime.block_on(async { tokio::time::timeout(super::MAX_WAIT, talk).await.expect("HTTP/2 is answered") })
 }

@@ -1,5 +1,5 @@
-//! Runs the scripts of `lua/` in Lua 5.4, over the Redis commands that they use.
-#![allow(dead_code, unreachable_pub)] // each test file uses its part
+//! Runs the scripts of `lua/` in Lua 5.4 with the Redis commands that they use.
+#![allow(dead_code, unreachable_pub)] // each test crate uses a part
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -18,22 +18,22 @@ const NEED_MEMORY: [&str; 5] = ["SET", "SETRANGE", "ZADD", "RPUSH", "HSET"];
 /// Commands that write, and that Redis accepts while it is out of memory.
 const FREE_MEMORY: [&str; 7] = ["DEL", "PEXPIRE", "ZREM", "ZREMRANGEBYSCORE", "LTRIM", "LREM", "HDEL"];
 
-/// The commands that the scripts use, on strings, lists, sorted sets and hashes in this process. A character is a byte. Nothing
-/// expires: the scripts compare instants.
+/// The Redis commands that the scripts use, on strings, lists, sorted sets and hashes in this process. A character is
+/// a byte. Nothing expires: the scripts compare instants.
 #[derive(Debug, Default)]
 pub struct Database {
     strings: HashMap<String, String>,
     lists: HashMap<String, Vec<String>>,
-    /// Scores and members, in the order of a sorted set.
+    /// Scores and members, in the order of the sorted set.
     sets: HashMap<String, BTreeSet<(u64, String)>>,
     hashes: HashMap<String, BTreeMap<String, String>>,
     /// The reply to `TIME`, µs since the Unix epoch.
     pub now: u64,
     /// Whether the memory in use has reached `maxmemory`.
     pub out_of_memory: bool,
-    /// Whether the script that runs has written.
+    /// Whether the running script has written.
     wrote: bool,
-    /// The commands that wrote with their instants, as Redis sends them to its replicas.
+    /// The write commands with their instants, as Redis sends them to its replicas.
     journal: Option<Vec<(u64, Vec<String>)>>,
 }
 
@@ -76,7 +76,7 @@ impl Database {
             return Replied::Error(OUT_OF_MEMORY.to_owned());
         }
         if needs_memory || FREE_MEMORY.contains(&arguments[0]) {
-            // Whatever the command changes.
+            // A command outside a script may write.
             self.wrote = true;
             if let Some(journal) = &mut self.journal {
                 journal.push((self.now, arguments.iter().map(|argument| (*argument).to_owned()).collect()));
@@ -175,7 +175,7 @@ impl Database {
         }
     }
 
-    /// What lies behind an exclusive bound.
+    /// Return the members after an exclusive bound.
     fn after(&self, key: &str, bound: &str) -> impl Iterator<Item = &(u64, String)> {
         let bound: u64 = bound.strip_prefix('(').unwrap().parse().unwrap();
         self.sets.get(key).into_iter().flatten().filter(move |(score, _)| *score > bound)
@@ -205,7 +205,7 @@ impl Database {
         self.lists.get(key).map_or(&[], Vec::as_slice)
     }
 
-    /// An empty list is none.
+    /// Edit a list. An empty list is removed.
     fn edit(&mut self, key: &str, edit: impl FnOnce(&mut Vec<String>)) {
         if let Some(list) = self.lists.get_mut(key) {
             edit(list);
@@ -220,19 +220,19 @@ fn array(texts: impl IntoIterator<Item = String>) -> Replied {
     Replied::Array(texts.into_iter().map(Replied::Bulk).collect())
 }
 
-/// An index from the start, or from behind the end.
+/// Convert an index, which counts from the end if negative.
 fn place(index: &str, length: usize) -> usize {
     let index: i64 = index.parse().unwrap();
     let index = if index < 0 { index + length as i64 } else { index };
     (index.max(0) as usize).min(length)
 }
 
-/// States are bytes, not text: here each is a character.
+/// Convert to bytes: states are bytes, and each is a character here.
 fn bytes(text: &str) -> Vec<u8> {
     text.chars().map(|byte| byte as u8).collect()
 }
 
-/// The bytes of a command or argument as characters.
+/// Convert the bytes of a command or argument to characters.
 fn text(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| char::from(*byte)).collect()
 }
@@ -267,7 +267,7 @@ impl Replied {
         })
     }
 
-    /// The reply in the bytes of the protocol.
+    /// Encode the reply in the Redis protocol.
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Replied::Nil => b"$-1\r\n".to_vec(),
@@ -287,11 +287,11 @@ impl Replied {
     }
 }
 
-/// Lua 5.4 with the functions that Redis gives to scripts.
+/// Lua 5.4 with the functions that Redis provides to scripts.
 pub struct Interpreter {
     lua: Lua,
     database: Rc<RefCell<Database>>,
-    /// By their names.
+    /// The compiled scripts by name.
     scripts: RefCell<HashMap<String, Function>>,
 }
 

@@ -1,7 +1,8 @@
-//! What the tests share: the real binary on a free port, a real redis-server, a raw client, upstreams of our own.
-#![allow(dead_code, unreachable_pub)] // each test file uses its part
-#![allow(clippy::disallowed_methods)] // waits have a clock of their own
+//! Shared test support: the real binary on a free port, a real redis-server, raw clients, upstreams.
+#![allow(dead_code, unreachable_pub)] // each test crate uses a part
+#![allow(clippy::disallowed_methods)] // waits need the system clock
 
+pub mod admin_listener;
 pub mod certificates;
 pub mod client;
 pub mod cluster;
@@ -9,7 +10,6 @@ pub mod dns;
 pub mod frames;
 pub mod gateway;
 pub mod http2;
-pub mod operator;
 pub mod pages;
 pub mod pictures;
 pub mod random;
@@ -18,10 +18,10 @@ pub mod reference;
 pub mod relay;
 pub mod reload;
 pub mod resp;
-pub mod secured;
 pub mod sentinel;
 pub mod server;
 pub mod stores;
+pub mod tls_upstream;
 pub mod tokens;
 pub mod upstream;
 pub mod walk;
@@ -32,29 +32,29 @@ use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Long enough for a busy machine; every wait ends as soon as what it waits for is there.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+/// Maximum time of a wait, long enough for a busy machine. A wait ends as soon as its condition holds.
+pub const MAX_WAIT: Duration = Duration::from_secs(20);
 
-/// Waits until something becomes true.
+/// Wait until a condition holds, at most [`MAX_WAIT`].
 pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     let started = Instant::now();
     while !done() {
-        assert!(started.elapsed() < PATIENCE, "gave up waiting: {what}");
+        assert!(started.elapsed() < MAX_WAIT, "gave up waiting: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// Nothing comes for so long, and not the end either.
+/// Assert that neither bytes nor the end of the stream arrive within `time`.
 #[track_caller]
 pub fn assert_silent(stream: &mut TcpStream, time: Duration) {
     stream.set_read_timeout(Some(time)).unwrap();
     let read = stream.read(&mut [0]);
     let kind = read.as_ref().map_err(std::io::Error::kind);
     assert!(matches!(kind, Err(ErrorKind::WouldBlock | ErrorKind::TimedOut)), "{read:?}");
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
 }
 
-/// The connection is not closed for so long; settings and the like may come.
+/// Assert that the connection stays open for `time`. Bytes such as SETTINGS may arrive.
 #[track_caller]
 pub fn assert_silent_but_for_settings(stream: &mut TcpStream, time: Duration, what: &str) {
     let started = Instant::now();
@@ -66,16 +66,16 @@ pub fn assert_silent_but_for_settings(stream: &mut TcpStream, time: Duration, wh
     }
 }
 
-/// Raises a flag when it is dropped, by a panic as well: threads that go on until then let the test end.
-pub struct Raise<'a>(pub &'a AtomicBool);
+/// Set a flag when dropped, also by a panic, so that threads that run until then let the test end.
+pub struct SetOnDrop<'a>(pub &'a AtomicBool);
 
-impl Drop for Raise<'_> {
+impl Drop for SetOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::SeqCst);
     }
 }
 
-/// Sends a signal to a process that this test started.
+/// Send a signal to a process that this test started.
 pub fn signal(child: &Child, name: &str) {
     let status = Command::new("kill").arg(format!("-{name}")).arg(child.id().to_string()).status().unwrap();
     assert!(status.success(), "kill -{name}");

@@ -1,25 +1,25 @@
-//! The documents as programs see them: blocks, the commands in them, and what those are said to print.
+//! The documents as data: their blocks, the commands in them and the expected output.
 
 use std::path::{Path, PathBuf};
 
-/// A block between fences.
+/// A fenced code block.
 pub struct Block {
-    /// Where its text begins.
+    /// The line number of its first line.
     pub line: usize,
-    /// What stands behind the first fence.
+    /// The language after the opening fence.
     pub language: String,
-    /// Without the indentation of its fence.
+    /// The content, without the indentation of the fence.
     pub text: String,
 }
 
 impl Block {
-    /// The file that it is, when its first line is `# NAME.toml`.
+    /// Return the file name if the first line is `# NAME.toml`.
     pub fn file_name(&self) -> Option<&str> {
         let name = self.text.lines().next()?.strip_prefix("# ")?;
         (self.language == "toml" && name.ends_with(".toml")).then_some(name)
     }
 
-    /// `$ command`, then lines that it prints.
+    /// Return each `$ command` with the lines of its output.
     pub fn commands(&self) -> Vec<(String, Vec<String>)> {
         let mut found: Vec<(String, Vec<String>)> = Vec::new();
         for line in self.text.lines() {
@@ -36,12 +36,12 @@ pub fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The text of a document, named from the root.
+/// Return the text of a document. Paths are relative to the repository.
 pub fn read(document: &str) -> String {
     std::fs::read_to_string(root().join(document)).unwrap()
 }
 
-/// README.md and the manual, named from the root.
+/// Return README.md and all pages of the manual. Paths are relative to the repository.
 pub fn manual() -> Vec<String> {
     let inside = std::fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().file_name());
     let mut pages: Vec<_> = inside.map(|name| format!("docs/{}", name.to_str().unwrap())).collect();
@@ -51,7 +51,7 @@ pub fn manual() -> Vec<String> {
     pages
 }
 
-/// The blocks of a document; code that is marked by its indentation alone has no language, so there must be none.
+/// Return the blocks of a document. Indented code blocks have no language and are rejected.
 pub fn blocks(document: &str) -> Vec<Block> {
     let text = read(document);
     let (mut blocks, mut open, mut blank) = (Vec::new(), None, false);
@@ -78,7 +78,7 @@ pub fn blocks(document: &str) -> Vec<Block> {
     blocks
 }
 
-/// Whether lines are the expected ones, in which `…` stands for anything on its line, or alone for any lines.
+/// Return whether lines match the expected ones. `…` matches any text, and alone on a line any lines.
 pub fn are_like(lines: &[&str], expected: &[&str]) -> bool {
     match expected.split_first() {
         None => lines.is_empty(),

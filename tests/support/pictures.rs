@@ -1,4 +1,5 @@
-//! Draws what each algorithm admits over time, as the model decides it: `make pictures` writes the files, a test compares them.
+//! Draws what each algorithm admits over time, as the model decides. `make pictures` writes the files and a test
+//! compares them.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt::{Error, Write};
@@ -15,44 +16,44 @@ use sluicegate::limiter::key::{IdentityHasher, Key, StateName};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 
-/// 10 per 10 s in every picture, so that they can be compared.
+/// 10 per 10 s in every picture, so that the pictures are comparable.
 const QUOTA: &str = "10/10s";
 const LIMIT: usize = 10;
 const WINDOW_MS: u64 = 10_000;
 
-/// The left edge: five seconds into an aligned window, so that the demand begins in one and goes on in the next.
+/// The left edge: 5 s into an aligned window, so that the demand begins in one window and continues in the next.
 const START_MS: u64 = 1_800_000_005_000;
 const LENGTH_MS: u64 = 40_000;
 
-/// What is drawn behind the marks.
+/// The lines in the background.
 enum Lines {
-    /// Nothing: the algorithm knows no boundaries.
+    /// None: the algorithm has no boundaries.
     None,
-    /// The windows that the verdicts tell of.
+    /// The windows that the verdicts report.
     Windows,
     /// Boundaries of parts of this length, ms.
     Parts(u64),
 }
 
-/// What the curve shows.
+/// The values of the curve.
 struct Counts {
     limit: &'static str,
     curve: &'static str,
-    /// For how long an admitted request counts, ms.
+    /// The time for which an admitted request counts, ms.
     lasts_ms: u64,
 }
 
 const LAST_WINDOW: Counts = Counts { limit: "10 per 10 s", curve: "admitted in the last 10 s", lasts_ms: WINDOW_MS };
 const IN_FLIGHT: Counts = Counts { limit: "10 at the same time, each takes 4 s", curve: "in flight", lasts_ms: 4_000 };
 
-/// One decision.
+/// One request and its decision.
 struct Asked {
     at_ms: u64,
     admitted: bool,
     window_end_ms: u64,
 }
 
-/// The pictures: file names and contents.
+/// Return the pictures: file names and contents.
 pub fn all() -> Vec<(String, String)> {
     let quota = QUOTA.parse().expect("a quota");
     let bucket = |burst| Rule::TokenBucket(TokenBucket::new(quota, burst).expect("a bucket"));
@@ -78,7 +79,7 @@ pub fn all() -> Vec<(String, String)> {
     scenes.into_iter().map(draw).collect()
 }
 
-/// A request at 4 s, then four each second from 11.5 s on, of one identity.
+/// Decide a request at 4 s, then four per second from 11.5 s on, of one identity.
 fn ask(rule: &Rule, counts: &Counts) -> Vec<Asked> {
     let clock = Clock::manual(0);
     let store = MemoryStore::new(1000, clock.clone());
@@ -107,7 +108,7 @@ fn ask(rule: &Rule, counts: &Counts) -> Vec<Asked> {
         .collect()
 }
 
-// ---- the drawing, in units of the viewBox --------------------------------------------------------
+// ---- drawing, in units of the viewBox ------------------------------------------------------------
 
 const LEFT: f64 = 34.0;
 const PLOT_TOP: f64 = 34.0;
@@ -124,7 +125,7 @@ fn y(units: usize) -> f64 {
     PLOT_BOTTOM - units as f64 * PER_UNIT
 }
 
-/// Colours are spelled out twice, for readers of SVG that know no CSS variables.
+/// Colours are written twice, for SVG viewers without CSS variables.
 const STYLE: &str = "\
 text{font:12px system-ui,sans-serif;fill:#59636e} .title{fill:#1f2328;font-weight:600} .paper{fill:#fff}
 .axis{stroke:#c3cad2} .window{stroke:#59636e;stroke-dasharray:2 3} .part{stroke:#c3cad2;stroke-dasharray:1 3}
@@ -158,7 +159,7 @@ fn draw(title: &str, asked: &[Asked], lines: &Lines, counts: &Counts) -> Result<
     axes(svg)?;
     boundaries(svg, asked, lines)?;
 
-    // The same curve twice: as it is, and what is above the limit in a colour of its own.
+    // The curve is drawn twice: complete, and the part above the limit in another colour.
     let (line, limit, last) = (steps(&curve), y(LIMIT), x(LENGTH_MS));
     let above = limit - PLOT_TOP + 1.0;
     writeln!(
@@ -180,7 +181,7 @@ fn draw(title: &str, asked: &[Asked], lines: &Lines, counts: &Counts) -> Result<
     Ok(out)
 }
 
-/// How many requests count (for a half open time), at each instant at which the number changes.
+/// Return the number of requests that count, over half-open intervals, at each instant at which it changes.
 fn running(asked: &[Asked], counts: &Counts) -> Vec<(u64, usize)> {
     let lasts_ms = counts.lasts_ms;
     let instants: Vec<_> = asked.iter().filter(|request| request.admitted).map(|request| request.at_ms).collect();

@@ -1,4 +1,4 @@
-//! Random cases for the limiter: limits, steps of the clock, operations; a run is repeated by its seed.
+//! Random cases for property tests: limits, clock steps and operations. A seed repeats a run.
 
 use std::cell::{Cell, RefCell};
 use std::io::Read;
@@ -15,12 +15,12 @@ use super::stores::{
     Limit, SECOND, START, apart, bucket, buckets, calendar, concurrency, log, quota, resize, sliding, window,
 };
 
-/// How many operations the property tests make: `OPERATIONS`, or what a run on each change can afford.
+/// Return the number of operations of a property test: `OPERATIONS`, default 50,000.
 pub fn operations() -> usize {
     std::env::var("OPERATIONS").map_or(50_000, |text| text.parse().expect("OPERATIONS is a number"))
 }
 
-/// What a run begins with, told so that it can be repeated: `SEED=…`.
+/// Return the seed of a run: `SEED`, or a random one. It is printed.
 pub fn seed() -> [u8; 32] {
     let seed: [u8; 32] = match std::env::var("SEED") {
         Ok(text) => std::array::from_fn(|index| u8::from_str_radix(&text[2 * index..2 * index + 2], 16).unwrap()),
@@ -34,15 +34,15 @@ pub fn seed() -> [u8; 32] {
     seed
 }
 
-/// Holds a property against random cases, of about `each` operations, until so many operations were made. The test says
-/// how many it made of a case. `SEED=…` repeats a run.
+/// Test a property on random cases of about `each` operations, until `operations` were made. `test` returns how many
+/// it made of a case. `SEED` repeats a run.
 pub fn property<S: Strategy>(operations: usize, each: usize, input: S, test: impl FnMut(S::Value) -> usize) {
-    // More than enough: what is left over is not played.
+    // More cases than needed. The rest is skipped.
     let cases = 10 + 2 * operations / each;
     let config = Config { cases: cases as u32, failure_persistence: None, max_shrink_iters: 5000, ..Config::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed()));
     let test = RefCell::new(test);
-    // After a failure the test is called to find a smaller one, and never returns to `idle`.
+    // After a failure proptest calls the test again to shrink the case, so `idle` stays false.
     let (idle, done) = (Cell::new(true), Cell::new(0));
     let result = runner.run(&input, |case| {
         if idle.get() && done.get() >= operations {
@@ -61,10 +61,10 @@ pub fn property<S: Strategy>(operations: usize, each: usize, input: S, test: imp
     }
 }
 
-/// Steps of a [`Case`], in the mean.
+/// The mean number of steps of a [`Case`].
 pub const STEPS: usize = 100;
 
-/// Up to four limits and what happens to them.
+/// Up to four limits and the steps of a case.
 #[derive(Debug, Clone)]
 pub struct Case {
     pub rules: Vec<Rule>,
@@ -73,13 +73,13 @@ pub struct Case {
     pub steps: Vec<Step>,
 }
 
-/// How time passes in a case.
+/// How the clock of a case moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Time {
-    /// It goes back now and then, and keys stay for ever: no decision may depend on one having expired.
+    /// It jumps back sometimes, and keys never expire: no decision may depend on an expired key.
     Jumps,
-    /// It goes on, and keys expire as soon as they mean nothing. Here rates change as well: what a key means, and when it
-    /// expires, was reckoned by the rate at which it was written.
+    /// It moves forward, and keys expire as soon as they have no effect. Rates change as well: the meaning of a key
+    /// and its expiry follow the rate at which it was written.
     GoesOn,
 }
 
@@ -89,11 +89,11 @@ pub struct Step {
     pub costs: [u64; 4],
     pub modes: [ChargeMode; 4],
     pub identity: u128,
-    /// The lease that is acquired, renewed or released.
+    /// The permit that is acquired, renewed or released.
     pub lease: u64,
     pub advance: Advance,
     pub size: Option<(u64, u64)>,
-    /// Which of the admitted requests is refunded.
+    /// The admitted charge that is refunded.
     pub refunded: Refunded,
 }
 
@@ -109,21 +109,21 @@ pub enum Kind {
 
 #[derive(Debug, Clone, Copy)]
 pub enum Refunded {
-    /// So many admitted requests ago.
+    /// The charge of the n-th last admitted request.
     Ago(usize),
-    /// A charge at another time, µs from now.
+    /// A charge at another time, µs relative to now.
     Off(i64),
-    /// A charge at the time 0.
+    /// A charge at time 0.
     Never,
 }
 
-/// How the clock moves before an operation.
+/// A step of the clock before an operation.
 #[derive(Debug, Clone, Copy)]
 pub enum Advance {
     Stands,
-    /// By so many µs.
+    /// By µs.
     By(i64),
-    /// By so many thousandths of the window of a limit.
+    /// By thousandths of the window of a limit.
     Part(usize, i64),
     /// To µs around the next multiple of the window of a limit.
     Boundary(usize, i64),
@@ -207,21 +207,21 @@ pub fn case() -> impl Strategy<Value = Case> {
         })
 }
 
-/// A bucket whose rate changes.
+/// A token bucket whose rate changes.
 #[derive(Debug, Clone)]
 pub struct Resizing {
     pub old: TokenBucket,
     pub new: TokenBucket,
-    /// Charged at the old rate.
+    /// The cost charged at the old rate.
     pub cost: u64,
-    /// How long after the charge the rate changes: thousandths of the time in which the bucket refills.
+    /// The time from the charge to the change, in thousandths of the refill time of the bucket.
     pub idle: u64,
 }
 
 pub fn resizing() -> impl Strategy<Value = Resizing> {
     const DAY: u64 = 86_400 * SECOND;
     let bucket = || {
-        // Those of years have as many parts of a token as are allowed, and mostly no common divisor.
+        // Windows of years have as many parts of a token as allowed and mostly no common divisor.
         let windows = prop_oneof![
             prop::sample::select(vec![1000, SECOND, 60 * SECOND, 90_000_900, DAY, 3650 * DAY]),
             (1..3650 * DAY / 1000).prop_map(|ms| ms * 1000),
@@ -243,7 +243,7 @@ pub fn resizing() -> impl Strategy<Value = Resizing> {
         })
 }
 
-/// The length of a limit's window, or of what comes near it, µs.
+/// Return the window of a limit or a similar length, µs.
 fn length(rule: &Rule) -> u64 {
     match rule {
         Rule::TokenBucket(rule) => (rule.burst * rule.parts / rule.refill).max(1),
@@ -256,16 +256,16 @@ fn length(rule: &Rule) -> u64 {
     }
 }
 
-/// A case while it is played: the limits as they are now, the time, and what has been admitted.
+/// A running case: the current limits, the time and the admitted charges.
 pub struct Play {
     pub limits: Vec<Limit>,
     pub now: u64,
-    /// Whether the clock is behind an earlier instant: states may lie in the future.
+    /// Whether the clock is behind an earlier instant, so that states may lie in the future.
     pub behind: bool,
     time: Time,
     latest: u64,
     windows: Vec<u64>,
-    /// When requests were admitted, with what each limit needs to know of a refund.
+    /// The times of admitted requests, with what each limit needs for a refund.
     admitted: Vec<(u64, Vec<u64>)>,
 }
 
@@ -282,8 +282,8 @@ impl Play {
         }
     }
 
-    /// Moves the clock and changes the sizes of the limits.
-    pub fn turn(&mut self, step: &Step) {
+    /// Move the clock and change the quotas of the limits.
+    pub fn advance_clock(&mut self, step: &Step) {
         let window = |limit: usize| self.windows[limit % self.windows.len()] as i64;
         let now = self.now as i64;
         let next = match step.advance {
@@ -306,8 +306,8 @@ impl Play {
         }
     }
 
-    /// What a step asks for. Units are taken of all limits alike, but leases are not taken by number and nothing else is
-    /// renewed.
+    /// Return the operation and the charges of a step. `Take` charges every limit the same cost, and is a check if there is
+    /// a concurrency limit. `Renew` is a check unless all limits are concurrency limits.
     pub fn ask(&self, step: &Step) -> (Operation, Vec<Charge<'_>>) {
         let charged = match step.refunded {
             Refunded::Ago(count) => self.admitted.iter().rev().nth(count),
@@ -338,8 +338,8 @@ impl Play {
         (operation, charges.collect())
     }
 
-    /// Remembers what may be refunded.
-    pub fn saw(&mut self, operation: Operation, verdict: &Verdict) {
+    /// Record charges that may be refunded.
+    pub fn record(&mut self, operation: Operation, verdict: &Verdict) {
         if operation == Operation::Check && verdict.granted > 0 {
             let each = self.limits.iter().zip(&verdict.outcomes);
             let debts = each.map(|(limit, outcome)| limit.rule.debt_before_us(outcome, 0, 1)).collect();

@@ -5,7 +5,7 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// A running server without persistence; it is killed when the test is over.
+/// A running server without persistence, which is killed at the end of the test.
 pub struct Redis {
     pub port: u16,
     pub child: Child,
@@ -16,33 +16,33 @@ impl Redis {
         Redis::start_as(&[])
     }
 
-    /// Starts a server with these arguments on a free port.
+    /// Start a server with these arguments on a free port.
     pub fn start_as(arguments: &[&str]) -> Redis {
         let on = |port: u16| Redis::start_with(port, &[arguments, &["--port", &port.to_string()]].concat());
-        // Another process may take the port between the look and the start: then another port is as good.
+        // Another process may take the port after it was found free. Then try another.
         (0..10).find_map(|_| on(free_port())).expect("redis-server does not start; `make tools` installs it")
     }
 
-    /// Starts a server on this port; none if it cannot listen there.
+    /// Start a server on this port. Return `None` if it cannot listen there.
     pub fn start_on(port: u16) -> Option<Redis> {
         Redis::start_with(port, &["--port", &port.to_string()])
     }
 
-    /// Starts a server with these arguments, by which it listens on this port.
+    /// Start a server with these arguments, which make it listen on this port.
     pub fn start_with(port: u16, arguments: &[&str]) -> Option<Redis> {
         let mut child = Command::new("redis-server")
-            // A configuration file must come first.
+            // A configuration file must be the first argument.
             .args(arguments)
             .args(["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
             .expect("redis-server is needed; `make tools` installs it");
-        // A Sentinel is ready when it watches its master.
+        // A Sentinel is ready when it monitors its master.
         let ready = ["ready to accept connections", "+monitor master"];
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
         if lines.any(|line| ready.iter().any(|ready| line.to_lowercase().contains(ready))) {
-            // Keep reading, so that the pipe never fills.
+            // Keep reading, so that the pipe never fills up.
             std::thread::spawn(move || lines.for_each(drop));
             return Some(Redis { port, child });
         }
@@ -54,7 +54,7 @@ impl Redis {
         format!("redis://127.0.0.1:{}/0", self.port)
     }
 
-    /// The [store] table for tests that are not about its deadline: a busy machine does not make an error of it.
+    /// Return a `[store]` table with a long timeout, so that a busy machine causes no store error.
     pub fn store(&self) -> String {
         format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", self.url())
     }
@@ -66,7 +66,7 @@ impl Redis {
     pub fn connection(&self) -> redis::Connection {
         let began = sluicegate::limiter::clock::monotonic();
         loop {
-            // A Sentinel that has just given it another role closes all connections.
+            // A Redis that a Sentinel has just given another role closes all connections.
             match self.client().get_connection() {
                 Err(_) if began.elapsed() < Duration::from_secs(20) => std::thread::yield_now(),
                 connection => return connection.unwrap(),
@@ -78,19 +78,19 @@ impl Redis {
         redis::cmd("KEYS").arg("*").query(&mut self.connection()).unwrap()
     }
 
-    /// The three numbers of a limit's state, of which the second is what a window counts.
+    /// Return the three numbers of the state of a limit. The second is the count of a window.
     pub fn state(&self, key: &str) -> [u64; 3] {
         let state: Vec<u8> = redis::cmd("GET").arg(key).query(&mut self.connection()).unwrap();
-        // Before them, when its key ends.
+        // The first 8 bytes are the expiry of the key.
         std::array::from_fn(|number| u64::from_le_bytes(state[8 * number + 8..][..8].try_into().unwrap()))
     }
 
-    /// How often a command was called, by itself or in a script.
+    /// Return how often a command was called, directly or in a script.
     pub fn calls(&self, command: &str) -> u64 {
-        self.figure("commandstats", &format!("cmdstat_{command}:calls="))
+        self.info_number("commandstats", &format!("cmdstat_{command}:calls="))
     }
 
-    /// How often a command was not even begun, since the user has no right to it.
+    /// Return how often a command was rejected because the user lacks the permission.
     pub fn rejections(&self, command: &str) -> u64 {
         let info = self.info("commandstats");
         let line = info.lines().find(|line| line.starts_with(&format!("cmdstat_{command}:")));
@@ -98,36 +98,36 @@ impl Redis {
         figure.map_or(0, |figure| figure.parse().unwrap())
     }
 
-    /// How many keys there are, and how many of them expire.
+    /// Return the number of keys and how many of them have a TTL.
     pub fn keyspace(&self) -> (u64, u64) {
         let info = self.info("keyspace");
         let figure = |name: &str| info.split(name).nth(1).unwrap().split(',').next().unwrap().trim().parse().unwrap();
         (figure("keys="), figure("expires="))
     }
 
-    /// How many keys have expired.
+    /// Return how many keys have expired.
     pub fn expired(&self) -> u64 {
-        self.figure("stats", "expired_keys:")
+        self.info_number("stats", "expired_keys:")
     }
 
-    /// How many calls were answered with this error.
+    /// Return how many calls failed with this error.
     pub fn errors(&self, code: &str) -> u64 {
-        self.figure("errorstats", &format!("errorstat_{code}:count="))
+        self.info_number("errorstats", &format!("errorstat_{code}:count="))
     }
 
-    /// A section of INFO.
+    /// Return a section of INFO.
     pub fn info(&self, section: &str) -> String {
         redis::cmd("INFO").arg(section).query(&mut self.connection()).unwrap()
     }
 
-    /// A figure of INFO, or the first of a list of them.
-    pub fn figure(&self, section: &str, name: &str) -> u64 {
+    /// Return a number of INFO, or the first of a list.
+    pub fn info_number(&self, section: &str, name: &str) -> u64 {
         let info = self.info(section);
         let figure = info.lines().find_map(|line| line.strip_prefix(name));
         figure.map_or(0, |figure| figure.split(',').next().unwrap().parse().unwrap())
     }
 
-    /// Lets time pass for all keys: those that would have expired are gone.
+    /// Shorten the TTL of all keys by `ms`.
     pub fn age(&self, ms: i64) {
         let mut connection = self.connection();
         for key in self.keys() {
@@ -137,7 +137,7 @@ impl Redis {
         }
     }
 
-    /// No key may live for ever.
+    /// Assert that every key has a TTL.
     pub fn assert_every_key_expires(&self) {
         let mut connection = self.connection();
         for key in self.keys() {
@@ -154,7 +154,7 @@ impl Drop for Redis {
     }
 }
 
-/// A port that nothing listens on right now.
+/// Return a port that is currently free.
 pub fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }

@@ -1,4 +1,5 @@
-//! What the documents take from the types of the configuration: the schemas, and the tables of docs/configuration.md.
+//! The parts of the documents that are generated from the configuration types: the schemas and the tables of
+//! docs/configuration.md.
 
 use serde_json::Value;
 use sluicegate::config::schema;
@@ -6,13 +7,13 @@ use sluicegate::config::schema;
 const BEGIN: &str = "<!-- keys of ";
 const END: &str = "<!-- end of keys -->";
 
-/// The schemas, by the name of their file in docs/.
+/// Return the schemas with their file names in docs/.
 pub fn schemas() -> Vec<(&'static str, String)> {
     let text = |schema| serde_json::to_string_pretty(&schema).unwrap() + "\n";
     vec![("gateway.schema.json", text(schema::gateway())), ("consumers.schema.json", text(schema::consumers()))]
 }
 
-/// The page with the tables that the types have now: between `<!-- keys of PATH -->` and the end.
+/// Return the page with regenerated tables between `<!-- keys of PATH -->` and the end mark.
 pub fn filled(page: &str) -> String {
     let (gateway, consumers) = (schema::gateway().to_value(), schema::consumers().to_value());
     let mut pieces = page.split(BEGIN);
@@ -27,12 +28,12 @@ pub fn filled(page: &str) -> String {
     out
 }
 
-/// The sections of a page that have a table.
+/// Return the sections of a page that have a table.
 pub fn sections(page: &str) -> Vec<&str> {
     page.split(BEGIN).skip(1).map(|piece| piece.split(" -->").next().unwrap()).collect()
 }
 
-/// The table that a value is made of, behind lists, names and other forms; and how a path goes on to its keys.
+/// Return the table schema inside lists, maps and alternatives, and the text that joins its path to its keys.
 fn inner(schema: &Value) -> (&'static str, &Value) {
     let forms = schema["anyOf"].as_array().into_iter().flatten();
     if schema["properties"].is_object() {
@@ -71,7 +72,7 @@ fn rows(prefix: &str, schema: &Value, out: &mut String) {
     }
 }
 
-/// What may be written, in a few words.
+/// Describe the type of a value.
 fn kind(schema: &Value) -> String {
     let quoted = |words: &Value| words.as_array().unwrap().iter().map(|word| format!("`{word}`")).collect::<Vec<_>>();
     if let Some(forms) = schema["anyOf"].as_array() {

@@ -1,4 +1,4 @@
-//! A relay between gateway and Redis that a test turns: to another server, or deaf to what Redis says.
+//! A TCP relay between gateway and Redis that redirects connections, delays them or drops replies.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use sluicegate::limiter::clock::monotonic;
 
 use super::upstream::serve;
 
-/// A running relay; its threads end with the test's process.
+/// A running relay. Its threads end with the test process.
 pub struct Relay {
     pub address: SocketAddr,
     server: Arc<AtomicU16>,
@@ -19,23 +19,23 @@ pub struct Relay {
     streams: Streams,
 }
 
-/// Both sides of each connection that is open.
+/// Both sides of each open connection.
 type Streams = Arc<Mutex<HashMap<usize, [TcpStream; 2]>>>;
 
 impl Relay {
-    /// A relay to the server on this port.
+    /// Start a relay to the server on this port.
     pub fn start(port: u16) -> Relay {
         Relay::delayed(port, Duration::ZERO)
     }
 
-    /// The same, with a round trip of this time.
+    /// Start a relay that adds a round-trip time.
     pub fn delayed(port: u16, round_trip: Duration) -> Relay {
         let server = Arc::new(AtomicU16::new(port));
         let losing = Arc::<AtomicBool>::default();
         let (streams, number) = (Streams::default(), AtomicUsize::new(0));
         let (target, deaf, open) = (server.clone(), losing.clone(), streams.clone());
         let address = serve(move |gateway| {
-            // Whom nobody serves is hung up on, as by a server that has died.
+            // Close the client connection if the server is down, as a dead server would.
             let Ok(mut redis) = TcpStream::connect(("127.0.0.1", target.load(Ordering::SeqCst))) else { return };
             let (mut calls, mut to_redis) = (gateway.try_clone().unwrap(), redis.try_clone().unwrap());
             let number = number.fetch_add(1, Ordering::SeqCst);
@@ -44,7 +44,7 @@ impl Relay {
                 let _ = std::io::copy(&mut calls, &mut to_redis);
                 let _ = to_redis.shutdown(Shutdown::Both);
             });
-            // The other half of the line: what is read is written a round trip later, in its order.
+            // Write what was read one round-trip time later, in order.
             let (sent, due) = std::sync::mpsc::channel::<(Instant, Vec<u8>)>();
             let mut replies = gateway.try_clone().unwrap();
             let deaf = deaf.clone();
@@ -74,16 +74,16 @@ impl Relay {
         format!("redis://{}", self.address)
     }
 
-    /// Leads to another server from now on; what is connected is hung up on.
-    pub fn turn_to(&self, port: u16) {
+    /// Redirect to another server and close all open connections.
+    pub fn redirect_to(&self, port: u16) {
         self.server.store(port, Ordering::SeqCst);
         for stream in self.streams.lock().unwrap().drain().flat_map(|(_, both)| both) {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 
-    /// Whether what Redis says is swallowed.
-    pub fn lose_replies(&self, lose: bool) {
+    /// Drop replies of Redis, or stop dropping them.
+    pub fn drop_replies(&self, lose: bool) {
         self.losing.store(lose, Ordering::SeqCst);
     }
 }

@@ -1,13 +1,13 @@
-//! Reloads of a running gateway.
+//! Reloads of a running gateway over the admin API.
 
+use super::admin_listener::HERE;
 use super::client::{Client, Reply};
 use super::gateway::Gateway;
-use super::operator::HERE;
 
-/// A listener for the operator, who must know a word.
+/// An admin listener with a token.
 pub const ADMIN: &str = "[admin]\naddress = \"127.0.0.1:0\"\ntoken = \"sesame\"\n";
 
-/// A route that answers itself.
+/// Return a route with a direct response.
 pub fn says(body: &str) -> String {
     format!("[[route]]\nname = \"says\"\npath = \"/says\"\nrespond = {{ status = 200, body = \"{body}\" }}\n")
 }
@@ -20,7 +20,7 @@ pub fn ask(gateway: &Gateway, method: &str, path: &str) -> Reply {
     Client::connect(gateway.admin()).request(method, path, &[HERE, ("authorization", "Bearer sesame")], b"")
 }
 
-/// Gives the gateway another file; what it says of it.
+/// Write another configuration and reload it. Return the response of the API.
 pub fn reload(gateway: &Gateway, config: &str) -> Reply {
     gateway.put(&with_admin(config));
     ask(gateway, "POST", "/api/reload")
@@ -32,7 +32,7 @@ pub fn reloads(gateway: &Gateway, config: &str) {
     assert_eq!((reply.status, &reply.json()["result"]), (200, &"ok".into()), "{}", reply.text());
 }
 
-/// The value of one line of the metrics.
+/// Return the value of one line of the metrics.
 pub fn metric(gateway: &Gateway, line: &str) -> f64 {
     let page = ask(gateway, "GET", "/metrics");
     let found =

@@ -1,4 +1,4 @@
-//! A server that speaks enough of Redis' protocol to be taken for one, and answers as the test says.
+//! A fake Redis that speaks the protocol and replies as the test says.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -7,12 +7,12 @@ use std::sync::{Arc, Mutex};
 
 use super::upstream::serve;
 
-/// A command as the server saw it.
+/// A received command.
 #[derive(Debug, Clone)]
 pub struct Command {
-    /// The how manieth connection it came by, from 1 on.
+    /// The number of its connection, from 1.
     pub connection: usize,
-    /// Each of their bytes is a character here.
+    /// The words. Each byte is a character.
     pub words: Vec<String>,
 }
 
@@ -25,45 +25,45 @@ impl Command {
         self.is("EVALSHA") || self.is("EVAL")
     }
 
-    /// Whether it asks for a sign of life.
+    /// Return whether this is a probe of the circuit breaker.
     pub fn is_probe(&self) -> bool {
         self.is_script() && self.keys().iter().all(|key| key.contains("~probe"))
     }
 
-    /// Of a script call.
+    /// Return the keys of a script call.
     pub fn keys(&self) -> &[String] {
         let count: usize = self.words[2].parse().unwrap();
         &self.words[3..3 + count]
     }
 
-    /// The reply to a check that is admitted.
+    /// Return the reply to an admitted check.
     pub fn admitted(&self) -> Answer {
         self.verdict(1, 0)
     }
 
-    /// The reply to a check that is denied, and may be admitted at once.
+    /// Return the reply to a denied check with a retry delay of 0.
     pub fn denied(&self) -> Answer {
         self.verdict(0, 1)
     }
 
-    /// The packed argument of a script call.
+    /// Return the packed argument of a script call.
     fn argument(&self) -> Vec<u8> {
-        // The smallest script has none.
+        // The shortest script has no argument.
         let argument = self.words.get(3 + self.keys().len()).map_or("", String::as_str);
         argument.chars().map(|byte| byte as u8).collect()
     }
 
-    /// What the first request of a script call asks for.
+    /// Return the operation of the first request of a script call.
     pub fn operation(&self) -> Option<char> {
         self.is_script().then(|| self.argument().get(16).map(|letter| char::from(*letter))).flatten()
     }
 
-    /// What the first request of a script call costs at its first limit.
+    /// Return the cost of the first request of a script call at its first limit.
     pub fn cost(&self) -> usize {
         packed(&self.argument(), 8 + 25 + 2)
     }
 
-    /// How many limits each request of a script call has.
+    /// Return the number of limits of each request of a script call.
     pub fn requests(&self) -> Vec<usize> {
         let argument = self.argument();
         let number = |at| packed(&argument, at);
@@ -85,7 +85,7 @@ impl Command {
         Answer::Bytes(bulk(&fields))
     }
 
-    /// An error reply to each request of a script call.
+    /// Return an error reply for each request of a script call.
     pub fn refused(&self, text: &str) -> Answer {
         let requests = self.requests();
         let mut reply = format!("*{}\r\n", 1 + 2 * requests.len()).into_bytes();
@@ -98,7 +98,7 @@ impl Command {
         Answer::Bytes(reply)
     }
 
-    /// An error reply to the first request of a script call; the others are admitted.
+    /// Return an error reply for the first request of a script call. The others are admitted.
     pub fn first_refused(&self, text: &str) -> Answer {
         let mut reply = b"*3\r\n".to_vec();
         reply.extend(bulk(&self.outcomes(|_| 5)));
@@ -106,19 +106,19 @@ impl Command {
         Answer::Bytes(reply)
     }
 
-    /// The reply to a script call of which each request is admitted; `remaining` is by key.
+    /// Return the reply to a script call that admits each request. `remaining` is by key.
     pub fn admitted_with(&self, remaining: impl Fn(&str) -> u64) -> Answer {
         Answer::Bytes(bulk(&self.outcomes(remaining)))
     }
 
-    /// The reply to a script call for one request of which each unit is granted.
+    /// Return the reply to a script call for one request that grants each token.
     pub fn granted_in_full(&self) -> Answer {
         let mut numbers = self.outcomes(|_| 0);
         numbers[1] = self.cost() as f64;
         Answer::Bytes(bulk(&numbers))
     }
 
-    /// The reply to a script call for one request that every limit denies for this time.
+    /// Return the reply to a script call for one request that every limit denies for `retry_s` seconds.
     pub fn denied_for(&self, retry_s: u64) -> Answer {
         let retry_us = retry_s as f64 * 1e6;
         let outcome = |_: &String| [0.0, 1.0, 0.0, retry_us, retry_us];
@@ -137,29 +137,29 @@ fn packed(argument: &[u8], at: usize) -> usize {
     f64::from_le_bytes(argument[at..at + 8].try_into().unwrap()) as usize
 }
 
-/// A bulk string of numbers, as a script replies.
+/// Encode numbers as a bulk string, as scripts reply.
 fn bulk(numbers: &[f64]) -> Vec<u8> {
     let head = format!("${}\r\n", 8 * numbers.len());
     head.bytes().chain(numbers.iter().flat_map(|number| number.to_le_bytes())).chain(*b"\r\n").collect()
 }
 
-/// What the server does with a command.
+/// How the server handles a command.
 pub enum Answer {
-    /// What a healthy server without limits does.
+    /// As a healthy server without limits.
     Usual,
-    /// Exactly this.
+    /// With exactly this reply.
     Text(String),
     Bytes(Vec<u8>),
     Silence,
     Close,
 }
 
-/// An error reply.
+/// Return an error reply.
 pub fn error(text: &str) -> Answer {
     Answer::Text(format!("-{text}\r\n"))
 }
 
-/// A running server; its threads end with the test's process.
+/// A running server. Its threads end with the test process.
 pub struct FakeRedis {
     pub address: SocketAddr,
     connections: Arc<AtomicUsize>,
@@ -167,7 +167,7 @@ pub struct FakeRedis {
 }
 
 impl FakeRedis {
-    /// A server that answers each command with what `answer` makes of it.
+    /// Start a server that handles each command as `answer` returns.
     pub fn start(answer: impl Fn(&Command) -> Answer + Send + Sync + 'static) -> FakeRedis {
         let (connections, seen) = (Arc::<AtomicUsize>::default(), Arc::<Mutex<Vec<_>>>::default());
         let (count, record) = (connections.clone(), seen.clone());
@@ -200,29 +200,29 @@ impl FakeRedis {
         format!("redis://{}", self.address)
     }
 
-    /// How many connections it has had.
+    /// Return the number of connections so far.
     pub fn connections(&self) -> usize {
         self.connections.load(Ordering::SeqCst)
     }
 
-    /// The script calls of requests so far.
+    /// Return the script calls of requests so far, without probes.
     pub fn calls(&self) -> Vec<Command> {
         let seen = self.seen.lock().unwrap();
         seen.iter().filter(|command| command.is_script() && !command.is_probe()).cloned().collect()
     }
 
-    /// How many requests they were for.
+    /// Return the number of requests in these calls.
     pub fn requests(&self) -> usize {
         self.calls().iter().map(|call| call.requests().len()).sum()
     }
 
-    /// How often it was asked for a sign of life.
+    /// Return the number of probes of the circuit breaker.
     pub fn probes(&self) -> usize {
         self.seen.lock().unwrap().iter().filter(|command| command.is_probe()).count()
     }
 }
 
-/// An array of bulk strings; none at the end of the connection.
+/// Read an array of bulk strings. Return `None` at the end of the connection.
 fn command(stream: &mut BufReader<TcpStream>) -> Option<Vec<String>> {
     let count = number(stream, '*')?;
     let word = |_| {

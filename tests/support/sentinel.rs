@@ -7,12 +7,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::eventually;
 use super::redis::Redis;
 
-/// What the Sentinels call the master.
+/// The name of the master in Sentinel.
 pub const NAME: &str = "mymaster";
 
-/// All of them are killed when the test is over.
+/// The servers. All of them are killed at the end of the test.
 pub struct Sentinels {
-    /// The master of the start, then its replicas.
+    /// The initial master, then its replicas.
     pub nodes: Vec<Redis>,
     pub sentinels: Vec<Redis>,
     _alone: MutexGuard<'static, ()>,
@@ -20,9 +20,9 @@ pub struct Sentinels {
 }
 
 impl Sentinels {
-    /// Starts all of them and waits until they know each other and all replicas are in sync.
+    /// Start all servers and wait until they know each other and all replicas are in sync.
     pub fn start() -> Sentinels {
-        // Seven processes that watch the time: two such groups at once would take each other's delays for failures.
+        // Seven processes with timers: two groups at once would take each other's delays for failures.
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let directory = tempfile::tempdir().unwrap();
@@ -37,7 +37,7 @@ impl Sentinels {
                 master.port
             );
             std::fs::write(&file, text).unwrap();
-            // Sentinels write to their file: each has its own.
+            // Sentinels write to their configuration file, so each has its own.
             Redis::start_as(&[file.to_str().unwrap(), "--sentinel"])
         };
         let sentinels = vec![sentinel(), sentinel(), sentinel()];
@@ -47,25 +47,24 @@ impl Sentinels {
         all
     }
 
-    /// As the gateway is told it.
+    /// Return the URL as the gateway is configured.
     pub fn url(&self) -> String {
         let addresses: Vec<_> = self.sentinels.iter().map(|node| format!("127.0.0.1:{}", node.port)).collect();
         format!("redis+sentinel://{}/{NAME}", addresses.join(","))
     }
 
-    /// The port of the master, as a Sentinel says.
+    /// Return the port of the master according to a Sentinel.
     pub fn master_port(&self) -> u16 {
         master_port(&self.sentinels[0])
     }
 
-    /// The master, as a Sentinel says.
+    /// Return the master according to a Sentinel.
     pub fn master(&self) -> &Redis {
         let port = self.master_port();
         self.nodes.iter().find(|node| node.port == port).unwrap()
     }
 
-    /// Kills the master without a word to anybody, and waits until all Sentinels say that another is the master; returns
-    /// the port of the new one.
+    /// Kill the master with SIGKILL and wait until all Sentinels agree on a new one. Return its port.
     pub fn fail_over_by_kill(&mut self) -> u16 {
         let old = self.master_port();
         let index = self.nodes.iter().position(|node| node.port == old).unwrap();
@@ -75,11 +74,11 @@ impl Sentinels {
         self.wait_for_another_than(old)
     }
 
-    /// Asks a Sentinel to make another the master, and waits until all say so; returns the port of the new one. The old one
+    /// Request a failover from a Sentinel and wait until all agree. Return the port of the new master. The old one
     /// becomes a replica.
     pub fn fail_over_by_command(&self) -> u16 {
         let old = self.master_port();
-        // It refuses while it is not done with the last one, or has not heard of the replicas since.
+        // Sentinel rejects the command until the last failover is complete and the replicas have reported.
         eventually("a Sentinel begins a failover", || {
             sentinel("FAILOVER").exec(&mut self.sentinels[0].connection()).is_ok()
         });
@@ -96,7 +95,7 @@ impl Sentinels {
         self.master_port()
     }
 
-    /// Waits until every Sentinel could lead a failover now.
+    /// Wait until every Sentinel could lead a failover.
     fn wait_until_ready(&self) {
         eventually("the Sentinels know each other and both replicas", || {
             self.sentinels.iter().all(|node| {
@@ -114,7 +113,7 @@ impl Sentinels {
     }
 }
 
-/// Starts a replica and waits until it is in sync; it keeps its files in this folder.
+/// Start a replica with its files in `folder` and wait until it is in sync.
 pub fn replica_of(master: &Redis, folder: &Path) -> Redis {
     redis::cmd("CONFIG").arg("SET").arg("repl-diskless-sync-delay").arg(0).exec(&mut master.connection()).unwrap();
     let master = format!("127.0.0.1 {}", master.port);
@@ -123,7 +122,7 @@ pub fn replica_of(master: &Redis, folder: &Path) -> Redis {
     replica
 }
 
-/// A command about the master.
+/// Return a command about the master.
 fn sentinel(subcommand: &str) -> redis::Cmd {
     let mut command = redis::cmd("SENTINEL");
     command.arg(subcommand).arg(NAME);

@@ -1,4 +1,4 @@
-//! A server of a fleet that does as it is told: answers, hangs, resets, goes away and comes back.
+//! An upstream server whose behaviour the test controls: it responds, hangs, resets connections, stops and starts.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -9,38 +9,38 @@ use std::time::Duration;
 
 use super::upstream::{Seen, read_request};
 
-/// What it does with a request.
+/// How the server handles requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mood {
-    /// Answers with this status.
-    Answers(u16),
-    /// Answers after so many ms.
-    Takes(u64),
-    /// Answers when it is in another mood.
-    Holds,
-    /// Closes the connection once it has read the request.
-    Resets,
+pub enum Behaviour {
+    /// Respond with this status.
+    Respond(u16),
+    /// Respond after this many ms.
+    RespondAfter(u64),
+    /// Respond when the behaviour changes.
+    Hang,
+    /// Close the connection after reading the request.
+    Reset,
 }
 
-/// The server; its threads end with the test's process.
+/// The server. Its threads end with the test process.
 pub struct Server {
     pub address: SocketAddr,
     inner: Arc<Inner>,
 }
 
 struct Inner {
-    mood: Mutex<Mood>,
+    behaviour: Mutex<Behaviour>,
     changed: Condvar,
-    /// All requests but health checks.
+    /// All requests except health checks.
     seen: Mutex<Vec<Seen>>,
     checks: AtomicUsize,
-    /// Connections that it has taken, and those that are open.
+    /// Accepted connections, and open connections.
     accepted: AtomicUsize,
     connections: AtomicUsize,
-    /// What it has to do at the moment, and had at most.
+    /// Requests in flight: now, and the maximum.
     running: AtomicUsize,
     most: AtomicUsize,
-    /// While it is there.
+    /// The listener while the server is up.
     open: Mutex<Option<Open>>,
 }
 
@@ -52,7 +52,7 @@ struct Open {
 impl Server {
     pub fn start() -> Server {
         let inner = Arc::new(Inner {
-            mood: Mutex::new(Mood::Answers(200)),
+            behaviour: Mutex::new(Behaviour::Respond(200)),
             changed: Condvar::new(),
             seen: Mutex::default(),
             checks: AtomicUsize::new(0),
@@ -66,7 +66,7 @@ impl Server {
         Server { address, inner }
     }
 
-    pub fn fleet<const N: usize>() -> [Server; N] {
+    pub fn start_many<const N: usize>() -> [Server; N] {
         std::array::from_fn(|_| Server::start())
     }
 
@@ -74,16 +74,16 @@ impl Server {
         format!("http://{}", self.address)
     }
 
-    pub fn set(&self, mood: Mood) {
-        *self.inner.mood.lock().unwrap() = mood;
+    pub fn set(&self, behaviour: Behaviour) {
+        *self.inner.behaviour.lock().unwrap() = behaviour;
         self.inner.changed.notify_all();
     }
 
-    /// Goes away: connections are cut, new ones refused.
-    pub fn down(&self) {
+    /// Stop: close open connections and refuse new ones.
+    pub fn stop(&self) {
         let Some(open) = self.inner.open.lock().unwrap().take() else { return };
         open.closed.store(true, Ordering::SeqCst);
-        // Wakes whoever accepts, and waits until nobody does any more.
+        // Wake the accepting thread and wait until the port refuses connections.
         while TcpStream::connect(self.address).is_ok() {
             std::thread::yield_now();
         }
@@ -92,43 +92,43 @@ impl Server {
         }
     }
 
-    /// Comes back.
-    pub fn up(&self) {
+    /// Start again.
+    pub fn start_again(&self) {
         open(&self.inner, self.address);
     }
 
-    /// Requests so far.
+    /// Return the number of requests so far.
     pub fn count(&self) -> usize {
         self.inner.seen.lock().unwrap().len()
     }
 
-    /// Health checks so far.
+    /// Return the number of health checks so far.
     pub fn checks(&self) -> usize {
         self.inner.checks.load(Ordering::SeqCst)
     }
 
-    /// Connections that it has taken.
+    /// Return the number of accepted connections.
     pub fn accepted(&self) -> usize {
         self.inner.accepted.load(Ordering::SeqCst)
     }
 
-    /// Connections that are open.
+    /// Return the number of open connections.
     pub fn connections(&self) -> usize {
         self.inner.connections.load(Ordering::SeqCst)
     }
 
-    /// Requests that it had to do with at the same time, at most.
-    pub fn most(&self) -> usize {
+    /// Return the maximum number of concurrent requests.
+    pub fn max_running(&self) -> usize {
         self.inner.most.load(Ordering::SeqCst)
     }
 
-    /// Requests that it has to do with.
+    /// Return the number of requests in flight.
     pub fn running(&self) -> usize {
         self.inner.running.load(Ordering::SeqCst)
     }
 
-    /// How often it has seen each value of a header.
-    pub fn ids(&self, header: &str, counts: &mut HashMap<String, usize>) {
+    /// Count the values of a header.
+    pub fn count_values(&self, header: &str, counts: &mut HashMap<String, usize>) {
         for seen in self.inner.seen.lock().unwrap().iter() {
             seen.headers(header).into_iter().for_each(|id| *counts.entry(id.to_owned()).or_default() += 1);
         }
@@ -181,18 +181,18 @@ fn serve(inner: &Inner, mut stream: TcpStream) {
 }
 
 fn answer(inner: &Inner) -> Option<u16> {
-    let mood = *inner.mood.lock().unwrap();
-    match mood {
-        Mood::Answers(status) => Some(status),
-        Mood::Takes(ms) => {
+    let behaviour = *inner.behaviour.lock().unwrap();
+    match behaviour {
+        Behaviour::Respond(status) => Some(status),
+        Behaviour::RespondAfter(ms) => {
             std::thread::sleep(Duration::from_millis(ms));
             Some(200)
         }
-        Mood::Holds => {
-            let mood = inner.mood.lock().unwrap();
-            drop(inner.changed.wait_while(mood, |mood| *mood == Mood::Holds).unwrap());
+        Behaviour::Hang => {
+            let behaviour = inner.behaviour.lock().unwrap();
+            drop(inner.changed.wait_while(behaviour, |behaviour| *behaviour == Behaviour::Hang).unwrap());
             Some(200)
         }
-        Mood::Resets => None,
+        Behaviour::Reset => None,
     }
 }

@@ -1,4 +1,4 @@
-//! Both stores under one virtual clock, and the limits that tests put to them.
+//! The Redis store and the memory store under one virtual clock, and limits for tests.
 
 use std::collections::HashSet;
 use std::future::{Future, poll_fn};
@@ -23,7 +23,7 @@ use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
-use super::PATIENCE;
+use super::MAX_WAIT;
 use super::redis::Redis;
 
 pub const SECOND: u64 = 1_000_000;
@@ -31,7 +31,7 @@ pub const SECOND: u64 = 1_000_000;
 pub const START: u64 = 30_000_000 * 60 * SECOND;
 pub const ALIGNED: WindowStart = WindowStart::Aligned { phase: 0 };
 
-/// Both stores under one virtual clock.
+/// The Redis store and the memory store under one virtual clock.
 pub struct Stores {
     pub memory: MemoryStore,
     pub redis: ServerStore,
@@ -45,7 +45,7 @@ impl Stores {
         Stores { memory: MemoryStore::new(1_000_000, clock.clone()), redis, clock }
     }
 
-    /// Asks both; they must agree in every field.
+    /// Call both stores. They must agree in every field.
     pub async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
         let script = call(&self.redis, operation, charges).await.unwrap();
         let model = self.memory.decide(operation, charges);
@@ -58,17 +58,17 @@ impl Stores {
         script
     }
 
-    /// One unit of one limit.
+    /// Check one token of one limit.
     pub async fn check(&self, limit: &Limit) -> Outcome {
         self.call(Operation::Check, &[limit.charge(1, 1)]).await.outcomes[0]
     }
 
-    /// Several requests at once.
+    /// Check several requests at once.
     pub async fn check_all(&self, requests: &[Vec<Charge<'_>>]) -> Vec<Verdict> {
         all(requests.iter().map(|charges| self.call(Operation::Check, charges))).await
     }
 
-    /// What charges would get at another instant, without a trace: each group for itself, all at once.
+    /// Return what charges would get at another instant, without writing: each group separately, all at once.
     pub async fn peek(&self, at: u64, groups: &[Vec<Charge<'_>>]) -> Vec<Verdict> {
         let now = self.clock.now_us();
         self.clock.set(at);
@@ -83,7 +83,7 @@ pub async fn call(store: &ServerStore, operation: Operation, charges: &[Charge<'
     store.call(monotonic() + store.timeout(), false, operation, charges).await
 }
 
-/// Waits for all of some futures.
+/// Wait for all futures.
 pub async fn all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
     let mut waiting: Vec<_> = futures.into_iter().map(|future| (Some(Box::pin(future)), None)).collect();
     poll_fn(|context| {
@@ -98,13 +98,13 @@ pub async fn all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Outp
     waiting.into_iter().filter_map(|(_, output)| output).collect()
 }
 
-/// A store on a server that loads its scripts when they are missed.
+/// Return a store on a server that loads its scripts on NOSCRIPT.
 pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> ServerStore {
     let settings = RedisSettings {
         prefix: prefix.to_owned(),
         connections: 1,
-        timeout: PATIENCE,
-        connect_timeout: PATIENCE,
+        timeout: MAX_WAIT,
+        connect_timeout: MAX_WAIT,
         algorithms: AlgorithmSet::default(),
         clock,
     };
@@ -143,7 +143,7 @@ pub fn concurrency(limit: u64, lease: u64) -> Rule {
     Rule::Concurrency(Concurrency { limit, ttl: lease })
 }
 
-/// Each algorithm that counts over time with this quota; that of the calendar with so many units a year.
+/// Return each algorithm that counts over time with this quota. The calendar one has `limit` per year.
 pub fn every_algorithm(limit: u64, length: u64) -> [(&'static str, Rule); 7] {
     [
         ("token-bucket", bucket(limit, length, limit)),
@@ -156,7 +156,7 @@ pub fn every_algorithm(limit: u64, length: u64) -> [(&'static str, Rule); 7] {
     ]
 }
 
-/// The largest and the oddest limits that can be configured.
+/// Return the largest and most unusual limits that can be configured.
 pub fn extremes() -> Vec<Rule> {
     let numbers = (0..16).map(|power| 10u64.pow(power)).chain((0..53).map(|bit| 1 << bit));
     let counts: Vec<_> = numbers.flat_map(|n| [n.saturating_sub(1), n, n + 1, n / 7 * 9]).collect();
@@ -166,7 +166,7 @@ pub fn extremes() -> Vec<Rule> {
         let quotas = || {
             counts.iter().filter(|count| (1..EXACT_INTEGER_LIMIT).contains(*count)).map(|count| quota(*count, window))
         };
-        // Of those that are accepted, the largest are the ones to fear.
+        // The largest accepted limits are the ones that may overflow.
         let mut largest = |rule: &dyn Fn(Quota) -> Option<Rule>| {
             let mut accepted: Vec<_> = quotas().filter_map(rule).collect();
             accepted.sort_by_key(Rule::capacity);
@@ -186,7 +186,7 @@ pub fn extremes() -> Vec<Rule> {
     rules
 }
 
-/// Changes a limit's size, never its shape.
+/// Change the quota of a rule, not its shape.
 pub fn resize(rule: &mut Rule, size: u64) {
     match rule {
         Rule::TokenBucket(rule) => rule.burst = size,
@@ -198,13 +198,13 @@ pub fn resize(rule: &mut Rule, size: u64) {
     }
 }
 
-/// The longest time after which a state means nothing any more, as long as it never held more than its limit, µs.
+/// Return the longest time after which a state that never exceeded its limit has no effect, µs.
 pub fn longest_reset(rule: &Rule) -> u64 {
     const HOUR: u64 = 3600 * SECOND;
     match rule {
         Rule::TokenBucket(rule) => (rule.burst * rule.parts).div_ceil(rule.refill),
         Rule::FixedWindow(FixedWindow { start: WindowStart::Calendar(windows), .. }) => {
-            // A day, week, month or year that the end of summer time makes longer.
+            // The end of daylight saving time makes a day, week, month or year longer.
             let days = match windows.to_string().split('@').next() {
                 Some("day") => 1,
                 Some("week") => 7,
@@ -221,7 +221,7 @@ pub fn longest_reset(rule: &Rule) -> u64 {
     }
 }
 
-/// A limit of the tests: an algorithm and a name of its own.
+/// A limit for tests: a rule and a name.
 #[derive(Debug)]
 pub struct Limit {
     pub rule: Rule,
@@ -245,7 +245,7 @@ impl Limit {
         }
     }
 
-    /// The key of an identity in Redis.
+    /// Return the Redis key of an identity.
     pub fn key(&self, prefix: &str, identity: u128) -> Vec<u8> {
         let mut key = Vec::new();
         self.charge(identity, 0).key.write(prefix, &mut key);
@@ -253,8 +253,8 @@ impl Limit {
     }
 }
 
-/// Limits of which no two keys of the first `identities` identities share a shard of the memory store: sweeping one would
-/// forget another for good, and the clock may go back.
+/// Return limits whose keys for the first `identities` identities are in different shards of the memory store:
+/// sweeping a shard deletes other keys, and the clock may go back.
 pub fn apart(rules: Vec<Rule>, identities: u128) -> Vec<Limit> {
     let mut shards = HashSet::new();
     let mut numbers = 0..;

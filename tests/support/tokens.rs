@@ -1,4 +1,4 @@
-//! Keys of an issuer and the tokens that it signs, made without the library under test.
+//! Keys of a JWT issuer and signed tokens, made without the JWT library of the gateway.
 
 use aws_lc_rs::encoding::{AsDer, PublicKeyX509Der};
 use aws_lc_rs::hmac;
@@ -11,7 +11,7 @@ use base64::Engine;
 use base64::engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD};
 use serde_json::{Value, json};
 
-/// A key pair with a name.
+/// A key pair with a key ID.
 pub struct Key {
     pub id: String,
     pair: Pair,
@@ -45,7 +45,7 @@ impl Key {
         }
     }
 
-    /// Its public half.
+    /// Return the public key as a JWK.
     pub fn jwk(&self) -> Value {
         match &self.pair {
             Pair::Rsa(pair) => {
@@ -63,7 +63,7 @@ impl Key {
         }
     }
 
-    /// The forms in which a careless verifier might take the public half of an RSA key for the secret of an HMAC.
+    /// Return encodings of the public RSA key that a careless verifier might use as an HMAC secret.
     pub fn public_forms(&self) -> Vec<(&'static str, Vec<u8>)> {
         let Pair::Rsa(pair) = &self.pair else { panic!("an RSA key is needed") };
         let spki: PublicKeyX509Der<'_> = pair.public_key().as_der().unwrap();
@@ -91,40 +91,40 @@ impl Key {
         }
     }
 
-    /// A token with the usual head.
+    /// Return a token with the usual header.
     pub fn token(&self, claims: &Value) -> String {
         self.token_with(&json!({ "typ": "JWT", "alg": self.algorithm(), "kid": self.id }), claims)
     }
 
-    /// A token with any head.
+    /// Return a token with any header.
     pub fn token_with(&self, head: &Value, claims: &Value) -> String {
         signed(head, claims, |message| self.signature(message))
     }
 }
 
-/// A JWK Set of the public halves.
+/// Return the JWK Set of the public keys.
 pub fn key_set(keys: &[&Key]) -> String {
     json!({ "keys": keys.iter().map(|key| key.jwk()).collect::<Vec<_>>() }).to_string()
 }
 
-/// A token whose signature is whatever `sign` makes of head and claims.
+/// Return a token whose signature is `sign` of header and claims.
 pub fn signed(head: &Value, claims: &Value, sign: impl FnOnce(&[u8]) -> Vec<u8>) -> String {
     let message = format!("{}.{}", encode(head.to_string()), encode(claims.to_string()));
     let signature = sign(message.as_bytes());
     format!("{message}.{}", encode(signature))
 }
 
-/// An HMAC with SHA-256.
+/// Return HMAC-SHA-256.
 pub fn hs256(secret: &[u8], message: &[u8]) -> Vec<u8> {
     hmac::sign(&hmac::Key::new(hmac::HMAC_SHA256, secret), message).as_ref().to_vec()
 }
 
-/// base64url without padding.
+/// Encode as base64url without padding.
 pub fn encode(bytes: impl AsRef<[u8]>) -> String {
     URL_SAFE_NO_PAD.encode(bytes)
 }
 
-/// Seconds since the epoch, so many from now.
+/// Return the Unix time in `seconds` from now.
 pub fn in_seconds(seconds: i64) -> i64 {
     std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs() as i64 + seconds
 }

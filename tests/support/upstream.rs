@@ -1,13 +1,13 @@
-//! Upstreams: one that records and answers as it is asked, and one made of raw sockets.
+//! Upstreams: one that records requests and responds, and raw sockets.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 
-/// A request as the upstream saw it.
+/// A recorded request.
 #[derive(Debug, Clone)]
 pub struct Seen {
-    /// Everything up to the empty line.
+    /// The head up to the empty line.
     pub head: String,
     pub body: Vec<u8>,
 }
@@ -23,23 +23,23 @@ impl Seen {
     }
 }
 
-/// An upstream; its threads end with the test's process.
+/// An upstream. Its threads end with the test process.
 pub struct Upstream {
     pub address: SocketAddr,
-    /// Whole requests.
+    /// Complete requests.
     pub seen: Arc<Mutex<Vec<Seen>>>,
-    /// All heads, whether or not a body came.
+    /// All heads, with or without a complete body.
     pub heads: Arc<Mutex<Vec<String>>>,
 }
 
 impl Upstream {
-    /// Answers every request with `ok`, or with what `answer` makes of it.
+    /// Start an upstream that responds `ok` to every request.
     pub fn start() -> Upstream {
-        Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec())
+        Upstream::responding(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec())
     }
 
-    /// Answers with raw bytes.
-    pub fn answering(answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
+    /// Start an upstream that responds with the raw bytes that `answer` returns.
+    pub fn responding(answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
         let seen = Arc::<Mutex<Vec<Seen>>>::default();
         let heads = Arc::<Mutex<Vec<String>>>::default();
         let (record, begun) = (seen.clone(), heads.clone());
@@ -60,7 +60,7 @@ impl Upstream {
         format!("http://{}", self.address)
     }
 
-    /// The request that came last.
+    /// Return the last request.
     pub fn last(&self) -> Seen {
         self.seen.lock().unwrap().last().expect("no request came").clone()
     }
@@ -70,7 +70,7 @@ impl Upstream {
     }
 }
 
-/// Hands every connection to a thread of its own.
+/// Accept connections and run `connection` in a new thread for each.
 pub fn serve(connection: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -84,7 +84,7 @@ pub fn serve(connection: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAd
     address
 }
 
-/// Reads a head up to the empty line.
+/// Read a head up to the empty line.
 pub fn read_head(stream: &mut impl Read) -> Option<String> {
     let mut head = Vec::new();
     let mut byte = [0];
@@ -97,7 +97,7 @@ pub fn read_head(stream: &mut impl Read) -> Option<String> {
     Some(String::from_utf8(head).unwrap())
 }
 
-/// Reads a request; none if the connection is closed before it ends.
+/// Read a request. Return `None` if the connection is closed first.
 pub fn read_request(stream: &mut impl Read) -> Option<Seen> {
     let head = read_head(stream)?;
     read_body(stream, head)
@@ -128,7 +128,7 @@ fn read_body(stream: &mut impl Read, head: String) -> Option<Seen> {
     Some(seen)
 }
 
-/// An upstream whose responses begin and do not end.
+/// Start an upstream whose responses begin and never end.
 pub fn endless() -> SocketAddr {
     serve(|mut stream| {
         if read_head(&mut stream).is_some() {

@@ -1,4 +1,4 @@
-//! Walks through a document as its reader: writes the files, types the commands, compares what they print.
+//! Walks through a document as its reader: writes the files, runs the commands and compares their output.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
@@ -10,14 +10,14 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use super::PATIENCE;
+use super::MAX_WAIT;
 use super::gateway::binary;
 use super::pages::{are_like, blocks};
 
-/// The ports that the documents name; each walk has others in their place.
+/// The ports in the documents. Each walk replaces them by free ones.
 const PORTS: [&str; 5] = ["8080", "8081", "9000", "9180", "6379"];
 
-/// One reader, in a folder of his own.
+/// One reader with a working directory.
 pub struct Walk {
     directory: tempfile::TempDir,
     path: OsString,
@@ -38,9 +38,9 @@ impl Walk {
         self.directory.path()
     }
 
-    /// Puts a file into the folder, as if the reader had it.
+    /// Write a file into the directory.
     pub fn put(&self, name: &str, text: &str) {
-        // What is shown must not depend on how busy this machine is: with the usual 50 ms a call may go unanswered.
+        // The output must not depend on the load of this machine: with the default 50 ms a call may time out.
         let mut text = self.with_ports(text);
         if text.contains("\nurl = \"redis") {
             text = text.replace("[store]\n", "[store]\ntimeout = \"5s\"\n");
@@ -48,7 +48,7 @@ impl Walk {
         std::fs::write(self.folder().join(name), text).unwrap();
     }
 
-    /// Does what the document says; `instead` may have another command for one, or none at all.
+    /// Follow the document. `instead` may return another command, or `None` to skip one.
     pub fn through(&mut self, document: &str, mut instead: impl FnMut(&str) -> Option<String>) -> usize {
         let mut typed = 0;
         for block in blocks(document) {
@@ -76,7 +76,7 @@ impl Walk {
                 let output = self.shell(&command).output().unwrap();
                 let said = String::from_utf8(output.stdout).unwrap();
                 let alike = are_like(&said.lines().collect::<Vec<_>>(), &expected);
-                // Where a page shows nothing it is about what the command does.
+                // A page without output only requires that the command succeeds.
                 assert!(alike || (expected.is_empty() && output.status.success()), "{}", wrong(&said));
             }
             Some(command) => {
@@ -86,14 +86,14 @@ impl Walk {
                     || are_like(&said.lock().unwrap().iter().map(String::as_str).collect::<Vec<_>>(), &begun);
                 let started = Instant::now();
                 while !has_begun() {
-                    assert!(started.elapsed() < PATIENCE, "{}", wrong(&said.lock().unwrap().join("\n")));
+                    assert!(started.elapsed() < MAX_WAIT, "{}", wrong(&said.lock().unwrap().join("\n")));
                     std::thread::yield_now();
                 }
             }
         }
     }
 
-    /// Lets a command run until the walk is over; what it prints from now on.
+    /// Start a command that runs until the end of the walk. Return its output from now on.
     fn start(&mut self, command: &str) -> Arc<Mutex<Vec<String>>> {
         let mut child = self.shell(&format!("exec env {command}")).stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -106,7 +106,7 @@ impl Walk {
         said
     }
 
-    /// What goes to the terminal, on both ways, comes to us; what goes to a file does not.
+    /// Return a shell command whose terminal output, standard output and error, is captured. Output to files is not.
     fn shell(&self, command: &str) -> Command {
         let mut shell = Command::new("sh");
         shell.args(["-c", &format!("exec 2>&1; {command}")]).stdin(Stdio::null());
@@ -131,7 +131,7 @@ impl Drop for Walk {
     }
 }
 
-/// A reader has a terminal, where the gateway's own log is text.
+/// Convert a log line to the text format of a terminal.
 fn as_on_a_terminal(line: String) -> String {
     let Ok(entry) = serde_json::from_str::<Value>(&line) else { return line };
     match (&entry["timestamp"], &entry["level"], &entry["message"]) {
@@ -140,7 +140,8 @@ fn as_on_a_terminal(line: String) -> String {
     }
 }
 
-/// Below the ports that the kernel gives to others, so that nobody takes one between the look and the start; none
+/// Return ports below the ephemeral range, so that the kernel assigns none of them to others. None contains a port of
+/// the documents as a substring.
 /// contains one that the documents name.
 fn free_ports(count: usize) -> Vec<u16> {
     let begin = 21_000 + (std::process::id() % 40) as u16 * 100;

@@ -1,4 +1,4 @@
-//! Upstreams with TLS, which record who came and how.
+//! Upstreams with TLS that record their handshakes.
 
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -12,33 +12,33 @@ use rustls::{HandshakeKind, RootCertStore, ServerConfig, ServerConnection, Strea
 
 use super::certificates::{Authority, Pair};
 
-/// The server's side of a connection.
+/// The server side of a connection.
 pub type Stream = StreamOwned<ServerConnection, TcpStream>;
 
-/// A handshake that came to its end.
+/// A completed handshake.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Shake {
-    /// The name that was asked for (SNI).
+pub struct Handshake {
+    /// The server name (SNI).
     pub name: Option<String>,
     pub protocol: Option<String>,
     pub resumed: bool,
-    /// The certificate that was shown.
+    /// The client certificate.
     pub client: Option<CertificateDer<'static>>,
 }
 
-/// An upstream; its threads end with the test's process.
-pub struct Secured {
+/// An upstream. Its threads end with the test process.
+pub struct TlsUpstream {
     pub address: SocketAddr,
-    pub shakes: Arc<Mutex<Vec<Shake>>>,
+    pub handshakes: Arc<Mutex<Vec<Handshake>>>,
 }
 
-impl Secured {
-    /// Hands every connection to a thread of its own once hands are shaken.
-    pub fn serve(config: Arc<ServerConfig>, connection: impl Fn(Stream) + Send + Sync + 'static) -> Secured {
+impl TlsUpstream {
+    /// Accept connections, complete the handshake and run `connection` in a new thread for each.
+    pub fn serve(config: Arc<ServerConfig>, connection: impl Fn(Stream) + Send + Sync + 'static) -> TlsUpstream {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let (connection, shakes) = (Arc::new(connection), Arc::<Mutex<Vec<Shake>>>::default());
-        let record = shakes.clone();
+        let (connection, handshakes) = (Arc::new(connection), Arc::<Mutex<Vec<Handshake>>>::default());
+        let record = handshakes.clone();
         thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
                 let (connection, record, config) = (connection.clone(), record.clone(), config.clone());
@@ -47,7 +47,7 @@ impl Secured {
                     let mut stream = Stream::new(ServerConnection::new(config).unwrap(), stream);
                     while stream.conn.is_handshaking() {
                         if stream.conn.complete_io(&mut stream.sock).is_err() {
-                            // Closing before all is read would be a reset, which may overtake the alert.
+                            // Closing with unread data causes a reset, which may overtake the alert.
                             let _ = stream.sock.shutdown(Shutdown::Write);
                             let _ = io::copy(&mut stream.sock, &mut io::sink());
                             return;
@@ -58,17 +58,17 @@ impl Secured {
                 });
             }
         });
-        Secured { address, shakes }
+        TlsUpstream { address, handshakes }
     }
 
-    /// The handshakes so far.
-    pub fn shakes(&self) -> Vec<Shake> {
-        self.shakes.lock().unwrap().clone()
+    /// Return the handshakes so far.
+    pub fn handshakes(&self) -> Vec<Handshake> {
+        self.handshakes.lock().unwrap().clone()
     }
 }
 
-pub fn shake(connection: &ServerConnection) -> Shake {
-    Shake {
+pub fn shake(connection: &ServerConnection) -> Handshake {
+    Handshake {
         name: connection.server_name().map(str::to_owned),
         protocol: connection.alpn_protocol().map(|name| String::from_utf8(name.to_vec()).unwrap()),
         resumed: connection.handshake_kind() == Some(HandshakeKind::Resumed),
@@ -76,7 +76,7 @@ pub fn shake(connection: &ServerConnection) -> Shake {
     }
 }
 
-/// What a server shows, whose certificates it wants, and what it speaks by ALPN.
+/// Return a server configuration: certificate, trust roots for clients, TLS versions, ALPN protocols.
 pub fn server(
     shows: &Pair,
     wants: Option<&Authority>,
