@@ -77,8 +77,8 @@ fn skewed_gateway_clocks_change_no_decision() {
     let (hour, window) = (3600 * SECOND as i64, 3650 * 86_400 * SECOND);
     let decisions = Cell::new(0);
     // Identity, cost and gateway of a call.
-    let call = (0..3u128, 0..12u64, 0..5usize);
-    property(operations() / 20, 30, prop::collection::vec(call, 1..60), |calls| {
+    let step = (0..3u128, 0..12u64, 0..5usize);
+    property(operations() / 20, 30, prop::collection::vec(step, 1..60), |calls| {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
         let right = redis_store(&redis, "right", Clock::Store);
         // An hour is realistic. Clocks off by a whole window would reset every limit if they mattered.
