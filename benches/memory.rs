@@ -15,15 +15,16 @@ use sluicegate::limiter::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
 use sluicegate::limiter::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
-use sluicegate::limiter::clock::Clock;
+use sluicegate::limiter::clock::{Clock, monotonic};
 use sluicegate::limiter::key::{IdentityHasher, Key, StateName};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarWindows;
 use sluicegate::limiter::quota::{CalendarUnit, Quota};
+use sluicegate::limiter::redis::RedisSettings;
 use sluicegate::limiter::redis::script::AlgorithmSet;
 use sluicegate::limiter::redis::server::RedisEndpoint;
-use sluicegate::limiter::redis::{RedisSettings, ServerStore};
-use sluicegate::limiter::verdict::{Charge, ChargeMode, CounterStore, Operation};
+use sluicegate::limiter::redis::server_store::ServerStore;
+use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 
 // As in the gateway: what a state takes depends on who allocates it.
 #[global_allocator]
@@ -127,9 +128,18 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
             algorithms: AlgorithmSet::default(),
             clock: clock.clone(),
         };
-        let store = Arc::new(ServerStore::new(&settings, RedisEndpoint::Single(server.client()), Arc::default()));
+        let endpoint = RedisEndpoint::Single(server.client());
+        let store = ServerStore::new(&settings, endpoint, Arc::default(), Arc::default());
         // Connected, and the script known.
-        store.call(Operation::Peek, &[subject.charge(&IdentityHasher::new(""), 0, 1)]).await.unwrap();
+        store
+            .call(
+                monotonic() + store.timeout(),
+                false,
+                Operation::Peek,
+                &[subject.charge(&IdentityHasher::new(""), 0, 1)],
+            )
+            .await
+            .unwrap();
         let before = used_memory(&mut server.connection());
         for (after_us, cost) in subject.fill.clone() {
             clock.set(START_US + after_us);
@@ -140,7 +150,10 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
                         let hasher = IdentityHasher::new("");
                         for identity in (task..IDENTITIES).step_by(TASKS as usize) {
                             let charge = subject.charge(&hasher, identity, cost);
-                            store.call(Operation::Charge, &[charge]).await.unwrap();
+                            store
+                                .call(monotonic() + store.timeout(), false, Operation::Charge, &[charge])
+                                .await
+                                .unwrap();
                         }
                     })
                 })

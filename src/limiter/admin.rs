@@ -68,7 +68,7 @@ impl LimiterAdmin {
             [Charge { key, rule: &variant.rule, cost, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 }];
         match &self.redis {
             None => Ok(self.memory.decide(Operation::Peek, &charge)),
-            Some((store, _)) => store.call(Operation::Peek, &charge).await,
+            Some((store, _)) => store.call(monotonic() + store.timeout(), Operation::Peek, &charge).await,
         }
     }
 

@@ -14,7 +14,7 @@ use crate::limiter::algorithm::concurrency::PermitAction;
 use crate::limiter::algorithm::{Change, State, Status, Step, StepKind};
 use crate::limiter::clock::{Clock, LogThrottle};
 use crate::limiter::key::Key;
-use crate::limiter::verdict::{Charge, CounterStore, Operation, StoreError, Verdict};
+use crate::limiter::verdict::{Charge, Operation, Verdict};
 
 /// Number of shards, a power of two: enough that two workers rarely lock the same one.
 const SHARDS: usize = 64;
@@ -108,12 +108,6 @@ impl MemoryStore {
             }
         }
         full_limits
-    }
-}
-
-impl CounterStore for MemoryStore {
-    async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        Ok(self.decide(operation, charges))
     }
 }
 

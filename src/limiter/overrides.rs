@@ -396,7 +396,7 @@ fn drop_oldest_removals(entries: &mut HashMap<String, KnownEntry>, now: Instant)
 
 /// Return whether the hash of overrides cannot be read although checks work.
 fn is_hash_error(error: &StoreError) -> bool {
-    error.error_reply().and_then(|reply| reply.code()).is_some_and(|code| ["NOPERM", "WRONGTYPE"].contains(&code))
+    error.error_reply().is_some_and(|reply| ["NOPERM", "WRONGTYPE"].contains(&reply.code()))
 }
 
 const OVERRIDE_FIELD: &str = "size";

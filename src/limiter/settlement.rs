@@ -91,32 +91,19 @@ impl StoreHandle {
         Some(self.tasks.spawn_on(task, &handle).abort_handle())
     }
 
-    /// Call the store for charges that outlive their request.
+    /// Call the store for charges that outlive their request. The timeout counts from `started_at`.
     ///
     /// # Errors
     /// See [`StoreError`].
     pub async fn call(
         &self,
         decided_by: DecidedBy,
-        operation: Operation,
-        charges: &[OwnedCharge],
-    ) -> Result<Verdict, StoreError> {
-        self.call_since(decided_by, monotonic(), operation, charges).await
-    }
-
-    /// Call the store for requests that have waited since `started_at`. The timeout counts from there.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn call_since(
-        &self,
-        decided_by: DecidedBy,
         started_at: Instant,
         operation: Operation,
         charges: &[OwnedCharge],
     ) -> Result<Verdict, StoreError> {
-        let to_charge = |pending| OwnedCharge::charge(pending, decided_by);
-        self.store.call(decided_by, started_at, operation, &charges.iter().map(to_charge).collect::<Vec<_>>()).await
+        let charges: Vec<_> = charges.iter().map(|owned| owned.charge(decided_by)).collect();
+        self.store.call(decided_by, started_at, operation, &charges).await
     }
 
     /// Call the store for charges that no request waits for. Retry for 30 s while too many checks are queued.
@@ -131,7 +118,7 @@ impl StoreHandle {
     ) -> Result<Verdict, StoreError> {
         let started_at = monotonic();
         loop {
-            match self.call(decided_by, operation, &charges).await {
+            match self.call(decided_by, monotonic(), operation, &charges).await {
                 Err(StoreError::Overloaded) if elapsed_since(started_at) < DELIVERY_TIMEOUT => {
                     sleep(OVERLOAD_RETRY_INTERVAL).await
                 }
@@ -266,7 +253,7 @@ impl ConcurrencyPermits {
                 store_handle.store.recovery_within(renew_delay).await;
                 store_handle.count_in_local_share(Operation::Renew, &permits);
                 store_state.call_in_flight.store(true, Ordering::Relaxed);
-                let result = store_handle.call(DecidedBy::Store, Operation::Renew, &permits).await;
+                let result = store_handle.call(DecidedBy::Store, monotonic(), Operation::Renew, &permits).await;
                 renew_delay = min_ttl / 3;
                 match result {
                     Ok(_) => {
@@ -311,7 +298,7 @@ impl Drop for ConcurrencyPermits {
             // One TTL after the store answers again, the permits have expired.
             let mut last_outage_at = monotonic();
             while elapsed_since(last_outage_at) < max_ttl {
-                match store_handle.call(DecidedBy::Store, RELEASE_PERMIT, &permits).await {
+                match store_handle.call(DecidedBy::Store, monotonic(), RELEASE_PERMIT, &permits).await {
                     Ok(_) if is_certain => return,
                     Ok(_) => is_certain = true,
                     Err(error) => {
@@ -380,7 +367,7 @@ impl DeferredCharges {
         let task = self.store_handle.tasks.spawn(async move {
             let (mut outcomes, mut failure) = (Vec::new(), None);
             for (operation, pending) in calls {
-                match store_handle.call(decided_by, operation, &pending).await {
+                match store_handle.call(decided_by, monotonic(), operation, &pending).await {
                     Ok(verdict) => {
                         outcomes.extend(pending.iter().map(|pending| pending.limit_index).zip(verdict.outcomes));
                     }

@@ -246,7 +246,7 @@ impl FlightTask {
             let ledger = self.store_handle.clone();
             // A separate task: the checks without an answer do not wait for the reply.
             self.store_handle.spawn(async move {
-                if let Err(error) = ledger.call(DecidedBy::Store, refund, &refunds).await {
+                if let Err(error) = ledger.call(DecidedBy::Store, monotonic(), refund, &refunds).await {
                     debug!(%error, "units of requests that were abandoned may not have been given back");
                 }
             });
@@ -270,7 +270,7 @@ impl FlightTask {
             None => {
                 let operation = if waiters == 1 { Operation::Check } else { Operation::TakeUpTo };
                 self.store_handle
-                    .call_since(DecidedBy::Store, started_at, operation, &with_cost(&self.charges, waiters))
+                    .call(DecidedBy::Store, started_at, operation, &with_cost(&self.charges, waiters))
                     .await
             }
         }
@@ -352,7 +352,7 @@ impl FlightTask {
     ) -> CheckResult {
         let asked_at = monotonic();
         let charges = with_cost(&self.charges, waiters + reservation.tokens());
-        let verdict = self.store_handle.call_since(DecidedBy::Store, started_at, Operation::TakeUpTo, &charges).await?;
+        let verdict = self.store_handle.call(DecidedBy::Store, started_at, Operation::TakeUpTo, &charges).await?;
         if verdict.granted > waiters {
             let rules = self.charges.iter().map(|pending| &pending.variant.rule);
             if reservation.fill(verdict.granted - waiters, verdict.clone(), rules, asked_at, monotonic()) {

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use redis::{Cmd, Value};
 use tokio::time::{sleep, timeout};
 
-use crate::limiter::clock;
-use crate::limiter::clock::monotonic;
+use crate::limiter::clock::elapsed_since;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::{AnsweredBy, LimiterMetrics};
-use crate::limiter::redis::circuit_breaker::{CircuitBreaker, GuardedStore, RecoverySignal};
+use crate::limiter::redis::circuit_breaker::{CircuitBreaker, RecoverySignal};
 use crate::limiter::redis::cluster::ClusterStore;
 use crate::limiter::redis::cluster::topology::ClusterMap;
-use crate::limiter::redis::{RedisDeployment, RedisSettings, ServerStore, cluster};
+use crate::limiter::redis::server_store::ServerStore;
+use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// The store for the counters of one worker.
@@ -36,7 +36,7 @@ pub enum Store {
 #[derive(Debug, Clone)]
 pub enum RedisStore {
     /// One server keeps all states.
-    Single(GuardedStore),
+    Single(ServerStore),
     /// The masters of a cluster; each keeps the states of some identities.
     Cluster(ClusterStore),
 }
@@ -51,9 +51,7 @@ impl RedisStore {
         metrics: Arc<LimiterMetrics>,
     ) -> Self {
         match deployment.clone() {
-            RedisDeployment::Single(server) => {
-                RedisStore::Single(GuardedStore::new(ServerStore::new(settings, server, metrics), breaker))
-            }
+            RedisDeployment::Single(server) => RedisStore::Single(ServerStore::new(settings, server, breaker, metrics)),
             RedisDeployment::Cluster { seeds, login } => {
                 RedisStore::Cluster(ClusterStore::new(settings.clone(), seeds, login, topology, metrics))
             }
@@ -63,7 +61,7 @@ impl RedisStore {
     /// Open the connections, so that the first request does not wait for them.
     pub async fn connect(&self) {
         match self {
-            RedisStore::Single(guard) => guard.connect().await,
+            RedisStore::Single(server) => server.connect().await,
             RedisStore::Cluster(cluster) => cluster.connect().await,
         }
     }
@@ -71,43 +69,35 @@ impl RedisStore {
     /// Return the signal that fires each time a server answers again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         match self {
-            RedisStore::Single(guard) => guard.recovery(),
+            RedisStore::Single(server) => server.recovery(),
             RedisStore::Cluster(cluster) => cluster.recovery(),
         }
     }
 
-    /// Send the charges and return the verdict before `deadline`; see [`Store::call`].
+    /// Decide all of `charges` at one instant, before `deadline`.
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn call_before(
+    pub async fn call(
         &self,
         deadline: Instant,
         operation: Operation,
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
         match self {
-            RedisStore::Single(store) => store.call_before(deadline, false, operation, charges).await,
+            RedisStore::Single(server) => server.call(deadline, false, operation, charges).await,
             // On the heap: otherwise the futures of single servers would have the size of this one.
-            RedisStore::Cluster(store) => Box::pin(store.call_before(deadline, operation, charges)).await,
+            RedisStore::Cluster(cluster) => Box::pin(cluster.call(deadline, operation, charges)).await,
         }
     }
 
-    /// Send the charges and return the verdict within the timeout.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        self.call_before(monotonic() + self.timeout(), operation, charges).await
-    }
-
-    /// Send an administrator's command about keys of one slot; see [`GuardedStore::admin_command`].
+    /// Send an administrator's command about keys of one slot; see [`ServerStore::admin_command`].
     ///
     /// # Errors
     /// See [`StoreError`].
     pub async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
         match self {
-            RedisStore::Single(guard) => guard.admin_command(guard.timeout(), false, command).await,
+            RedisStore::Single(server) => server.admin_command(server.timeout(), false, command).await,
             RedisStore::Cluster(cluster) => Box::pin(cluster.admin_command(slot, command)).await,
         }
     }
@@ -115,7 +105,7 @@ impl RedisStore {
     /// Return the maximum time from the start of a check to its verdict.
     pub fn timeout(&self) -> Duration {
         match self {
-            RedisStore::Single(guard) => guard.timeout(),
+            RedisStore::Single(server) => server.timeout(),
             RedisStore::Cluster(cluster) => cluster.timeout(),
         }
     }
@@ -155,12 +145,12 @@ impl Store {
         let (store, metrics) = match (self, decided_by) {
             (Store::Memory(memory) | Store::Redis { fallback: memory, .. }, DecidedBy::Local)
             | (Store::Memory(memory), DecidedBy::Store) => return Ok(memory.decide(operation, charges)),
-            (Store::Redis { store, metrics: tallies, .. }, DecidedBy::Store) => (store, tallies),
+            (Store::Redis { store, metrics, .. }, DecidedBy::Store) => (store, metrics),
         };
-        // On the heap: otherwise checks that stay in this process would have the size of this future.
-        let result = Box::pin(store.call_before(started_at + store.timeout(), operation, charges)).await;
+        // On the heap: otherwise the futures of checks that stay in this process would have the size of this one.
+        let result = Box::pin(store.call(started_at + store.timeout(), operation, charges)).await;
         match &result {
-            Ok(_) => metrics.round_trips.observe(clock::elapsed_since(started_at)),
+            Ok(_) => metrics.round_trips.observe(elapsed_since(started_at)),
             Err(StoreError::BreakerOpen | StoreError::Overloaded) => metrics.failures.increment(1),
             Err(_) => metrics.failures.increment(0),
         }

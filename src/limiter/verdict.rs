@@ -1,6 +1,7 @@
 //! The interface of a counter store: operations, charges, verdicts and errors. One call decides a whole request.
 
-use std::future::Future;
+use std::fmt;
+use std::sync::Arc;
 
 use crate::limiter::algorithm::{Outcome, Rule};
 use crate::limiter::key::Key;
@@ -119,6 +120,37 @@ impl Verdict {
     }
 }
 
+/// An error reply as the store wrote it: a code, a space and a detail.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ErrorReply(Arc<str>);
+
+impl ErrorReply {
+    /// Create an error reply.
+    pub fn new(code: &str, detail: &str) -> Self {
+        ErrorReply(if detail.is_empty() { code.into() } else { format!("{code} {detail}").into() })
+    }
+
+    /// Return the code, such as `MOVED`.
+    pub fn code(&self) -> &str {
+        self.split().0
+    }
+
+    /// Return the detail. Empty if the reply has none.
+    pub fn detail(&self) -> &str {
+        self.split().1
+    }
+
+    fn split(&self) -> (&str, &str) {
+        self.0.split_once(' ').unwrap_or((&self.0, ""))
+    }
+}
+
+impl fmt::Display for ErrorReply {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.0)
+    }
+}
+
 /// The reason why a call has no verdict.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum StoreError {
@@ -139,18 +171,18 @@ pub enum StoreError {
     #[error("more checks are queued than the store can decide in time")]
     Overloaded,
     /// An error reply that does not depend on this call: other calls get it as well.
-    #[error("the store refuses calls: {}", reply(_0))]
-    Rejected(#[source] redis::RedisError),
+    #[error("the store refuses calls: {0}")]
+    Rejected(ErrorReply),
     /// Another server of the cluster keeps the state, or will after a migration. Nothing ran.
-    #[error("the store is a node of a cluster and keeps only a part: {}", reply(_0))]
-    Redirected(#[source] redis::RedisError),
+    #[error("the store is a node of a cluster and keeps only a part: {0}")]
+    Redirected(ErrorReply),
     /// Out of memory, a disk error or too few replicas: the server rejects writes, and nothing ran. Calls that do not
     /// write succeed.
-    #[error("the store refuses writes: {}", reply(_0))]
-    WritesRejected(#[source] redis::RedisError),
+    #[error("the store refuses writes: {0}")]
+    WritesRejected(ErrorReply),
     /// The script failed on the stored state. Calls about other states do not fail.
-    #[error("a state in the store cannot be used: {}", reply(_0))]
-    CorruptState(#[source] redis::RedisError),
+    #[error("a state in the store cannot be used: {0}")]
+    CorruptState(ErrorReply),
     /// In the memory store, a limit has no room for another identity. Nothing was charged.
     #[error("`store.max_memory_states` has no room for another identity of a limit")]
     CapacityExceeded,
@@ -179,13 +211,13 @@ impl StoreError {
 }
 
 impl StoreError {
-    /// Return the error reply of Redis, if there is one.
-    pub fn error_reply(&self) -> Option<&redis::RedisError> {
+    /// Return the error reply of the store, if there is one.
+    pub fn error_reply(&self) -> Option<&ErrorReply> {
         match self {
-            StoreError::Rejected(error)
-            | StoreError::Redirected(error)
-            | StoreError::WritesRejected(error)
-            | StoreError::CorruptState(error) => Some(error),
+            StoreError::Rejected(reply)
+            | StoreError::Redirected(reply)
+            | StoreError::WritesRejected(reply)
+            | StoreError::CorruptState(reply) => Some(reply),
             StoreError::Unreachable(_)
             | StoreError::Timeout
             | StoreError::LateReply
@@ -209,22 +241,4 @@ impl StoreError {
     pub fn is_overload(&self) -> bool {
         matches!(self, StoreError::Overloaded | StoreError::LateReply)
     }
-}
-
-/// Return the error reply as the server wrote it.
-fn reply(error: &redis::RedisError) -> String {
-    [error.code(), error.detail()].into_iter().flatten().collect::<Vec<_>>().join(" ")
-}
-
-/// A store of counters.
-pub trait CounterStore: Send + Sync {
-    /// Decide all of `charges` at one instant.
-    ///
-    /// # Errors
-    /// See [`StoreError`]. A call that ended with an error is never sent again: it may have run.
-    fn call(
-        &self,
-        operation: Operation,
-        charges: &[Charge<'_>],
-    ) -> impl Future<Output = Result<Verdict, StoreError>> + Send;
 }

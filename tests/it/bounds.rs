@@ -8,14 +8,14 @@ use std::time::Duration;
 use crate::support::gateway::Gateway;
 use crate::support::random::{operations, property};
 use crate::support::redis::Redis;
-use crate::support::stores::{Limit, SECOND, START, Stores, calendar, concurrency, every_algorithm, redis_store};
+use crate::support::stores::{Limit, SECOND, START, Stores, calendar, call, concurrency, every_algorithm, redis_store};
 use crate::support::{Raise, eventually};
 use proptest::prelude::*;
 use sluicegate::limiter::algorithm::Status;
 use sluicegate::limiter::clock::{Clock, monotonic, unix_us};
 use sluicegate::limiter::quota::CalendarUnit;
-use sluicegate::limiter::redis::ServerStore;
-use sluicegate::limiter::verdict::{Charge, CounterStore, Operation};
+use sluicegate::limiter::redis::server_store::ServerStore;
+use sluicegate::limiter::verdict::{Charge, Operation};
 
 #[test]
 fn identities_take_no_memory_of_the_gateway_and_every_key_expires() {
@@ -73,8 +73,8 @@ fn the_clocks_of_gateways_change_no_decision() {
     let (hour, window) = (3600 * SECOND as i64, 3650 * 86_400 * SECOND);
     let decisions = Cell::new(0);
     // Who asks for how much, by which of the gateways.
-    let call = (0..3u128, 0..12u64, 0..5usize);
-    property(operations() / 20, 30, prop::collection::vec(call, 1..60), |calls| {
+    let step = (0..3u128, 0..12u64, 0..5usize);
+    property(operations() / 20, 30, prop::collection::vec(step, 1..60), |calls| {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
         let right = redis_store(&redis, "right", Clock::Store);
         // An hour is what happens. Clocks that are off by the length of the windows would give back all of them.
@@ -85,7 +85,7 @@ fn the_clocks_of_gateways_change_no_decision() {
             let limit = Limit::new(name, rule);
             for (who, cost, gateway) in &calls {
                 let charge = limit.charge(*who, *cost);
-                let ask = |store: &ServerStore| runtime.block_on(store.call(Operation::Check, &[charge])).unwrap();
+                let ask = |store: &ServerStore| runtime.block_on(call(store, Operation::Check, &[charge])).unwrap();
                 let verdicts = [ask(&right), ask(&gateways[*gateway])];
                 let [expected, said] =
                     verdicts.each_ref().map(|verdict| (verdict.granted, verdict.outcomes[0].remaining));

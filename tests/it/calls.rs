@@ -5,19 +5,19 @@ use std::time::Duration;
 
 use crate::support::PATIENCE;
 use crate::support::resp::{Answer, FakeRedis};
-use crate::support::stores::{Limit, SECOND, all as all_of, bucket, quota};
+use crate::support::stores::{Limit, SECOND, all as all_of, bucket, call, quota};
 use sluicegate::limiter::clock::{Clock, monotonic};
 use sluicegate::limiter::key::{Identity, Key};
 use sluicegate::limiter::memory::MemoryStore;
-use sluicegate::limiter::redis::circuit_breaker::GuardedStore;
+use sluicegate::limiter::redis::RedisSettings;
 use sluicegate::limiter::redis::script::AlgorithmSet;
 use sluicegate::limiter::redis::server::RedisEndpoint;
-use sluicegate::limiter::redis::{RedisSettings, ServerStore};
+use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::settlement::{OwnedCharge, StoreHandle};
 use sluicegate::limiter::singleflight::{CheckGroup, Singleflight};
 use sluicegate::limiter::spec::LimitVariant;
 use sluicegate::limiter::store::{RedisStore, Store};
-use sluicegate::limiter::verdict::{Charge, ChargeMode, CounterStore, Operation};
+use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 use tokio::task::{JoinHandle, yield_now};
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
@@ -50,8 +50,7 @@ async fn connected_by(fake: &FakeRedis, timeout: Duration, connections: u32) -> 
         clock: Clock::Store,
     };
     let server = RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap());
-    let store = ServerStore::new(&settings, server, Arc::default());
-    store.connect().await.unwrap();
+    let store = ServerStore::new(&settings, server, Arc::default(), Arc::default());
     store.maintain_connections().await;
     store
 }
@@ -63,7 +62,7 @@ async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<
         let store = store.clone();
         asked.push(tokio::spawn(async move {
             let limit = Limit::new("l", bucket(10, SECOND, 10));
-            store.call(Operation::Check, &[limit.charge(identity, 1)]).await.is_ok()
+            call(&store, Operation::Check, &[limit.charge(identity, 1)]).await.is_ok()
         }));
         // It asks, its call is made up, and the connection writes it.
         for _ in 0..10 {
@@ -163,7 +162,7 @@ async fn cancelled_request_leaves_a_waiting_batch_and_the_others_are_charged_wit
         waiting.push(tokio::spawn(async move {
             let limits = [("a", 10), ("b", 20)].map(|(name, burst)| Limit::new(name, bucket(burst, SECOND, burst)));
             let charges = limits.each_ref().map(|limit| limit.charge(identity, 1 + identity as u64 % 2));
-            let verdict = store.call(Operation::Check, &charges).await.unwrap();
+            let verdict = call(&store, Operation::Check, &charges).await.unwrap();
             verdict.outcomes.iter().map(|outcome| outcome.remaining as usize).collect::<Vec<_>>()
         }));
         yield_now().await;
@@ -205,7 +204,7 @@ async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
         let store = connected(&fake, PATIENCE).await;
         let limit = Limit::new("l", bucket(10, SECOND, 10));
         let charges = [1, 2, 3].map(|identity| [limit.charge(identity, 1)]);
-        let verdicts = all_of(charges.iter().map(|charges| store.call(Operation::Check, charges))).await;
+        let verdicts = all_of(charges.iter().map(|charges| call(&store, Operation::Check, charges))).await;
         assert!(verdicts.iter().all(Result::is_ok), "the master has decided: {verdicts:?}");
         let calls = fake.calls();
         let by: Vec<_> = calls.iter().map(|call| (call.connection, call.requests().len())).collect();
@@ -255,7 +254,7 @@ struct Hot {
 
 impl Hot {
     fn new(store: ServerStore, timeout: Duration) -> Hot {
-        let store = RedisStore::Single(GuardedStore::new(store, Arc::default()));
+        let store = RedisStore::Single(store);
         let fallback = Arc::new(MemoryStore::new(1, Clock::Store));
         let backend = Store::Redis { store, fallback, metrics: Arc::default() };
         Hot {

@@ -30,12 +30,12 @@ use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::stores::{
-    Limit, SECOND, START, Stores, bucket, calendar, concurrency, every_algorithm, longest_reset, redis_store,
+    Limit, SECOND, START, Stores, bucket, calendar, call, concurrency, every_algorithm, longest_reset, redis_store,
 };
 use sluicegate::limiter::clock::Clock;
 use sluicegate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use sluicegate::limiter::quota::CalendarUnit;
-use sluicegate::limiter::verdict::{CounterStore, Operation};
+use sluicegate::limiter::verdict::Operation;
 
 /// A gateway with these limits on `/r`, that asks Redis for every request.
 fn gateway(redis: &Redis, limits: &[&str]) -> Gateway {
@@ -200,7 +200,7 @@ async fn gateways_whose_clocks_differ_admit_the_limit_once() {
         let (mut admitted, mut last) = (0, 0);
         for _ in 0..30 {
             for gateway in &gateways {
-                let verdict = gateway.call(Operation::Check, &[limit.charge(1, 1)]).await.unwrap();
+                let verdict = call(gateway, Operation::Check, &[limit.charge(1, 1)]).await.unwrap();
                 assert!(verdict.now_us >= last, "{name}: {} after {last}", verdict.now_us);
                 (admitted, last) = (admitted + verdict.granted, verdict.now_us);
             }

@@ -9,13 +9,13 @@ use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::resp::{Answer, Command, FakeRedis, error};
-use crate::support::stores::{Limit, SECOND, bucket};
+use crate::support::stores::{Limit, SECOND, bucket, call};
 use sluicegate::limiter::clock::{Clock, monotonic};
-use sluicegate::limiter::redis::circuit_breaker::{CircuitBreaker, GuardedStore};
+use sluicegate::limiter::redis::RedisSettings;
 use sluicegate::limiter::redis::script::AlgorithmSet;
 use sluicegate::limiter::redis::server::{Address, RedisEndpoint};
-use sluicegate::limiter::redis::{RedisSettings, ServerStore};
-use sluicegate::limiter::verdict::{CounterStore, Operation, StoreError};
+use sluicegate::limiter::redis::server_store::ServerStore;
+use sluicegate::limiter::verdict::{Operation, StoreError};
 
 /// A route for each `on_store_error`, and one with a shadow limit.
 fn gateway(url: &str, timeout: &str) -> Gateway {
@@ -473,16 +473,16 @@ async fn a_full_queue_rejects_further_checks_and_does_not_open_the_breaker() {
         Answer::Usual
     });
     let timeout = Duration::from_secs(60);
-    let guard = GuardedStore::new(store(&fake, timeout), Arc::<CircuitBreaker>::default());
+    let store = ServerStore::new(&settings(timeout), endpoint(&fake), Arc::default(), Arc::default());
     let limit = Arc::new(Limit::new("l", bucket(10, SECOND, 10)));
     let (asked, overloaded) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
     let tasks: Vec<_> = (0..ASKED as u128)
         .map(|identity| {
-            let (guard, limit) = (guard.clone(), limit.clone());
+            let (store, limit) = (store.clone(), limit.clone());
             let (asked, overloaded) = (asked.clone(), overloaded.clone());
             tokio::spawn(async move {
                 asked.fetch_add(1, Ordering::SeqCst);
-                match guard.call(Operation::Check, &[limit.charge(identity, 1)]).await {
+                match call(&store, Operation::Check, &[limit.charge(identity, 1)]).await {
                     Ok(_) => true,
                     Err(StoreError::Overloaded) => {
                         overloaded.fetch_add(1, Ordering::SeqCst);
@@ -506,7 +506,7 @@ async fn a_full_queue_rejects_further_checks_and_does_not_open_the_breaker() {
     }
     assert_eq!((answered, overloaded.load(Ordering::SeqCst)), (ASKED - rejected, rejected));
     assert_eq!(fake.requests(), answered, "the others were not sent");
-    assert!(!guard.is_open());
+    assert!(!store.is_open());
 }
 
 #[tokio::test]
@@ -514,29 +514,29 @@ async fn a_node_of_a_cluster_may_refer_to_others_as_often_as_it_likes() {
     let fake =
         FakeRedis::start(|command| if command.is_script() { error("MOVED 866 127.0.0.1:7001") } else { Answer::Usual });
     let timeout = Duration::from_secs(60);
-    let guard = GuardedStore::for_node(
-        store(&fake, timeout),
-        Arc::<CircuitBreaker>::default(),
-        Address::parse("127.0.0.1:1").unwrap(),
-    );
+    let address = Address::parse("127.0.0.1:1").unwrap();
+    let store = ServerStore::for_node(&settings(timeout), endpoint(&fake), Arc::default(), address, Arc::default());
     let limit = Limit::new("l", bucket(10, SECOND, 10));
     for _ in 0..100 {
-        match guard.call(Operation::Check, &[limit.charge(1, 1)]).await {
-            Err(StoreError::Redirected(error)) => assert_eq!(error.redirect_node(), Some(("127.0.0.1:7001", 866))),
+        match call(&store, Operation::Check, &[limit.charge(1, 1)]).await {
+            Err(StoreError::Redirected(reply)) => assert_eq!(reply.to_string(), "MOVED 866 127.0.0.1:7001"),
             other => panic!("{other:?}"),
         }
     }
     assert_eq!(fake.calls().len(), 100, "none is made again here");
 }
 
-fn store(fake: &FakeRedis, timeout: Duration) -> ServerStore {
-    let settings = RedisSettings {
+fn settings(timeout: Duration) -> RedisSettings {
+    RedisSettings {
         prefix: "rl".to_owned(),
         connections: 1,
         timeout,
         connect_timeout: Duration::from_secs(1),
         algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
-    };
-    ServerStore::new(&settings, RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap()), Arc::default())
+    }
+}
+
+fn endpoint(fake: &FakeRedis) -> RedisEndpoint {
+    RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap())
 }

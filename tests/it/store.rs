@@ -6,8 +6,8 @@ use std::task::{Context, Waker};
 use crate::support::PATIENCE;
 use crate::support::redis::Redis;
 use crate::support::stores::{
-    ALIGNED, Limit, SECOND, START, Stores, all, bucket, buckets, calendar, concurrency, every_algorithm, log, quota,
-    redis_store, sliding, window,
+    ALIGNED, Limit, SECOND, START, Stores, all, bucket, buckets, calendar, call, concurrency, every_algorithm, log,
+    quota, redis_store, sliding, window,
 };
 use redis::ConnectionLike;
 use sluicegate::limiter::algorithm::fixed_window::WindowStart;
@@ -16,7 +16,6 @@ use sluicegate::limiter::clock::{Clock, monotonic};
 use sluicegate::limiter::key::{Identity, IdentityHasher, Key};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarUnit;
-use sluicegate::limiter::redis::circuit_breaker::GuardedStore;
 use sluicegate::limiter::redis::script;
 use sluicegate::limiter::redis::script::LimitArgs;
 use sluicegate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
@@ -24,7 +23,7 @@ use sluicegate::limiter::settlement::{OwnedCharge, StoreHandle};
 use sluicegate::limiter::singleflight::{CheckGroup, Singleflight};
 use sluicegate::limiter::spec::LimitVariant;
 use sluicegate::limiter::store::{RedisStore, Store};
-use sluicegate::limiter::verdict::{Charge, ChargeMode, CounterStore, Operation, StoreError};
+use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError};
 use tokio_util::task::TaskTracker;
 
 #[tokio::test]
@@ -147,10 +146,10 @@ async fn a_gateway_whose_clock_is_days_off_asks_redis_for_the_time() {
     let store = redis_store(&server, "off", Clock::Skewed(-365 * 86_400 * SECOND as i64));
     let limit = Limit::new("day", calendar(2, CalendarUnit::Day, "UTC"));
     for left in [1, 0] {
-        let verdict = store.call(Operation::Check, &[limit.charge(1, 1)]).await.unwrap();
+        let verdict = call(&store, Operation::Check, &[limit.charge(1, 1)]).await.unwrap();
         assert_eq!((verdict.granted, verdict.outcomes[0].remaining), (1, left));
     }
-    assert_eq!(store.call(Operation::Check, &[limit.charge(1, 1)]).await.unwrap().granted, 0);
+    assert_eq!(call(&store, Operation::Check, &[limit.charge(1, 1)]).await.unwrap().granted, 0);
 }
 
 #[tokio::test]
@@ -286,7 +285,7 @@ async fn in_one_round(server: &Redis, stores: &Stores, alone: &[Limit], together
         asked.extend(of(alone.len()).map(|(_, id)| together.iter().map(|limit| limit.charge(id, 1)).collect()));
         let expected: Vec<_> = asked.iter().map(|charges| model.decide(Operation::Check, charges)).collect();
         let before = server.calls("evalsha") + server.calls("eval");
-        let verdicts = all(asked.iter().map(|charges| store.call(Operation::Check, charges))).await;
+        let verdicts = all(asked.iter().map(|charges| call(&store, Operation::Check, charges))).await;
         let calls = server.calls("evalsha") + server.calls("eval") - before;
         let verdicts: Vec<_> = verdicts.into_iter().map(Result::unwrap).collect();
         assert_eq!(verdicts, expected, "round {round}");
@@ -335,7 +334,7 @@ async fn a_state_that_cannot_be_used_concerns_nobody_else_in_the_call() {
     redis::cmd("SET").arg(limits[1].key("broken", 3)).arg("what?").exec(&mut server.connection()).unwrap();
     for round in 0..2 {
         let asked: Vec<_> = (0..5).map(|id| limits.each_ref().map(|limit| limit.charge(id, 1))).collect();
-        let verdicts = all(asked.iter().map(|charges| store.call(Operation::Check, charges))).await;
+        let verdicts = all(asked.iter().map(|charges| call(&store, Operation::Check, charges))).await;
         for (id, verdict) in verdicts.into_iter().enumerate() {
             match (id, verdict) {
                 (2 | 3, verdict) => assert!(matches!(verdict, Err(StoreError::CorruptState(_))), "{id}: {verdict:?}"),
@@ -347,7 +346,7 @@ async fn a_state_that_cannot_be_used_concerns_nobody_else_in_the_call() {
         }
     }
     // All or none: what the other limit of a broken one would have been charged was not.
-    let verdict = store.call(Operation::Peek, &[limits[1].charge(2, 1)]).await.unwrap();
+    let verdict = call(&store, Operation::Peek, &[limits[1].charge(2, 1)]).await.unwrap();
     assert_eq!(verdict.outcomes[0].remaining, 3);
 }
 
@@ -366,10 +365,10 @@ async fn what_redis_does_not_write_is_an_error_of_its_request() {
         // The first write of a state, and one into it.
         for left in [9, 8] {
             memory("1");
-            let refused = store.call(Operation::Check, &charges).await;
+            let refused = call(&store, Operation::Check, &charges).await;
             assert!(matches!(refused, Err(StoreError::WritesRejected(_))), "{count}: {refused:?}");
             memory("0");
-            let verdict = store.call(Operation::Check, &charges).await.unwrap();
+            let verdict = call(&store, Operation::Check, &charges).await.unwrap();
             assert!(verdict.outcomes.iter().all(|outcome| outcome.remaining == left - 1), "{count}: {verdict:?}");
         }
     }
@@ -403,7 +402,7 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
         let shape = limit.rule.shape();
         let charge = |permit_id| Charge { permit_id, ..limit.charge(1, 1) };
         for lease in 1..=3 {
-            store.call(Operation::Check, &[charge(lease)]).await.unwrap();
+            call(&store, Operation::Check, &[charge(lease)]).await.unwrap();
         }
         // On top of a state, where the first entries have expired, and where the clock was set back.
         for now in [start + SECOND, start + 61 * SECOND, start - 10 * SECOND] {
@@ -414,7 +413,7 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
                 [(Operation::Check, 1), (Operation::Check, 2), (Operation::Charge, 1), (Operation::Charge, 2)]
             {
                 let charge = Charge { permit_id: 9, ..limit.charge(identity, 1) };
-                let refused = store.call(operation, &[charge]).await;
+                let refused = call(&store, operation, &[charge]).await;
                 assert!(
                     matches!(refused, Err(StoreError::WritesRejected(_))),
                     "{shape} at {now}: {operation:?} {refused:?}"
@@ -427,7 +426,7 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
         clock.set(start - 1000);
         let before = content(&server);
         max_memory(&server, "1");
-        let refused = store.call(Operation::Check, &[Charge { cost: 9, ..charge(9) }]).await;
+        let refused = call(&store, Operation::Check, &[Charge { cost: 9, ..charge(9) }]).await;
         max_memory(&server, "0");
         assert_eq!(content(&server), before, "{shape}: {refused:?}");
         assert!(refused.as_ref().map_or(true, |verdict| verdict.granted == 0), "{shape}: {refused:?}");
@@ -446,9 +445,9 @@ async fn release_in_a_call_lets_no_charge_write_beyond_maxmemory() {
     for limit in &limits {
         let held = |permit_id| Charge { permit_id, ..concurrency.charge(1, 1) };
         for lease in 1..=3 {
-            store.call(Operation::Check, &[held(lease)]).await.unwrap();
+            call(&store, Operation::Check, &[held(lease)]).await.unwrap();
         }
-        store.call(Operation::Check, &[limit.charge(2, 3)]).await.unwrap();
+        call(&store, Operation::Check, &[limit.charge(2, 3)]).await.unwrap();
         let keys = server.keys().len();
         max_memory(&server, "1");
         let calls = server.calls("evalsha") + server.calls("eval");
@@ -463,7 +462,7 @@ async fn release_in_a_call_lets_no_charge_write_beyond_maxmemory() {
             (Operation::Check, limit.charge(2, 1)),
         ];
         let asked = asked.map(|(operation, charge)| (operation, [charge]));
-        let answers = all(asked.iter().map(|(operation, charges)| store.call(*operation, charges))).await;
+        let answers = all(asked.iter().map(|(operation, charges)| call(&store, *operation, charges))).await;
         let calls = server.calls("evalsha") + server.calls("eval") - calls;
         max_memory(&server, "0");
         let shape = limit.rule.shape();
@@ -480,7 +479,7 @@ async fn release_in_a_call_lets_no_charge_write_beyond_maxmemory() {
             }
         }
         assert_eq!(server.keys().len(), keys, "{shape}: no key was added");
-        let left = store.call(Operation::Peek, &[held(9)]).await.unwrap().outcomes[0].remaining;
+        let left = call(&store, Operation::Peek, &[held(9)]).await.unwrap().outcomes[0].remaining;
         assert_eq!(left, 8, "{shape}: two of three permits were released, the third was renewed");
         redis::cmd("FLUSHALL").exec(&mut server.connection()).unwrap();
     }
@@ -513,7 +512,7 @@ fn override_beyond_maxmemory_fails_and_deletes_nothing() {
 async fn coalesced_units_tell_the_debt_before_each() {
     let server = Redis::start();
     let clock = Clock::manual(START);
-    let store = RedisStore::Single(GuardedStore::new(redis_store(&server, "coalesced", clock.clone()), Arc::default()));
+    let store = RedisStore::Single(redis_store(&server, "coalesced", clock.clone()));
     let fallback = Arc::new(MemoryStore::new(1, clock));
     let backend = Store::Redis { store, fallback, metrics: Arc::default() };
     let ledger = Arc::new(StoreHandle { store: backend, denials: None, tasks: TaskTracker::new() });
@@ -554,7 +553,7 @@ async fn whoever_leaves_before_the_call_does_is_not_charged() {
     let store = redis_store(&server, "left", Clock::Store);
     let limit = Limit::new("limit", window(100, 3600 * SECOND, ALIGNED));
     let charges = [[limit.charge(1, 1)], [limit.charge(2, 1)], [limit.charge(3, 1)]];
-    let mut calls = charges.each_ref().map(|charges| Box::pin(store.call(Operation::Check, charges)));
+    let mut calls = charges.each_ref().map(|charges| Box::pin(call(&store, Operation::Check, charges)));
     for call in &mut calls {
         assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
     }
@@ -562,7 +561,7 @@ async fn whoever_leaves_before_the_call_does_is_not_charged() {
     drop(second);
     assert_eq!((first.await.unwrap().granted, third.await.unwrap().granted), (1, 1));
     for (identity, left) in [(1, 99), (2, 100), (3, 99)] {
-        let verdict = store.call(Operation::Peek, &[limit.charge(identity, 1)]).await.unwrap();
+        let verdict = call(&store, Operation::Peek, &[limit.charge(identity, 1)]).await.unwrap();
         assert_eq!(verdict.outcomes[0].remaining, left, "{identity}");
     }
 }
@@ -573,9 +572,9 @@ async fn a_long_round_is_several_calls() {
     let store = redis_store(&server, "long", Clock::Store);
     let limit = Limit::new("limit", window(1000, 3600 * SECOND, ALIGNED));
     let charge = [limit.charge(1, 1)];
-    store.call(Operation::Check, &charge).await.unwrap();
+    call(&store, Operation::Check, &charge).await.unwrap();
     let before = server.calls("evalsha");
-    let verdicts = all((0..300).map(|_| store.call(Operation::Check, &charge))).await;
+    let verdicts = all((0..300).map(|_| call(&store, Operation::Check, &charge))).await;
     let mut remaining: Vec<_> = verdicts.into_iter().map(|verdict| verdict.unwrap().outcomes[0].remaining).collect();
     remaining.sort_unstable();
     assert_eq!(remaining, (699..999).collect::<Vec<_>>(), "each unit was given once");
@@ -595,11 +594,11 @@ async fn parallel_clients_are_admitted_exactly() {
                 let (stores, limits) = (stores.clone(), limits.clone());
                 tokio::spawn(async move {
                     let (mut memory, mut redis) = (0, 0);
-                    for call in 0..50 {
+                    for number in 0..50 {
                         let charges =
-                            [Charge { permit_id: task * 50 + call, ..limits.0.charge(1, 1) }, limits.1.charge(1, 1)];
-                        memory += stores.memory.call(Operation::Check, &charges).await.unwrap().granted;
-                        redis += stores.redis.call(Operation::Check, &charges).await.unwrap().granted;
+                            [Charge { permit_id: task * 50 + number, ..limits.0.charge(1, 1) }, limits.1.charge(1, 1)];
+                        memory += stores.memory.decide(Operation::Check, &charges).granted;
+                        redis += call(&stores.redis, Operation::Check, &charges).await.unwrap().granted;
                     }
                     (memory, redis)
                 })

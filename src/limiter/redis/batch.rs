@@ -6,10 +6,11 @@ use redis::{Cmd, RedisError, Value};
 use tokio::sync::oneshot;
 use tokio::sync::oneshot::{Receiver, Sender};
 
-use crate::limiter::algorithm::Status;
+use crate::limiter::algorithm::{Rule, Status};
+use crate::limiter::key::Identity;
 use crate::limiter::redis::error::is_connection_error;
+use crate::limiter::redis::script;
 use crate::limiter::redis::script::{AlgorithmSet, LimitArgs, Script, ScriptReply, ScriptVariant, script};
-use crate::limiter::redis::{ProbeCall, script};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// Keys of a call: a script runs undivided, and nobody should wait for it longer than for some hundred single commands.
@@ -40,6 +41,20 @@ pub(super) struct Batch {
     key_bytes: usize,
     /// The first charge: a probe after a failure makes a call like this one.
     probe_call: Option<ProbeCall>,
+}
+
+/// A sample of the calls that failed. A probe like it fails in the same way.
+#[derive(Debug, Clone)]
+pub(super) struct ProbeCall {
+    pub(super) identity: Identity,
+    pub(super) rule: Rule,
+}
+
+impl ProbeCall {
+    /// Create a sample from a charge.
+    pub(super) fn from_charge(charge: &Charge<'_>) -> Self {
+        ProbeCall { identity: charge.key.identity, rule: charge.rule.clone() }
+    }
 }
 
 /// Why a call is made.

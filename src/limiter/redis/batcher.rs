@@ -6,28 +6,30 @@
 //! deadline; overload is not an outage, and nothing here is counted against the server but its own silence.
 
 use std::collections::VecDeque;
-use std::fmt::Debug;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use futures_util::poll;
-use redis::{RedisResult, Value};
+use redis::{ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
 use tokio::sync::oneshot::Receiver;
 use tokio::task::yield_now;
-use tokio::time::{sleep_until, timeout_at};
+use tokio::time::{sleep, sleep_until, timeout_at};
 use tracing::debug;
 
+use crate::limiter::algorithm::AlgorithmKind;
 use crate::limiter::clock::{Clock, elapsed_since, monotonic};
 use crate::limiter::metrics::LimiterMetrics;
-use crate::limiter::redis::ProbeCall;
 use crate::limiter::redis::batch::{Batch, BatchError, BatchResult, InFlightWindow, Purpose};
-use crate::limiter::redis::connection::{Connection, Connections, checkout};
-use crate::limiter::redis::error::{RedisErrorKind, is_connection_error};
+use crate::limiter::redis::circuit_breaker::CircuitBreaker;
+use crate::limiter::redis::connection::{Connection, Connections, ServerMode, checkout};
+use crate::limiter::redis::error::{Backoff, RedisErrorKind, is_connection_error};
 use crate::limiter::redis::script::AlgorithmSet;
-use crate::limiter::verdict::{Charge, Operation, StoreError};
+use crate::limiter::redis::server::{Address, RedisEndpoint};
+use crate::limiter::redis::{RedisSettings, connection};
+use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// With so many requests in flight the next call waits for a reply. A call costs Redis as much as another request in it, and
 /// the gateway as well; with fewer in flight there would be few to share that.
@@ -51,7 +53,10 @@ const TIMER_LATENESS: Duration = Duration::from_millis(2);
 /// the end.
 pub const MAX_WORKER_DELAY: Duration = Duration::from_secs(1);
 
-/// What one worker calls a server with.
+/// Part of the timeout for which a call that Redis rejects is retried.
+const RETRY_PART_OF_TIMEOUT: f64 = 0.8;
+
+/// The calls of one worker to one server.
 #[derive(Debug)]
 pub(super) struct Batcher {
     /// To the server.
@@ -64,28 +69,20 @@ pub(super) struct Batcher {
     pub(super) algorithms: AlgorithmSet,
     /// Maximum time from when a request asks to its verdict, and from when a call is written to its reply.
     pub(super) timeout: Duration,
+    /// Maximum time for retrying a call that Redis rejects, shorter than `timeout`: the check then fails with the
+    /// reason.
+    retry_timeout: Duration,
     /// Whether requests of all identities may share a call. In a cluster each identity has a slot of its own.
     pub(super) shares_calls: bool,
     /// Where calls are counted.
     pub(super) metrics: Arc<LimiterMetrics>,
-    /// Who is told how calls end.
-    pub(super) observer: OnceLock<Arc<dyn CallObserver>>,
-    /// What waits, and what it waits for.
-    pub(super) queue: Mutex<BatchQueue>,
-    /// Replies so far.
-    pub(super) reply_count: AtomicU64,
-}
-
-/// Judges the server by its calls: the circuit breaker.
-pub trait CallObserver: Debug + Send + Sync {
-    /// Names the time since the breaker was opened or closed last; none while it is open.
-    fn epoch(&self) -> Option<u32>;
-    /// A call of this era got a reply.
-    fn reply_received(&self, era: u32);
-    /// A call of this era got none in time, while others were answered.
-    fn reply_late(&self, era: u32);
-    /// A call of this era got none: the connection broke, or the server was silent for the timeout. A probe is to be made `like` it.
-    fn call_failed(&self, era: u32, error: &StoreError, like: Option<ProbeCall>);
+    /// The circuit breaker of the server.
+    pub(super) breaker: Arc<CircuitBreaker>,
+    /// The address of the server if it is a node of a cluster.
+    pub(super) node: Option<Address>,
+    queue: Mutex<BatchQueue>,
+    /// Number of replies.
+    reply_count: AtomicU64,
 }
 
 /// Batches that wait for their call, and what they wait for.
@@ -146,19 +143,94 @@ pub(super) struct BatchItem<'a> {
 }
 
 impl Batcher {
-    /// Queues a question; its answer comes with that of the call it shares.
-    pub(super) async fn enqueue(self: &Arc<Self>, item: BatchItem<'_>) -> BatchResult {
+    /// Create a batcher with an empty queue, for the cluster node at `node` or for a single server.
+    pub(super) fn new(
+        settings: &RedisSettings,
+        server: RedisEndpoint,
+        breaker: Arc<CircuitBreaker>,
+        node: Option<Address>,
+        metrics: Arc<LimiterMetrics>,
+    ) -> Self {
+        let RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, clock } = settings.clone();
+        // In a cluster each identity has a hash slot of its own, and a script call must not use several slots.
+        let shares_calls = server.mode() != ServerMode::Cluster;
+        Batcher {
+            connections: connection::new_pool(server, algorithms, connections, connect_timeout),
+            prefix,
+            clock,
+            algorithms,
+            timeout,
+            retry_timeout: timeout.mul_f64(RETRY_PART_OF_TIMEOUT),
+            shares_calls,
+            metrics,
+            breaker,
+            node,
+            queue: Mutex::default(),
+            reply_count: AtomicU64::new(0),
+        }
+    }
+
+    /// Queue a check and wait for its verdict. After an error reply that proves that nothing ran, queue it again until
+    /// `deadline`. A check without a reply is never sent again.
+    pub(super) async fn enqueue(
+        self: &Arc<Self>,
+        deadline: Instant,
+        purpose: Purpose,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> Result<Verdict, StoreError> {
+        // Only calendar windows need the time. Redis replies with its own time if this one is too far from it.
+        let has_calendar = charges.iter().any(|charge| charge.rule.kind() == AlgorithmKind::Calendar);
+        let assumed_now_us = if has_calendar { self.clock.now_us() } else { 0 };
+        let item = BatchItem { operation, charges, assumed_now_us, sends_source: false, purpose, deadline };
+        match self.enqueue_once(item).await {
+            Ok(verdict) => Ok(verdict),
+            Err(BatchError::Store(error)) => Err(error),
+            Err(BatchError::ErrorReply(error)) => {
+                // On the heap: few checks are retried.
+                let retried = timeout_at(deadline.into(), Box::pin(self.retry(item, error)));
+                retried.await.unwrap_or(Err(StoreError::LateReply))
+            }
+        }
+    }
+
+    async fn retry(self: &Arc<Self>, mut item: BatchItem<'_>, mut error: RedisError) -> Result<Verdict, StoreError> {
+        let mut has_corrected_time = false;
+        let mut backoff = None;
+        loop {
+            if !item.sends_source && error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) {
+                item.sends_source = true;
+            } else if let Some(redis_us) = server_time(&error).filter(|_| !has_corrected_time) {
+                has_corrected_time = true;
+                item.assumed_now_us = redis_us;
+            } else if RedisErrorKind::from_error(&error) == Some(RedisErrorKind::Retryable) {
+                match backoff.get_or_insert_with(|| Backoff::new(self.retry_timeout)).next() {
+                    Some(pause) => sleep(pause).await,
+                    None => return Err(RedisErrorKind::to_store_error(&error)),
+                }
+            } else {
+                return Err(RedisErrorKind::to_store_error(&error));
+            }
+            error = match self.enqueue_once(item).await {
+                Ok(verdict) => return Ok(verdict),
+                Err(BatchError::Store(error)) => return Err(error),
+                Err(BatchError::ErrorReply(error)) => error,
+            };
+        }
+    }
+
+    async fn enqueue_once(self: &Arc<Self>, item: BatchItem<'_>) -> BatchResult {
         let receiver = {
             let mut queue = self.lock_queue();
-            let Some(answer) = queue.push_item(self, item) else {
+            let Some(receiver) = queue.push_item(self, item) else {
                 return Err(BatchError::Store(StoreError::Overloaded));
             };
             if queue.try_claim(self.shares_calls) {
-                // The worker comes to it when it has been through what is ready now.
+                // The task runs after the tasks that are ready now, so that their checks join the batch.
                 self.spawn_run();
             }
             self.ensure_sweep(&mut queue);
-            answer
+            receiver
         };
         receiver.await.unwrap_or(Err(BatchError::Store(StoreError::Overloaded)))
     }
@@ -217,11 +289,14 @@ impl Batcher {
             weight: InFlightWindow::weight(batch.key_count()),
             sent_at: began,
         };
-        let judge = self.observer.get().filter(|_| batch.purpose() != Purpose::Probe);
-        let judging = judge.map(|judge| (judge, judge.epoch()));
-        if let Some((_, None)) = judging {
-            return batch.fail(&BatchError::Store(StoreError::BreakerOpen));
-        }
+        // Probes are sent while the breaker is open, and record their result themselves.
+        let epoch = match (batch.purpose(), self.breaker.closed_epoch()) {
+            (Purpose::Probe, _) => None,
+            (Purpose::Checks | Purpose::Asking, Some(epoch)) => Some(epoch),
+            (Purpose::Checks | Purpose::Asking, None) => {
+                return batch.fail(&BatchError::Store(StoreError::BreakerOpen));
+            }
+        };
         if began >= due {
             // Nothing was sent for them.
             return batch.fail(&BatchError::Store(StoreError::Overloaded));
@@ -229,10 +304,9 @@ impl Batcher {
         if !batch.drop_cancelled() {
             return;
         }
-        let judging = judging.and_then(|(judge, era)| Some((judge, era?)));
         let failed = |error: &StoreError, batch: &Batch| {
-            if let Some((judge, era)) = judging {
-                judge.call_failed(era, error, batch.probe_call());
+            if let Some(epoch) = epoch {
+                self.call_failed(epoch, error, batch.probe_call());
             }
         };
         let replies = self.reply_count.load(Ordering::Relaxed);
@@ -254,15 +328,15 @@ impl Batcher {
         match reply {
             None if self.reply_count.load(Ordering::Relaxed) == replies => failed(&StoreError::Timeout, &batch),
             None => {
-                if let Some((judge, era)) = judging {
-                    judge.reply_late(era);
+                if let Some(epoch) = epoch {
+                    self.reply_late(epoch);
                 }
             }
             Some((Ok(reply), connection)) => {
                 self.lock_queue().window.record_reply(weight, answered, self.timeout, limited);
                 let answered = batch.complete(reply);
-                if let (true, Some((judge, era))) = (answered.has_verdict, judging) {
-                    judge.reply_received(era);
+                if let (true, Some(epoch)) = (answered.has_verdict, epoch) {
+                    self.breaker.record_reply(epoch);
                 }
                 if !answered.is_valid {
                     // It may be the answer to something else, or of somebody else.
@@ -277,7 +351,7 @@ impl Batcher {
                     connection.request_replacement();
                 }
                 if error.is_unrecoverable_error() {
-                    let error = RedisErrorKind::to_store_error(error);
+                    let error = RedisErrorKind::to_store_error(&error);
                     failed(&error, &batch);
                     return batch.fail(&BatchError::Store(error));
                 }
@@ -489,4 +563,10 @@ impl Drop for InFlightGuard<'_> {
         queue.in_flight.weight -= self.weight;
         queue.is_slow = elapsed_since(self.sent_at) > self.batcher.timeout / LATENCY_TARGET_DIVISOR;
     }
+}
+
+/// Return the time of a server that rejected calendar boundaries because they are too far from its own time, µs.
+fn server_time(error: &RedisError) -> Option<u64> {
+    let detail = error.detail().filter(|_| error.code() == Some("RLSTALE"))?;
+    detail.rsplit(' ').next()?.parse().ok()
 }

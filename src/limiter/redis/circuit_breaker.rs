@@ -1,40 +1,25 @@
-//! The circuit breaker of a store: while it is open, requests cost nothing and follow `on_store_error`.
+//! The circuit breaker of a store. While it is open, no call is sent and limits follow `on_store_error`.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use redis::{Cmd, Value};
 use tokio::sync::Notify;
-use tokio::time::{sleep, timeout};
 use tracing::field::display;
 use tracing::{info, warn};
 
 use crate::limiter::clock::{elapsed_since, monotonic, unix_us};
-use crate::limiter::redis::batcher::CallObserver;
-use crate::limiter::redis::cluster::topology::SlotMap;
 use crate::limiter::redis::connection::MAX_UNANSWERED_CALLS;
-use crate::limiter::redis::diagnosis::diagnose_call;
+use crate::limiter::redis::diagnosis::diagnose_reply;
 use crate::limiter::redis::server::Address;
-use crate::limiter::redis::{ProbeCall, ServerStore};
-use crate::limiter::verdict::{Charge, ChargeMode, CounterStore, Operation, StoreError, Verdict};
+use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
-/// The first probe comes after this, each later one after twice as long, up to [`SLOWEST_PROBE`].
-const INITIAL_PROBE_DELAY: Duration = Duration::from_millis(100);
-const MAX_PROBE_DELAY: Duration = Duration::from_secs(1);
-
-/// A store that was silent is probed again after this, until it is known whether it works.
-const SUSPECT_PROBE_INTERVAL: Duration = Duration::from_millis(10);
-
-/// How often it is looked whether the server has closed an idle connection.
-const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(250);
-
-/// A store that answers again after an outage: told to those that have something to put right.
+/// Signal that a store answers again after an outage.
 #[derive(Debug)]
 pub struct RecoverySignal {
     notify: Notify,
     created_at: Instant,
-    /// When it was last, µs since this was made; 0 = never.
+    /// Time of the last recovery, µs after `created_at`. 0: never.
     last_us: AtomicU64,
 }
 
@@ -45,12 +30,12 @@ impl Default for RecoverySignal {
 }
 
 impl RecoverySignal {
-    /// Returns when the store answers again.
+    /// Wait for the next recovery.
     pub async fn recovered(&self) {
         self.notify.notified().await;
     }
 
-    /// Whether it was within this time.
+    /// Return whether the last recovery was within `time`.
     pub fn is_within(&self, time: Duration) -> bool {
         let last = self.last_us.load(Ordering::Relaxed);
         last != 0 && elapsed_since(self.created_at) < Duration::from_micros(last) + time
@@ -62,35 +47,28 @@ impl RecoverySignal {
     }
 }
 
-/// Whether the store is asked at all; one for all workers, so that one of them probes.
+/// The state of a circuit breaker. All workers share it, so that only one of them probes.
 #[derive(Debug)]
 pub struct CircuitBreaker {
-    /// Odd while it is open. Calls of an earlier era say nothing about this one.
+    /// Number of changes. Odd: the breaker is open. Results of calls of an earlier epoch are ignored.
     epoch: AtomicU32,
     failures: FailureWindow,
-    /// Whether a call found the store silent, and probes find out whether it is.
+    /// Whether a task probes a store that did not reply to a call.
     is_probing: AtomicBool,
     write_health: WriteHealth,
     recovery: Arc<RecoverySignal>,
     created_at: Instant,
 }
 
-/// A store behind the breaker.
-#[derive(Debug, Clone)]
-pub struct GuardedStore {
-    store: Arc<ServerStore>,
-    monitor: Arc<StoreMonitor>,
-}
-
-/// What one worker knows of a store to judge it.
-#[derive(Debug)]
-struct StoreMonitor {
-    /// A node that left its cluster is dropped, and never answers again.
-    store: Weak<ServerStore>,
-    breaker: Arc<CircuitBreaker>,
-    timeout: Duration,
-    /// Where it is, if it is one of several, to which it may refer.
-    node: Option<Address>,
+/// What a failed call means for the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Assessment {
+    /// Nothing: the breaker has changed since the call was sent.
+    Outdated,
+    /// The store may be failing.
+    Suspect,
+    /// Too many calls failed: the breaker must open.
+    Failing,
 }
 
 impl Default for CircuitBreaker {
@@ -100,276 +78,109 @@ impl Default for CircuitBreaker {
 }
 
 impl CircuitBreaker {
-    /// A closed breaker; `recovery` is told each time that it closes again.
+    /// Create a closed breaker. It fires `recovery` each time it closes again.
     pub fn new(recovery: Arc<RecoverySignal>) -> Self {
-        let (epoch, failures, is_probing, write_health) = Default::default();
-        CircuitBreaker { epoch, failures, is_probing, write_health, recovery, created_at: monotonic() }
+        CircuitBreaker {
+            epoch: AtomicU32::new(0),
+            failures: FailureWindow::default(),
+            is_probing: AtomicBool::new(false),
+            write_health: WriteHealth::default(),
+            recovery,
+            created_at: monotonic(),
+        }
     }
 
-    /// Whether calls fail at once.
+    /// Return whether the breaker is open.
     pub fn is_open(&self) -> bool {
         self.closed_epoch().is_none()
     }
 
-    /// How often it has opened.
+    /// Return how often the breaker has opened.
     pub fn open_count(&self) -> u64 {
         u64::from(self.epoch.load(Ordering::Relaxed).div_ceil(2))
     }
 
-    /// Told each time that the breaker closes again.
+    /// Return the signal that fires each time the breaker closes again.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         &self.recovery
     }
 
-    fn closed_epoch(&self) -> Option<u32> {
-        Some(self.epoch.load(Ordering::Acquire)).filter(|era| era % 2 == 0)
+    /// Return the epoch.
+    pub(super) fn epoch(&self) -> u32 {
+        self.epoch.load(Ordering::Acquire)
+    }
+
+    /// Return the epoch if the breaker is closed.
+    pub(super) fn closed_epoch(&self) -> Option<u32> {
+        Some(self.epoch()).filter(|epoch| epoch % 2 == 0)
+    }
+
+    /// Record a reply to a call of this epoch.
+    pub(super) fn record_reply(&self, epoch: u32) {
+        if self.is_current(epoch) {
+            self.failures.record_success(|| self.age());
+        }
+    }
+
+    /// Record a call of this epoch that had no reply in time, while other calls had one. Return whether the breaker
+    /// must open.
+    pub(super) fn record_late_reply(&self, epoch: u32) -> bool {
+        self.is_current(epoch) && self.failures.record_late_reply(self.age())
+    }
+
+    /// Record a failed call of this epoch.
+    pub(super) fn record_failure(&self, epoch: u32) -> Assessment {
+        match self.is_current(epoch) {
+            false => Assessment::Outdated,
+            true if self.failures.record_failure(self.age()) => Assessment::Failing,
+            true => Assessment::Suspect,
+        }
+    }
+
+    /// Record whether the store accepted the writes of a call.
+    pub(super) fn record_write(
+        &self,
+        operation: Operation,
+        charges: &[Charge<'_>],
+        result: &Result<Verdict, StoreError>,
+    ) {
+        self.write_health.record(operation, charges, result, unix_us);
+    }
+
+    /// Open the breaker if it is closed since this epoch. Return whether the caller opened it and must probe.
+    pub(super) fn try_open(&self, epoch: u32) -> bool {
+        let open = || self.epoch.compare_exchange(epoch, epoch + 1, Ordering::AcqRel, Ordering::Relaxed);
+        epoch % 2 == 0 && open().is_ok()
+    }
+
+    /// Close the open breaker and announce the recovery.
+    pub(super) fn close(&self) {
+        self.failures.reset();
+        self.epoch.fetch_add(1, Ordering::Release);
+        self.recovery.announce();
+    }
+
+    /// Return whether the caller is to probe a suspect store, because no other task does.
+    pub(super) fn begin_probing(&self) -> bool {
+        !self.is_probing.swap(true, Ordering::Relaxed)
+    }
+
+    /// End what [`CircuitBreaker::begin_probing`] began.
+    pub(super) fn end_probing(&self) {
+        self.is_probing.store(false, Ordering::Relaxed);
+    }
+
+    /// Return up to a tenth of a probe delay, so that gateways that lost the store together do not return together.
+    pub(super) fn probe_jitter(&self, delay: Duration) -> Duration {
+        delay.mul_f64((self.age().as_micros() % 1000) as f64 / 10_000.0)
+    }
+
+    fn is_current(&self, epoch: u32) -> bool {
+        self.epoch.load(Ordering::Relaxed) == epoch
     }
 
     fn age(&self) -> Duration {
         elapsed_since(self.created_at)
-    }
-}
-
-impl GuardedStore {
-    /// Guards one worker's store.
-    pub fn new(store: ServerStore, breaker: Arc<CircuitBreaker>) -> Self {
-        GuardedStore::with_node(store, breaker, None)
-    }
-
-    /// The same for a node of a cluster, which does not fail when it refers to another one.
-    pub fn for_node(store: ServerStore, breaker: Arc<CircuitBreaker>, address: Address) -> Self {
-        GuardedStore::with_node(store, breaker, Some(address))
-    }
-
-    fn with_node(store: ServerStore, breaker: Arc<CircuitBreaker>, node: Option<Address>) -> Self {
-        let store = Arc::new(store);
-        let monitor = Arc::new(StoreMonitor { store: Arc::downgrade(&store), breaker, timeout: store.timeout(), node });
-        store.set_observer(monitor.clone());
-        GuardedStore { store, monitor }
-    }
-
-    /// Maximum time from when a request asks to its verdict.
-    pub fn timeout(&self) -> Duration {
-        self.monitor.timeout
-    }
-
-    /// Told each time that the store answers again after an outage.
-    pub fn recovery(&self) -> &Arc<RecoverySignal> {
-        self.monitor.breaker.recovery()
-    }
-
-    /// Connects, so that the first request finds a connection, and keeps it so; a store that cannot be reached opens the breaker
-    /// at once.
-    pub async fn connect(&self) {
-        let epoch = self.monitor.breaker.epoch.load(Ordering::Acquire);
-        if let Err(error) = self.store.connect().await {
-            self.monitor.open(epoch, &error, None);
-        }
-        let monitor = self.monitor.clone();
-        tokio::spawn(async move {
-            loop {
-                sleep(IDLE_CHECK_INTERVAL).await;
-                let Some(store) = monitor.store.upgrade() else { return };
-                if !monitor.breaker.is_open() {
-                    store.maintain_connections().await;
-                }
-            }
-        });
-    }
-
-    /// Whether this is its breaker.
-    pub fn uses_breaker(&self, breaker: &Arc<CircuitBreaker>) -> bool {
-        Arc::ptr_eq(&self.monitor.breaker, breaker)
-    }
-
-    /// Whether calls fail at once.
-    pub fn is_open(&self) -> bool {
-        self.monitor.breaker.is_open()
-    }
-
-    /// Decides by `due`; see [`RedisStore::ask`].
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn call_before(
-        &self,
-        deadline: Instant,
-        asking: bool,
-        operation: Operation,
-        charges: &[Charge<'_>],
-    ) -> Result<Verdict, StoreError> {
-        let Some(epoch) = self.monitor.breaker.closed_epoch() else { return Err(StoreError::BreakerOpen) };
-        // On the heap: inside the request's future it would be moved with it, for every request.
-        let result = Box::pin(self.store.call_before(deadline, asking, operation, charges)).await;
-        self.monitor.breaker.write_health.record(operation, charges, &result, unix_us);
-        result.map_err(|error| {
-            if self.monitor.is_error_reply(&error) {
-                self.monitor.call_failed(epoch, &error, charges.first().map(ProbeCall::from_charge));
-            }
-            match error {
-                StoreError::LateReply if self.is_open() => StoreError::Timeout,
-                StoreError::Overloaded if self.is_open() => StoreError::BreakerOpen,
-                error => error,
-            }
-        })
-    }
-
-    /// Sends a command for an operator. What fails of these says nothing about requests, but while the breaker is open
-    /// nothing is sent.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn admin_command(&self, time_limit: Duration, asking: bool, command: &Cmd) -> Result<Value, StoreError> {
-        if self.is_open() {
-            return Err(StoreError::BreakerOpen);
-        }
-        timeout(time_limit, self.store.command(asking, command)).await.unwrap_or(Err(StoreError::Timeout))
-    }
-
-    /// Which node of the cluster keeps which slot, as this one at `address` knows it.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn slots(&self, address: &Address) -> Result<SlotMap, StoreError> {
-        let Some(epoch) = self.monitor.breaker.closed_epoch() else { return Err(StoreError::BreakerOpen) };
-        let slots = async {
-            // Connecting takes longer than a call and has a limit of its own.
-            self.store.connect().await?;
-            timeout(self.monitor.timeout, self.store.slots(address)).await.unwrap_or(Err(StoreError::Timeout))
-        };
-        let slots = slots.await;
-        match &slots {
-            Err(error) if self.monitor.is_failure(error) => self.monitor.call_failed(epoch, error, None),
-            Ok(_) | Err(_) => self.monitor.reply_received(epoch),
-        }
-        slots
-    }
-}
-
-impl StoreMonitor {
-    /// Whether an error says that the store cannot be used, rather than this call not be made.
-    fn is_failure(&self, error: &StoreError) -> bool {
-        self.is_error_reply(error) || matches!(error, StoreError::Unreachable(_) | StoreError::Timeout)
-    }
-
-    /// Whether the store replied, and its reply says that it cannot be used. Of calls without a reply the batcher tells.
-    fn is_error_reply(&self, error: &StoreError) -> bool {
-        match error {
-            StoreError::Rejected(_) | StoreError::MalformedReply => true,
-            StoreError::Redirected(_) => self.node.is_none(),
-            StoreError::Unreachable(_)
-            | StoreError::Timeout
-            | StoreError::LateReply
-            | StoreError::BreakerOpen
-            | StoreError::Overloaded
-            | StoreError::CapacityExceeded
-            | StoreError::WritesRejected(_)
-            | StoreError::CorruptState(_) => false,
-        }
-    }
-
-    async fn probe(&self, store: &ServerStore, call: Option<&ProbeCall>) -> Result<(), StoreError> {
-        // Connecting takes longer than a call and has a limit of its own.
-        store.connect().await?;
-        let result = timeout(self.timeout, store.probe(call)).await.unwrap_or(Err(StoreError::Timeout));
-        result.or_else(|error| if self.is_failure(&error) { Err(error) } else { Ok(()) })
-    }
-
-    /// Probes a store that was silent until it answers or the breaker opens: where requests are rare, an outage must not cost each of
-    /// the first ones its timeout.
-    fn probe_until_known(&self, epoch: u32, call: Option<ProbeCall>) {
-        if self.breaker.is_probing.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        let monitor = self.duplicate();
-        tokio::spawn(async move {
-            while monitor.breaker.closed_epoch() == Some(epoch)
-                && let Some(store) = monitor.store.upgrade()
-            {
-                match monitor.probe(&store, call.as_ref()).await {
-                    Ok(()) => {
-                        monitor.reply_received(epoch);
-                        break;
-                    }
-                    Err(error) if monitor.breaker.failures.record_failure(monitor.breaker.age()) => {
-                        monitor.open(epoch, &error, call.clone());
-                    }
-                    Err(_) => sleep(SUSPECT_PROBE_INTERVAL).await,
-                }
-            }
-            monitor.breaker.is_probing.store(false, Ordering::Relaxed);
-        });
-    }
-
-    fn duplicate(&self) -> Self {
-        let StoreMonitor { store, breaker, timeout, node } = self;
-        StoreMonitor { store: store.clone(), breaker: breaker.clone(), timeout: *timeout, node: node.clone() }
-    }
-
-    /// Opens the breaker, if it has been closed since `era`, until a call `like` the one that failed is answered.
-    fn open(&self, epoch: u32, error: &StoreError, call: Option<ProbeCall>) {
-        let try_open = || self.breaker.epoch.compare_exchange(epoch, epoch + 1, Ordering::AcqRel, Ordering::Relaxed);
-        if epoch % 2 == 1 || try_open().is_err() {
-            return;
-        }
-        let mut outage_log = OutageLog::new(self.node.clone());
-        outage_log.log_failure(error);
-        let monitor = self.duplicate();
-        tokio::spawn(async move {
-            let mut delay = INITIAL_PROBE_DELAY;
-            loop {
-                // Up to a tenth more, so that gateways that lost the store together do not come back together.
-                let jitter = (monitor.breaker.age().as_micros() % 1000) as f64 / 10_000.0;
-                sleep(delay + delay.mul_f64(jitter)).await;
-                let Some(store) = monitor.store.upgrade() else { return };
-                match monitor.probe(&store, call.as_ref()).await {
-                    Ok(()) => break,
-                    Err(error) => outage_log.log_failure(&error),
-                }
-                delay = (delay * 2).min(MAX_PROBE_DELAY);
-            }
-            monitor.breaker.failures.reset();
-            monitor.breaker.epoch.fetch_add(1, Ordering::Release);
-            monitor.breaker.recovery.announce();
-            outage_log.log_recovery();
-        });
-    }
-}
-
-impl CallObserver for StoreMonitor {
-    fn epoch(&self) -> Option<u32> {
-        self.breaker.closed_epoch()
-    }
-
-    fn reply_received(&self, epoch: u32) {
-        if self.breaker.epoch.load(Ordering::Relaxed) == epoch {
-            self.breaker.failures.record_success(|| self.breaker.age());
-        }
-    }
-
-    fn reply_late(&self, epoch: u32) {
-        if self.breaker.epoch.load(Ordering::Relaxed) == epoch
-            && self.breaker.failures.record_late_reply(self.breaker.age())
-        {
-            self.open(epoch, &StoreError::Timeout, None);
-        }
-    }
-
-    fn call_failed(&self, epoch: u32, error: &StoreError, call: Option<ProbeCall>) {
-        if self.breaker.epoch.load(Ordering::Relaxed) != epoch {
-            return;
-        }
-        if self.breaker.failures.record_failure(self.breaker.age()) {
-            self.open(epoch, error, call);
-        } else if let StoreError::Timeout = error {
-            self.probe_until_known(epoch, call);
-        }
-    }
-}
-
-impl CounterStore for GuardedStore {
-    async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        self.call_before(monotonic() + self.timeout(), false, operation, charges).await
     }
 }
 
@@ -499,7 +310,7 @@ impl OutageLog {
         if self.logged.len() == MAX_REASONS || self.logged.contains(&reason) {
             return;
         }
-        let (node, advice) = (self.node.as_ref().map(display), error.error_reply().map(diagnose_call));
+        let (node, advice) = (self.node.as_ref().map(display), error.error_reply().map(diagnose_reply));
         if self.logged.is_empty() {
             warn!(%error, advice, node, "the store fails: limits follow on_store_error until it answers again");
         } else {

@@ -8,16 +8,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
+use redis::{Cmd, Value};
 use tokio::time::{sleep, timeout};
 
 use crate::limiter::clock::monotonic;
 use crate::limiter::metrics::LimiterMetrics;
-use crate::limiter::redis::circuit_breaker::{GuardedStore, RecoverySignal};
+use crate::limiter::redis::RedisSettings;
+use crate::limiter::redis::circuit_breaker::RecoverySignal;
 use crate::limiter::redis::cluster::topology::{ClusterMap, SlotMap, identity_slot};
 use crate::limiter::redis::server::{Address, Login};
-use crate::limiter::redis::{RedisSettings, ServerStore};
-use crate::limiter::verdict::{Charge, CounterStore, Operation, StoreError, Verdict};
+use crate::limiter::redis::server_store::ServerStore;
+use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// A call follows so many redirections at once. More come while the nodes do not yet agree about a slot: those it follows
 /// after a pause.
@@ -44,7 +45,7 @@ struct Inner {
 struct KnownNodes {
     /// Those that are none of these are forgotten.
     slots: Option<Arc<SlotMap>>,
-    guards: HashMap<Address, GuardedStore>,
+    guards: HashMap<Address, ServerStore>,
 }
 
 /// Where to ask instead.
@@ -92,7 +93,7 @@ impl ClusterStore {
 
     async fn connect_to(&self, nodes: &[Address]) {
         let guards: Vec<_> = nodes.iter().filter_map(|node| self.guarded_node(node).ok()).collect();
-        join_all(guards.iter().map(GuardedStore::connect)).await;
+        join_all(guards.iter().map(ServerStore::connect)).await;
     }
 
     /// Asks the master of the one identity that these charges have, wherever it may be by now.
@@ -103,8 +104,7 @@ impl ClusterStore {
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
         let Some(charge) = charges.first() else { return Err(StoreError::MalformedReply) };
-        let ask =
-            |guard: GuardedStore, asking| async move { guard.call_before(deadline, asking, operation, charges).await };
+        let ask = |guard: ServerStore, asking| async move { guard.call(deadline, asking, operation, charges).await };
         self.with_owner(identity_slot(charge.key.identity), deadline, ask).await
     }
 
@@ -114,7 +114,7 @@ impl ClusterStore {
     /// See [`StoreError`].
     pub async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
         let deadline = monotonic() + self.timeout();
-        let ask = |guard: GuardedStore, asking| async move {
+        let ask = |guard: ServerStore, asking| async move {
             guard.admin_command(deadline.saturating_duration_since(monotonic()), asking, command).await
         };
         self.with_owner(slot, deadline, ask).await
@@ -125,7 +125,7 @@ impl ClusterStore {
         &self,
         slot: u16,
         deadline: Instant,
-        ask: impl Fn(GuardedStore, bool) -> F,
+        ask: impl Fn(ServerStore, bool) -> F,
     ) -> Result<T, StoreError> {
         let mut address = self.owner(slot).await?;
         let mut asking = false;
@@ -221,7 +221,7 @@ impl ClusterStore {
     }
 
     /// The guard of a node; those of nodes that left the cluster are forgotten.
-    fn guarded_node(&self, address: &Address) -> Result<GuardedStore, StoreError> {
+    fn guarded_node(&self, address: &Address) -> Result<ServerStore, StoreError> {
         let Inner { settings, login, cluster_map, .. } = &*self.0;
         let slots = cluster_map.slots();
         let mut known_nodes = self.lock_nodes();
@@ -237,8 +237,8 @@ impl ClusterStore {
             return Ok(guard.clone());
         }
         let server = login.node_endpoint(address).map_err(|error| StoreError::Unreachable(error.to_string()))?;
-        let store = ServerStore::new(settings, server, self.0.metrics.clone());
-        let guard = GuardedStore::for_node(store, cluster_map.breaker(address), address.clone());
+        let breaker = cluster_map.breaker(address);
+        let guard = ServerStore::for_node(settings, server, breaker, address.clone(), self.0.metrics.clone());
         known_nodes.guards.insert(address.clone(), guard.clone());
         Ok(guard)
     }
@@ -249,7 +249,7 @@ impl ClusterStore {
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn call_before(
+    pub async fn call(
         &self,
         deadline: Instant,
         operation: Operation,
@@ -267,39 +267,27 @@ impl ClusterStore {
     }
 }
 
-impl CounterStore for ClusterStore {
-    async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        self.call_before(monotonic() + self.timeout(), operation, charges).await
-    }
-}
-
 /// Whether one server keeps all that is asked about: an identity has one slot.
 pub fn is_single_slot(charges: &[Charge<'_>]) -> bool {
     charges.windows(2).all(|pair| pair[0].key.identity == pair[1].key.identity)
 }
 
-fn redis_error(error: &StoreError) -> Option<&RedisError> {
-    match error {
-        StoreError::Redirected(error) => Some(error),
-        _ => None,
-    }
-}
-
-/// Whether single keys could be asked about, but not all at once.
+/// Return whether the keys of the call are on two nodes while their slot migrates. Calls with single keys succeed.
 fn is_try_again(error: &StoreError) -> bool {
-    redis_error(error).is_some_and(|error| error.kind() == ErrorKind::Server(ServerErrorKind::TryAgain))
+    matches!(error, StoreError::Redirected(reply) if reply.code() == "TRYAGAIN")
 }
 
+/// Parse `MOVED SLOT ADDRESS` or `ASK SLOT ADDRESS`.
 fn parse_redirection(error: &StoreError, asked_node: &Address) -> Option<Redirection> {
-    let error = redis_error(error)?;
-    let (node, _) = error.redirect_node()?;
-    let mut node = Address::parse(node)?;
+    let StoreError::Redirected(reply) = error else { return None };
+    let mut node = Address::parse(reply.detail().split_ascii_whitespace().nth(1)?)?;
     if node.host.is_empty() {
-        // A node that does not know its own host means the one where it was asked.
+        // A node that does not know its own host means the host of the node that replied.
         node.host = asked_node.host.clone();
     }
-    match error.kind() {
-        ErrorKind::Server(ServerErrorKind::Ask) => Some(Redirection::Ask(node)),
-        _ => Some(Redirection::Moved(node)),
+    match reply.code() {
+        "ASK" => Some(Redirection::Ask(node)),
+        "MOVED" => Some(Redirection::Moved(node)),
+        _ => None,
     }
 }

@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use redis::{ConnectionAddr, ErrorKind, RedisError};
 
+use crate::limiter::verdict::ErrorReply;
+
 /// Of a URL that names no server.
 pub fn diagnose_url(error: &RedisError) -> String {
     let message = error.to_string();
@@ -38,52 +40,58 @@ pub fn diagnose_connect(error: &RedisError, address: &ConnectionAddr) -> String 
     }
 }
 
-/// Of a call on a connection.
+/// Describe an error of a call on a connection.
 pub fn diagnose_call(error: &RedisError) -> String {
+    let code = error.code().unwrap_or_default();
     let detail = error.detail().unwrap_or_default();
-    if let Some(permission) = missing_permission(error) {
-        return format!(
-            "Redis does not allow this user what the gateway needs, {permission}; give it the rights that docs/redis.md lists"
-        );
-    }
-    match (error.kind(), error.code().unwrap_or_default()) {
-        (ErrorKind::AuthenticationFailed, _) | (_, "WRONGPASS") => {
-            "Redis refuses this user or password; correct them in store.url".to_owned()
-        }
-        (_, "NOAUTH") => {
-            "Redis wants a password; write it into store.url: redis://USER:PASSWORD@HOST:PORT/DB".to_owned()
-        }
-        (_, "DENIED") => "Redis is in protected mode and serves its own machine only; give it a password".to_owned(),
-        (_, "READONLY") => {
-            "this Redis is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER".to_owned()
-        }
-        (_, "MOVED" | "ASK" | "CROSSSLOT") => "this Redis is a node of a cluster; use redis+cluster://".to_owned(),
-        (_, "CLUSTERDOWN") => format!("the cluster does not serve ({detail}); see what redis-cli --cluster check says"),
-        (_, "MASTERDOWN") => {
-            "this Redis is a replica that has lost its master; give the address of a master".to_owned()
-        }
-        (_, "LOADING") => "Redis is still loading its data; it answers once that is done".to_owned(),
-        (_, "BUSY") => {
-            "Redis is busy with somebody's script; it answers once that has ended, or after SCRIPT KILL".to_owned()
-        }
-        (_, "OOM") => {
-            "Redis is out of memory; raise its maxmemory, or give the limits an instance of their own".to_owned()
-        }
-        (_, "MISCONF") => "Redis takes no writes since it cannot save to its disk; see its log".to_owned(),
-        (_, "ERR") if detail.contains("DB index is out of range") => {
-            "this Redis does not have so many databases; correct the number at the end of store.url".to_owned()
-        }
-        (_, "ERR") if detail.contains("SELECT is not allowed in cluster mode") => {
-            "this Redis is a node of a cluster; use redis+cluster://, without a database".to_owned()
-        }
-        (_, "ERR") if detail.contains("unknown command 'SELECT'") => {
-            "this server has no databases, so it may be a Sentinel; use redis+sentinel://HOST:PORT/MASTER then"
-                .to_owned()
-        }
-        (ErrorKind::Parse, _) => "what answers is not Redis; correct the address in store.url".to_owned(),
-        (ErrorKind::Io, _) => format!("the connection broke ({error}); is Redis being restarted?"),
+    diagnose_code(code, detail).unwrap_or_else(|| match error.kind() {
+        ErrorKind::AuthenticationFailed => WRONG_PASSWORD.to_owned(),
+        ErrorKind::Parse => "what answers is not Redis; correct the address in store.url".to_owned(),
+        ErrorKind::Io => format!("the connection broke ({error}); is Redis being restarted?"),
         _ => error.to_string(),
+    })
+}
+
+/// Describe an error reply to a call.
+pub fn diagnose_reply(reply: &ErrorReply) -> String {
+    diagnose_code(reply.code(), reply.detail()).unwrap_or_else(|| reply.to_string())
+}
+
+const WRONG_PASSWORD: &str = "Redis refuses this user or password; correct them in store.url";
+
+/// Describe an error reply, if it is a known one.
+fn diagnose_code(code: &str, detail: &str) -> Option<String> {
+    if let Some(permission) = permission_in_reply(code, detail) {
+        return Some(format!(
+            "Redis does not allow this user what the gateway needs, {permission}; give it the rights that docs/redis.md lists"
+        ));
     }
+    let diagnosis = match code {
+        "WRONGPASS" => WRONG_PASSWORD,
+        "NOAUTH" => "Redis wants a password; write it into store.url: redis://USER:PASSWORD@HOST:PORT/DB",
+        "DENIED" => "Redis is in protected mode and serves its own machine only; give it a password",
+        "READONLY" => "this Redis is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER",
+        "MOVED" | "ASK" | "CROSSSLOT" => "this Redis is a node of a cluster; use redis+cluster://",
+        "CLUSTERDOWN" => {
+            return Some(format!("the cluster does not serve ({detail}); see what redis-cli --cluster check says"));
+        }
+        "MASTERDOWN" => "this Redis is a replica that has lost its master; give the address of a master",
+        "LOADING" => "Redis is still loading its data; it answers once that is done",
+        "BUSY" => "Redis is busy with somebody's script; it answers once that has ended, or after SCRIPT KILL",
+        "OOM" => "Redis is out of memory; raise its maxmemory, or give the limits an instance of their own",
+        "MISCONF" => "Redis takes no writes since it cannot save to its disk; see its log",
+        "ERR" if detail.contains("DB index is out of range") => {
+            "this Redis does not have so many databases; correct the number at the end of store.url"
+        }
+        "ERR" if detail.contains("SELECT is not allowed in cluster mode") => {
+            "this Redis is a node of a cluster; use redis+cluster://, without a database"
+        }
+        "ERR" if detail.contains("unknown command 'SELECT'") => {
+            "this server has no databases, so it may be a Sentinel; use redis+sentinel://HOST:PORT/MASTER then"
+        }
+        _ => return None,
+    };
+    Some(diagnosis.to_owned())
 }
 
 /// Of a server that takes connections, or nothing at all, and does not answer in time.
@@ -101,10 +109,13 @@ pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
 
 /// The right that a user lacks, as `ACL SETUSER` takes it, if that is what the error is about.
 pub fn missing_permission(error: &RedisError) -> Option<String> {
-    let detail = error.detail()?;
+    permission_in_reply(error.code().unwrap_or_default(), error.detail()?)
+}
+
+fn permission_in_reply(code: &str, detail: &str) -> Option<String> {
     // Redis 7.0 does not say which command of a script it was.
     let script = detail.starts_with("The user executing the script can't") || detail.contains("ACL failure in script");
-    if error.code() != Some("NOPERM") && !script {
+    if code != "NOPERM" && !script {
         return None;
     }
     // "… has no permissions to run the 'config|get' command", "… to access one of the keys used as arguments"

@@ -6,7 +6,7 @@ use redis::RedisError;
 
 use crate::limiter::clock::monotonic;
 use crate::limiter::redis::diagnosis;
-use crate::limiter::verdict::StoreError;
+use crate::limiter::verdict::{ErrorReply, StoreError};
 
 /// The first pause before a call that Redis turned away is made again; each later one is twice as long, up to [`LONGEST`].
 const INITIAL_BACKOFF: Duration = Duration::from_millis(5);
@@ -46,13 +46,16 @@ impl RedisErrorKind {
     }
 
     /// The error of a call that ended with this reply.
-    pub fn to_store_error(error: RedisError) -> StoreError {
-        match RedisErrorKind::from_error(&error) {
-            None => StoreError::Unreachable(diagnosis::diagnose_call(&error)),
-            Some(RedisErrorKind::Retryable | RedisErrorKind::Fatal) => StoreError::Rejected(error),
-            Some(RedisErrorKind::Redirect) => StoreError::Redirected(error),
-            Some(RedisErrorKind::WritesRejected) => StoreError::WritesRejected(error),
-            Some(RedisErrorKind::Script) => StoreError::CorruptState(error),
+    pub fn to_store_error(error: &RedisError) -> StoreError {
+        let Some(kind) = RedisErrorKind::from_error(error) else {
+            return StoreError::Unreachable(diagnosis::diagnose_call(error));
+        };
+        let reply = ErrorReply::new(error.code().unwrap_or_default(), error.detail().unwrap_or_default());
+        match kind {
+            RedisErrorKind::Retryable | RedisErrorKind::Fatal => StoreError::Rejected(reply),
+            RedisErrorKind::Redirect => StoreError::Redirected(reply),
+            RedisErrorKind::WritesRejected => StoreError::WritesRejected(reply),
+            RedisErrorKind::Script => StoreError::CorruptState(reply),
         }
     }
 }

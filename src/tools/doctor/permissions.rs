@@ -8,10 +8,11 @@ use tokio::time::timeout;
 use crate::limiter::algorithm::{AlgorithmKind, Rule};
 use crate::limiter::clock::{Clock, monotonic};
 use crate::limiter::key::{IdentityHasher, Key, StateName};
-use crate::limiter::redis::diagnosis::diagnose_call;
+use crate::limiter::redis::RedisSettings;
+use crate::limiter::redis::diagnosis::diagnose_reply;
 use crate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
-use crate::limiter::redis::{RedisSettings, ServerStore};
-use crate::limiter::verdict::{Charge, ChargeMode, CounterStore, Operation, StoreError};
+use crate::limiter::redis::server_store::ServerStore;
+use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError};
 use crate::telemetry::pluralize;
 use crate::tools::doctor::server::format_elapsed;
 use crate::tools::doctor::{CALL_TIMEOUT, CallError, Check, DiagnosticConnection, RedisServer, Requirements, Status};
@@ -174,7 +175,7 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         clock: Clock::Store,
     };
     // It was seen to be of the right kind before.
-    let store = ServerStore::new(&settings, server.endpoint.clone(), Arc::default());
+    let store = ServerStore::new(&settings, server.endpoint.clone(), Arc::default(), Arc::default());
     let hasher = IdentityHasher::new("doctor");
     let identity = server.probe_identity;
     let (mut kinds, mut slowest) = (Vec::new(), tokio::time::Duration::ZERO);
@@ -188,18 +189,20 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         let key = Key { identity, state_name: &state_name };
         let charge = Charge { key, rule: &rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 1, debt_before_us: 0 };
         let sent_at = monotonic();
-        let verdict = match timeout(CALL_TIMEOUT, store.call(Operation::Check, &[charge])).await {
-            Ok(Ok(verdict)) => verdict,
-            Ok(Err(error)) => return Ok(decision_failed(&error)),
-            Err(_) => return Ok(decision_failed(&StoreError::Timeout)),
-        };
+        let verdict =
+            match timeout(CALL_TIMEOUT, store.call(sent_at + CALL_TIMEOUT, false, Operation::Check, &[charge])).await {
+                Ok(Ok(verdict)) => verdict,
+                Ok(Err(error)) => return Ok(decision_failed(&error)),
+                Err(_) => return Ok(decision_failed(&StoreError::Timeout)),
+            };
         slowest = slowest.max(sent_at.elapsed());
         if verdict.granted != 1 {
             let found = format!("the first request of a fresh limit is denied ({})", rule.shape());
             return Ok(Check::ok("decisions", found).with_status(Status::Failed));
         }
         let refund = Operation::Refund { charged_at: verdict.now_us };
-        if let Ok(Err(error)) = timeout(CALL_TIMEOUT, store.call(refund, &[charge])).await {
+        let deadline = monotonic() + CALL_TIMEOUT;
+        if let Ok(Err(error)) = timeout(CALL_TIMEOUT, store.call(deadline, false, refund, &[charge])).await {
             return Ok(decision_failed(&error));
         }
     }
@@ -212,7 +215,7 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
 }
 
 fn decision_failed(error: &StoreError) -> Check {
-    let found = error.error_reply().map_or_else(|| error.to_string(), diagnose_call);
+    let found = error.error_reply().map_or_else(|| error.to_string(), diagnose_reply);
     Check::ok("decisions", found).with_status(Status::Failed)
 }
 

@@ -12,6 +12,7 @@ use crate::identity::descriptor::Descriptor;
 use crate::identity::display::DisplayPart;
 use crate::identity::{IdentityLookup, IdentitySpec, RequestAttributes};
 use crate::limiter::algorithm::{Outcome, Status};
+use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::IdentityEncoder;
 use crate::limiter::overrides::{OverrideTable, Overrides};
@@ -250,7 +251,8 @@ impl Counters for RedisCounters {
         // Of what is paid afterwards a unit must be there.
         let charge = |check| Charge { cost: LimitCheck::required(check), ..check.charge(DecidedBy::Store, 0) };
         let charges: Vec<_> = checks.iter().map(charge).collect();
-        let result = self.tokio_runtime.block_on(self.store.call(Operation::Peek, &charges));
+        let deadline = monotonic() + self.store.timeout();
+        let result = self.tokio_runtime.block_on(self.store.call(deadline, Operation::Peek, &charges));
         result.map_err(|error| CountersUnavailable(error.to_string()))
     }
 }

@@ -245,13 +245,12 @@ fn merge(results: Vec<ShardResult<'_>>, granted: u64, charge_count: usize) -> Re
 
 #[cfg(test)]
 mod tests {
-    use redis::{ErrorKind, ServerErrorKind};
-
     use super::*;
+    use crate::limiter::verdict::ErrorReply;
 
     #[test]
     fn merged_error_never_reports_not_executed() {
-        let refused = redis::RedisError::from((ErrorKind::Server(ServerErrorKind::ResponseError), "OOM"));
+        let refused = ErrorReply::new("OOM", "");
         // Whether it is overload, and whether it is an outage.
         let cases = [
             (StoreError::Overloaded, true, false),

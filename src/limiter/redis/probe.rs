@@ -1,0 +1,138 @@
+//! Failures of a server: open its circuit breaker, and probe the server until it answers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{sleep, timeout};
+
+use crate::limiter::clock::monotonic;
+use crate::limiter::key::{IdentityHasher, Key, StateName};
+use crate::limiter::redis::batch::{ProbeCall, Purpose};
+use crate::limiter::redis::batcher::Batcher;
+use crate::limiter::redis::circuit_breaker::{Assessment, OutageLog};
+use crate::limiter::redis::connection::checkout;
+use crate::limiter::redis::error::RedisErrorKind;
+use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError};
+
+/// Delay of the first probe after the breaker opened. Each later one is twice as long, up to [`MAX_PROBE_DELAY`].
+const INITIAL_PROBE_DELAY: Duration = Duration::from_millis(100);
+const MAX_PROBE_DELAY: Duration = Duration::from_secs(1);
+
+/// Interval for probing a server that did not reply to a call, until it replies or the breaker opens.
+const SUSPECT_PROBE_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Name of the limit whose state a probe charges. No configured limit can have this name.
+const PROBE_LIMIT: &str = "~probe";
+
+impl Batcher {
+    /// Return whether an error means that the server cannot be used, rather than that this call could not be made.
+    pub(super) fn is_failure(&self, error: &StoreError) -> bool {
+        self.is_failure_reply(error) || matches!(error, StoreError::Unreachable(_) | StoreError::Timeout)
+    }
+
+    /// Return whether the server replied, and its reply means that it cannot be used.
+    pub(super) fn is_failure_reply(&self, error: &StoreError) -> bool {
+        match error {
+            StoreError::Rejected(_) | StoreError::MalformedReply => true,
+            StoreError::Redirected(_) => self.node.is_none(),
+            StoreError::Unreachable(_)
+            | StoreError::Timeout
+            | StoreError::LateReply
+            | StoreError::BreakerOpen
+            | StoreError::Overloaded
+            | StoreError::CapacityExceeded
+            | StoreError::WritesRejected(_)
+            | StoreError::CorruptState(_) => false,
+        }
+    }
+
+    /// Record a call that was sent in this epoch of the breaker and failed. A probe sends a call like `like`.
+    pub(super) fn call_failed(self: &Arc<Self>, epoch: u32, error: &StoreError, like: Option<ProbeCall>) {
+        match self.breaker.record_failure(epoch) {
+            Assessment::Failing => self.open_breaker(epoch, error, like),
+            Assessment::Suspect if matches!(error, StoreError::Timeout) => self.probe_suspect(epoch, like),
+            Assessment::Suspect | Assessment::Outdated => {}
+        }
+    }
+
+    /// Record a call of this epoch that had no reply in time, while other calls had one.
+    pub(super) fn reply_late(self: &Arc<Self>, epoch: u32) {
+        if self.breaker.record_late_reply(epoch) {
+            self.open_breaker(epoch, &StoreError::Timeout, None);
+        }
+    }
+
+    /// Open the breaker if it has been closed since `epoch`, and probe until the server answers a call like `like`.
+    pub(super) fn open_breaker(self: &Arc<Self>, epoch: u32, error: &StoreError, like: Option<ProbeCall>) {
+        if !self.breaker.try_open(epoch) {
+            return;
+        }
+        let mut outage_log = OutageLog::new(self.node.clone());
+        outage_log.log_failure(error);
+        // A node that left its cluster is dropped, and its probes end.
+        let batcher = Arc::downgrade(self);
+        let breaker = self.breaker.clone();
+        tokio::spawn(async move {
+            let mut delay = INITIAL_PROBE_DELAY;
+            loop {
+                sleep(delay + breaker.probe_jitter(delay)).await;
+                let Some(batcher) = batcher.upgrade() else { return };
+                match batcher.probe(like.as_ref()).await {
+                    Ok(()) => break,
+                    Err(error) => outage_log.log_failure(&error),
+                }
+                delay = (delay * 2).min(MAX_PROBE_DELAY);
+            }
+            breaker.close();
+            outage_log.log_recovery();
+        });
+    }
+
+    /// Probe a server that did not reply, until it does or the breaker opens. If requests are rare, each of the first
+    /// ones would otherwise wait for the timeout.
+    fn probe_suspect(self: &Arc<Self>, epoch: u32, like: Option<ProbeCall>) {
+        if !self.breaker.begin_probing() {
+            return;
+        }
+        let batcher = Arc::downgrade(self);
+        let breaker = self.breaker.clone();
+        tokio::spawn(async move {
+            while breaker.closed_epoch() == Some(epoch)
+                && let Some(batcher) = batcher.upgrade()
+            {
+                let Err(error) = batcher.probe(like.as_ref()).await else {
+                    breaker.record_reply(epoch);
+                    break;
+                };
+                match breaker.record_failure(epoch) {
+                    Assessment::Failing => batcher.open_breaker(epoch, &error, like.clone()),
+                    Assessment::Suspect | Assessment::Outdated => sleep(SUSPECT_PROBE_INTERVAL).await,
+                }
+            }
+            breaker.end_probing();
+        });
+    }
+
+    /// Send a call like `like`, or the smallest script. A reply that is no failure of the server is a success.
+    async fn probe(self: &Arc<Self>, like: Option<&ProbeCall>) -> Result<(), StoreError> {
+        // Connecting takes several round trips and has a timeout of its own.
+        checkout(&self.connections).await?;
+        let result = timeout(self.timeout, self.send_probe(like)).await.unwrap_or(Err(StoreError::Timeout));
+        result.or_else(|error| if self.is_failure(&error) { Err(error) } else { Ok(()) })
+    }
+
+    /// A probe needs the permissions that calls need: it goes to the slot of the failed call and writes with the same
+    /// commands, to a state that no request uses.
+    async fn send_probe(self: &Arc<Self>, like: Option<&ProbeCall>) -> Result<(), StoreError> {
+        let Some(ProbeCall { identity, rule }) = like else {
+            let mut connection = checkout(&self.connections).await?;
+            let reply = connection.send(redis::cmd("EVAL").arg("return 1").arg(0)).await;
+            return reply.map(drop).map_err(|error| RedisErrorKind::to_store_error(&error));
+        };
+        let state_name = StateName::new(&IdentityHasher::new(""), PROBE_LIMIT, &rule.shape());
+        let key = Key { identity: *identity, state_name: &state_name };
+        let charge = Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 };
+        let deadline = monotonic() + self.timeout;
+        self.enqueue(deadline, Purpose::Probe, Operation::Check, &[charge]).await.map(drop)
+    }
+}
