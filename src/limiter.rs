@@ -38,7 +38,7 @@ use crate::limiter::metrics::AnsweredBy;
 use crate::limiter::overrides::Overrides;
 use crate::limiter::prefetch::PrefetchPool;
 use crate::limiter::settlement::{
-    ConcurrencyPermits, Deferred, DeferredCharge, DeferredCharges, OwnedCharge, StoreHandle,
+    ConcurrencyPermits, Deferred, DeferredCharge, DeferredCharges, OwnedCharge, SettlementQueue, StoreHandle,
 };
 use crate::limiter::singleflight::{CheckGroup, Singleflight};
 use crate::limiter::spec::{LimitSpec, OnStoreError, QueuePolicy};
@@ -50,6 +50,7 @@ use crate::limiter::wait_queue::WaitQueues;
 #[derive(Debug)]
 pub struct Limiter {
     store_handle: Arc<StoreHandle>,
+    settlements: Arc<SettlementQueue>,
     singleflight: Option<Arc<Singleflight>>,
     wait_queues: Arc<WaitQueues>,
     /// The quota overrides that administrators set for single identities.
@@ -74,7 +75,9 @@ impl Limiter {
             Store::Redis { store, .. } => Some(Arc::new(Singleflight::new(store.timeout(), prefetch_pool))),
         };
         let store_handle = Arc::new(StoreHandle { store, denials, tasks: TaskTracker::new() });
-        Limiter { store_handle, singleflight, wait_queues, overrides, next_permit_id: AtomicU64::new(first_permit_id) }
+        let settlements = Arc::new(SettlementQueue::new(store_handle.clone()));
+        let next_permit_id = AtomicU64::new(first_permit_id);
+        Limiter { store_handle, settlements, singleflight, wait_queues, overrides, next_permit_id }
     }
 
     /// Decide all checks of a request at one instant: charge all of them or none. If all limits that deny the request
@@ -145,7 +148,8 @@ impl Limiter {
         if let Some(decision) = prefetched().or_else(|| self.try_cached_denial(checks)) {
             return Ok(decision);
         }
-        let (mut leases, mut first_permit_id) = (None, 0);
+        let mut leases = None;
+        let mut first_permit_id = 0;
         if checks.iter().any(|check| check.is_concurrency()) {
             first_permit_id = self.allocate_permit_ids(checks);
             leases = Some(self.pending_permits(checks, DecidedBy::Store, first_permit_id));
@@ -314,7 +318,7 @@ impl Limiter {
     ) -> ConcurrencyPermits {
         let charges = checks.iter().filter(|check| check.is_concurrency());
         let asked = charges.map(|check| check.owned_charge(check.permit_id(first_permit_id))).collect();
-        ConcurrencyPermits::requested(self.store_handle.clone(), source, asked)
+        ConcurrencyPermits::requested(self.settlements.clone(), source, asked)
     }
 
     /// Record the deferred charges of an admitted request. `charged_at` is the time of the charge (µs) if it was made
@@ -359,7 +363,7 @@ impl Limiter {
                 charged_at: decided_at_us.get(index).copied().unwrap_or(charged_at),
                 charge: OwnedCharge { debt_before_us: debt_before_us(check), ..check.owned_charge(check.cost) },
             });
-        DeferredCharges::new(self.store_handle.clone(), decision.decided_by, charges.collect())
+        DeferredCharges::new(self.settlements.clone(), decision.decided_by, charges.collect())
     }
 }
 

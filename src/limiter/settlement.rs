@@ -3,14 +3,18 @@
 
 use std::mem;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 use tokio::runtime::Handle;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
 use tokio::time::sleep;
 use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 use tracing::debug;
 
 use crate::limiter::algorithm::{Outcome, Rule};
@@ -79,8 +83,91 @@ pub struct StoreHandle {
     pub store: Store,
     /// The denial cache. `None` if checks are free.
     pub denials: Option<Arc<DenialCache>>,
-    /// Background tasks in flight, such as permit releases and deferred charges.
+    /// Background work in progress, such as permit releases and deferred charges.
     pub tasks: TaskTracker,
+}
+
+/// The queue of the calls that requests leave behind when they end. One task makes these calls, all of them
+/// concurrently.
+///
+/// The queue is unbounded, but an entry only takes over the permits or charges of a request that ended.
+#[derive(Debug)]
+pub struct SettlementQueue {
+    store_handle: Arc<StoreHandle>,
+    /// `None` until the first entry is queued, within the runtime of the limiter.
+    sender: OnceLock<UnboundedSender<QueuedSettlement>>,
+}
+
+/// A call that no request waits for.
+#[derive(Debug)]
+enum Settlement {
+    /// Release concurrency permits.
+    Release {
+        permits: Arc<[OwnedCharge]>,
+        /// Whether no call that registers the permits can run after the release.
+        is_certain: bool,
+        max_ttl: Duration,
+    },
+    /// Charge or refund.
+    Deliver { decided_by: DecidedBy, operation: Operation, charges: Vec<OwnedCharge> },
+}
+
+/// An entry of the queue. [`TaskTracker::wait`] waits until it is dropped.
+#[derive(Debug)]
+struct QueuedSettlement {
+    settlement: Settlement,
+    tracked: TaskTrackerToken,
+}
+
+impl SettlementQueue {
+    /// Create an empty queue.
+    pub fn new(store_handle: Arc<StoreHandle>) -> Self {
+        SettlementQueue { store_handle, sender: OnceLock::new() }
+    }
+
+    /// Queue a call. Outside of a tokio runtime the process is ending: permits then expire by their TTL.
+    fn push(&self, settlement: Settlement) {
+        let Ok(runtime) = Handle::try_current() else { return };
+        let sender = self.sender.get_or_init(|| {
+            let (sender, receiver) = unbounded_channel();
+            runtime.spawn(make_queued_calls(self.store_handle.clone(), receiver));
+            sender
+        });
+        // An error means that the runtime of the limiter has ended.
+        let _ = sender.send(QueuedSettlement { settlement, tracked: self.store_handle.tasks.token() });
+    }
+}
+
+/// Make the queued calls until the queue is dropped and empty.
+async fn make_queued_calls(store_handle: Arc<StoreHandle>, mut queue: UnboundedReceiver<QueuedSettlement>) {
+    let mut calls = FuturesUnordered::new();
+    loop {
+        tokio::select! {
+            biased;
+            queued = queue.recv() => match queued {
+                Some(queued) => calls.push(queued.settle(&store_handle)),
+                None => break,
+            },
+            Some(()) = calls.next() => {}
+        }
+    }
+    while calls.next().await.is_some() {}
+}
+
+impl QueuedSettlement {
+    async fn settle(self, store_handle: &StoreHandle) {
+        match self.settlement {
+            Settlement::Release { permits, is_certain, max_ttl } => {
+                store_handle.release(&permits, is_certain, max_ttl).await;
+            }
+            Settlement::Deliver { decided_by, operation, charges } => {
+                if let Err(error) = store_handle.deliver(decided_by, operation, charges).await {
+                    debug!(%error, ?operation, "what a response made of a cost was not counted");
+                }
+            }
+        }
+        drop(self.tracked);
+    }
 }
 
 impl StoreHandle {
@@ -127,6 +214,27 @@ impl StoreHandle {
         }
     }
 
+    /// Release concurrency permits. Retry until the store has released them or they have expired. A call whose request
+    /// was cancelled may run after the release, on another connection or in a store that hung: unless the release
+    /// `is_certain`, repeat it once.
+    async fn release(&self, permits: &[OwnedCharge], mut is_certain: bool, max_ttl: Duration) {
+        // One TTL after the store answers again, the permits have expired.
+        let mut last_outage_at = monotonic();
+        while elapsed_since(last_outage_at) < max_ttl {
+            match self.call(DecidedBy::Store, monotonic(), RELEASE_PERMIT, permits).await {
+                Ok(_) if is_certain => return,
+                Ok(_) => is_certain = true,
+                Err(error) => {
+                    debug!(%error, "a concurrency permit is not released yet");
+                    if error.is_outage() && !self.tasks.is_closed() {
+                        last_outage_at = monotonic();
+                    }
+                }
+            }
+            self.store.recovery_within(RETRY_INTERVAL).await;
+        }
+    }
+
     /// Count permits in this process' local share as well, if the store is Redis. In an outage the share has to count
     /// all requests that run here.
     fn count_in_local_share(&self, operation: Operation, permits: &[OwnedCharge]) {
@@ -166,7 +274,7 @@ impl OwnedCharge {
 /// requests that run here.
 #[derive(Debug)]
 pub struct ConcurrencyPermits {
-    store_handle: Arc<StoreHandle>,
+    settlements: Arc<SettlementQueue>,
     decided_by: DecidedBy,
     permits: Arc<[OwnedCharge]>,
     renewal: Option<AbortHandle>,
@@ -186,14 +294,14 @@ struct PermitStoreState {
 
 impl ConcurrencyPermits {
     /// Create the permits of a check that is about to be sent.
-    pub fn requested(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, permits: Vec<OwnedCharge>) -> Self {
+    pub fn requested(settlements: Arc<SettlementQueue>, decided_by: DecidedBy, permits: Vec<OwnedCharge>) -> Self {
         let is_store_asked = decided_by == DecidedBy::Store;
         let store_state = PermitStoreState {
             may_be_counted: AtomicBool::new(is_store_asked),
             call_in_flight: AtomicBool::new(is_store_asked),
         };
         ConcurrencyPermits {
-            store_handle,
+            settlements,
             decided_by,
             permits: permits.into(),
             renewal: None,
@@ -216,7 +324,7 @@ impl ConcurrencyPermits {
 
     fn release_local_share(&mut self) {
         if mem::take(&mut self.is_counted_here) {
-            self.store_handle.count_in_local_share(RELEASE_PERMIT, &self.permits);
+            self.settlements.store_handle.count_in_local_share(RELEASE_PERMIT, &self.permits);
         }
     }
 
@@ -242,12 +350,13 @@ impl ConcurrencyPermits {
         if self.decided_by == DecidedBy::Store {
             self.store_state.call_in_flight.store(false, Ordering::Relaxed);
             if !mem::replace(&mut self.is_counted_here, true) {
-                self.store_handle.count_in_local_share(Operation::Charge, &self.permits);
+                self.settlements.store_handle.count_in_local_share(Operation::Charge, &self.permits);
             }
         }
-        let (store_handle, permits, store_state) =
-            (self.store_handle.clone(), self.permits.clone(), self.store_state.clone());
-        self.renewal = self.store_handle.spawn(async move {
+        let store_handle = self.settlements.store_handle.clone();
+        let permits = self.permits.clone();
+        let store_state = self.store_state.clone();
+        self.renewal = self.settlements.store_handle.spawn(async move {
             let mut renew_delay = min_ttl / 3;
             loop {
                 store_handle.store.recovery_within(renew_delay).await;
@@ -291,25 +400,10 @@ impl Drop for ConcurrencyPermits {
         if !call_in_flight && !self.store_state.may_be_counted.load(Ordering::Relaxed) {
             return;
         }
-        let (store_handle, permits) = (self.store_handle.clone(), self.permits.clone());
-        // A call whose request was cancelled may run after the release: on another connection, or in a store that hung.
-        let (mut is_certain, max_ttl) = (!call_in_flight, self.max_ttl());
-        self.store_handle.spawn(async move {
-            // One TTL after the store answers again, the permits have expired.
-            let mut last_outage_at = monotonic();
-            while elapsed_since(last_outage_at) < max_ttl {
-                match store_handle.call(DecidedBy::Store, monotonic(), RELEASE_PERMIT, &permits).await {
-                    Ok(_) if is_certain => return,
-                    Ok(_) => is_certain = true,
-                    Err(error) => {
-                        debug!(%error, "a concurrency permit is not released yet");
-                        if error.is_outage() && !store_handle.tasks.is_closed() {
-                            last_outage_at = monotonic();
-                        }
-                    }
-                }
-                store_handle.store.recovery_within(RETRY_INTERVAL).await;
-            }
+        self.settlements.push(Settlement::Release {
+            permits: self.permits.clone(),
+            is_certain: !call_in_flight,
+            max_ttl: self.max_ttl(),
         });
     }
 }
@@ -321,7 +415,7 @@ pub type SettleFuture = Pin<Box<dyn Future<Output = Result<Vec<(usize, Outcome)>
 /// The charges and refunds of a request that are deferred until its response is known.
 #[derive(Debug)]
 pub struct DeferredCharges {
-    store_handle: Arc<StoreHandle>,
+    settlements: Arc<SettlementQueue>,
     decided_by: DecidedBy,
     charges: Vec<DeferredCharge>,
 }
@@ -339,8 +433,8 @@ pub struct DeferredCharge {
 
 impl DeferredCharges {
     /// Create the deferred charges of an admitted request.
-    pub fn new(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, charges: Vec<DeferredCharge>) -> Self {
-        DeferredCharges { store_handle, decided_by, charges }
+    pub fn new(settlements: Arc<SettlementQueue>, decided_by: DecidedBy, charges: Vec<DeferredCharge>) -> Self {
+        DeferredCharges { settlements, decided_by, charges }
     }
 
     /// Charge and refund what `action_for` returns for each limit index. Return `None` if there is nothing to do. If
@@ -362,19 +456,21 @@ impl DeferredCharges {
         if calls.is_empty() {
             return None;
         }
-        let (store_handle, decided_by) = (self.store_handle.clone(), self.decided_by);
+        let settlements = self.settlements.clone();
+        let decided_by = self.decided_by;
         // Use a separate task: a client that disconnects now is charged nevertheless.
-        let task = self.store_handle.tasks.spawn(async move {
-            let (mut outcomes, mut failure) = (Vec::new(), None);
+        let task = self.settlements.store_handle.tasks.spawn(async move {
+            let mut outcomes = Vec::new();
+            let mut failure = None;
             for (operation, pending) in calls {
-                match store_handle.call(decided_by, monotonic(), operation, &pending).await {
+                match settlements.store_handle.call(decided_by, monotonic(), operation, &pending).await {
                     Ok(verdict) => {
                         outcomes.extend(pending.iter().map(|pending| pending.limit_index).zip(verdict.outcomes));
                     }
                     Err(error) => {
                         if let StoreError::Overloaded = error {
                             // Retry in the background: the response does not wait for it.
-                            store_handle.spawn(deliver_deferred(store_handle.clone(), decided_by, operation, pending));
+                            settlements.push(Settlement::Deliver { decided_by, operation, charges: pending });
                         }
                         failure = Some(error);
                     }
@@ -395,17 +491,7 @@ impl Drop for DeferredCharges {
         if owed.is_empty() {
             return;
         }
-        self.store_handle.spawn(deliver_deferred(self.store_handle.clone(), self.decided_by, Operation::Charge, owed));
-    }
-}
-
-async fn deliver_deferred(
-    store_handle: Arc<StoreHandle>,
-    decided_by: DecidedBy,
-    operation: Operation,
-    charges: Vec<OwnedCharge>,
-) {
-    if let Err(error) = store_handle.deliver(decided_by, operation, charges).await {
-        debug!(%error, ?operation, "what a response made of a cost was not counted");
+        let decided_by = self.decided_by;
+        self.settlements.push(Settlement::Deliver { decided_by, operation: Operation::Charge, charges: owed });
     }
 }
