@@ -10,6 +10,7 @@ pub mod key;
 pub mod memory;
 pub mod metrics;
 pub mod overrides;
+pub mod pacing;
 pub mod prefetch;
 pub mod quota;
 pub mod redis;

@@ -29,7 +29,7 @@ const LIMITER_ROWS: &[&[&str]] = &[
     &["memory", "redis"],
     &["spec", "verdict"],
     &["algorithm"],
-    &["clock", "key", "metrics", "quota"],
+    &["clock", "key", "metrics", "pacing", "quota"],
 ];
 
 /// The clock belongs to the limiter, and to whoever needs the time.

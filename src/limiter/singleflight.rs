@@ -21,8 +21,8 @@ use tracing::debug;
 use crate::limiter::algorithm::Status;
 use crate::limiter::clock::{elapsed_since, monotonic};
 use crate::limiter::metrics::AnsweredBy;
+use crate::limiter::pacing::{MAX_WAITING_CHECKS, latency_target, worker_delay};
 use crate::limiter::prefetch::{PrefetchPool, PrefetchReservation};
-use crate::limiter::redis::batcher::{LATENCY_TARGET_DIVISOR, MAX_WORKER_DELAY};
 use crate::limiter::settlement::{OwnedCharge, StoreHandle};
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
@@ -37,9 +37,6 @@ const BUSY_WORKER_DELAY: Duration = Duration::from_millis(2);
 /// Deny a check after this many calls in a row granted tokens only to other checks. More calls might find a refilled
 /// token, but a single check would not wait for one either.
 const MAX_MISSED_CALLS: u32 = 2;
-
-/// Maximum number of checks of one worker that wait for a call. Further checks are rejected at once.
-const MAX_WAITERS: usize = 16_384;
 
 type CheckResult = Result<Verdict, StoreError>;
 
@@ -89,8 +86,13 @@ pub struct Singleflight {
 impl Singleflight {
     /// Create an instance without checks in flight.
     pub fn new(timeout: Duration, prefetch_pool: Arc<PrefetchPool>) -> Self {
-        let (flights, waiter_count, stop) = Default::default();
-        Singleflight { flights, waiter_count, timeout, prefetch_pool, stop }
+        Singleflight {
+            flights: Mutex::default(),
+            waiter_count: AtomicUsize::new(0),
+            timeout,
+            prefetch_pool,
+            stop: CancellationToken::new(),
+        }
     }
 
     /// Check one token of each of `charges`, alone or coalesced with other checks of the same `group`. The verdict is
@@ -115,7 +117,7 @@ impl Singleflight {
             // A check is in flight, or the prefetched tokens are used up. In the second case a prefetch is due, and
             // this check joins it.
             flight => {
-                if self.waiter_count.fetch_add(1, Ordering::Relaxed) >= MAX_WAITERS {
+                if self.waiter_count.fetch_add(1, Ordering::Relaxed) >= MAX_WAITING_CHECKS {
                     self.waiter_count.fetch_sub(1, Ordering::Relaxed);
                     return Err(StoreError::Overloaded);
                 }
@@ -155,12 +157,16 @@ impl Singleflight {
             return;
         }
         let leader_done = flight.leader_done.insert(Arc::default()).clone();
-        let (singleflight, pending) = (self.clone(), owned_charges());
-        let task = FlightTask { singleflight, store_handle: store_handle.clone(), group, charges: pending };
+        let task = FlightTask {
+            singleflight: self.clone(),
+            store_handle: store_handle.clone(),
+            group,
+            charges: owned_charges(),
+        };
         // A separate task: a request that is cancelled does not cancel the others.
         store_handle.spawn(async move {
             if !is_idle {
-                let _ = timeout(task.singleflight.timeout / LATENCY_TARGET_DIVISOR, leader_done.notified()).await;
+                let _ = timeout(latency_target(task.singleflight.timeout), leader_done.notified()).await;
             }
             Arc::new(task).run().await;
         });
@@ -185,7 +191,8 @@ impl Singleflight {
     }
 }
 
-/// Marks the end of the leader's check when dropped.
+/// Marks the end of the leader's check when dropped: with its verdict, or because its client disconnected. This sends
+/// nothing. It signals the task of the group, which owns the waiters and makes their calls.
 struct FlightGuard<'a> {
     singleflight: &'a Singleflight,
     group: u128,
@@ -222,14 +229,13 @@ impl FlightTask {
                     break;
                 }
             }
-            // Time in which the worker was busy is no delay of the store.
-            let worker_delay = elapsed_since(started_at).min(MAX_WORKER_DELAY);
-            let waiters = self.singleflight.take_waiters(self.group.id, monotonic() - worker_delay);
-            let Some(oldest_queued_at) = waiters.iter().map(|one| one.queued_at + worker_delay).min() else { return };
+            let delay = worker_delay(started_at);
+            let waiters = self.singleflight.take_waiters(self.group.id, monotonic() - delay);
+            let Some(oldest_queued_at) = waiters.iter().map(|one| one.queued_at + delay).min() else { return };
             let task = self.clone();
             let sent = self.store_handle.tasks.spawn(async move { task.send(waiters, oldest_queued_at).await });
             // Send the next call after the reply, or in parallel with a call that takes longer.
-            let _ = timeout(self.singleflight.timeout / LATENCY_TARGET_DIVISOR, sent).await;
+            let _ = timeout(latency_target(self.singleflight.timeout), sent).await;
         }
     }
 
@@ -281,7 +287,8 @@ impl FlightTask {
 /// and the number of tokens granted to cancelled requests.
 fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) {
     let granted = result.as_ref().map_or(0, |verdict| verdict.granted) as usize;
-    let (mut waiting, mut abandoned) = (waiters.into_iter(), 0);
+    let mut waiting = waiters.into_iter();
+    let mut abandoned = 0;
     for (index, waiter) in waiting.by_ref().take(granted).enumerate() {
         let answer = result.clone().map(|mut verdict| {
             verdict.granted = 1;
@@ -366,7 +373,9 @@ impl FlightTask {
 impl Singleflight {
     /// Refund prefetched tokens that are unused when they expire.
     fn refund_when_expired(&self, store_handle: &Arc<StoreHandle>, group: u128, charges: Vec<OwnedCharge>) {
-        let (store, pool, stop) = (store_handle.clone(), self.prefetch_pool.clone(), self.stop.clone());
+        let store = store_handle.clone();
+        let pool = self.prefetch_pool.clone();
+        let stop = self.stop.clone();
         store_handle.spawn(async move {
             let unused = loop {
                 match pool.expire(group, monotonic()) {

@@ -9,7 +9,7 @@ use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limiter::clock::Clock;
 use sluicegate::limiter::key::Identity;
 use sluicegate::limiter::memory::MemoryStore;
-use sluicegate::limiter::redis::batcher::MAX_WORKER_DELAY;
+use sluicegate::limiter::pacing::MAX_WORKER_DELAY;
 use sluicegate::limiter::spec::OnStoreError;
 use sluicegate::limiter::store::DecidedBy;
 use sluicegate::limiter::verdict::Operation;

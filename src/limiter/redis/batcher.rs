@@ -22,6 +22,7 @@ use tracing::debug;
 use crate::limiter::algorithm::AlgorithmKind;
 use crate::limiter::clock::{Clock, elapsed_since, monotonic};
 use crate::limiter::metrics::LimiterMetrics;
+use crate::limiter::pacing::{MAX_WAITING_CHECKS, latency_target, wait_until, worker_delay};
 use crate::limiter::redis::batch::{Batch, BatchError, BatchResult, InFlightWindow, Purpose};
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::connection::{Connection, Connections, ServerMode, checkout};
@@ -35,23 +36,11 @@ use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 /// the gateway as well; with fewer in flight there would be few to share that.
 const MIN_IN_FLIGHT_TO_WAIT: usize = 8;
 
-/// Replies within this part of the timeout are worth waiting for, later ones would be felt: 3 ms of 50.
-pub const LATENCY_TARGET_DIVISOR: u32 = 16;
-
-/// Requests and bytes of keys that one worker queues for one server: what it can decide within the default timeout, and more.
-/// Further ones are rejected at once.
-const MAX_QUEUED_REQUESTS: usize = 16_384;
+/// Maximum size of the keys that one worker queues for one server, in bytes. Further checks are rejected at once.
 const MAX_QUEUED_BYTES: usize = 4 << 20;
 
 /// Connections that may all have been closed while they were idle.
 const MAX_CLOSED_CONNECTIONS: u32 = 8;
-
-/// A timer that fires later than this was held up by other tasks of the worker: tokio's timers have a resolution of 1 ms.
-const TIMER_LATENESS: Duration = Duration::from_millis(2);
-
-/// A worker that is held up by other tasks gives a check and a call so much more time at most: a server that hangs is found out in
-/// the end.
-pub const MAX_WORKER_DELAY: Duration = Duration::from_secs(1);
 
 /// Part of the timeout for which a call that Redis rejects is retried.
 const RETRY_PART_OF_TIMEOUT: f64 = 0.8;
@@ -243,9 +232,7 @@ impl Batcher {
     async fn run(self: Arc<Self>, mut claimed_at: Instant) {
         loop {
             let Some(mut pending_batch) = self.lock_queue().take_next() else { return };
-            // What the worker did meanwhile is no delay of the store.
-            pending_batch.deadline =
-                pending_batch.deadline.map(|due| due + elapsed_since(claimed_at).min(MAX_WORKER_DELAY));
+            pending_batch.deadline = pending_batch.deadline.map(|deadline| deadline + worker_delay(claimed_at));
             self.spawn_next();
             self.send(pending_batch).await;
             if !self.lock_queue().try_claim(self.shares_calls) {
@@ -408,32 +395,16 @@ impl Batcher {
         deadline: Instant,
         written_at: Instant,
     ) -> Option<T> {
-        let release_at = written_at + self.timeout / LATENCY_TARGET_DIVISOR;
+        let release_at = written_at + latency_target(self.timeout);
         if let Ok(reply) = timeout_at(deadline.min(release_at).into(), call.as_mut()).await {
             return Some(reply);
         }
         self.release_batch();
-        if let Some(reply) = self.wait_until(deadline, call.as_mut()).await {
+        if let Some(reply) = wait_until(deadline, call.as_mut()).await {
             return Some(reply);
         }
         batch.fail_waiters(&BatchError::Store(StoreError::LateReply));
-        self.wait_until(written_at + self.timeout, call).await
-    }
-
-    /// Waits until `end`, and as much longer as the worker was late to look: what arrived meanwhile is still unread.
-    async fn wait_until<T>(&self, deadline: Instant, mut call: Pin<&mut impl Future<Output = T>>) -> Option<T> {
-        let mut wait_until = deadline;
-        loop {
-            if let Ok(reply) = timeout_at(wait_until.into(), call.as_mut()).await {
-                return Some(reply);
-            }
-            let now = monotonic();
-            let lateness = now.saturating_duration_since(wait_until);
-            if lateness < TIMER_LATENESS || wait_until >= deadline + MAX_WORKER_DELAY {
-                return None;
-            }
-            wait_until = (now + lateness).min(deadline + MAX_WORKER_DELAY);
-        }
+        wait_until(written_at + self.timeout, call).await
     }
 
     /// Lets the checks go that wait for a reply.
@@ -482,7 +453,7 @@ impl BatchQueue {
     /// Adds a question to the last batch, and says where its answer comes; none if the queue is full.
     fn push_item(&mut self, batcher: &Arc<Batcher>, item: BatchItem<'_>) -> Option<Receiver<BatchResult>> {
         let BatchItem { operation, charges, assumed_now_us, sends_source, purpose, deadline } = item;
-        if self.requests >= MAX_QUEUED_REQUESTS || self.bytes >= MAX_QUEUED_BYTES {
+        if self.requests >= MAX_WAITING_CHECKS || self.bytes >= MAX_QUEUED_BYTES {
             return None;
         }
         let fits = |last: &PendingBatch| {
@@ -561,7 +532,7 @@ impl Drop for InFlightGuard<'_> {
         queue.in_flight.calls -= 1;
         queue.in_flight.requests -= self.requests;
         queue.in_flight.weight -= self.weight;
-        queue.is_slow = elapsed_since(self.sent_at) > self.batcher.timeout / LATENCY_TARGET_DIVISOR;
+        queue.is_slow = elapsed_since(self.sent_at) > latency_target(self.batcher.timeout);
     }
 }
 

@@ -1,0 +1,54 @@
+//! Pacing of store calls: the bounds and delays that the coalescer and the batcher share.
+
+use std::pin::Pin;
+use std::time::{Duration, Instant};
+
+use tokio::time::timeout_at;
+
+use crate::limiter::clock::{elapsed_since, monotonic};
+
+/// Maximum number of checks of one worker that wait in one queue: more than a server can decide within the default
+/// timeout. Further checks are rejected at once.
+pub const MAX_WAITING_CHECKS: usize = 16_384;
+
+/// Maximum time that a check and a call gain because the worker was busy with other tasks. The bound ensures that a
+/// server that hangs is detected.
+pub const MAX_WORKER_DELAY: Duration = Duration::from_secs(1);
+
+/// Part of the timeout for which further checks wait for the reply to a call in flight: 3 ms of 50 ms. A longer delay
+/// would be noticeable.
+const LATENCY_TARGET_DIVISOR: u32 = 16;
+
+/// tokio's timers have a resolution of 1 ms. A timer that fires later than this was delayed by other tasks of the
+/// worker.
+const TIMER_LATENESS: Duration = Duration::from_millis(2);
+
+/// Return the time for which further checks wait for the reply to a call in flight. After that, the next call is sent
+/// in parallel.
+pub fn latency_target(store_timeout: Duration) -> Duration {
+    store_timeout / LATENCY_TARGET_DIVISOR
+}
+
+/// Return for how long a task has waited for the worker since `ready_at`. This time is no delay of the store, so it
+/// does not count towards the timeout.
+pub fn worker_delay(ready_at: Instant) -> Duration {
+    elapsed_since(ready_at).min(MAX_WORKER_DELAY)
+}
+
+/// Wait until `deadline`, and longer by the time that other tasks of the worker delayed the timer: a reply that arrived
+/// meanwhile is still unread.
+pub async fn wait_until<T>(deadline: Instant, mut future: Pin<&mut impl Future<Output = T>>) -> Option<T> {
+    let last_end = deadline + MAX_WORKER_DELAY;
+    let mut end = deadline;
+    loop {
+        if let Ok(output) = timeout_at(end.into(), future.as_mut()).await {
+            return Some(output);
+        }
+        let now = monotonic();
+        let lateness = now.saturating_duration_since(end);
+        if lateness < TIMER_LATENESS || end >= last_end {
+            return None;
+        }
+        end = (now + lateness).min(last_end);
+    }
+}
