@@ -13,7 +13,7 @@ use futures_util::future::try_join_all;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, Cmd, ConnectionAddr, ErrorKind, Pipeline, RedisError, RedisResult, Value};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::Notify;
+use tokio::sync::watch;
 use tokio::time::timeout;
 
 use crate::limiter::clock::monotonic;
@@ -58,33 +58,34 @@ struct ConnectionHealth {
     throttle: Arc<ReconnectThrottle>,
 }
 
-/// The connections of one worker.
+/// The connections of one worker to one server.
+///
+/// bb8 opens connections, counts them and replaces those that [`Manager::has_broken`] reports. It cannot do the rest:
+/// - fail a checkout when the attempt to connect has failed: it waits for its timeout ([`ConnectFailures`]);
+/// - limit the rate of attempts: each checkout without a connection starts one ([`ReconnectThrottle`]);
+/// - open a second connection, because each checkout returns the first one at once: `min_idle` would, but connects
+///   when the pool is built and again at each checkout after a failure ([`Connections::maintain`]);
+/// - notice that an idle connection was closed, without a PING at each checkout ([`Connections::maintain`]).
 #[derive(Debug)]
 pub struct Connections {
     pool: Pool<Manager>,
     size: u32,
     manager: Manager,
-    last_error: LastConnectError,
-    /// What to say when not even a failure came in time.
+    /// The failure of the last attempt to connect.
+    failures: watch::Receiver<Option<ConnectError>>,
+    /// The error if there is no connection in time, and no attempt has failed.
     timeout_error: ConnectError,
-    /// Whether there was one yet.
+    /// Whether there has been a connection.
     has_connected: AtomicBool,
 }
 
-/// Why the last attempt to connect failed. The pool itself lets those who wait for it wait on.
-#[derive(Debug, Clone, Default)]
-struct LastConnectError(Arc<(Mutex<Option<ConnectError>>, Notify)>);
+/// Receives the errors of attempts to connect from bb8.
+#[derive(Debug, Clone)]
+struct ConnectFailures(watch::Sender<Option<ConnectError>>);
 
-impl LastConnectError {
-    fn take(&self) -> Option<ConnectError> {
-        self.0.0.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-}
-
-impl ErrorSink<ConnectError> for LastConnectError {
+impl ErrorSink<ConnectError> for ConnectFailures {
     fn sink(&self, error: ConnectError) {
-        *self.0.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-        self.0.1.notify_waiters();
+        self.0.send_replace(Some(error));
     }
 
     fn boxed_clone(&self) -> Box<dyn ErrorSink<ConnectError>> {
@@ -92,21 +93,22 @@ impl ErrorSink<ConnectError> for LastConnectError {
     }
 }
 
-/// A pool that connects when it is first used.
+/// Create a pool that connects when it is first used.
 pub fn new_pool(server: RedisEndpoint, algorithms: AlgorithmSet, size: u32, connect_timeout: Duration) -> Connections {
-    let (last_error, timeout_error) = (LastConnectError::default(), server.timeout_error());
+    let (failure_sender, failures) = watch::channel(None);
+    let timeout_error = server.timeout_error();
     let manager = Manager { server, algorithms, connect_timeout, throttle: Arc::default() };
     let pool = Pool::builder()
         .max_size(size)
         .test_on_check_out(false)
         .retry_connection(false)
-        // Longer than an attempt, so that its reason is told.
+        // Longer than an attempt to connect, so that its error is reported.
         .connection_timeout(connect_timeout + connect_timeout / 8)
-        .error_sink(last_error.boxed_clone())
+        .error_sink(Box::new(ConnectFailures(failure_sender)))
         .idle_timeout(None)
         .max_lifetime(None)
         .build_unchecked(manager.clone());
-    Connections { pool, size, manager, last_error, timeout_error, has_connected: AtomicBool::new(false) }
+    Connections { pool, size, manager, failures, timeout_error, has_connected: AtomicBool::new(false) }
 }
 
 impl Connections {
@@ -165,28 +167,33 @@ impl Pooled {
     }
 }
 
-/// A connection of the pool, cloned and given back at once, so that nobody waits for a round trip of somebody else.
+/// Borrow a connection from the pool, clone it and return it at once, so that concurrent calls share it.
+///
+/// # Errors
+/// There is no connection, and the attempt to connect failed or timed out.
 pub async fn checkout(connections: &Connections) -> Result<Connection, StoreError> {
+    let mut failures = connections.failures.clone();
+    failures.mark_unchanged();
     loop {
-        let connect_failed = connections.last_error.0.1.notified();
-        let pooled = tokio::select! {
+        let failure = tokio::select! {
             biased;
-            pooled = connections.pool.get() => pooled,
-            () = connect_failed => Err(RunError::TimedOut),
+            pooled = connections.pool.get() => match pooled {
+                Ok(pooled) => {
+                    // The pool drops a broken connection when it is returned.
+                    let connection = pooled.current();
+                    if !connection.is_broken() {
+                        connections.has_connected.store(true, Ordering::Relaxed);
+                        return Ok(connection);
+                    }
+                    continue;
+                }
+                Err(RunError::User(error)) => Some(error),
+                Err(RunError::TimedOut) => None,
+            },
+            _ = failures.changed() => failures.borrow().clone(),
         };
-        let pooled = pooled.map_err(|error| {
-            let connect_error = match error {
-                RunError::User(error) => Some(error),
-                RunError::TimedOut => connections.last_error.take(),
-            };
-            StoreError::Unreachable(connect_error.unwrap_or_else(|| connections.timeout_error.clone()).to_string())
-        })?;
-        // A broken one is thrown away by the pool when it comes back.
-        let connection = pooled.current();
-        if !connection.is_broken() {
-            connections.has_connected.store(true, Ordering::Relaxed);
-            return Ok(connection);
-        }
+        let failure = failure.unwrap_or_else(|| connections.timeout_error.clone());
+        return Err(StoreError::Unreachable(failure.to_string()));
     }
 }
 
@@ -261,12 +268,14 @@ impl ManageConnection for Manager {
     }
 }
 
-/// Counts a call that is dropped before its reply came.
-struct TimeoutCounter<'a>(&'a AtomicU32);
+/// Counts a call as unanswered if it is dropped before its reply arrived.
+struct UnansweredCall<'a>(Option<&'a AtomicU32>);
 
-impl Drop for TimeoutCounter<'_> {
+impl Drop for UnansweredCall<'_> {
     fn drop(&mut self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
+        if let Some(unanswered_calls) = self.0 {
+            unanswered_calls.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 
@@ -324,9 +333,9 @@ fn into_reply(reply: Value) -> RedisResult<Value> {
 
 /// Counts calls without a reply, and takes a connection that broke for one that hangs.
 async fn track_reply<T>(unanswered_calls: &AtomicU32, call: impl Future<Output = RedisResult<T>>) -> RedisResult<T> {
-    let counter = TimeoutCounter(unanswered_calls);
+    let mut pending = UnansweredCall(Some(unanswered_calls));
     let result = call.await;
-    std::mem::forget(counter);
+    pending.0 = None;
     let is_broken = result.as_ref().is_err_and(RedisError::is_unrecoverable_error);
     unanswered_calls.store(if is_broken { MAX_UNANSWERED_CALLS } else { 0 }, Ordering::Relaxed);
     result
