@@ -1,4 +1,4 @@
-//! Redis: one script call decides a whole request.
+//! The Redis store: one script call decides a whole request.
 
 mod batch;
 pub mod batcher;
@@ -26,43 +26,43 @@ use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::server::{Address, ConnectError, Login, RedisEndpoint};
 use crate::limiter::verdict::StoreError;
 
-/// How to use a server.
+/// Settings of the clients of a server.
 #[derive(Debug, Clone)]
 pub struct RedisSettings {
     /// First part of every key.
     pub prefix: String,
-    /// Connections of one worker.
+    /// Number of connections of one worker to one server.
     pub connections: u32,
-    /// Maximum time from when a request asks to its verdict.
+    /// Maximum time from the start of a check to its verdict.
     pub timeout: Duration,
-    /// Maximum time to connect, several round trips. Requests do not wait longer for it than `timeout`.
+    /// Maximum time to connect, which takes several round trips. Requests wait at most `timeout` for a connection.
     pub connect_timeout: Duration,
-    /// What the scripts to load on every new connection must know.
+    /// The algorithms whose scripts are loaded on each new connection.
     pub algorithms: AlgorithmSet,
     /// Clock of this process, for the boundaries of calendar windows.
     pub clock: Clock,
 }
 
-/// One Redis, or many.
+/// A single Redis server or a Redis Cluster.
 #[derive(Debug, Clone)]
 pub enum RedisDeployment {
-    /// One server keeps all.
+    /// One server keeps all states.
     Single(RedisEndpoint),
-    /// The nodes of a cluster share the identities.
+    /// The masters of a cluster share the identities.
     Cluster {
-        /// Those that are asked for the others at first.
+        /// The nodes from which the cluster is discovered.
         seeds: Vec<Address>,
-        /// How to log on at each.
+        /// The login at each node.
         login: Login,
     },
 }
 
 impl RedisDeployment {
-    /// The servers that decide now, each with an identity that it keeps and nobody has: of a cluster all masters, as one of
-    /// its nodes says.
+    /// Return all masters, each with an unused identity whose states it would keep. A cluster is discovered from its
+    /// seeds.
     ///
     /// # Errors
-    /// None of those that are known can be asked.
+    /// None of the seeds can be queried.
     pub async fn masters(&self, connect_timeout: Duration) -> Result<Vec<(RedisEndpoint, Identity)>, ConnectError> {
         let mut unused_identities = std::iter::repeat_with(|| Identity(Uuid::new_v4().as_u128()));
         let (seeds, login) = match self {

@@ -1,4 +1,4 @@
-//! Requests that leave in one call: what the script is asked for all of them, and what its reply says to each.
+//! A batch: the requests of one script call, and their results.
 
 use std::time::Duration;
 
@@ -13,15 +13,16 @@ use crate::limiter::redis::script;
 use crate::limiter::redis::script::{AlgorithmSet, LimitArgs, Script, ScriptReply, ScriptVariant, script};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// Keys of a call: a script runs undivided, and nobody should wait for it longer than for some hundred single commands.
+/// Maximum number of keys of a call. Redis runs a script without interruption, and other commands must not wait for it
+/// longer than for a few hundred single commands.
 pub(super) const MAX_KEYS: usize = 128;
 
-/// Why a request got no verdict.
+/// The reason why a request has no verdict.
 #[derive(Debug, Clone)]
 pub(super) enum BatchError {
-    /// An error reply, to the whole call or to this request; or the connection broke.
+    /// An error reply to the call or to this request, or the connection was lost.
     ErrorReply(RedisError),
-    /// There was no call, or no reply to it.
+    /// The call was not sent, or had no usable reply.
     Store(StoreError),
 }
 
@@ -30,16 +31,17 @@ pub(super) type BatchResult = Result<Verdict, BatchError>;
 /// The requests of one call.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    /// Groups that may take memory first, see [`Group::may_delete`]; then in the order of their first request.
+    /// Groups that may need memory come first (see [`BatchGroup::may_delete`]), each kind in the order of its first
+    /// request.
     groups: Vec<BatchGroup>,
     key_count: usize,
     algorithms: AlgorithmSet,
-    /// Whether Redis may not know the script by its name.
+    /// Whether the call carries the source of the script, because Redis may not have loaded it.
     sends_source: bool,
     purpose: Purpose,
-    /// Bytes of keys.
+    /// Total size of the keys, in bytes.
     key_bytes: usize,
-    /// The first charge: a probe after a failure makes a call like this one.
+    /// Sample of the first charge, for a probe like this call.
     probe_call: Option<ProbeCall>,
 }
 
@@ -57,86 +59,87 @@ impl ProbeCall {
     }
 }
 
-/// Why a call is made.
+/// The reason for a call.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Purpose {
     /// Requests wait for it.
     #[default]
     Checks,
-    /// The same, but another node of the cluster referred them to this one, which is importing their slot: `ASKING` goes before it.
+    /// Requests wait for it, and another node of the cluster redirected them to this one, which is importing their
+    /// slot. The call is preceded by `ASKING`.
     Asking,
-    /// To find out whether the server works again. It is made while the breaker is open, and judges nothing.
+    /// A probe of a server whose breaker is open or that did not reply. It does not count for the breaker.
     Probe,
 }
 
-/// What became of a batch whose reply arrived.
+/// The outcome of a batch with a reply.
 pub(super) struct BatchOutcome {
-    /// Whether the reply fits the call, and comes from a server that decides.
+    /// Whether the reply matches the call and comes from a server that accepts writes.
     pub(super) is_valid: bool,
-    /// Whether at least one request got a verdict.
+    /// Whether at least one request has a verdict.
     pub(super) has_verdict: bool,
-    /// What was charged for requests that no longer wait: it is given back.
+    /// Refunds of what was charged for requests that do not wait any more.
     pub(super) refunds: Option<(Batch, Vec<Receiver<BatchResult>>)>,
 }
 
-/// Requests that differ in their keys only.
+/// Requests that differ only in their keys.
 #[derive(Debug)]
 struct BatchGroup {
     operation: Operation,
     limits: Vec<LimitArgs>,
-    /// The keys of all, and where each ends.
+    /// The keys of all requests in one buffer, and the end of each key.
     keys: Vec<u8>,
     key_ends: Vec<usize>,
     waiters: Vec<Sender<BatchResult>>,
 }
 
 impl Batch {
-    /// Whether nobody is in it.
+    /// Return whether the batch has no keys.
     pub(super) fn is_empty(&self) -> bool {
         self.key_count == 0
     }
 
-    /// Whether so many more keys would be too many.
+    /// Return whether the batch would have too many keys with this many more.
     pub(super) fn would_overflow(&self, keys: usize) -> bool {
         !self.is_empty() && self.key_count + keys > MAX_KEYS
     }
 
-    /// How many keys are in it.
+    /// Return the number of keys.
     pub(super) fn key_count(&self) -> usize {
         self.key_count
     }
 
-    /// How many bytes their names take.
+    /// Return the total size of the keys, in bytes.
     pub(super) fn key_bytes(&self) -> usize {
         self.key_bytes
     }
 
-    /// The first charge.
+    /// Return the sample for a probe.
     pub(super) fn probe_call(&self) -> Option<ProbeCall> {
         self.probe_call.clone()
     }
 
-    /// A batch of no requests as yet, for calls made for this.
+    /// Create an empty batch.
     pub(super) fn for_purpose(purpose: Purpose) -> Self {
         Batch { purpose, ..Batch::default() }
     }
 
-    /// Why the call is made.
+    /// Return the reason for the call.
     pub(super) fn purpose(&self) -> Purpose {
         self.purpose
     }
 
-    /// How many are in it.
+    /// Return the number of requests.
     pub(super) fn request_count(&self) -> usize {
         self.groups.iter().map(|group| group.waiters.len()).sum()
     }
 
-    /// Lets the call carry its script, not only the script's name.
+    /// Send the source of the script instead of its SHA-1.
     pub(super) fn send_source(&mut self) {
         self.sends_source = true;
     }
 
-    /// Takes one more request in, and says where its answer comes.
+    /// Add a request. Return the receiver of its result.
     pub(super) fn push(
         &mut self,
         prefix: &str,
@@ -160,7 +163,7 @@ impl Batch {
         reply
     }
 
-    /// Adds a request with these terms, whose keys are still to be written, to the group of its kind.
+    /// Add a request with these limits to its group. The caller must append its keys.
     fn join_group<T: Iterator<Item = LimitArgs>>(
         &mut self,
         operation: Operation,
@@ -185,7 +188,7 @@ impl Batch {
         (group, receiver)
     }
 
-    /// Forgets those who wait no longer; whether anybody is left.
+    /// Remove cancelled requests. Return whether any are left.
     pub(super) fn drop_cancelled(&mut self) -> bool {
         for group in &mut self.groups {
             if group.waiters.iter().any(Sender::is_closed) {
@@ -197,7 +200,7 @@ impl Batch {
         !self.is_empty()
     }
 
-    /// The script for a call that at least needs these.
+    /// Return the script for these requests. It has at least `algorithms`.
     fn script(&self, algorithms: AlgorithmSet) -> &'static Script {
         let variants = self.groups.iter().map(|group| script::script_variant(group.operation, &group.limits));
         script(
@@ -206,7 +209,7 @@ impl Batch {
         )
     }
 
-    /// The call; see `lua/check.lua`.
+    /// Return the call. `lua/check.lua` has its contract.
     pub(super) fn command(&self, algorithms: AlgorithmSet, now_us: u64) -> Cmd {
         let script = self.script(algorithms);
         let limits: usize = self.groups.iter().map(|group| group.limits.len()).sum();
@@ -230,14 +233,14 @@ impl Batch {
         command
     }
 
-    /// Tells everybody why there is no reply.
+    /// Fail all requests.
     pub(super) fn fail(self, error: &BatchError) {
         for waiter in self.groups.into_iter().flat_map(|group| group.waiters) {
             let _ = waiter.send(Err(error.clone()));
         }
     }
 
-    /// Tells all that wait that there was no reply in time. What a late reply grants them is unclaimed.
+    /// Fail all requests that wait, before their reply has arrived. What a late reply grants them is refunded.
     pub(super) fn fail_waiters(&mut self, error: &BatchError) {
         for waiter in self.groups.iter_mut().flat_map(|group| &mut group.waiters) {
             let (closed, _) = oneshot::channel();
@@ -245,7 +248,7 @@ impl Batch {
         }
     }
 
-    /// Tells each request what the reply says to it.
+    /// Send each request its part of the reply.
     pub(super) fn complete(self, reply: Value) -> BatchOutcome {
         let limits = self.groups.iter().map(|group| group.key_ends.len()).sum();
         let Some(mut reply) = ScriptReply::new(reply, limits) else {
@@ -277,14 +280,14 @@ impl Batch {
         BatchOutcome { is_valid, has_verdict, refunds }
     }
 
-    /// Adds the refund of what a request of `group` was charged.
+    /// Add the refund of what a request of `group` was charged.
     fn push_refund(&mut self, group: &BatchGroup, request: usize, verdict: &Verdict) -> Option<Receiver<BatchResult>> {
         if !matches!(group.operation, Operation::Check | Operation::TakeUpTo) || verdict.granted == 0 {
             return None;
         }
         let first = request * group.limits.len();
         let refunded: Vec<_> = (group.limits.iter().zip(&verdict.outcomes).enumerate())
-            // A shadow limit may have had no room; a post-paid cost is charged after the response.
+            // A shadow limit may have denied, and a deferred cost is charged after the response.
             .filter(|(_, (terms, outcome))| outcome.status == Status::Ok && !terms.is_post_paid())
             .map(|(limit, (terms, outcome))| {
                 let cost = if group.operation == Operation::TakeUpTo { verdict.granted } else { terms.cost() };
@@ -309,8 +312,8 @@ impl BatchGroup {
         key_at(&self.keys, &self.key_ends, index)
     }
 
-    /// Whether it may begin with a command that deletes. Beyond `maxmemory`, Redis rejects commands that may take memory only
-    /// until a script has written: after a release it would accept the charges of the same call.
+    /// Return whether the group may begin with a command that deletes. Beyond `maxmemory`, Redis rejects commands that
+    /// need memory only until the script has written: after a release it would accept the charges of the same call.
     fn may_delete(&self) -> bool {
         match self.operation {
             Operation::Refund { .. } | Operation::Renew => true,
@@ -333,34 +336,34 @@ impl BatchGroup {
     }
 }
 
-/// The key at this index of all that are written one after the other.
+/// Return the key at this index of consecutive keys.
 fn key_at<'a>(keys: &'a [u8], ends: &[usize], index: usize) -> &'a [u8] {
     let begin = if index == 0 { 0 } else { ends[index - 1] };
     &keys[begin..ends[index]]
 }
 
-// How much one worker may have in flight to one server: an additive increase, multiplicative decrease window, as TCP Vegas keeps one
-// by the delay that its own load adds.
+// The limit of what one worker has in flight to one server. As in TCP Vegas, the window grows additively and shrinks
+// multiplicatively, by the delay that its own load adds.
 
-/// A call without keys weighs as much as so many keys: what it costs Redis to run the smallest script.
+/// Weight of a call without keys, in keys: the cost to Redis of running the smallest script.
 const CALL_WEIGHT: usize = 8;
 
-/// The smallest window, and the first one, holds one full batch.
+/// The minimum and initial size. It holds one full batch.
 const MIN_WINDOW: usize = 128 + CALL_WEIGHT;
 
-/// The largest holds sixteen: with a round trip of 40 ms they carry 50,000 checks a second.
+/// The maximum size. It holds 16 full batches: with a round trip of 40 ms, 50,000 checks/s.
 const MAX_WINDOW: usize = 16 * MIN_WINDOW;
 
-/// Replies after which the shortest round trip is forgotten: a server may have moved.
+/// Number of replies after which the minimum round trip is measured anew, because the server may have moved.
 const ROUND_TRIP_RESET_REPLIES: u32 = 10_000;
 
-/// The window.
+/// A congestion window, in keys.
 #[derive(Debug)]
 pub(super) struct InFlightWindow {
     size: usize,
-    /// Whether no reply was slow yet: until then the window grows by all that is answered (slow start).
+    /// Whether no reply was slow yet. Until then the window grows by the weight of each reply (slow start).
     slow_start: bool,
-    /// The shortest of the last round trips.
+    /// The minimum of the recent round trips.
     min_round_trip: Duration,
     replies: u32,
 }
@@ -372,18 +375,18 @@ impl Default for InFlightWindow {
 }
 
 impl InFlightWindow {
-    /// What a call with so many keys weighs.
+    /// Return the weight of a call with this many keys.
     pub(super) fn weight(keys: usize) -> usize {
         keys + CALL_WEIGHT
     }
 
-    /// Whether a call with so many keys fits beside what is in flight.
+    /// Return whether a call with this many keys fits beside the weight in flight.
     pub(super) fn has_room(&self, in_flight: usize, keys: usize) -> bool {
         in_flight + InFlightWindow::weight(keys) <= self.size
     }
 
-    /// Learns from a reply to a call of this weight after this time: a delay of more than a quarter of what the timeout leaves over
-    /// the shortest round trip halves the window. A smaller one lets it grow, where it was the window that `limited` what is in flight.
+    /// Record a reply. Compare the delay over the minimum round trip with the rest of the timeout: above a quarter, the
+    /// window is halved. Below, it grows if it `is_limited`, that is if it limited what was in flight.
     pub(super) fn record_reply(&mut self, weight: usize, round_trip: Duration, timeout: Duration, is_limited: bool) {
         self.replies += 1;
         if self.replies == ROUND_TRIP_RESET_REPLIES {

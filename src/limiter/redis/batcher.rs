@@ -1,9 +1,10 @@
-//! The batcher: a bounded queue of checks in front of one server, and the calls that take them there.
+//! Batcher: a bounded queue of checks in front of one server, and the script calls that carry them.
 //!
-//! The checks of one event-loop tick leave in one EVALSHA. With [`MANY`] or more requests in flight and a server that replies soon,
-//! new checks wait for the next reply and share a call. At most a window of calls is in flight: it shrinks when replies
-//! slow down, so that a busy server meets larger batches and not more of them. What does not fit waits in the queue, within its
-//! deadline; overload is not an outage, and nothing here is counted against the server but its own silence.
+//! The checks of one event-loop tick share one EVALSHA. With [`MIN_IN_FLIGHT_TO_WAIT`] or more requests in flight and a
+//! server that replies fast, new checks wait for the next reply and share a call. The calls in flight fit into a window
+//! that shrinks when replies slow down, so that a busy server receives larger batches rather than more of them. Other
+//! checks wait in the queue until their deadline. Overload is not an outage: the circuit breaker counts a call only if
+//! the server did not reply to it.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -32,14 +33,14 @@ use crate::limiter::redis::server::{Address, RedisEndpoint};
 use crate::limiter::redis::{RedisSettings, connection};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// With so many requests in flight the next call waits for a reply. A call costs Redis as much as another request in it, and
-/// the gateway as well; with fewer in flight there would be few to share that.
+/// With this many requests in flight, the next call waits for a reply. A call costs Redis and the gateway as much as
+/// one more request in a batch; with fewer requests in flight, too few would share that cost.
 const MIN_IN_FLIGHT_TO_WAIT: usize = 8;
 
 /// Maximum size of the keys that one worker queues for one server, in bytes. Further checks are rejected at once.
 const MAX_QUEUED_BYTES: usize = 4 << 20;
 
-/// Connections that may all have been closed while they were idle.
+/// Maximum number of closed idle connections that one call tries.
 const MAX_CLOSED_CONNECTIONS: u32 = 8;
 
 /// Part of the timeout for which a call that Redis rejects is retried.
@@ -48,22 +49,22 @@ const RETRY_PART_OF_TIMEOUT: f64 = 0.8;
 /// The calls of one worker to one server.
 #[derive(Debug)]
 pub(super) struct Batcher {
-    /// To the server.
+    /// The connections to the server.
     pub(super) connections: Connections,
     /// First part of every key.
     pub(super) prefix: String,
-    /// Whose time decides.
+    /// The clock that decides: that of Redis or, in tests, another one.
     pub(super) clock: Clock,
-    /// What connections have loaded.
+    /// The algorithms whose scripts every connection has loaded.
     pub(super) algorithms: AlgorithmSet,
-    /// Maximum time from when a request asks to its verdict, and from when a call is written to its reply.
+    /// Maximum time from the start of a check to its verdict, and from writing a call to its reply.
     pub(super) timeout: Duration,
     /// Maximum time for retrying a call that Redis rejects, shorter than `timeout`: the check then fails with the
     /// reason.
     retry_timeout: Duration,
-    /// Whether requests of all identities may share a call. In a cluster each identity has a slot of its own.
+    /// Whether requests of different identities may share a call.
     pub(super) shares_calls: bool,
-    /// Where calls are counted.
+    /// Counts the calls.
     pub(super) metrics: Arc<LimiterMetrics>,
     /// The circuit breaker of the server.
     pub(super) breaker: Arc<CircuitBreaker>,
@@ -74,25 +75,25 @@ pub(super) struct Batcher {
     reply_count: AtomicU64,
 }
 
-/// Batches that wait for their call, and what they wait for.
+/// The batches that wait to be sent.
 #[derive(Debug, Default)]
 pub(super) struct BatchQueue {
-    /// Oldest first; the last one takes further requests in.
+    /// Oldest first. New checks join the last one.
     batches: VecDeque<PendingBatch>,
-    /// Requests and bytes of keys in `waiting`.
+    /// Number of requests and bytes of keys in `batches`.
     requests: usize,
     bytes: usize,
-    /// Whether a task sends the first of them at the end of the tick.
+    /// Whether a task will send the first batch at the end of the event-loop tick.
     is_send_claimed: bool,
-    /// Whether a task rejects those whose time is over.
+    /// Whether a task rejects expired batches.
     is_sweeping: bool,
     in_flight: InFlightCounts,
     window: InFlightWindow,
-    /// Whether the last call was not answered soon.
+    /// Whether the reply to the last call took longer than the latency target.
     is_slow: bool,
 }
 
-/// What is in flight.
+/// Totals of the calls in flight.
 #[derive(Debug, Default)]
 struct InFlightCounts {
     calls: usize,
@@ -100,15 +101,15 @@ struct InFlightCounts {
     weight: usize,
 }
 
-/// Requests that leave in one call.
+/// The checks of the next call.
 #[derive(Debug, Default)]
 struct PendingBatch {
     batch: Batch,
-    /// When the first of them is to have its verdict.
+    /// The earliest deadline of the checks.
     deadline: Option<Instant>,
 }
 
-/// A call in flight, until it is dropped.
+/// Counts a call as in flight until it is dropped.
 struct InFlightGuard<'a> {
     batcher: &'a Batcher,
     requests: usize,
@@ -116,18 +117,18 @@ struct InFlightGuard<'a> {
     sent_at: Instant,
 }
 
-/// What is asked.
+/// A check to queue.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BatchItem<'a> {
     pub(super) operation: Operation,
     pub(super) charges: &'a [Charge<'a>],
-    /// When calendar windows are reckoned for, µs.
+    /// Time for which the boundaries of calendar windows are computed, µs since the Unix epoch.
     pub(super) assumed_now_us: u64,
-    /// Whether Redis may not know the script by its name.
+    /// Whether the call must carry the script's source, because Redis may not have loaded it.
     pub(super) sends_source: bool,
-    /// Why the call is made.
+    /// The reason for the call.
     pub(super) purpose: Purpose,
-    /// When there must be a verdict.
+    /// Time by which the check needs its verdict.
     pub(super) deadline: Instant,
 }
 
@@ -228,7 +229,7 @@ impl Batcher {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes the call that was `claimed`, and then those that waited for its reply.
+    /// Send the batch that was claimed at `claimed_at`, and then the batches that waited for its reply.
     async fn run(self: Arc<Self>, mut claimed_at: Instant) {
         loop {
             let Some(mut pending_batch) = self.lock_queue().take_next() else { return };
@@ -239,7 +240,7 @@ impl Batcher {
                 return;
             }
             claimed_at = monotonic();
-            // What the worker has yet to read goes along.
+            // Let checks join whose requests the worker has received but not yet read.
             yield_now().await;
         }
     }
@@ -248,7 +249,7 @@ impl Batcher {
         tokio::spawn(self.clone().run(monotonic()));
     }
 
-    /// Has another task make the next call, if there is one that need not wait.
+    /// Start a task that sends the next batch, if it need not wait.
     fn spawn_next(self: &Arc<Self>) {
         let mut queue = self.lock_queue();
         if queue.try_claim(self.shares_calls) {
@@ -257,7 +258,7 @@ impl Batcher {
         self.ensure_sweep(&mut queue);
     }
 
-    /// Has a task reject those whose time is over while they wait for room in the window, if none does yet.
+    /// Start a task that rejects expired batches while checks wait for room in the window, unless one runs.
     fn ensure_sweep(self: &Arc<Self>, queue: &mut BatchQueue) {
         if !queue.is_sweeping && queue.is_limited() {
             queue.is_sweeping = true;
@@ -266,7 +267,7 @@ impl Batcher {
         }
     }
 
-    /// Makes one call within the time of the requests in it; those that wait for its reply may go before.
+    /// Send one batch before its deadline.
     async fn send(self: &Arc<Self>, PendingBatch { mut batch, deadline }: PendingBatch) {
         let began = monotonic();
         let due = deadline.unwrap_or(began);
@@ -285,7 +286,7 @@ impl Batcher {
             }
         };
         if began >= due {
-            // Nothing was sent for them.
+            // Nothing was sent.
             return batch.fail(&BatchError::Store(StoreError::Overloaded));
         }
         if !batch.drop_cancelled() {
@@ -326,7 +327,7 @@ impl Batcher {
                     self.breaker.record_reply(epoch);
                 }
                 if !answered.is_valid {
-                    // It may be the answer to something else, or of somebody else.
+                    // The reply may belong to another call.
                     connection.request_replacement();
                 }
                 if let Some((refunds, receivers)) = answered.refunds {
@@ -349,8 +350,8 @@ impl Batcher {
 }
 
 impl Batcher {
-    /// Hands a batch to a connection and waits for the reply; none if it does not come within the time of the requests in it nor within
-    /// the timeout of the call. The call counts as begun when it was `written`.
+    /// Send a batch on a connection and wait for its reply. Return `None` if it arrives neither before the deadline nor
+    /// within the timeout of the call, which counts from `written_at`.
     async fn exchange(
         self: &Arc<Self>,
         batch: &mut Batch,
@@ -366,7 +367,8 @@ impl Batcher {
             let mut call = Box::pin(connection.clone().call(asking, command.clone()));
             match poll!(call.as_mut()) {
                 Poll::Pending => break (call, connection),
-                // The connection was closed while it was idle: it takes no command, so no byte of this one was written.
+                // The server closed the connection while it was idle. The connection accepts no command, so nothing was
+                // written.
                 Poll::Ready(Err(error))
                     if error.is_unrecoverable_error() && closed_connections < MAX_CLOSED_CONNECTIONS =>
                 {
@@ -375,19 +377,19 @@ impl Batcher {
                 Poll::Ready(reply) => return Ok(Some((reply, connection))),
             }
         };
-        // The task of the connection writes before the worker comes back to this one.
+        // The task of the connection writes before this task is scheduled again.
         yield_now().await;
         *written_at = monotonic();
         Ok(self.wait_for_reply(call.as_mut(), batch, deadline, *written_at).await.map(|reply| (reply, connection)))
     }
 
-    /// A connection, made if there is none.
+    /// Return a connection. Open one if there is none.
     async fn checkout_connection(&self, deadline: Instant) -> Result<Connection, StoreError> {
         let checkout = timeout_at(deadline.into(), checkout(&self.connections)).await;
         checkout.unwrap_or_else(|_| Err(self.connections.checkout_timeout()))
     }
 
-    /// Waits for the reply to a call that was written. Requests that are not answered by `due` are told so.
+    /// Wait for the reply to a call that was written. At the deadline, fail the checks and go on waiting for the reply.
     async fn wait_for_reply<T>(
         self: &Arc<Self>,
         mut call: Pin<&mut impl Future<Output = T>>,
@@ -407,13 +409,13 @@ impl Batcher {
         wait_until(written_at + self.timeout, call).await
     }
 
-    /// Lets the checks go that wait for a reply.
+    /// Let the queued checks go: the reply they wait for is slow.
     fn release_batch(self: &Arc<Self>) {
         self.lock_queue().is_slow = true;
         self.spawn_next();
     }
 
-    /// Gives back what a late reply charged for requests that had been rejected by then.
+    /// Refund what a late reply charged for checks that were rejected meanwhile.
     fn send_refunds(self: &Arc<Self>, refunds: Batch, receivers: Vec<Receiver<BatchResult>>) {
         self.lock_queue().push_batch(PendingBatch { batch: refunds, deadline: Some(monotonic() + self.timeout) });
         self.spawn_next();
@@ -426,7 +428,7 @@ impl Batcher {
         });
     }
 
-    /// Rejects requests whose time is over while they wait for room in the window.
+    /// Reject batches that expire while they wait for room in the window.
     async fn reject_expired(self: Arc<Self>) {
         loop {
             let deadline = {
@@ -450,7 +452,8 @@ impl Batcher {
 }
 
 impl BatchQueue {
-    /// Adds a question to the last batch, and says where its answer comes; none if the queue is full.
+    /// Add a check to the last batch, or to a new one. Return the receiver of its result, or `None` if the queue is
+    /// full.
     fn push_item(&mut self, batcher: &Arc<Batcher>, item: BatchItem<'_>) -> Option<Receiver<BatchResult>> {
         let BatchItem { operation, charges, assumed_now_us, sends_source, purpose, deadline } = item;
         if self.requests >= MAX_WAITING_CHECKS || self.bytes >= MAX_QUEUED_BYTES {
@@ -486,21 +489,21 @@ impl BatchQueue {
         self.bytes -= batch.key_bytes();
     }
 
-    /// Whether the first batch fits into the window.
+    /// Return whether the first batch fits into the window.
     fn has_room(&self) -> bool {
         self.batches.front().is_none_or(|first| {
             self.in_flight.calls == 0 || self.window.has_room(self.in_flight.weight, first.batch.key_count())
         })
     }
 
-    /// Whether checks wait because the window has no room.
+    /// Return whether batches wait because the window has no room.
     fn is_limited(&self) -> bool {
         !self.batches.is_empty() && !self.has_room()
     }
 
-    /// Claim the next call, if one is due and no task has claimed it. The caller of this makes it.
+    /// Claim the first batch if it is to be sent now and no task has claimed it. The caller must send it.
     fn try_claim(&mut self, shares_calls: bool) -> bool {
-        // A full batch, or one that cannot grow, has nothing to wait for.
+        // A full batch, and one that cannot grow, has nothing to wait for.
         let ready =
             self.is_slow || !shares_calls || self.batches.len() > 1 || self.in_flight.requests < MIN_IN_FLIGHT_TO_WAIT;
         let is_claimed = !self.is_send_claimed && !self.batches.is_empty() && ready && self.has_room();
@@ -508,7 +511,7 @@ impl BatchQueue {
         is_claimed
     }
 
-    /// Lets the first batch go.
+    /// Remove the claimed batch from the queue.
     fn take_next(&mut self) -> Option<PendingBatch> {
         self.is_send_claimed = false;
         let pending_batch = self.batches.pop_front()?;

@@ -184,33 +184,34 @@ impl CircuitBreaker {
     }
 }
 
-// When a store fails too often: the failures in a row, and the part of all calls that fails.
+// When the breaker opens: after failures in a row, or at a share of failed calls.
 
-/// Failures in a row that are too many: as many as end a connection, so that the probe starts on a fresh one.
+/// Number of failures in a row that open the breaker: as many as replace a connection, so that the first probe uses a
+/// new one.
 const MAX_CONSECUTIVE_FAILURES: u32 = MAX_UNANSWERED_CALLS;
 
-/// Parts of the calls of this time are too many, if they are as many as this.
+/// The failure ratios count over this time, and open the breaker from this number of calls on.
 const WINDOW: Duration = Duration::from_secs(1);
 const MIN_CALLS: u64 = 20;
 
-/// The failures of late. Calls that succeed cost three loads as long as none has failed.
+/// The recent failures. While none has occurred, a successful call costs three atomic loads.
 #[derive(Debug)]
 pub(crate) struct FailureWindow {
     consecutive: AtomicU32,
-    /// Half of the calls failed.
+    /// Opens at half of the calls failed.
     failed_ratio: FailureRatio,
-    /// Nine in ten failed, or were answered, but not in time. A busy store, or one that shares a busy machine, answers some in time: it
-    /// is overloaded. One that is in time for none is too slow.
+    /// Opens at nine of ten calls failed or late. An overloaded store, or one on a busy machine, answers some calls in
+    /// time. A store that answers none in time is too slow.
     late_ratio: FailureRatio,
 }
 
-/// A part of the calls of a window of [`WINDOW`] that begins with one of this part.
+/// The share of failed calls in a window of [`WINDOW`] that begins with a failure.
 #[derive(Debug)]
 struct FailureRatio {
-    /// So many of ten are too many.
+    /// The share that is too large, in tenths.
     max_tenths: u64,
-    /// ms of its start, how many calls, how many of this part, in 32, 16 and 16 bits. 0 is none: successes before the first failure
-    /// could only make the part smaller.
+    /// Start of the window in ms, calls and matching calls, in 32, 16 and 16 bits. 0: no window. Successes before the
+    /// first failure could only reduce the share.
     packed_window: AtomicU64,
 }
 
@@ -222,7 +223,7 @@ impl Default for FailureWindow {
 }
 
 impl FailureWindow {
-    /// A call succeeded. `now` is asked for the time only if one failed lately.
+    /// Record a successful call. `now` is called only after a recent failure.
     pub(crate) fn record_success(&self, now: impl Fn() -> Duration) {
         if self.consecutive.load(Ordering::Relaxed) != 0 {
             self.consecutive.store(0, Ordering::Relaxed);
@@ -231,20 +232,20 @@ impl FailureWindow {
         self.late_ratio.record_other(&now);
     }
 
-    /// A call failed; whether that makes too many.
+    /// Record a failed call. Return whether the breaker must open.
     pub(crate) fn record_failure(&self, now: Duration) -> bool {
         let consecutive = self.consecutive.fetch_add(1, Ordering::Relaxed) + 1;
         let (is_failed_exceeded, late) = (self.failed_ratio.record_matching(now), self.late_ratio.record_matching(now));
         consecutive >= MAX_CONSECUTIVE_FAILURES || is_failed_exceeded || late
     }
 
-    /// A call was not answered in time, while others were answered; whether that makes too many.
+    /// Record a call that had no reply in time while other calls had one. Return whether the breaker must open.
     pub(crate) fn record_late_reply(&self, now: Duration) -> bool {
         self.failed_ratio.record_other(&|| now);
         self.late_ratio.record_matching(now)
     }
 
-    /// Begins anew.
+    /// Forget all failures.
     pub(crate) fn reset(&self) {
         self.consecutive.store(0, Ordering::Relaxed);
         self.failed_ratio.packed_window.store(0, Ordering::Relaxed);
@@ -259,15 +260,15 @@ impl FailureRatio {
         }
     }
 
-    /// One more call of this part; whether that makes it too large.
+    /// Record a matching call. Return whether the share is too large.
     fn record_matching(&self, now: Duration) -> bool {
         let (calls, matching) = self.record(now, 1);
         calls >= MIN_CALLS && 10 * matching >= self.max_tenths * calls
     }
 
-    /// Counts a call, 0 or 1 of this part: how many calls the window has, and how many of this part.
+    /// Record a call, `matching` (1) or not (0). Return the number of calls and of matching calls in the window.
     fn record(&self, now: Duration, matching: u64) -> (u64, u64) {
-        // 49 days in 32 bits; only the difference counts.
+        // 32 bits wrap after 49 days; only the difference counts.
         let now_ms = now.as_millis() as u32;
         let next_window = |window: u64| {
             let (started_ms, calls, matching_before) = ((window >> 32) as u32, window >> 16 & 0xFFFF, window & 0xFFFF);
@@ -285,26 +286,26 @@ impl FailureRatio {
     }
 }
 
-// Why the store fails, in the log: each reason of an outage once.
+// The log of an outage: each reason once.
 
-/// Reasons of one outage that are logged. More than one: the first may be that of a slow moment, and not what is to be mended.
+/// Maximum number of reasons that are logged for one outage. The first reason may be incidental.
 const MAX_REASONS: usize = 8;
 
-/// What was said of one outage.
+/// The reasons of one outage that were logged.
 #[derive(Debug)]
 pub(crate) struct OutageLog {
-    /// Where the store is, if it is one of several.
+    /// The address of the store if it is a node of a cluster.
     node: Option<Address>,
     logged: Vec<String>,
 }
 
 impl OutageLog {
-    /// Nothing, as yet.
+    /// Create an empty log.
     pub(crate) fn new(node: Option<Address>) -> Self {
         OutageLog { node, logged: Vec::new() }
     }
 
-    /// Says why a call failed, if that is new.
+    /// Log why a call failed, unless this reason was logged.
     pub(crate) fn log_failure(&mut self, error: &StoreError) {
         let reason = error.to_string();
         if self.logged.len() == MAX_REASONS || self.logged.contains(&reason) {
@@ -319,23 +320,24 @@ impl OutageLog {
         self.logged.push(reason);
     }
 
-    /// Says that it is over.
+    /// Log the end of the outage.
     pub(crate) fn log_recovery(self) {
         info!(node = self.node.as_ref().map(display), "the store answers again");
     }
 }
 
-// Whether the store takes writes: said when it stops to, and when it does again.
+// The write health of a store: logged when it begins to reject writes and when it accepts them again.
 
-/// Without a refusal for this long: a store at the edge of its memory takes one write and refuses the next.
+/// The store accepts writes again after this time without a rejection: at its memory limit it accepts some and rejects
+/// others.
 const WRITE_RECOVERY_TIME: Duration = Duration::from_secs(1);
 
-/// When a write was refused last, µs since the Unix epoch; 0 while writes are taken.
+/// Time of the last rejected write, µs since the Unix epoch. 0: writes are accepted.
 #[derive(Debug, Default)]
 pub(crate) struct WriteHealth(AtomicU64);
 
 impl WriteHealth {
-    /// Learns from a call. `now_us` is asked for the time only when it matters.
+    /// Record the result of a call. `now_us` is called only when needed.
     pub(crate) fn record(
         &self,
         operation: Operation,
@@ -364,7 +366,7 @@ impl WriteHealth {
     }
 }
 
-/// Whether a call wrote for certain: it charged something at once.
+/// Return whether a call certainly wrote: it charged something at once.
 fn has_written(operation: Operation, charges: &[Charge<'_>], verdict: &Verdict) -> bool {
     matches!(operation, Operation::Check | Operation::TakeUpTo | Operation::Charge)
         && verdict.granted > 0
@@ -379,7 +381,8 @@ mod failures_tests {
         Duration::from_millis(ms)
     }
 
-    /// Makes calls, one each `gap` ms from `start` on, `F` for those that fail, `L` for those that are late: the first one that is too many.
+    /// Record calls at intervals of `gap_ms` from `start_ms` on: `F` failed, `L` late, others successful. Return the
+    /// number of calls after which the breaker opens.
     fn calls_until_open(outcomes: &str, start_ms: u64, gap_ms: u64) -> Option<usize> {
         let failures = FailureWindow::default();
         outcomes.bytes().enumerate().find_map(|(index, call)| {

@@ -1,4 +1,5 @@
-//! A Redis Cluster: each identity's states are kept by one of its masters, each behind a guard of its own.
+//! The Redis Cluster client: the master of a slot keeps the states of its identities, behind a circuit breaker of its
+//! own.
 
 mod scatter;
 pub mod topology;
@@ -20,13 +21,13 @@ use crate::limiter::redis::server::{Address, Login};
 use crate::limiter::redis::server_store::ServerStore;
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// A call follows so many redirections at once. More come while the nodes do not yet agree about a slot: those it follows
-/// after a pause.
+/// Number of redirections that a call follows at once. It follows further ones after [`REDIRECTION_DELAY`]: the nodes
+/// do not agree on the owner of the slot yet.
 const MAX_REDIRECTIONS: u32 = 3;
 const REDIRECTION_DELAY: Duration = Duration::from_millis(2);
 
-/// The counters of one worker's requests, kept by a cluster. Make one for each runtime: connections live on the one that
-/// made them.
+/// A Redis Cluster as one worker calls it. Clones share it. Connections belong to the runtime that opened them, so
+/// create one for each runtime.
 #[derive(Debug, Clone)]
 pub struct ClusterStore(Arc<Inner>);
 
@@ -40,24 +41,24 @@ struct Inner {
     nodes: Mutex<KnownNodes>,
 }
 
-/// The servers that this worker has asked.
+/// The nodes that this worker has called.
 #[derive(Debug, Default)]
 struct KnownNodes {
-    /// Those that are none of these are forgotten.
+    /// The slots for which `guards` was cleaned. Nodes that are not in them are removed.
     slots: Option<Arc<SlotMap>>,
     guards: HashMap<Address, ServerStore>,
 }
 
-/// Where to ask instead.
+/// A redirection to another node.
 enum Redirection {
-    /// From now on.
+    /// For this and all later calls.
     Moved(Address),
-    /// This time only: the slot is just being taken over.
+    /// For this call only: the node is importing the slot.
     Ask(Address),
 }
 
 impl ClusterStore {
-    /// The cluster that these nodes belong to; what is known of it is shared by all workers.
+    /// Create the client of the cluster to which `seeds` belong. All workers share `cluster_map`.
     pub fn new(
         settings: RedisSettings,
         seeds: Vec<Address>,
@@ -68,24 +69,24 @@ impl ClusterStore {
         ClusterStore(Arc::new(Inner { settings, seeds, login, cluster_map, metrics, nodes: Mutex::default() }))
     }
 
-    /// Maximum time from when a request asks to its verdict.
+    /// Return the maximum time from the start of a check to its verdict.
     pub fn timeout(&self) -> Duration {
         self.0.settings.timeout
     }
 
-    /// Told each time that a node answers again after an outage.
+    /// Return the signal that fires each time a node answers again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         self.0.cluster_map.recovery()
     }
 
-    /// Connects to all masters, so that the first request finds connections.
+    /// Connect to all masters, so that the first request finds connections.
     pub async fn connect(&self) {
-        // Connecting to the node that is asked takes longer than a call.
+        // Connecting to the queried node takes several round trips.
         let discovered =
             timeout(self.0.settings.connect_timeout, self.0.cluster_map.slots_or_discover(|| self.discover())).await;
         let nodes = match &discovered {
             Ok(Ok(slots)) => slots.masters(),
-            // Those that cannot be reached are found out before the first request.
+            // Nodes that cannot be reached are detected before the first request.
             Ok(Err(_)) | Err(_) => &self.0.seeds,
         };
         self.connect_to(nodes).await;
@@ -96,7 +97,7 @@ impl ClusterStore {
         join_all(guards.iter().map(ServerStore::connect)).await;
     }
 
-    /// Asks the master of the one identity that these charges have, wherever it may be by now.
+    /// Call the master that owns the slot of the identity, which all charges share.
     async fn call_owner(
         &self,
         deadline: Instant,
@@ -108,7 +109,7 @@ impl ClusterStore {
         self.with_owner(identity_slot(charge.key.identity), deadline, ask).await
     }
 
-    /// Sends an operator's command about keys of one slot; see [`Guard::aside`].
+    /// Send an administrator's command about keys of one slot; see [`ServerStore::admin_command`].
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -120,7 +121,7 @@ impl ClusterStore {
         self.with_owner(slot, deadline, ask).await
     }
 
-    /// Asks the master of a slot.
+    /// Run `ask` with the master of a slot, and follow redirections.
     async fn with_owner<T, F: Future<Output = Result<T, StoreError>>>(
         &self,
         slot: u16,
@@ -143,7 +144,7 @@ impl ClusterStore {
                 Ok(answer) => return Ok(answer),
                 Err(error) => error,
             };
-            // Whatever it is, another node may know better.
+            // Even after another error, another node may have become the master.
             match parse_redirection(&error, &address) {
                 Some(Redirection::Moved(to)) => (address, asking) = (to, false),
                 Some(Redirection::Ask(to)) => {
@@ -170,7 +171,7 @@ impl ClusterStore {
         })
     }
 
-    /// Which node keeps which slot; the first who asks finds it out.
+    /// Return the slots of all nodes. The first caller discovers them.
     async fn slots(&self) -> Result<Arc<SlotMap>, StoreError> {
         let cluster_map = &self.0.cluster_map;
         if let Some(slots) = cluster_map.slots() {
@@ -180,11 +181,11 @@ impl ClusterStore {
         discovered.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Asks one node after the other which of them keeps what.
+    /// Query the slots from one node after the other, until one replies.
     async fn discover(&self) -> Result<SlotMap, StoreError> {
         let slots = self.0.cluster_map.slots();
         let (masters, all_nodes) = slots.as_ref().map_or((&[][..], &[][..]), |slots| (slots.masters(), slots.nodes()));
-        // Not always the same one first: it may be behind the others. Replicas only where nobody else is left.
+        // Begin with another master each time: its slots may be outdated. Query replicas last.
         let first = self.0.cluster_map.next_refresh_number() % masters.len().max(1);
         let nodes = masters[first..].iter().chain(&masters[..first]).chain(&self.0.seeds);
         let replicas = all_nodes.iter().filter(|node| !masters.contains(node));
@@ -199,7 +200,7 @@ impl ClusterStore {
         Err(failure)
     }
 
-    /// Asks for the slots again, soon, when a call found that what is known of them may be wrong.
+    /// Refresh the slots in the background, because a call found that they may be outdated.
     fn refresh_topology(&self) {
         let Some(permit) = self.0.cluster_map.try_refresh() else { return };
         let cluster = self.clone();
@@ -207,7 +208,7 @@ impl ClusterStore {
             if let Ok(slots) = cluster.discover().await {
                 let masters = slots.masters().to_vec();
                 cluster.0.cluster_map.replace(slots);
-                // Before the first request needs them: a replica that was promoted has not been asked yet.
+                // Connect before the first request needs it: a promoted replica was not called before.
                 let is_known = |master: &Address| cluster.lock_nodes().guards.contains_key(master);
                 let new: Vec<_> = masters.into_iter().filter(|master| !is_known(master)).collect();
                 cluster.connect_to(&new).await;
@@ -220,14 +221,14 @@ impl ClusterStore {
         self.0.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The guard of a node; those of nodes that left the cluster are forgotten.
+    /// Return the client of a node. Remove the clients of nodes that left the cluster.
     fn guarded_node(&self, address: &Address) -> Result<ServerStore, StoreError> {
         let Inner { settings, login, cluster_map, .. } = &*self.0;
         let slots = cluster_map.slots();
         let mut known_nodes = self.lock_nodes();
         if known_nodes.slots.as_ref().map(Arc::as_ptr) != slots.as_ref().map(Arc::as_ptr) {
             let is_member = |address: &Address| slots.as_ref().is_none_or(|slots| slots.nodes().contains(address));
-            // A node that left and came back has a new breaker; nobody probes for the old one any more.
+            // A node that left and returned has a new breaker; the probes of the old one have ended.
             known_nodes
                 .guards
                 .retain(|address, guard| is_member(address) && guard.uses_breaker(&cluster_map.breaker(address)));
@@ -245,7 +246,7 @@ impl ClusterStore {
 }
 
 impl ClusterStore {
-    /// Decides by `due`; see [`Store::call`].
+    /// Decide all of `charges` before `deadline`.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -260,14 +261,14 @@ impl ClusterStore {
             return self.scatter(deadline, operation, charges, is_same_identity).await;
         }
         match self.call_owner(deadline, operation, charges).await {
-            // The slot is on its way to another node, some of its keys before others.
+            // The slot is being migrated, and its keys are on two nodes.
             Err(error) if is_try_again(&error) => self.scatter(deadline, operation, charges, |_, _| false).await,
             result => result,
         }
     }
 }
 
-/// Whether one server keeps all that is asked about: an identity has one slot.
+/// Return whether one server keeps all states of these charges: an identity has one slot.
 pub fn is_single_slot(charges: &[Charge<'_>]) -> bool {
     charges.windows(2).all(|pair| pair[0].key.identity == pair[1].key.identity)
 }

@@ -1,4 +1,4 @@
-//! Pooled connections to Redis: bb8 makes, keeps and replaces them; calls share them.
+//! The connection pool: bb8 opens and replaces connections, and concurrent calls share them.
 
 use std::fmt::Debug;
 use std::io;
@@ -22,13 +22,13 @@ use crate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
 use crate::limiter::redis::server::{ConnectError, RedisEndpoint};
 use crate::limiter::verdict::StoreError;
 
-/// Calls given up at their deadline, with no reply between them, after which a connection counts as hung.
+/// Number of calls without a reply in a row after which a connection counts as hung and is replaced.
 pub const MAX_UNANSWERED_CALLS: u32 = 5;
 
-/// Calls that may be queued on one connection before senders wait.
+/// Maximum number of calls queued on one connection before senders wait.
 const PIPELINE_CAPACITY: usize = 1024;
 
-/// Makes connections with all scripts of the configuration loaded.
+/// Opens connections and loads all scripts of the configuration on them.
 #[derive(Debug, Clone)]
 pub struct Manager {
     server: RedisEndpoint,
@@ -37,23 +37,23 @@ pub struct Manager {
     throttle: Arc<ReconnectThrottle>,
 }
 
-/// A connection that many calls use at once.
+/// A multiplexed connection. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Connection {
     multiplexed: MultiplexedConnection,
     health: Arc<ConnectionHealth>,
 }
 
-/// A connection of the pool. It can be replaced while requests use the earlier one.
+/// A connection of the pool. It can be replaced while requests use the previous one.
 #[derive(Debug, Clone)]
 pub struct Pooled(Arc<Mutex<Connection>>);
 
-/// What is known of a connection.
+/// The health of a connection, shared by its clones.
 #[derive(Debug)]
 struct ConnectionHealth {
     address: ConnectionAddr,
     unanswered_calls: AtomicU32,
-    /// Whether it works, but no longer leads to where it should.
+    /// Whether to replace the connection though it works, because it leads to the wrong server.
     is_retired: AtomicBool,
     throttle: Arc<ReconnectThrottle>,
 }
@@ -112,8 +112,8 @@ pub fn new_pool(server: RedisEndpoint, algorithms: AlgorithmSet, size: u32, conn
 }
 
 impl Connections {
-    /// There is no connection in time, and no attempt has failed. A server that was there is still being connected to, which takes
-    /// several round trips; that is no outage.
+    /// Return the error for a checkout that timed out without a failed attempt. If the server was connected before, the
+    /// new connection is still being opened, which takes several round trips and is no outage.
     pub fn checkout_timeout(&self) -> StoreError {
         if self.has_connected.load(Ordering::Relaxed) {
             StoreError::Overloaded
@@ -122,8 +122,8 @@ impl Connections {
         }
     }
 
-    /// Replaces idle connections that the server has closed, and those to a server that is not the master any more, and opens those that
-    /// are missing. Requests use the earlier connections until the new ones are open.
+    /// Open missing connections. Replace idle connections that the server has closed, and those to a server that is not
+    /// the master any more. Requests use the previous connections until the new ones are open.
     pub async fn maintain(&self) {
         let master = self.manager.server.current_master(self.manager.connect_timeout).await;
         let is_outdated = |connection: &Connection| {
@@ -134,14 +134,14 @@ impl Connections {
             return;
         }
         for _ in open_connections.max(1)..self.size {
-            // A checkout gives its connection back at once: the pool itself would never open a second one.
+            // bb8 would never open a second connection: each checkout returns the first one at once.
             let Ok(added) = self.manager.connect().await else { return };
             if self.pool.add(added).is_err() {
                 break;
             }
         }
         for _ in 0..open_connections {
-            // The pool hands out the connection that was given back first.
+            // bb8 hands out the connection that was returned first.
             let Some(Ok(pooled)) = self.pool.get().now_or_never() else { return };
             let pooled = Pooled::clone(&pooled);
             let connection = pooled.current();
@@ -197,10 +197,10 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
     }
 }
 
-/// Connects once, outside of any pool, and asks for a sign of life.
+/// Connect once without a pool, and send a PING.
 ///
 /// # Errors
-/// In words, why a pool would have no connections.
+/// The reason why a pool would have no connections.
 pub async fn try_connect(
     server: RedisEndpoint,
     algorithms: AlgorithmSet,
@@ -218,7 +218,7 @@ impl Manager {
     }
 
     async fn open_at(&self, client: &Client) -> RedisResult<Connection> {
-        // No response timeout: the deadline of the whole decision is kept outside, and a late reply finds its own call.
+        // No response timeout: the batcher keeps the deadline, and a late reply must still be matched with its call.
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.connect_timeout))
             .set_response_timeout(None)
@@ -229,7 +229,7 @@ impl Manager {
         };
         verify_server(&mut multiplexed, self.server.mode(), client.get_connection_info().addr()).await?;
         let variants = ScriptVariant::ALL.iter().filter(|_| !self.algorithms.is_empty());
-        // In the pipe: one round trip for all.
+        // Pipelined: one round trip for all scripts.
         try_join_all(variants.map(|frame| {
             let (mut pipe, mut load) = (multiplexed.clone(), redis::cmd("SCRIPT"));
             load.arg("LOAD").arg(&script(*frame, self.algorithms).source);
@@ -251,7 +251,7 @@ impl ManageConnection for Manager {
     type Error = ConnectError;
 
     async fn connect(&self) -> Result<Pooled, ConnectError> {
-        // A server that hangs half-way must not keep the pool's place for good.
+        // An attempt that hangs must not occupy a connection of the pool forever.
         let attempt = timeout(self.connect_timeout, self.open());
         let connection =
             self.throttle.throttle(async { attempt.await.map_err(|_| self.server.timeout_error())? }).await?;
@@ -285,18 +285,18 @@ impl Connection {
             || self.health.is_retired.load(Ordering::Relaxed)
     }
 
-    /// Lets the pool make another in its place, if it is not the second one within a moment.
+    /// Ask the pool to replace the connection, at most once per [`RECONNECT_INTERVAL`].
     pub fn request_replacement(&self) {
         if self.health.throttle.may_retire(monotonic()) {
             self.health.is_retired.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Whether its task has ended: the server closed it. Nothing is sent.
+    /// Return whether the server closed the connection. Nothing is sent.
     fn is_closed(&self) -> bool {
         let mut multiplexed = self.multiplexed.clone();
         let ping = redis::cmd("PING");
-        // A running task skips commands whose reply is not awaited.
+        // The driver task of an open connection skips a command whose reply is not awaited.
         let send_error = multiplexed.send_packed_command(&ping).now_or_never();
         let closed = send_error.is_some_and(|refused| refused.is_err_and(|error| error.is_unrecoverable_error()));
         if closed {
@@ -305,18 +305,18 @@ impl Connection {
         closed
     }
 
-    /// Sends a command, with `ASKING` before it where another node said to ask this one.
+    /// Send a command, preceded by `ASKING` if another node redirected it to this one.
     pub async fn call(mut self, asking: bool, command: Arc<Cmd>) -> RedisResult<Value> {
         if asking { self.send_asking(&command).await } else { self.send(&command).await }
     }
 
-    /// Sends one command and waits for its reply; an error reply is an error, but not one inside of an array.
+    /// Send a command and return its reply. An error reply is an error, but not one inside an array.
     pub async fn send(&mut self, command: &Cmd) -> RedisResult<Value> {
         let multiplexed = &mut self.multiplexed;
         into_reply(track_reply(&self.health.unanswered_calls, multiplexed.send_packed_command(command)).await?)
     }
 
-    /// The same with ASKING before it, which lets a node answer for a slot that it is just taking over.
+    /// Send a command preceded by `ASKING`, so that a node executes it for a slot that it is importing.
     pub async fn send_asking(&mut self, command: &Cmd) -> RedisResult<Value> {
         let mut pipeline = Pipeline::with_capacity(2);
         pipeline.cmd("ASKING").add_command(command.clone());
@@ -331,7 +331,7 @@ fn into_reply(reply: Value) -> RedisResult<Value> {
     if let Value::ServerError(error) = reply { Err(error.into()) } else { Ok(reply) }
 }
 
-/// Counts calls without a reply, and takes a connection that broke for one that hangs.
+/// Count calls without a reply. A lost connection counts as hung.
 async fn track_reply<T>(unanswered_calls: &AtomicU32, call: impl Future<Output = RedisResult<T>>) -> RedisResult<T> {
     let mut pending = UnansweredCall(Some(unanswered_calls));
     let result = call.await;
@@ -341,10 +341,8 @@ async fn track_reply<T>(unanswered_calls: &AtomicU32, call: impl Future<Output =
     result
 }
 
-// How a byte stream to a server is opened, where it is not the redis crate that opens it.
-//
-// The redis crate opens TCP, TLS and Unix sockets itself. A [`Dial`] takes its place: the tests run the whole limiter over
-// streams in memory, with everything above the stream (login, pool, pipeline, scripts) as in production.
+// Streams that the redis crate does not open. It opens TCP, TLS and Unix sockets itself. With a [`Dial`], the tests run
+// the whole limiter over streams in memory; login, pool, pipeline and scripts are those of production.
 
 /// An open byte stream.
 pub trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -377,25 +375,25 @@ pub(super) async fn connect_dialed(
     Ok(connection)
 }
 
-// Holds back connections to a server that turned one away: no storm of them, from any number of requests.
+// The rate of attempts to connect.
 
-/// Two attempts a second.
+/// Minimum interval between attempts after a failure.
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(500);
 
-/// When one worker may connect to one server.
+/// Limits how often one worker connects to one server after a failure.
 #[derive(Debug, Default)]
 pub struct ReconnectThrottle {
-    /// Why the last attempt failed, and when another one was made.
+    /// The error of the last attempt if it failed, and the start of the last attempt.
     last_failure: Mutex<Option<(ConnectError, Instant)>>,
-    /// When a connection was given up though it works.
+    /// Time at which a working connection was last given up.
     last_retired_at: Mutex<Option<Instant>>,
 }
 
 impl ReconnectThrottle {
-    /// Connects, unless an attempt failed a moment ago.
+    /// Run `attempt`, unless another attempt failed within [`RECONNECT_INTERVAL`].
     ///
     /// # Errors
-    /// Those of the attempt; in place of one that is not made, those of the one before.
+    /// The error of this attempt or, if it is not made, of the previous one.
     pub async fn throttle<T>(&self, attempt: impl Future<Output = Result<T, ConnectError>>) -> Result<T, ConnectError> {
         let started_at = monotonic();
         self.try_begin(started_at)?;
@@ -404,7 +402,7 @@ impl ReconnectThrottle {
         result
     }
 
-    /// Whether a connection that works may be given up for a new one now.
+    /// Return whether a working connection may be replaced now.
     pub fn may_retire(&self, now: Instant) -> bool {
         let mut last_retired_at = lock(&self.last_retired_at);
         let is_due = last_retired_at.is_none_or(|last| now.saturating_duration_since(last) >= RECONNECT_INTERVAL);
@@ -430,43 +428,43 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-// What a server says about itself, and whether it is what the URL of the store promises.
+// The kind of a server, and whether it matches the URL of the store.
 
-/// How a server works together with others.
+/// The mode of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerMode {
-    /// By itself, or as a master with replicas.
+    /// A single server, with or without replicas.
     Standalone,
     /// A node of a cluster.
     Cluster,
-    /// It watches others and keeps no data.
+    /// A Sentinel. It keeps no data.
     Sentinel,
 }
 
-/// What a server does with writes.
+/// The replication role of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerRole {
-    /// It takes them.
+    /// Accepts writes.
     Master,
-    /// It follows a master.
+    /// Follows a master and rejects writes.
     Replica,
 }
 
 /// The reply to `HELLO`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HelloReply {
-    /// `redis`, `valkey`, …
+    /// Name of the server: `redis`, `valkey`, …
     pub server: String,
-    /// Such as `7.0.15`.
+    /// Version, such as `7.0.15`.
     pub version: String,
-    /// How it works together with others.
+    /// Mode.
     pub mode: ServerMode,
-    /// What it does with writes; a Sentinel does not say.
+    /// Role. A Sentinel has none.
     pub role: Option<ServerRole>,
 }
 
 impl HelloReply {
-    /// Reads the flat array of RESP2 or the map of RESP3; none if it does not say what is needed.
+    /// Parse the flat array of RESP2 or the map of RESP3. Return `None` if a required field is missing.
     pub fn read(reply: &Value) -> Option<HelloReply> {
         let field = |name: &str| match reply {
             Value::Array(fields) => {
@@ -492,7 +490,7 @@ impl HelloReply {
         Some(HelloReply { server: field("server")?.to_owned(), version: field("version")?.to_owned(), mode, role })
     }
 
-    /// Why a server of this kind cannot be used where a `wanted` one is expected, and what to do; none if it can.
+    /// Return why a server cannot be used where `expected` is needed, and what to do. Return `None` if it can.
     pub fn mismatch(&self, expected: ServerMode, address: &ConnectionAddr) -> Option<String> {
         Some(match (self.mode, expected) {
             (ServerMode::Standalone, ServerMode::Standalone) if self.role == Some(ServerRole::Replica) => format!(
@@ -515,10 +513,10 @@ impl HelloReply {
     }
 }
 
-/// Sees that a server is a `wanted` one, as far as it tells.
+/// Check that the server has the expected mode, if it says.
 ///
 /// # Errors
-/// It is another one, or the connection broke. A server that refuses to tell is taken as it is.
+/// It has another mode, or the connection was lost. A server that rejects HELLO is accepted.
 pub async fn verify_server(
     pipe: &mut MultiplexedConnection,
     expected: ServerMode,

@@ -1,4 +1,4 @@
-//! What went wrong with Redis, in one sentence that says what to do about it.
+//! Diagnoses of Redis errors: one sentence that says what to do.
 
 use std::error::Error;
 use std::io;
@@ -8,7 +8,7 @@ use redis::{ConnectionAddr, ErrorKind, RedisError};
 
 use crate::limiter::verdict::ErrorReply;
 
-/// Of a URL that names no server.
+/// Diagnose a URL that names no server.
 pub fn diagnose_url(error: &RedisError) -> String {
     let message = error.to_string();
     let starts_with = |words| message.starts_with(words);
@@ -27,10 +27,10 @@ pub fn diagnose_url(error: &RedisError) -> String {
     }
 }
 
-/// Of an attempt to connect to `address`.
+/// Diagnose a failed attempt to connect to `address`.
 pub fn diagnose_connect(error: &RedisError, address: &ConnectionAddr) -> String {
     match error.kind() {
-        // Not the address but what was found there: see `hello`.
+        // The server at the address has another mode: see [`super::connection::HelloReply::mismatch`].
         ErrorKind::InvalidClientConfig => error.detail().map_or_else(|| error.to_string(), str::to_owned),
         ErrorKind::Parse => diagnose_protocol(error, address),
         _ => match io_error(error) {
@@ -40,7 +40,7 @@ pub fn diagnose_connect(error: &RedisError, address: &ConnectionAddr) -> String 
     }
 }
 
-/// Describe an error of a call on a connection.
+/// Diagnose an error of a call on a connection.
 pub fn diagnose_call(error: &RedisError) -> String {
     let code = error.code().unwrap_or_default();
     let detail = error.detail().unwrap_or_default();
@@ -52,14 +52,14 @@ pub fn diagnose_call(error: &RedisError) -> String {
     })
 }
 
-/// Describe an error reply to a call.
+/// Diagnose an error reply to a call.
 pub fn diagnose_reply(reply: &ErrorReply) -> String {
     diagnose_code(reply.code(), reply.detail()).unwrap_or_else(|| reply.to_string())
 }
 
 const WRONG_PASSWORD: &str = "Redis refuses this user or password; correct them in store.url";
 
-/// Describe an error reply, if it is a known one.
+/// Diagnose an error reply. Return `None` if it is not a known one.
 fn diagnose_code(code: &str, detail: &str) -> Option<String> {
     if let Some(permission) = permission_in_reply(code, detail) {
         return Some(format!(
@@ -94,7 +94,7 @@ fn diagnose_code(code: &str, detail: &str) -> Option<String> {
     Some(diagnosis.to_owned())
 }
 
-/// Of a server that takes connections, or nothing at all, and does not answer in time.
+/// Diagnose a server that accepts no connection or does not reply in time.
 pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
     match address {
         ConnectionAddr::TcpTls { .. } => format!(
@@ -107,13 +107,13 @@ pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
     }
 }
 
-/// The right that a user lacks, as `ACL SETUSER` takes it, if that is what the error is about.
+/// Return the permission that the user lacks, as `ACL SETUSER` takes it. Return `None` for other errors.
 pub fn missing_permission(error: &RedisError) -> Option<String> {
     permission_in_reply(error.code().unwrap_or_default(), error.detail()?)
 }
 
 fn permission_in_reply(code: &str, detail: &str) -> Option<String> {
-    // Redis 7.0 does not say which command of a script it was.
+    // Redis 7.0 does not name the command of the script.
     let script = detail.starts_with("The user executing the script can't") || detail.contains("ACL failure in script");
     if code != "NOPERM" && !script {
         return None;
@@ -184,7 +184,7 @@ fn diagnose_tls(error: &rustls::Error, address: &ConnectionAddr) -> String {
     }
 }
 
-/// Somebody else's protocol, of which the parser tells the first bytes.
+/// Diagnose a reply of another protocol. The parser's error has its first bytes.
 fn diagnose_protocol(error: &RedisError, address: &ConnectionAddr) -> String {
     let detail = error.detail().unwrap_or_default();
     let unexpected_byte = |byte: u8| detail.contains(&format!("Unexpected `{byte}`"));
@@ -193,7 +193,7 @@ fn diagnose_protocol(error: &RedisError, address: &ConnectionAddr) -> String {
 }
 
 fn io_error(error: &RedisError) -> Option<&io::Error> {
-    // The library keeps it behind an `Arc`, which is the source by its type.
+    // The redis crate keeps the I/O error in an `Arc`, which is the source by its type.
     let inner = error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?;
     inner.downcast_ref()
 }

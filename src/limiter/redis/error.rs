@@ -1,4 +1,4 @@
-//! What an error reply of Redis means: for the call, for the identity, for the store.
+//! Classification of Redis error replies: what they mean for the call, the identity and the store.
 
 use std::time::{Duration, Instant};
 
@@ -8,31 +8,31 @@ use crate::limiter::clock::monotonic;
 use crate::limiter::redis::diagnosis;
 use crate::limiter::verdict::{ErrorReply, StoreError};
 
-/// The first pause before a call that Redis turned away is made again; each later one is twice as long, up to [`LONGEST`].
+/// Delay before a rejected call is sent again. Each later one is twice as long, up to [`MAX_BACKOFF`].
 const INITIAL_BACKOFF: Duration = Duration::from_millis(5);
 const MAX_BACKOFF: Duration = Duration::from_millis(100);
 
-/// What an error reply says.
+/// The meaning of an error reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RedisErrorKind {
-    /// Nothing ran, and the same call may pass in a moment.
+    /// Nothing ran, and the same call may succeed soon.
     Retryable,
     /// Nothing ran: another server keeps the state, or will.
     Redirect,
-    /// No call is answered: a right is missing, or this is no Redis with scripts.
+    /// All calls fail: a permission is missing, or the server has no scripts.
     Fatal,
-    /// What writes is refused, and was before its first write. What needs no write is answered.
+    /// Writes are rejected, and this call before its first write. Calls that do not write succeed.
     WritesRejected,
-    /// The script failed on what it found, or on what it was given.
+    /// The script failed on the stored state or on its arguments.
     Script,
 }
 
 impl RedisErrorKind {
-    /// What an error says; none if it is no reply.
+    /// Classify an error. Return `None` if it is not an error reply.
     pub fn from_error(error: &RedisError) -> Option<Self> {
         let detail = error.detail().unwrap_or_default();
         Some(match error_code(error)? {
-            // Before the first write: a script that has written is no longer stopped, and Redis changes its role between scripts.
+            // Nothing was written: Redis does not stop a script that has written, and changes its role between scripts.
             "LOADING" | "BUSY" | "CLUSTERDOWN" | "MASTERDOWN" | "READONLY" => RedisErrorKind::Retryable,
             "MOVED" | "ASK" | "TRYAGAIN" => RedisErrorKind::Redirect,
             "OOM" | "MISCONF" | "NOREPLICAS" => RedisErrorKind::WritesRejected,
@@ -40,12 +40,12 @@ impl RedisErrorKind {
             "ERR" if detail.contains("user_script") || detail.starts_with(REDIS_6_SCRIPT_ERROR) => {
                 RedisErrorKind::Script
             }
-            // NOPERM, NOAUTH, WRONGPASS, and what is not known: no client can bring it about, so it is the store's.
+            // NOPERM, NOAUTH, WRONGPASS and unknown codes. No client can cause them, so they are failures of the store.
             _ => RedisErrorKind::Fatal,
         })
     }
 
-    /// The error of a call that ended with this reply.
+    /// Convert the error of a call.
     pub fn to_store_error(error: &RedisError) -> StoreError {
         let Some(kind) = RedisErrorKind::from_error(error) else {
             return StoreError::Unreachable(diagnosis::diagnose_call(error));
@@ -60,18 +60,18 @@ impl RedisErrorKind {
     }
 }
 
-/// Whether another connection may be answered: to a master that took over the address, or with the password sent again.
+/// Return whether another connection may succeed: it may lead to a new master at the same address, or log in again.
 pub fn is_connection_error(error: &RedisError) -> bool {
     matches!(error_code(error), Some("READONLY" | "NOAUTH"))
 }
 
-/// How Redis before version 7 begins the error of a script: `Error running script (call to f_…): @user_script: 1: -OOM …`.
+/// Start of a script error before Redis 7: `Error running script (call to f_…): @user_script: 1: -OOM …`.
 const REDIS_6_SCRIPT_ERROR: &str = "Error running script";
 
-/// How Redis says in a script that the user has no right to what the script does.
+/// Start of the error of a script that uses a command without permission.
 const SCRIPT_PERMISSION_ERROR: &str = "The user executing the script can't";
 
-/// The code of an error reply, or of the one that a script met.
+/// Return the code of an error reply or, for a script, of the error that stopped it.
 fn error_code(error: &RedisError) -> Option<&str> {
     let (code, detail) = (error.code()?, error.detail().unwrap_or_default());
     if code != "ERR" {
@@ -89,7 +89,7 @@ fn error_code(error: &RedisError) -> Option<&str> {
     words.find(is_code).or(Some(code))
 }
 
-/// The pauses of one call between its attempts.
+/// The delays between the attempts of one call.
 #[derive(Debug)]
 pub struct Backoff {
     deadline: Instant,
@@ -97,7 +97,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// For as long as this.
+    /// Create delays that end after `budget`.
     pub fn new(budget: Duration) -> Self {
         Backoff { deadline: monotonic() + budget, next_delay: INITIAL_BACKOFF }
     }

@@ -1,5 +1,4 @@
-//! Overrides and resets of operators, as Redis stores them for all gateways: fields of one hash, each with an expiry and a
-//! revision.
+//! Overrides and resets as Redis stores them for all gateways: fields of one hash, each with an expiry and a revision.
 
 use std::time::Duration;
 
@@ -15,7 +14,7 @@ type EntryArguments<'a> = (&'a str, u64, u64, u64, &'a str);
 /// One field of the hash.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OverrideEntry {
-    /// Limit, identity and what the record is about.
+    /// Limit, identity and kind of the record.
     pub key: String,
     /// The override as JSON. Empty for a reset and for a removed override.
     pub value: String,
@@ -36,23 +35,23 @@ pub struct Snapshot {
     pub entries: Vec<OverrideEntry>,
 }
 
-/// What a gateway knows of a field that it writes.
+/// The state of a field as the writing gateway knows it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct KnownRevision {
-    /// Revision of the record; 0 if it knows none.
+    /// Revision of the record. 0: unknown.
     pub revision: u64,
-    /// See [`Record::kept_us`].
+    /// See [`OverrideEntry::keep_until_us`].
     pub keep_until_us: u64,
-    /// Whether it is in force.
+    /// Whether the record is in force.
     pub is_in_force: bool,
 }
 
-/// The key of the hash.
+/// Return the key of the hash.
 pub fn hash_key(prefix: &str) -> String {
     format!("{prefix}:overrides")
 }
 
-/// Set a field; [`written`] reads the reply.
+/// Return the command that sets a field. [`parse_write_reply`] parses its reply.
 pub fn set_command(key: &str, field: &str, text: &str, ttl: Duration, known: KnownRevision, max_entries: usize) -> Cmd {
     overrides_command(
         key,
@@ -62,7 +61,7 @@ pub fn set_command(key: &str, field: &str, text: &str, ttl: Duration, known: Kno
     )
 }
 
-/// Remove a field; [`written`] reads the reply.
+/// Return the command that removes a field. [`parse_write_reply`] parses its reply.
 pub fn remove_command(key: &str, field: &str, known: KnownRevision, max_entries: usize) -> Cmd {
     overrides_command(
         key,
@@ -72,7 +71,8 @@ pub fn remove_command(key: &str, field: &str, known: KnownRevision, max_entries:
     )
 }
 
-/// Write records back that Redis lost; [`restored`] reads the reply. Redis keeps what it has if it is not older.
+/// Return the command that restores records that Redis lost. Redis keeps its own records if they are not older.
+/// [`parse_restore_reply`] parses the reply.
 pub fn restore_command(key: &str, records: &[OverrideEntry], max_entries: usize) -> Cmd {
     let arguments = records.iter().map(|record| {
         let OverrideEntry { key: field, value: text, revision, expires_at_us: expiry_us, keep_until_us: kept_us } =
@@ -118,7 +118,8 @@ impl WriteStatus {
     }
 }
 
-/// Read the reply to [`set`] and [`remove`]: the result, and the record that Redis has now if it was written.
+/// Parse the reply to [`set_command`] and [`remove_command`]: the status and, if written, the record that Redis now
+/// has.
 ///
 /// # Errors
 /// The reply is malformed.
@@ -141,7 +142,7 @@ pub fn parse_write_reply(
     Ok((written, totals))
 }
 
-/// Read the reply to [`restore`]: a result for each record.
+/// Parse the reply to [`restore_command`]: a status for each record.
 ///
 /// # Errors
 /// The reply is malformed.
@@ -150,19 +151,19 @@ pub fn parse_restore_reply(reply: Value) -> Result<Vec<WriteStatus>, StoreError>
     statuses.into_iter().map(WriteStatus::from_status).collect()
 }
 
-/// Read the time, which [`read`] needs.
+/// Return the command that reads the time for [`parse_snapshot`].
 pub fn time_command() -> Cmd {
     redis::cmd("TIME")
 }
 
-/// Read all fields.
+/// Return the command that reads all fields.
 pub fn read_command(key: &str) -> Cmd {
     let mut command = redis::cmd("HGETALL");
     command.arg(key);
     command
 }
 
-/// Read the replies to [`time`] and [`all`]. Fields and values that no gateway writes are skipped.
+/// Parse the replies to [`time_command`] and [`read_command`]. Skip fields and values that no gateway writes.
 ///
 /// # Errors
 /// The replies are malformed.

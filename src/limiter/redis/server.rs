@@ -1,4 +1,4 @@
-//! Where connections go: a server, the master that Sentinels name, or a node of a cluster.
+//! Addresses of Redis: a single server, the master that Sentinels name, or a node of a cluster.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,20 +14,20 @@ use crate::limiter::redis::connection;
 use crate::limiter::redis::connection::{Dial, ServerMode};
 use crate::limiter::redis::diagnosis::{diagnose_connect, diagnose_timeout};
 
-/// How often the Sentinels are asked whether another server is the master by now.
+/// Interval for asking the Sentinels whether another server has become the master.
 const SENTINEL_QUERY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A host and a port.
+/// Host and port.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Address {
-    /// A name or an IP address, without brackets.
+    /// DNS name or IP address, without brackets.
     pub host: Arc<str>,
-    /// The port.
+    /// Port.
     pub port: u16,
 }
 
 impl Address {
-    /// Reads `host:port`, where the host may be an IPv6 address without brackets, as Redis writes it.
+    /// Parse `host:port` as Redis writes it: an IPv6 address may have no brackets.
     pub fn parse(text: &str) -> Option<Self> {
         let (host, port) = text.rsplit_once(':')?;
         let host = host.trim_start_matches('[').trim_end_matches(']');
@@ -45,41 +45,41 @@ impl fmt::Display for Address {
     }
 }
 
-/// Why there is no connection, in a sentence that says what to do.
+/// The reason why there is no connection, and what to do.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{0}")]
 pub struct ConnectError(Arc<str>);
 
 impl ConnectError {
-    /// For this reason.
+    /// Create an error with this reason.
     pub fn new(reason: &str) -> Self {
         ConnectError(reason.into())
     }
 }
 
-/// How to log on at any address: credentials, database, TLS.
+/// Credentials, database and TLS settings for any address.
 #[derive(Debug, Clone)]
 pub struct Login {
     info: ConnectionInfo,
-    /// Opens the streams, if the redis crate does not.
+    /// Opens the streams if the redis crate does not.
     dial: Option<Arc<dyn Dial>>,
 }
 
 impl Login {
-    /// As this client does.
+    /// Create the login of a client.
     pub fn from_client(client: &Client) -> Self {
         Login { info: client.get_connection_info().clone(), dial: None }
     }
 
-    /// The same over streams that `dial` opens.
+    /// Use streams that `dial` opens.
     pub fn with_dial(self, dial: Arc<dyn Dial>) -> Self {
         Login { dial: Some(dial), ..self }
     }
 
-    /// A client for an address.
+    /// Create a client for an address.
     ///
     /// # Errors
-    /// The certificates cannot be used.
+    /// The certificates are invalid.
     pub fn client_for(&self, address: &Address) -> RedisResult<Client> {
         let (host, port) = (address.host.to_string(), address.port);
         let address = match self.info.addr().clone() {
@@ -91,10 +91,10 @@ impl Login {
         Client::open(self.info.clone().set_addr(address))
     }
 
-    /// A node of a cluster.
+    /// Create the endpoint of a cluster node.
     ///
     /// # Errors
-    /// The certificates cannot be used.
+    /// The certificates are invalid.
     pub fn node_endpoint(&self, address: &Address) -> Result<RedisEndpoint, ConnectError> {
         let client = self.client_for(address).map_err(|error| ConnectError::new(&error.to_string()))?;
         Ok(match &self.dial {
@@ -104,20 +104,20 @@ impl Login {
     }
 }
 
-/// Where connections go.
+/// The server to which connections lead.
 #[derive(Debug, Clone)]
 pub enum RedisEndpoint {
-    /// To a server of its own.
+    /// A single server.
     Single(Client),
-    /// To the master that Sentinels name when the connection is made.
+    /// The master that the Sentinels name when the connection is opened.
     Sentinel(Arc<Sentinels>),
-    /// To a node of a cluster.
+    /// A node of a cluster.
     Node(Client),
-    /// To any of these, over streams that the redis crate does not open.
+    /// Any of these over streams that the redis crate does not open.
     Dialed {
-        /// The address and the login.
+        /// Address and login.
         client: Client,
-        /// What it has to be.
+        /// The mode that the server must have.
         mode: ServerMode,
         /// Opens the streams.
         dial: Arc<dyn Dial>,
@@ -125,7 +125,7 @@ pub enum RedisEndpoint {
 }
 
 impl RedisEndpoint {
-    /// What it has to be.
+    /// Return the mode that the server must have.
     pub fn mode(&self) -> ServerMode {
         match self {
             RedisEndpoint::Single(_) | RedisEndpoint::Sentinel(_) => ServerMode::Standalone,
@@ -134,7 +134,7 @@ impl RedisEndpoint {
         }
     }
 
-    /// Opens its streams, if the redis crate does not.
+    /// Return what opens the streams, if the redis crate does not.
     pub(super) fn dial(&self) -> Option<&Arc<dyn Dial>> {
         match self {
             RedisEndpoint::Dialed { dial, .. } => Some(dial),
@@ -142,10 +142,10 @@ impl RedisEndpoint {
         }
     }
 
-    /// The one to connect to now.
+    /// Return the client of the server to connect to now.
     ///
     /// # Errors
-    /// No Sentinel can be asked, or none knows the master.
+    /// No Sentinel replies, or none knows the master.
     pub async fn client(&self, connect_timeout: Duration) -> Result<Client, ConnectError> {
         match self {
             RedisEndpoint::Single(client) | RedisEndpoint::Node(client) | RedisEndpoint::Dialed { client, .. } => {
@@ -155,7 +155,8 @@ impl RedisEndpoint {
         }
     }
 
-    /// The master that the Sentinels name now, asked once a second for all workers; none for other servers.
+    /// Return the master that the Sentinels name now, queried once a second for all workers. `None` for other
+    /// endpoints.
     pub async fn current_master(&self, connect_timeout: Duration) -> Option<Client> {
         match self {
             RedisEndpoint::Single(_) | RedisEndpoint::Node(_) | RedisEndpoint::Dialed { .. } => None,
@@ -165,7 +166,7 @@ impl RedisEndpoint {
         }
     }
 
-    /// Why there is no connection when nobody said so in time.
+    /// Return the error for an attempt to connect that timed out.
     pub fn timeout_error(&self) -> ConnectError {
         ConnectError::new(&match self {
             RedisEndpoint::Single(client) | RedisEndpoint::Node(client) | RedisEndpoint::Dialed { client, .. } => {
@@ -181,19 +182,19 @@ impl RedisEndpoint {
     }
 }
 
-/// Sentinels, and the master that they watch.
+/// The Sentinels of a master.
 #[derive(Debug)]
 pub struct Sentinels {
-    /// All that are known.
+    /// All known Sentinels.
     pub sentinels: Vec<Client>,
-    /// What they call the master.
+    /// Their name of the master.
     pub master_name: String,
-    /// How to log on at the master.
+    /// The login at the master.
     pub login: Login,
     last_master: Mutex<LastMaster>,
 }
 
-/// The master that the Sentinels named last, and when they were asked.
+/// The last known master, and when the Sentinels were queried.
 #[derive(Debug, Default)]
 struct LastMaster {
     queried_at: Option<Instant>,
@@ -201,13 +202,13 @@ struct LastMaster {
 }
 
 impl Sentinels {
-    /// `sentinels` watch a master that they call `name`.
+    /// Create the Sentinels of the master `master_name`.
     pub fn new(sentinels: Vec<Client>, master_name: String, login: Login) -> Self {
         Sentinels { sentinels, master_name, login, last_master: Mutex::default() }
     }
 
-    /// The master of the latest failover. After a graceful failover the earlier master stays writable for about ten seconds, then its
-    /// Sentinels close all connections to it: connections have to move before.
+    /// Return the master of the latest failover. After a graceful failover, the previous master accepts writes for
+    /// about ten seconds; then its Sentinels close all connections to it. Connections must move before that.
     async fn current_master(&self, connect_timeout: Duration) -> Option<Address> {
         if self.is_due(monotonic()) {
             let replies = self.sentinels.iter().map(|sentinel| Box::pin(self.query_epoch(sentinel, connect_timeout)));
@@ -234,7 +235,7 @@ impl Sentinels {
         self.last_master.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The master, and the epoch of the failover that made it one.
+    /// Query one Sentinel for the master and the epoch of its failover.
     async fn query_epoch(&self, sentinel: &Client, connect_timeout: Duration) -> Option<(u64, Address)> {
         let mut connection = self.connect(sentinel, connect_timeout).await.ok()?;
         let mut command = redis::cmd("SENTINEL");
@@ -244,8 +245,8 @@ impl Sentinels {
         Some((state.get("config-epoch")?.parse().ok()?, master))
     }
 
-    /// Asks all of them at the same time; the first that knows the master is believed. One that is behind names a server
-    /// that is a replica by now, which whoever connects finds out.
+    /// Query all Sentinels in parallel and use the first reply. An outdated Sentinel may name a replica, which is
+    /// detected when a connection is opened.
     async fn query_master(&self, connect_timeout: Duration) -> Result<Client, ConnectError> {
         let queries = self.sentinels.iter().map(|sentinel| {
             Box::pin(async move {

@@ -1,9 +1,9 @@
-//! A decision by several calls: one for each identity, or for each key while a slot is being migrated.
+//! Decisions by several calls: one for each identity, or one for each key while a slot migrates.
 //!
-//! All are asked first and charged only when none of them denies, so that a denied request rarely holds units of other limits. When two
-//! requests race for the last unit, the loser gives back what the other groups granted it and asks again: what it is told is true
-//! without its own charges. It may still be denied by units that another request gives back a round trip later; such a denial is
-//! never cached (see [`Verdict::instants`]).
+//! All groups are peeked first and charged only if none denies, so a denied request rarely holds tokens of other
+//! limits. If two requests race for the last token, the loser refunds what other groups granted and peeks again, so
+//! that its denial does not include its own charges. It may still be denied by tokens that another request refunds one
+//! round trip later. Such a denial is never cached (see [`Verdict::decided_at_us`]).
 
 use std::time::Instant;
 
@@ -19,10 +19,10 @@ use crate::limiter::redis::cluster::topology::identity_slot;
 use crate::limiter::redis::cluster::{ClusterStore, REDIRECTION_DELAY, is_try_again};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
-/// How often a request that lost a race asks again, and a refund that was not made is repeated.
+/// Maximum number of attempts of a request that loses races, and of a refund that did not run.
 const MAX_ATTEMPTS: usize = 3;
 
-/// A charge that outlives whoever asks for it.
+/// A charge that outlives the request.
 #[derive(Debug)]
 struct ShardCharge {
     identity: Identity,
@@ -55,14 +55,14 @@ impl ShardCharge {
     }
 }
 
-/// The charges of one call, with their places among all.
+/// The charges of one call, each with its index in the request.
 type ShardCall = Vec<(usize, ShardCharge)>;
 
-/// A group and what became of it.
+/// A group and its result.
 type ShardResult<'a> = (&'a [(usize, ShardCharge)], Result<Verdict, StoreError>);
 
 impl ClusterStore {
-    /// Decides with a call for each group of charges of which each is the `same` as the first.
+    /// Decide with one call for each group of charges.
     pub(super) async fn scatter(
         &self,
         deadline: Instant,
@@ -78,19 +78,19 @@ impl ClusterStore {
                 None => groups.push(vec![indexed_charge]),
             }
         }
-        // A task of its own: a client that leaves now must not keep what is to be given back.
+        // A separate task: a client that disconnects must not cancel refunds.
         let (cluster, charge_count) = (self.clone(), charges.len());
         let (result_sender, verdict) = oneshot::channel();
         tokio::spawn(async move {
             let (result, to_refund) = cluster.scatter_gather(deadline, operation, &groups, charge_count).await;
             let _ = result_sender.send(result);
-            // After the error: its time is over.
+            // Refund after the error was returned: the time of the request is over.
             join_all(to_refund.iter().map(|shard_result| cluster.refund_excess(operation, shard_result, 0))).await;
         });
         verdict.await.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Whether all groups can be asked: without one of them the others would be asked in vain.
+    /// Check that the owners of all groups can be called. Without one of them, calls to the others would be in vain.
     async fn check_available(&self, groups: &[ShardCall]) -> Result<(), StoreError> {
         for group in groups {
             if self.guarded_node(&self.owner(identity_slot(group[0].1.identity)).await?)?.is_open() {
@@ -101,7 +101,7 @@ impl ClusterStore {
         Ok(())
     }
 
-    /// The verdict, and what is to be given back because another group failed.
+    /// Return the verdict, and the results to refund because another group failed.
     async fn scatter_gather<'a>(
         &self,
         deadline: Instant,
@@ -121,7 +121,7 @@ impl ClusterStore {
             let mut peeked = self.call_all(deadline, Operation::Peek, groups).await;
             if min_granted(&peeked) == 0 {
                 if peeked.iter().any(is_denial) {
-                    // Denied, whatever those would have said that could not answer.
+                    // The request is denied, whatever the failed groups would have replied.
                     peeked.retain(|(_, answer)| answer.is_ok());
                 }
                 return (merge(peeked, 0, charge_count), Vec::new());
@@ -136,14 +136,14 @@ impl ClusterStore {
                 return (merge(charged, granted, charge_count), Vec::new());
             }
         }
-        // Others were quicker each time. What is left changes from one round trip to the next.
+        // Other requests won each race. The remaining tokens change with each round trip.
         let mut asked = self.call_all(deadline, Operation::Peek, groups).await;
         asked.retain(|(_, answer)| answer.is_ok());
         let saturated = |verdict| self.saturated(verdict);
         (merge(asked, 0, charge_count).map(saturated), Vec::new())
     }
 
-    /// The denial of a request that lost every race.
+    /// Return the denial of a request that lost all races.
     fn saturated(&self, mut verdict: Verdict) -> Verdict {
         if verdict.outcomes.iter().all(|outcome| outcome.status == Status::Ok)
             && let Some(outcome) = verdict.outcomes.first_mut()
@@ -153,7 +153,7 @@ impl ClusterStore {
         verdict
     }
 
-    /// Asks each group, and where its keys are on two nodes each of its charges.
+    /// Call each group. Call each charge of a group separately if its keys are on two nodes.
     async fn call_all<'a>(
         &self,
         deadline: Instant,
@@ -174,7 +174,7 @@ impl ClusterStore {
         groups: impl Iterator<Item = &'a [(usize, ShardCharge)]>,
     ) -> Vec<ShardResult<'a>> {
         let cost = |owned: &ShardCharge| match operation {
-            // What is charged after the response needs one unit now; of many units any number is taken.
+            // A deferred cost needs one token now. `TakeUpTo` takes any number.
             Operation::Peek if owned.mode.is_deferred() => 1,
             _ => owned.cost,
         };
@@ -185,12 +185,12 @@ impl ClusterStore {
         .await
     }
 
-    /// Gives back what a group was granted beyond what all were.
+    /// Refund what a group granted beyond what all groups granted.
     async fn refund_excess(&self, operation: Operation, (group, result): &ShardResult<'_>, granted: u64) {
         let Some(verdict) = result.as_ref().ok().filter(|verdict| verdict.granted > granted) else { return };
         let refund = Operation::Refund { charged_at: verdict.now_us };
         let charged = group.iter().zip(&verdict.outcomes).filter(|((_, owned), outcome)| {
-            // A shadow limit may have had no room; what is paid after the response is not charged yet.
+            // A shadow limit may have denied, and a deferred cost is not charged yet.
             outcome.status == Status::Ok && !owned.mode.is_deferred()
         });
         join_all(charged.map(async |((_, owned), outcome)| {
@@ -210,7 +210,7 @@ impl ClusterStore {
     }
 }
 
-/// What all groups grant.
+/// Return what all groups granted.
 fn min_granted(results: &[ShardResult<'_>]) -> u64 {
     let granted = results.iter().map(|(_, answer)| answer.as_ref().map_or(0, |verdict| verdict.granted));
     granted.min().unwrap_or(0)
@@ -220,20 +220,20 @@ fn is_denial((_, result): &ShardResult<'_>) -> bool {
     result.as_ref().is_ok_and(|verdict| verdict.granted == 0)
 }
 
-/// One verdict of several.
+/// Merge the verdicts of all groups.
 fn merge(results: Vec<ShardResult<'_>>, granted: u64, charge_count: usize) -> Result<Verdict, StoreError> {
     let untouched = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
     let verdict = Verdict::new(granted, 0, vec![untouched; charge_count]);
     let mut merged = Verdict { decided_at_us: vec![0; charge_count], ..verdict };
     for (group, answer) in results {
         let verdict = answer.map_err(|error| match error {
-            // Here it did not run, but the others were asked.
+            // This group did not run, but others may have.
             error if error.is_overload() => StoreError::LateReply,
             error if error.is_not_executed() => StoreError::Unreachable(error.to_string()),
             error => error,
         })?;
         merged.now_us = merged.now_us.max(verdict.now_us);
-        // The outcomes include what was given back.
+        // The outcomes include the tokens that are refunded.
         merged.charged_later = merged.charged_later.max(verdict.granted.saturating_sub(granted));
         for ((charge_index, _), outcome) in group.iter().zip(verdict.outcomes) {
             merged.outcomes[*charge_index] = outcome;
@@ -251,7 +251,7 @@ mod tests {
     #[test]
     fn merged_error_never_reports_not_executed() {
         let refused = ErrorReply::new("OOM", "");
-        // Whether it is overload, and whether it is an outage.
+        // Expected `is_overload` and `is_outage`.
         let cases = [
             (StoreError::Overloaded, true, false),
             (StoreError::LateReply, true, false),

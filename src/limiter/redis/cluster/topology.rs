@@ -1,4 +1,4 @@
-//! What is known of a cluster, shared by all workers of a process.
+//! The topology of a Redis Cluster, shared by all workers of a process.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -14,40 +14,40 @@ use crate::limiter::redis::circuit_breaker::{CircuitBreaker, RecoverySignal};
 use crate::limiter::redis::server::Address;
 use crate::limiter::verdict::StoreError;
 
-/// The slots are asked for no more often than this.
+/// Minimum interval between refreshes of the slots.
 const MIN_REFRESH_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Who keeps what, and who fails.
+/// The slots of the masters and the circuit breakers of the nodes.
 #[derive(Debug, Default)]
 pub struct ClusterMap {
     slots: ArcSwapOption<SlotMap>,
-    /// Held by the one who finds out the slots for the first time.
+    /// Held during the first discovery of the slots.
     discovery_lock: tokio::sync::Mutex<()>,
-    /// Whether somebody is asking for them again, or did so just now.
+    /// Whether a task refreshes the slots, or did within [`MIN_REFRESH_INTERVAL`].
     is_refreshing: AtomicBool,
-    /// How often the slots were asked for.
+    /// Number of refreshes.
     refreshes: AtomicUsize,
     breakers: Mutex<HashMap<Address, Arc<CircuitBreaker>>>,
-    /// How often those of nodes that have left have opened.
+    /// How often the breakers of nodes that left the cluster have opened.
     departed_open_count: AtomicU64,
-    /// Told each time that a node answers again.
+    /// Fires each time a node answers again after an outage.
     recovery: Arc<RecoverySignal>,
 }
 
-/// The right to ask for the slots.
+/// Permit to refresh the slots.
 #[derive(Debug)]
 pub struct RefreshPermit(Arc<ClusterMap>);
 
 impl ClusterMap {
-    /// Who keeps what, if that is known yet.
+    /// Return the slots, if they are known.
     pub fn slots(&self) -> Option<Arc<SlotMap>> {
         self.slots.load_full()
     }
 
-    /// The same, found out first if it must be; whoever comes meanwhile waits.
+    /// Return the slots. The first caller discovers them; concurrent callers wait.
     ///
     /// # Errors
-    /// Those of `discover`.
+    /// The error of `discover`.
     pub async fn slots_or_discover<F: Future<Output = Result<SlotMap, StoreError>>>(
         &self,
         discover: impl FnOnce() -> F,
@@ -61,20 +61,20 @@ impl ClusterMap {
         Ok(slots)
     }
 
-    /// The nodes that are given up.
+    /// Return the nodes whose circuit breaker is open.
     pub fn open_nodes(&self) -> Vec<String> {
         let open =
             |(address, breaker): (&Address, &Arc<CircuitBreaker>)| breaker.is_open().then(|| address.to_string());
         self.breakers().iter().filter_map(open).collect()
     }
 
-    /// How often a node was given up.
+    /// Return how often the breakers of all nodes have opened.
     pub fn open_count(&self) -> u64 {
         self.departed_open_count.load(Ordering::Relaxed)
             + self.breakers().values().map(|breaker| breaker.open_count()).sum::<u64>()
     }
 
-    /// Takes over newer knowledge. Nodes that left the cluster are forgotten.
+    /// Replace the slots. Remove the breakers of nodes that left the cluster.
     pub fn replace(&self, slots: SlotMap) {
         self.breakers().retain(|address, breaker| {
             let stays = slots.nodes().contains(address);
@@ -86,23 +86,23 @@ impl ClusterMap {
         self.slots.store(Some(Arc::new(slots)));
     }
 
-    /// The breaker of a node.
+    /// Return the breaker of a node.
     pub fn breaker(&self, address: &Address) -> Arc<CircuitBreaker> {
         let new = || Arc::new(CircuitBreaker::new(self.recovery.clone()));
         self.breakers().entry(address.clone()).or_insert_with(new).clone()
     }
 
-    /// Told each time that a node answers again after an outage.
+    /// Return the signal that fires each time a node answers again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         &self.recovery
     }
 
-    /// A number that each search for the slots has to itself: it begins at another master than the last one.
+    /// Return the number of this refresh. It selects the master that is queried first.
     pub fn next_refresh_number(&self) -> usize {
         self.refreshes.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The right to ask for the slots again, unless somebody has it.
+    /// Return the permit to refresh the slots, unless a task has it.
     pub fn try_refresh(self: &Arc<Self>) -> Option<RefreshPermit> {
         (!self.is_refreshing.swap(true, Ordering::AcqRel)).then(|| RefreshPermit(self.clone()))
     }
@@ -113,7 +113,7 @@ impl ClusterMap {
 }
 
 impl RefreshPermit {
-    /// Gives the right away, after a pause.
+    /// Release the permit after [`MIN_REFRESH_INTERVAL`].
     pub async fn release(self) {
         sleep(MIN_REFRESH_INTERVAL).await;
     }
@@ -125,17 +125,17 @@ impl Drop for RefreshPermit {
     }
 }
 
-// Which node of a cluster keeps which hash slot.
+// The owners of the hash slots.
 
-/// Hash slots of a cluster.
+/// Number of hash slots.
 const SLOT_COUNT: usize = 16_384;
 
-/// The slot of all keys of an identity: its hash is what their braces hold (Redis Cluster specification, "Hash tags").
+/// Return the slot of all keys of an identity: its hash is their hash tag (Redis Cluster specification, "Hash tags").
 pub fn identity_slot(identity: Identity) -> u16 {
     key_slot(&identity.to_hex())
 }
 
-/// The slot of a key without braces.
+/// Return the slot of a key without a hash tag.
 pub fn key_slot(key: &[u8]) -> u16 {
     crc16::State::<crc16::XMODEM>::calculate(key) % SLOT_COUNT as u16
 }
@@ -144,15 +144,15 @@ pub fn key_slot(key: &[u8]) -> u16 {
 #[derive(Debug)]
 pub struct SlotMap {
     masters: Vec<Address>,
-    /// All nodes, replicas as well: any of them can tell the slots.
+    /// All masters and replicas. Each of them knows the slots.
     nodes: Vec<Address>,
-    /// For each slot the number of its master.
+    /// For each slot, the index of its master.
     master_by_slot: Vec<Option<u16>>,
 }
 
 impl SlotMap {
-    /// Reads the reply to `CLUSTER SLOTS` of the node at `asked`:
-    /// `[[first, last, [host, port, id, …], [replica's host, …]…]…]`.
+    /// Parse the reply to `CLUSTER SLOTS` of the node at `asked_node`: `[[first, last, [host, port, id, …], [replica's
+    /// host, …]…]…]`.
     pub fn from_reply(reply: &Value, asked_node: &Address) -> Option<Self> {
         let mut slots = SlotMap { masters: Vec::new(), nodes: Vec::new(), master_by_slot: vec![None; SLOT_COUNT] };
         for range in as_array(reply)? {
@@ -168,24 +168,24 @@ impl SlotMap {
         (!slots.masters.is_empty()).then_some(slots)
     }
 
-    /// The node that keeps a slot, if one does.
+    /// Return the master of a slot, if it has one.
     pub fn owner(&self, slot: u16) -> Option<&Address> {
         let master = self.master_by_slot.get(usize::from(slot)).copied().flatten()?;
         self.masters.get(usize::from(master))
     }
 
-    /// All that keep slots.
+    /// Return all masters with slots.
     pub fn masters(&self) -> &[Address] {
         &self.masters
     }
 
-    /// All masters and replicas.
+    /// Return all masters and replicas.
     pub fn nodes(&self) -> &[Address] {
         &self.nodes
     }
 }
 
-/// Where an address stands in a list that it is added to when it is new.
+/// Return the index of an address in a list. Append the address if it is new.
 fn index_or_push(list: &mut Vec<Address>, address: &Address) -> usize {
     list.iter().position(|existing| existing == address).unwrap_or_else(|| {
         list.push(address.clone());
@@ -200,7 +200,7 @@ fn as_array(value: &Value) -> Option<&Vec<Value>> {
     }
 }
 
-/// `[host, port, …]`; a node that does not know its own host is where it was asked.
+/// Parse `[host, port, …]`. A node that does not know its own host has the host that was queried.
 fn parse_address(node: &Value, asked_node: &Address) -> Option<Address> {
     let [host, Value::Int(port), ..] = &as_array(node)?[..] else { return None };
     let host = match host {
@@ -246,7 +246,7 @@ mod slots_tests {
 
     #[test]
     fn node_without_host_has_the_host_that_was_asked() {
-        // Redis says an empty host, `?` or null, as cluster-preferred-endpoint-type has it.
+        // Redis replies with an empty host, `?` or null, depending on `cluster-preferred-endpoint-type`.
         for host in ["$0\r\n\r\n", "$1\r\n?\r\n", "$-1\r\n"] {
             let reply = format!("*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n{host}:7000\r\n$2\r\nid\r\n");
             assert_eq!(parse_slots(reply.as_bytes()).unwrap().masters(), [parse("seed:7000")], "{host:?}");
