@@ -127,14 +127,13 @@ impl<'a> LimitCheck<'a, '_> {
 
     /// Return the part of the check that outlives the decision.
     pub fn owned_charge(&self, cost_or_permit_id: u64) -> OwnedCharge {
-        let (prefetch, debt_before_us) = (self.limit.prefetch, 0);
         OwnedCharge {
             limit_index: self.limit_index,
             variant: self.variant.clone(),
             identity: self.identity,
             cost_or_permit_id,
-            prefetch,
-            debt_before_us,
+            prefetch: self.limit.prefetch,
+            debt_before_us: 0,
         }
     }
 
@@ -182,7 +181,8 @@ impl<'a> Decision<'a> {
             debts_before_us = entries.collect();
         }
         let Verdict { granted, now_us, outcomes, .. } = verdict;
-        let (mut results, mut shadow_denied) = (Vec::with_capacity(outcomes.len()), Vec::new());
+        let mut results = Vec::with_capacity(outcomes.len());
+        let mut shadow_denied = Vec::new();
         for (check, outcome) in checks.zip(outcomes) {
             match (check.limit.shadow, outcome.status) {
                 (false, _) => results.push(check.to_result(outcome)),
@@ -191,17 +191,16 @@ impl<'a> Decision<'a> {
             }
         }
         let admitted = granted > 0;
-        let (is_from_cache, is_overloaded, permits, deferred_charges) = Default::default();
         Decision {
             admitted,
             decided_by,
-            is_from_cache,
-            is_overloaded,
+            is_from_cache: false,
+            is_overloaded: false,
             now_us,
             results,
             shadow_denied,
-            permits,
-            deferred_charges,
+            permits: None,
+            deferred_charges: None,
             debts_before_us,
         }
     }

@@ -141,8 +141,13 @@ impl Overrides {
         find_limit: impl Fn(&str) -> Option<Arc<LimitSpec>> + Send + Sync + 'static,
         denials: Option<Arc<DenialCache>>,
     ) -> Self {
-        let (table, known_entries) = Default::default();
-        Overrides { table, hasher, find_limit: Box::new(find_limit), denials, known_entries }
+        Overrides {
+            table: ArcSwap::default(),
+            hasher,
+            find_limit: Box::new(find_limit),
+            denials,
+            known_entries: Mutex::default(),
+        }
     }
 
     /// Return the overrides in force. `None` if there are none, which is the usual case.
@@ -169,7 +174,9 @@ impl Overrides {
 
     /// Put an override in force in this process. Return `None` if there are [`MAX_OVERRIDES`] others.
     pub fn put(&self, new: Override) -> Option<Arc<Override>> {
-        let (key, new, mut has_room) = (table_key(&new.limit, new.identity), Arc::new(new), true);
+        let key = table_key(&new.limit, new.identity);
+        let new = Arc::new(new);
+        let mut has_room = true;
         self.table.rcu(|table| {
             let now = monotonic();
             let entries = table.0.iter().filter(|(of, entry)| **of != key && now < entry.expires_at);
@@ -187,7 +194,8 @@ impl Overrides {
 
     /// Remove an override in this process. Return whether it existed.
     pub fn remove(&self, limit: &LimitSpec, identity: Identity) -> bool {
-        let (key, mut removed) = (table_key(limit, identity), false);
+        let key = table_key(limit, identity);
+        let mut removed = false;
         self.table.rcu(|table| {
             let kept = table.0.iter().filter(|(of, _)| **of != key);
             let kept: HashMap<_, _, RandomState> = kept.map(|(place, entry)| (*place, entry.clone())).collect();
@@ -239,7 +247,8 @@ impl Overrides {
 
     /// Write records back that Redis lost.
     async fn write_back(&self, store: &RedisStore, key: &str, lost: &[OverrideEntry]) -> Result<(), StoreError> {
-        let (mut written_count, mut dropped) = (0, 0);
+        let mut written_count = 0;
+        let mut dropped = 0;
         for lost in lost.chunks(MAX_RESTORE_BATCH) {
             let reply = store
                 .admin_command(key_slot(key.as_bytes()), &overrides::restore_command(key, lost, MAX_OVERRIDES))
@@ -326,7 +335,8 @@ impl Overrides {
             }
             if known.get(&record.key).is_none_or(|known| known.entry.revision <= record.revision) {
                 let at = |us: u64| asked_at + Duration::from_micros(us.saturating_sub(snapshot.now_us));
-                let (expires_at, forget_at) = (at(record.expires_at_us), at(record.keep_until_us));
+                let expires_at = at(record.expires_at_us);
+                let forget_at = at(record.keep_until_us);
                 known.insert(record.key.clone(), KnownEntry { entry: record.clone(), expires_at, forget_at });
             }
         }
@@ -337,7 +347,8 @@ impl Overrides {
     /// Build the table from the known records. `has_reset`: an identity was reset, so cached denials may no longer
     /// hold.
     fn rebuild_table(&self, entries: &HashMap<String, KnownEntry>, now: Instant, has_reset: bool) {
-        let (old, mut new) = (self.table.load_full(), HashMap::default());
+        let old = self.table.load_full();
+        let mut new = HashMap::default();
         for (field, KnownEntry { entry: record, expires_at, .. }) in
             entries.iter().filter(|(_, known)| now < known.expires_at)
         {
@@ -348,7 +359,8 @@ impl Overrides {
             else {
                 continue;
             };
-            let (key, until) = (table_key(&limit, identity), *expires_at);
+            let key = table_key(&limit, identity);
+            let until = *expires_at;
             // An unchanged override keeps its variant, whose id cached denials and calls in flight refer to.
             let same = old.0.get(&key).filter(|old| old.quota == quota && Arc::ptr_eq(&old.limit, &limit));
             let compiled = match same {

@@ -275,7 +275,8 @@ mod tests {
 
     #[test]
     fn prefetched_tokens_are_taken_once_and_counted_as_remaining() {
-        let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
+        let advances = Arc::<PrefetchPool>::default();
+        let start = monotonic();
         assert!(fill(&advances, &log_rule(), 3, 40 * SECOND, start), "somebody has to see to its end");
         assert_eq!(advances.take(8, start), None, "of another set");
         let drawn = |after_ms: u64| advances.take(GROUP, start + Duration::from_millis(after_ms));
@@ -292,7 +293,8 @@ mod tests {
 
     #[test]
     fn expired_tokens_are_returned_once() {
-        let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
+        let advances = Arc::<PrefetchPool>::default();
+        let start = monotonic();
         fill(&advances, &log_rule(), 3, 40 * SECOND, start);
         advances.take(GROUP, start).unwrap();
         let outcomes = verdict(20, 40 * SECOND).outcomes;
@@ -333,7 +335,8 @@ mod tests {
 
     #[test]
     fn group_has_at_most_one_prefetch() {
-        let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
+        let advances = Arc::<PrefetchPool>::default();
+        let start = monotonic();
         let reserve = |set| advances.reserve(set, std::iter::once((set, 100)));
         let first = reserve(GROUP).unwrap();
         assert!(reserve(GROUP).is_none(), "one is asked for");
@@ -358,7 +361,8 @@ mod tests {
     /// A global limit that allows 50 outstanding tokens, and one limit per client.
     #[test]
     fn groups_sharing_a_state_share_its_prefetch() {
-        let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
+        let advances = Arc::<PrefetchPool>::default();
+        let start = monotonic();
         let reserve = |client: u128| advances.reserve(client, [(0, 50), (client, 30)].into_iter());
         let keep = |reservation: PrefetchReservation, units| {
             reservation.fill(units, verdict(20, SECOND), [log_rule(), log_rule()].iter(), start, start)
@@ -388,8 +392,10 @@ mod tests {
             // Groups of one to three of four states, each state with a different prefetch.
             let prefetch = [10, 25, 40, 7];
             let states = |set: u128| (0..4).filter(move |state| (set + 2) >> state & 1 == 1).map(|state| state as usize);
-            let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
-            let (mut asked, mut kept) = (HashMap::<u128, PrefetchReservation>::new(), HashMap::<u128, u64>::new());
+            let advances = Arc::<PrefetchPool>::default();
+            let start = monotonic();
+            let mut asked = HashMap::<u128, PrefetchReservation>::new();
+            let mut kept = HashMap::<u128, u64>::new();
             for (set, units, action) in steps {
                 match action {
                     0 | 1 => {
@@ -430,7 +436,8 @@ mod tests {
 
     #[test]
     fn number_of_groups_is_bounded() {
-        let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
+        let advances = Arc::<PrefetchPool>::default();
+        let start = monotonic();
         for set in 0..2 * MAX_GROUPS as u128 {
             if let Some(reservation) = advances.reserve(set, std::iter::once((set, 1))) {
                 reservation.fill(1, verdict(1, SECOND), std::iter::once(&log_rule()), start, start);

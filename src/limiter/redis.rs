@@ -71,7 +71,7 @@ impl RedisDeployment {
             }
             RedisDeployment::Cluster { seeds, login } => (seeds, login),
         };
-        let mut failure = ConnectError::new("a cluster needs a node to begin with");
+        let mut failure = ConnectError::new("the cluster has no seed node");
         for seed in seeds {
             let slots = match fetch_slots(seed, login, connect_timeout).await {
                 Ok(slots) => slots,

@@ -162,7 +162,7 @@ impl QueuedSettlement {
             }
             Settlement::Deliver { decided_by, operation, charges } => {
                 if let Err(error) = store_handle.deliver(decided_by, operation, charges).await {
-                    debug!(%error, ?operation, "what a response made of a cost was not counted");
+                    debug!(%error, ?operation, "a deferred charge or refund was not made");
                 }
             }
         }
@@ -259,7 +259,8 @@ impl OwnedCharge {
     }
 
     fn charge(&self, decided_by: DecidedBy) -> Charge<'_> {
-        let (key, rule) = (self.key(), self.rule(decided_by));
+        let key = self.key();
+        let rule = self.rule(decided_by);
         let (cost, permit_id) =
             if let Rule::Concurrency(_) = rule { (1, self.cost_or_permit_id) } else { (self.cost_or_permit_id, 0) };
         Charge { key, rule, cost, mode: ChargeMode::Enforced, permit_id, debt_before_us: self.debt_before_us }

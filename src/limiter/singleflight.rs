@@ -253,7 +253,7 @@ impl FlightTask {
             // A separate task: the checks without an answer do not wait for the reply.
             self.store_handle.spawn(async move {
                 if let Err(error) = ledger.call(DecidedBy::Store, monotonic(), refund, &refunds).await {
-                    debug!(%error, "units of requests that were abandoned may not have been given back");
+                    debug!(%error, "a refund for cancelled requests failed, and their tokens may remain charged");
                 }
             });
         }
@@ -396,7 +396,7 @@ impl Singleflight {
                 pending.debt_before_us = pending.variant.rule.debt_before_us(outcome, 0, unused.tokens);
             }
             if let Err(error) = store.deliver(DecidedBy::Store, refund, refunded).await {
-                debug!(%error, "units that were taken ahead may not have been given back");
+                debug!(%error, "a refund of prefetched tokens failed, and they may remain charged");
             }
         });
     }

@@ -217,7 +217,7 @@ fn log_says_why_redis_is_unusable() {
     redis::cmd("CONFIG").arg("SET").arg("requirepass").arg("sesame").exec(&mut redis.connection()).unwrap();
     for (url, reason) in [
         (format!("redis://127.0.0.1:{}", free_port()), "nothing listens at"),
-        (format!("redis://:wrong@127.0.0.1:{}", redis.port), "Redis refuses this user or password"),
+        (format!("redis://:wrong@127.0.0.1:{}", redis.port), "Redis rejects this user or password"),
     ] {
         let gateway = Gateway::start(&config(&url, "by = \"ip\"\nquota = \"1/min\"").replace("\"5s\"", "\"2s\""));
         eventually("the breaker opens", || gateway.log().contains("the store fails"));

@@ -450,7 +450,7 @@ fn unreachable_server_and_wrong_password_are_one_failed_check() {
     let port = free_port();
     for (url, expected) in [
         (format!("redis://127.0.0.1:{port}/0"), format!("nothing listens at 127.0.0.1:{port}; start Redis there")),
-        (format!("redis://:wrong@127.0.0.1:{}/0", redis.port), "Redis refuses this user or password".to_owned()),
+        (format!("redis://:wrong@127.0.0.1:{}/0", redis.port), "Redis rejects this user or password".to_owned()),
     ] {
         let (code, checks) = checks(&url);
         assert_eq!((code, checks.len()), (Some(1), 1), "{checks:?}");

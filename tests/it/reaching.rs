@@ -204,9 +204,9 @@ fn store_errors_say_what_to_do() {
         ),
         (
             format!("redis://gateway:wrong@{}", at(&redis)),
-            "Redis refuses this user or password; correct them".to_owned(),
+            "Redis rejects this user or password; correct them".to_owned(),
         ),
-        (format!("redis://{}", at(&locked)), "Redis wants a password; write it into store.url".to_owned()),
+        (format!("redis://{}", at(&locked)), "Redis requires a password; set it in store.url".to_owned()),
         (format!("redis://{}/99", at(&redis)), "this Redis does not have so many databases; correct".to_owned()),
         (format!("redis://{}", at(&replica)), format!("{} is a replica; give the address of its master", at(&replica))),
         (format!("redis://{}", at(&node)), format!("{0} is a node of a cluster; use redis+cluster://{0}", at(&node))),
@@ -225,11 +225,11 @@ fn store_errors_say_what_to_do() {
             format!("rediss://{}", at(&redis)),
             format!("{} does not answer the TLS handshake in time; a Redis without TLS", at(&redis)),
         ),
-        (format!("redis://{web}"), format!("what answers at {web} is a web server; correct the address")),
-        (format!("redis://:secret@{web}"), format!("what answers at {web} is a web server; correct the address")),
+        (format!("redis://{web}"), format!("the server at {web} is a web server; correct the address")),
+        (format!("redis://:secret@{web}"), format!("the server at {web} is a web server; correct the address")),
         (format!("rediss://{web}"), format!("{web} speaks no TLS; use redis://, or correct the port")),
-        (format!("redis://{page}"), format!("what answers at {page} is a web server; correct the address")),
-        (format!("redis://{mail}"), format!("what answers at {mail} is not Redis; correct the address")),
+        (format!("redis://{page}"), format!("the server at {page} is a web server; correct the address")),
+        (format!("redis://{mail}"), format!("the server at {mail} is not Redis; correct the address")),
     ] {
         // A silent server takes the whole timeout.
         let timeout = if expected.contains("in time") { "300ms" } else { "5s" };
@@ -268,7 +268,7 @@ fn missing_redis_permission_is_named() {
     let store = format!("url = \"redis://gateway:secret@127.0.0.1:{}\"\ntimeout = \"5s\"", redis.port);
     // Permissions needed to connect: `check` reports them as well.
     set_user(&["gateway", "-script"]);
-    let expected = "Redis does not allow this user what the gateway needs, +script|load; give it the rights that docs/redis.md lists";
+    let expected = "the Redis user lacks a permission that the gateway needs, +script|load; grant the permissions that docs/redis.md lists";
     let without = gateway(&store);
     eventually("the store fails", || without.log().contains("the store fails"));
     assert!(without.log().contains(expected), "{}", without.log());
@@ -279,7 +279,7 @@ fn missing_redis_permission_is_named() {
     set_user(&["gateway", "+script", "-set"]);
     let without = gateway(&store);
     let expected =
-        "Redis does not allow this user what the gateway needs, a command of the scripts; give it the rights";
+        "the Redis user lacks a permission that the gateway needs, a command of the scripts; grant the permissions";
     eventually("it is logged", || {
         without.get("/r").assert_problem(503, "a decision that may not write");
         without.log().contains(expected)

@@ -173,14 +173,19 @@ impl Batch {
         let is_same_group =
             |group: &BatchGroup| group.operation == operation && limits().eq(group.limits.iter().copied());
         let group_index = self.groups.iter().position(is_same_group).unwrap_or_else(|| {
-            let (terms, keys, ends, waiting) = (limits().collect(), Vec::new(), Vec::new(), Vec::new());
-            let group = BatchGroup { operation, limits: terms, keys, key_ends: ends, waiters: waiting };
-            let place = match group.may_delete() {
+            let group = BatchGroup {
+                operation,
+                limits: limits().collect(),
+                keys: Vec::new(),
+                key_ends: Vec::new(),
+                waiters: Vec::new(),
+            };
+            let index = match group.may_delete() {
                 true => self.groups.len(),
                 false => self.groups.partition_point(|group| !group.may_delete()),
             };
-            self.groups.insert(place, group);
-            place
+            self.groups.insert(index, group);
+            index
         });
         let group = &mut self.groups[group_index];
         self.key_count += group.limits.len();
@@ -255,7 +260,8 @@ impl Batch {
             self.fail(&BatchError::Store(StoreError::MalformedReply));
             return BatchOutcome { is_valid: false, has_verdict: false, refunds: None };
         };
-        let (mut is_valid, mut has_verdict) = (true, false);
+        let mut is_valid = true;
+        let mut has_verdict = false;
         let mut refunds = Batch { algorithms: self.algorithms, ..Batch::default() };
         let mut receivers = Vec::new();
         for mut group in self.groups {
@@ -323,7 +329,8 @@ impl BatchGroup {
 
     fn drop_cancelled(&mut self) {
         let limits = self.limits.len();
-        let (keys, ends) = (std::mem::take(&mut self.keys), std::mem::take(&mut self.key_ends));
+        let keys = std::mem::take(&mut self.keys);
+        let ends = std::mem::take(&mut self.key_ends);
         let waiting = std::mem::take(&mut self.waiters);
         for (request, answer) in waiting.into_iter().enumerate().filter(|(_, answer)| !answer.is_closed()) {
             let first = request * limits;

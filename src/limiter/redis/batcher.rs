@@ -310,7 +310,8 @@ impl Batcher {
         if reply.is_some() {
             self.reply_count.fetch_add(1, Ordering::Relaxed);
         }
-        let (answered, weight) = (elapsed_since(in_flight.sent_at), in_flight.weight);
+        let answered = elapsed_since(in_flight.sent_at);
+        let weight = in_flight.weight;
         let limited = self.lock_queue().is_limited();
         drop(in_flight);
         match reply {

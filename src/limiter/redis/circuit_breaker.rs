@@ -235,7 +235,8 @@ impl FailureWindow {
     /// Record a failed call. Return whether the breaker must open.
     pub(crate) fn record_failure(&self, now: Duration) -> bool {
         let consecutive = self.consecutive.fetch_add(1, Ordering::Relaxed) + 1;
-        let (is_failed_exceeded, late) = (self.failed_ratio.record_matching(now), self.late_ratio.record_matching(now));
+        let is_failed_exceeded = self.failed_ratio.record_matching(now);
+        let late = self.late_ratio.record_matching(now);
         consecutive >= MAX_CONSECUTIVE_FAILURES || is_failed_exceeded || late
     }
 
@@ -271,7 +272,9 @@ impl FailureRatio {
         // 32 bits wrap after 49 days; only the difference counts.
         let now_ms = now.as_millis() as u32;
         let next_window = |window: u64| {
-            let (started_ms, calls, matching_before) = ((window >> 32) as u32, window >> 16 & 0xFFFF, window & 0xFFFF);
+            let started_ms = (window >> 32) as u32;
+            let calls = window >> 16 & 0xFFFF;
+            let matching_before = window & 0xFFFF;
             let is_over = u128::from(now_ms.wrapping_sub(started_ms)) >= WINDOW.as_millis() || calls == 0xFFFF;
             match (is_over || window == 0, matching) {
                 (true, 0) => 0,
@@ -311,7 +314,8 @@ impl OutageLog {
         if self.logged.len() == MAX_REASONS || self.logged.contains(&reason) {
             return;
         }
-        let (node, advice) = (self.node.as_ref().map(display), error.error_reply().map(diagnose_reply));
+        let node = self.node.as_ref().map(display);
+        let advice = error.error_reply().map(diagnose_reply);
         if self.logged.is_empty() {
             warn!(%error, advice, node, "the store fails: limits follow on_store_error until it answers again");
         } else {

@@ -159,15 +159,13 @@ impl ClusterStore {
             }
             self.refresh_topology();
         }
-        Err(StoreError::Unreachable(
-            "the nodes of the cluster did not agree in time which of them is to be asked".to_owned(),
-        ))
+        Err(StoreError::Unreachable("the cluster nodes did not agree on the owner of the slot in time".to_owned()))
     }
 
     async fn owner(&self, slot: u16) -> Result<Address, StoreError> {
         self.slots().await?.owner(slot).cloned().ok_or_else(|| {
             self.refresh_topology();
-            StoreError::Unreachable(format!("no node of the cluster keeps slot {slot}"))
+            StoreError::Unreachable(format!("no cluster node owns slot {slot}"))
         })
     }
 

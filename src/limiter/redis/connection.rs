@@ -231,7 +231,8 @@ impl Manager {
         let variants = ScriptVariant::ALL.iter().filter(|_| !self.algorithms.is_empty());
         // Pipelined: one round trip for all scripts.
         try_join_all(variants.map(|frame| {
-            let (mut pipe, mut load) = (multiplexed.clone(), redis::cmd("SCRIPT"));
+            let mut pipe = multiplexed.clone();
+            let mut load = redis::cmd("SCRIPT");
             load.arg("LOAD").arg(&script(*frame, self.algorithms).source);
             async move { pipe.send_packed_command(&load).await?.extract_error() }
         }))
@@ -538,7 +539,7 @@ fn text(value: &Value) -> Option<&str> {
 }
 
 #[cfg(test)]
-mod pace_tests {
+mod throttle_tests {
     use super::*;
 
     fn connect_error() -> ConnectError {
@@ -547,34 +548,35 @@ mod pace_tests {
 
     #[tokio::test]
     async fn two_reconnects_per_second_after_a_failure() {
-        let pace = ReconnectThrottle::default();
+        let throttle = ReconnectThrottle::default();
         let now = monotonic();
-        assert!(pace.try_begin(now).is_ok() && pace.try_begin(now).is_ok(), "none has failed yet");
-        assert!(pace.throttle(async { Err::<(), _>(connect_error()) }).await.is_err());
+        assert!(throttle.try_begin(now).is_ok() && throttle.try_begin(now).is_ok(), "none has failed yet");
+        assert!(throttle.throttle(async { Err::<(), _>(connect_error()) }).await.is_err());
         let failed = monotonic();
-        let mut made = Vec::new();
+        let mut attempts = Vec::new();
         for ms in 0..5000 {
-            match pace.try_begin(failed + Duration::from_millis(ms)) {
-                Ok(()) => made.push(ms),
+            match throttle.try_begin(failed + Duration::from_millis(ms)) {
+                Ok(()) => attempts.push(ms),
                 Err(error) => assert_eq!(error.to_string(), "nothing listens there", "the reason is told"),
             }
         }
-        assert!((9..=10).contains(&made.len()), "{made:?}");
-        assert!(made.windows(2).all(|pair| pair[1] - pair[0] >= 500), "{made:?}");
+        assert!((9..=10).contains(&attempts.len()), "{attempts:?}");
+        assert!(attempts.windows(2).all(|pair| pair[1] - pair[0] >= 500), "{attempts:?}");
     }
 
     #[tokio::test]
     async fn success_ends_the_throttling() {
-        let pace = ReconnectThrottle::default();
-        *lock(&pace.last_failure) = Some((connect_error(), monotonic().checked_sub(RECONNECT_INTERVAL).unwrap()));
-        assert!(pace.throttle(async { Ok(()) }).await.is_ok());
-        assert!(pace.try_begin(monotonic()).is_ok() && pace.try_begin(monotonic()).is_ok());
+        let throttle = ReconnectThrottle::default();
+        *lock(&throttle.last_failure) = Some((connect_error(), monotonic().checked_sub(RECONNECT_INTERVAL).unwrap()));
+        assert!(throttle.throttle(async { Ok(()) }).await.is_ok());
+        assert!(throttle.try_begin(monotonic()).is_ok() && throttle.try_begin(monotonic()).is_ok());
     }
 
     #[test]
     fn two_retired_connections_per_second() {
-        let (pace, now) = (ReconnectThrottle::default(), monotonic());
-        let retired: Vec<_> = (0..1000).filter(|ms| pace.may_retire(now + Duration::from_millis(*ms))).collect();
+        let throttle = ReconnectThrottle::default();
+        let now = monotonic();
+        let retired: Vec<_> = (0..1000).filter(|ms| throttle.may_retire(now + Duration::from_millis(*ms))).collect();
         assert_eq!(retired, [0, 500]);
     }
 }
@@ -600,8 +602,10 @@ mod hello_tests {
     #[test]
     fn wrong_server_kind_names_the_right_url() {
         let address = ConnectionAddr::Tcp("h".to_owned(), 1);
-        let (single, replica) = (hello("standalone", Some("master")), hello("standalone", Some("replica")));
-        let (node, sentinel) = (hello("cluster", Some("replica")), hello("sentinel", None));
+        let single = hello("standalone", Some("master"));
+        let replica = hello("standalone", Some("replica"));
+        let node = hello("cluster", Some("replica"));
+        let sentinel = hello("sentinel", None);
         for (hello, wanted, expected) in [
             (&single, ServerMode::Standalone, None),
             (&single, ServerMode::Cluster, Some("h:1 is no node of a cluster; use redis://h:1")),

@@ -21,7 +21,7 @@ pub fn diagnose_url(error: &RedisError) -> String {
     } else if starts_with("Invalid database number") {
         "the database is not a number; write it as in redis://HOST:PORT/0 or redis+unix:///PATH?db=0".to_owned()
     } else if starts_with("Cannot connect to a wildcard") {
-        "that is an address to listen on; name the one that Redis is reached at".to_owned()
+        "this address is only for listening; write the address at which Redis can be reached".to_owned()
     } else {
         message
     }
@@ -46,7 +46,7 @@ pub fn diagnose_call(error: &RedisError) -> String {
     let detail = error.detail().unwrap_or_default();
     diagnose_code(code, detail).unwrap_or_else(|| match error.kind() {
         ErrorKind::AuthenticationFailed => WRONG_PASSWORD.to_owned(),
-        ErrorKind::Parse => "what answers is not Redis; correct the address in store.url".to_owned(),
+        ErrorKind::Parse => "the server is not Redis; correct the address in store.url".to_owned(),
         ErrorKind::Io => format!("the connection broke ({error}); is Redis being restarted?"),
         _ => error.to_string(),
     })
@@ -57,29 +57,29 @@ pub fn diagnose_reply(reply: &ErrorReply) -> String {
     diagnose_code(reply.code(), reply.detail()).unwrap_or_else(|| reply.to_string())
 }
 
-const WRONG_PASSWORD: &str = "Redis refuses this user or password; correct them in store.url";
+const WRONG_PASSWORD: &str = "Redis rejects this user or password; correct them in store.url";
 
 /// Diagnose an error reply. Return `None` if it is not a known one.
 fn diagnose_code(code: &str, detail: &str) -> Option<String> {
     if let Some(permission) = permission_in_reply(code, detail) {
         return Some(format!(
-            "Redis does not allow this user what the gateway needs, {permission}; give it the rights that docs/redis.md lists"
+            "the Redis user lacks a permission that the gateway needs, {permission}; grant the permissions that docs/redis.md lists"
         ));
     }
     let diagnosis = match code {
         "WRONGPASS" => WRONG_PASSWORD,
-        "NOAUTH" => "Redis wants a password; write it into store.url: redis://USER:PASSWORD@HOST:PORT/DB",
-        "DENIED" => "Redis is in protected mode and serves its own machine only; give it a password",
+        "NOAUTH" => "Redis requires a password; set it in store.url: redis://USER:PASSWORD@HOST:PORT/DB",
+        "DENIED" => "Redis is in protected mode and serves only its own machine; set a password in Redis",
         "READONLY" => "this Redis is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER",
         "MOVED" | "ASK" | "CROSSSLOT" => "this Redis is a node of a cluster; use redis+cluster://",
         "CLUSTERDOWN" => {
             return Some(format!("the cluster does not serve ({detail}); see what redis-cli --cluster check says"));
         }
         "MASTERDOWN" => "this Redis is a replica that has lost its master; give the address of a master",
-        "LOADING" => "Redis is still loading its data; it answers once that is done",
-        "BUSY" => "Redis is busy with somebody's script; it answers once that has ended, or after SCRIPT KILL",
-        "OOM" => "Redis is out of memory; raise its maxmemory, or give the limits an instance of their own",
-        "MISCONF" => "Redis takes no writes since it cannot save to its disk; see its log",
+        "LOADING" => "Redis is still loading its data; wait until it has loaded them",
+        "BUSY" => "Redis is busy running a script; wait until it ends, or send SCRIPT KILL",
+        "OOM" => "Redis is out of memory; raise its maxmemory, or use a separate Redis for the limits",
+        "MISCONF" => "Redis rejects writes because it cannot save to its disk; see its log",
         "ERR" if detail.contains("DB index is out of range") => {
             "this Redis does not have so many databases; correct the number at the end of store.url"
         }
@@ -97,9 +97,9 @@ fn diagnose_code(code: &str, detail: &str) -> Option<String> {
 /// Diagnose a server that accepts no connection or does not reply in time.
 pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
     match address {
-        ConnectionAddr::TcpTls { .. } => format!(
-            "{address} does not answer the TLS handshake in time; a Redis without TLS is silent like that: use redis:// then"
-        ),
+        ConnectionAddr::TcpTls { .. } => {
+            format!("{address} does not answer the TLS handshake in time; if Redis does not use TLS, write redis://")
+        }
         _ => format!(
             "{address} does not answer in time; it is stopped, overloaded, behind a firewall or too far away for the timeout: \
              `sluicegate doctor` measures the round trip"
@@ -178,7 +178,7 @@ fn diagnose_tls(error: &rustls::Error, address: &ConnectionAddr) -> String {
             )
         }
         rustls::Error::AlertReceived(why) => format!(
-            "{address} ends the TLS handshake ({why:?}); it may want a certificate of ours that its CA signed: store.tls.cert and store.tls.key"
+            "{address} ends the TLS handshake ({why:?}); if it requires a client certificate, set store.tls.cert and store.tls.key"
         ),
         _ => format!("TLS with {address} fails ({error}); see store.tls"),
     }
@@ -189,7 +189,7 @@ fn diagnose_protocol(error: &RedisError, address: &ConnectionAddr) -> String {
     let detail = error.detail().unwrap_or_default();
     let unexpected_byte = |byte: u8| detail.contains(&format!("Unexpected `{byte}`"));
     let protocol = if unexpected_byte(b'H') || unexpected_byte(b'<') { "a web server" } else { "not Redis" };
-    format!("what answers at {address} is {protocol}; correct the address in store.url")
+    format!("the server at {address} is {protocol}; correct the address in store.url")
 }
 
 fn io_error(error: &RedisError) -> Option<&io::Error> {

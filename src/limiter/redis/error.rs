@@ -73,7 +73,8 @@ const SCRIPT_PERMISSION_ERROR: &str = "The user executing the script can't";
 
 /// Return the code of an error reply or, for a script, of the error that stopped it.
 fn error_code(error: &RedisError) -> Option<&str> {
-    let (code, detail) = (error.code()?, error.detail().unwrap_or_default());
+    let code = error.code()?;
+    let detail = error.detail().unwrap_or_default();
     if code != "ERR" {
         return Some(code);
     }

@@ -81,7 +81,8 @@ impl Login {
     /// # Errors
     /// The certificates are invalid.
     pub fn client_for(&self, address: &Address) -> RedisResult<Client> {
-        let (host, port) = (address.host.to_string(), address.port);
+        let host = address.host.to_string();
+        let port = address.port;
         let address = match self.info.addr().clone() {
             ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
                 ConnectionAddr::TcpTls { host, port, insecure, tls_params }

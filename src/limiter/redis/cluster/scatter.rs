@@ -79,7 +79,8 @@ impl ClusterStore {
             }
         }
         // A separate task: a client that disconnects must not cancel refunds.
-        let (cluster, charge_count) = (self.clone(), charges.len());
+        let cluster = self.clone();
+        let charge_count = charges.len();
         let (result_sender, verdict) = oneshot::channel();
         tokio::spawn(async move {
             let (result, to_refund) = cluster.scatter_gather(deadline, operation, &groups, charge_count).await;
@@ -201,10 +202,12 @@ impl ClusterStore {
                 match self.call_owner(monotonic() + self.timeout(), refund, &[charge]).await {
                     Ok(_) => return,
                     Err(error) if error.is_not_executed() => sleep(REDIRECTION_DELAY).await,
-                    Err(error) => return debug!(%error, "a denied request may keep what it was granted elsewhere"),
+                    Err(error) => {
+                        return debug!(%error, "a refund of a denied request failed, and its tokens may remain charged");
+                    }
                 }
             }
-            debug!("a denied request keeps what it was granted elsewhere");
+            debug!("a refund of a denied request failed, and its tokens remain charged");
         }))
         .await;
     }
