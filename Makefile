@@ -108,7 +108,7 @@ bench: tools peers
 	cargo build --locked --release
 	python3 benches/compare/compare.py
 
-# The figures of docs/performance.md: whole requests beside nginx, nginx+Lua+Redis and HAProxy, median of five.
+# The figures of docs/explanation/performance.md: whole requests beside nginx, nginx+Lua+Redis and HAProxy, median of five.
 bench-compare: tools peers
 	cargo build --locked --release
 	python3 benches/compare/compare.py --repeat 5 --seconds 2
@@ -119,13 +119,13 @@ bench-instructions: tools
 	cargo build --locked --profile quick --bin sluicegate
 	python3 benches/compare/instructions.py target/quick/sluicegate
 
-# Several gateways on one Redis and on clusters, then a million identities: the figures of docs/scale.md.
+# Several gateways on one Redis and on clusters, then a million identities: the figures of docs/explanation/scale.md.
 bench-scale: tools peers
 	cargo build --locked --release
 	python3 benches/compare/scale.py --chart docs/pictures/scale.svg
 
 # HTTP/2, TLS, large bodies, a fixed rate and twice the capacity, beside nginx and HAProxy; then how cost grows with routes, limits,
-# connections and identities: figures and pictures of docs/performance.md.
+# connections and identities: figures and pictures of docs/explanation/performance.md.
 bench-edge: tools peers
 	@$(call ensure,h2load openssl,nghttp2-client openssl)
 	cargo build --locked --release
@@ -135,7 +135,7 @@ bench-growth: tools peers
 	cargo build --locked --release
 	python3 benches/compare/growth.py --charts docs/pictures
 
-# What a million identities take, for each algorithm: the figures of docs/limits.md. Time does not matter here.
+# What a million identities take, for each algorithm: the figures of docs/reference/limits.md. Time does not matter here.
 bench-memory: tools
 	cargo bench --locked --profile dev --bench memory
 
@@ -143,7 +143,7 @@ bench-memory: tools
 pictures:
 	cargo bench --locked --profile dev --bench pictures
 
-# Writes the tables of docs/configuration.md and the schemas again, from the types in src/config.
+# Writes the tables of docs/reference/configuration.md and the schemas again, from the types in src/config.
 reference:
 	cargo bench --locked --profile dev --bench reference
 

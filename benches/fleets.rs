@@ -1,4 +1,4 @@
-//! What a slow server in a fleet costs the requests of all, for each way to choose: the figures of docs/upstreams.md.
+//! What a slow server in a fleet costs the requests of all, for each way to choose: the figures of docs/reference/upstreams.md.
 #![allow(clippy::disallowed_methods)] // it measures
 
 #[path = "../tests/support/mod.rs"]

@@ -1,4 +1,4 @@
-//! Writes the pictures of docs/limits.md from the model: `make pictures`. With `--check`, or run as a test, it only says
+//! Writes the pictures of docs/reference/limits.md from the model: `make pictures`. With `--check`, or run as a test, it only says
 //! which ones differ.
 
 #[path = "../tests/support/pictures.rs"]

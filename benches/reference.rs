@@ -15,7 +15,7 @@ fn main() {
     for (name, text) in reference::schemas() {
         std::fs::write(docs.join(name), text).expect("the schema can be written");
     }
-    let page = docs.join("configuration.md");
-    let text = std::fs::read_to_string(&page).expect("docs/configuration.md is there");
+    let page = docs.join("reference/configuration.md");
+    let text = std::fs::read_to_string(&page).expect("docs/reference/configuration.md is there");
     std::fs::write(page, reference::filled(&text)).expect("the page can be written");
 }

@@ -1,7 +1,7 @@
 //! The types of the configuration files, as written and not yet validated.
 //!
 //! Every value keeps its span in the file, so that errors of later steps can point to it. The doc comments of the keys
-//! are user documentation: they appear in the JSON Schema and in the tables of `docs/configuration.md` (`make
+//! are user documentation: they appear in the JSON Schema and in the tables of `docs/reference/configuration.md` (`make
 //! reference`).
 
 pub mod error;
@@ -182,11 +182,11 @@ pub struct Log {
     #[schemars(extend("enum" = ["error", "warn", "info", "debug", "trace"], "default" = "info"))]
     pub level: Option<Text>,
     /// Destination of the access log: `"stdout"`, `"off"`, or a file to append to. The file may be renamed at any time
-    /// ([access log fields](operating.md#the-access-log)).
+    /// ([access log fields](../how-to/operate.md#the-access-log)).
     #[schemars(extend("default" = "stdout"))]
     pub access: Option<Text>,
     /// URL of an OpenTelemetry collector that receives spans (OTLP over HTTP), such as `"http://127.0.0.1:4318"`.
-    /// Default: no traces ([traces](operating.md#traces)).
+    /// Default: no traces ([traces](../how-to/operate.md#traces)).
     pub trace_endpoint: Option<Text>,
 }
 
@@ -195,7 +195,7 @@ pub struct Log {
 #[serde(default)]
 pub struct Store {
     /// `memory:`, `redis://user:password@host:6379/0`, `rediss://…` (TLS), `redis+unix:///run/redis.sock?db=0`,
-    /// `redis+sentinel://host1,host2/mymaster` or `redis+cluster://host1,host2`: see [redis.md](redis.md).
+    /// `redis+sentinel://host1,host2/mymaster` or `redis+cluster://host1,host2`: see [Redis](../how-to/redis.md).
     #[schemars(extend("default" = "memory:"))]
     pub url: Option<Text>,
     /// TLS for `rediss://`: `{ ca = "ca.pem", cert = "client.pem", key = "client.key" }`. Each key is optional; `cert`

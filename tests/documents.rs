@@ -14,8 +14,9 @@ fn root() -> PathBuf {
 
 /// Return all Markdown files in the repository root and in docs/.
 fn documents() -> Vec<PathBuf> {
-    let inside = |folder: PathBuf| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    let mut files: Vec<_> = inside(root()).chain(inside(root().join("docs"))).collect();
+    let inside = std::fs::read_dir(root()).unwrap().map(|entry| entry.unwrap().path());
+    let docs = pages::markdown(Path::new("docs")).into_iter().map(|page| root().join(page));
+    let mut files: Vec<_> = inside.chain(docs).collect();
     files.retain(|path| path.extension().is_some_and(|extension| extension == "md"));
     files.sort();
     files
@@ -97,9 +98,9 @@ fn configurations_of_the_documents_are_accepted() {
 
 #[test]
 fn committed_pictures_match_the_model() {
-    let text = std::fs::read_to_string(root().join("docs/limits.md")).unwrap();
+    let text = std::fs::read_to_string(root().join("docs/reference/limits.md")).unwrap();
     for (name, svg) in pictures::all() {
-        assert!(text.contains(&format!("](pictures/{name})")), "docs/limits.md does not show {name}");
+        assert!(text.contains(&format!("](../pictures/{name})")), "docs/reference/limits.md does not show {name}");
         let committed = std::fs::read_to_string(root().join("docs/pictures").join(&name)).unwrap_or_default();
         assert!(committed == svg, "docs/pictures/{name} differs from the model; `make pictures` draws it again");
     }
@@ -120,7 +121,7 @@ fn manual_lists_exactly_the_exported_metrics() {
     let types = page.text().lines().filter_map(|line| line.strip_prefix("# TYPE sluicegate_")?.split(' ').next());
     let there: BTreeSet<_> = types.map(str::to_owned).collect();
     assert!(there.len() > 20, "{there:?}");
-    assert_eq!(there, table("docs/operating.md", "Metrics"));
+    assert_eq!(there, table("docs/how-to/operate.md", "Metrics"));
 }
 
 #[test]
@@ -148,18 +149,14 @@ fn links(text: &str) -> Vec<&str> {
 }
 
 #[test]
-fn readme_and_manual_list_all_pages_in_the_same_order() {
-    let contents = pages::read("docs/README.md");
-    let listed: Vec<_> = contents.lines().filter(|line| line.starts_with("| [")).flat_map(links).collect();
-    let pages: BTreeSet<_> =
-        pages::manual().into_iter().filter_map(|page| Some(page.strip_prefix("docs/")?.to_owned())).collect();
-    let there: BTreeSet<_> = listed.iter().chain(&["README.md"]).map(|page| (*page).to_owned()).collect();
-    assert_eq!(there, &pages | &BTreeSet::from(["../SECURITY.md".to_owned()]));
-    let front = pages::read("README.md");
-    let shown = links(front.split("\n## The manual\n").nth(1).unwrap());
-    let shown: Vec<_> = shown.iter().map(|page| page.strip_prefix("docs/").unwrap_or(page)).collect();
-    let listed: Vec<_> = listed.iter().map(|page| page.trim_start_matches("../")).collect();
-    assert_eq!(shown[1..=listed.len()], listed);
+fn summary_lists_every_page_once() {
+    let summary = pages::read("docs/SUMMARY.md");
+    let mut listed: Vec<_> = links(&summary).into_iter().map(|page| format!("docs/{page}")).collect();
+    listed.sort();
+    let mut pages = pages::markdown(Path::new("docs"));
+    pages.retain(|page| page != "docs/SUMMARY.md");
+    pages.sort();
+    assert_eq!(listed, pages);
 }
 
 #[test]
@@ -211,7 +208,7 @@ fn assert_tests_exist(row: &str) {
 
 #[test]
 fn every_situation_of_the_manual_names_tests_that_exist() {
-    let page = pages::read("docs/limits.md");
+    let page = pages::read("docs/reference/limits.md");
     let rows = rows(&page, "### In every situation");
     assert!(rows.len() >= 12, "{rows:?}");
     rows.into_iter().for_each(assert_tests_exist);

@@ -30,7 +30,7 @@ pub(super) fn decide_overloaded<'a>(
 ) -> Result<Decision<'a>, StoreUnavailable> {
     static LOG_THROTTLE: LogThrottle = LogThrottle::new();
     if LOG_THROTTLE.should_log(OVERLOAD_LOG_INTERVAL) {
-        warn!(%error, "checks are rejected for overload; docs/redis.md says what helps");
+        warn!(%error, "checks are rejected for overload; docs/how-to/redis.md says what helps");
     }
     if checks.iter().any(|check| !check.limit.shadow) {
         return Err(StoreUnavailable(error));

@@ -213,7 +213,7 @@ impl Overrides {
             if let Err(error) = &result {
                 // Rate limit checks report every other error.
                 if is_hash_error(error) && POLL_LOG_THROTTLE.should_log(LOG_INTERVAL) {
-                    warn!(%error, "overrides are not followed; docs/redis.md has the rights that the gateway needs");
+                    warn!(%error, "overrides are not followed; docs/how-to/redis.md has the rights that the gateway needs");
                 } else {
                     debug!(%error, "overrides are not followed just now");
                 }

@@ -132,7 +132,7 @@ impl Check {
     fn from_redis_error(name: &'static str, error: &RedisError) -> Self {
         if let Some(permission) = missing_permission(error) {
             return Check::skipped(name, format!("the user lacks the right {permission}"))
-                .with_advice("examine with a user for that: docs/redis.md has one");
+                .with_advice("examine with a user for that: docs/how-to/redis.md has one");
         }
         match error.detail() {
             Some(detail) if detail.contains("unknown command") => {

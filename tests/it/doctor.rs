@@ -94,7 +94,7 @@ fn command(redis: &Redis, words: &[&str]) {
 
 /// Create the user `name` as in the manual with the password `secret`. Return the URL with that user.
 fn user_of_the_manual(redis: &Redis, name: &str) -> (String, Vec<String>) {
-    let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/redis.md")).unwrap();
+    let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/how-to/redis.md")).unwrap();
     let start = format!("ACL SETUSER {name} ");
     let line = manual.lines().find_map(|line| line.trim().strip_prefix(&start)).expect("the manual has the user");
     let words: Vec<_> = line.split(' ').map(|word| word.replace(">…", ">secret")).collect();
@@ -150,7 +150,7 @@ fn doctor_passes_a_healthy_server_and_leaves_no_keys() {
     let coloured = |variables| examine(&redis.url(), "5s", &[], variables).out.contains("\u{1b}[32mok");
     assert!(!table.out.contains('\u{1b}'), "colours are for terminals: {:?}", table.out);
     assert!(coloured(&[("CLICOLOR_FORCE", "1")]) && !coloured(&[("CLICOLOR_FORCE", "1"), ("NO_COLOR", "1")]));
-    let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/redis.md")).unwrap();
+    let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/how-to/redis.md")).unwrap();
     for name in names {
         assert!(manual.contains(&format!("\n| {name} |")), "the manual does not explain {name}");
     }

@@ -8,16 +8,16 @@ use crate::support::walk::Walk;
 /// Commands that do not run unchanged: page, beginning, replacement, reason.
 const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ("README.md", "cargo run --release", Some("sluicegate &"), "the tests have built it"),
-    ("docs/start.md", "cargo install", None, "takes minutes, and the tests have built it"),
-    ("docs/load.md", "oha ", None, "oha comes from crates.io only; its options are those of its own README"),
-    ("docs/operating.md", "kill -USR2", None, "tests/it/handover.rs does it under load"),
-    ("docs/operating.md", "sluicegate top", None, DENIED),
-    ("docs/operating.md", "sluicegate inspect", None, DENIED),
-    ("docs/operating.md", "sluicegate reset", None, DENIED),
-    ("docs/operating.md", "sluicegate override", None, DENIED),
-    ("docs/redis.md", "STORE_USER=doctor", None, "tests/it/doctor.rs makes that user and is him"),
-    ("docs/redis.md", "sluicegate doctor", None, "shows a Redis with every fault: tests/it/doctor.rs"),
-    ("docs/replay.md", "sluicegate replay /var/log", Some("sluicegate replay access.log*"), "there is no nginx here"),
+    ("docs/tutorials/start.md", "cargo install", None, "takes minutes, and the tests have built it"),
+    ("docs/how-to/load-test.md", "oha ", None, "oha comes from crates.io only; its options are those of its own README"),
+    ("docs/how-to/operate.md", "kill -USR2", None, "tests/it/handover.rs does it under load"),
+    ("docs/how-to/operate.md", "sluicegate top", None, DENIED),
+    ("docs/how-to/operate.md", "sluicegate inspect", None, DENIED),
+    ("docs/how-to/operate.md", "sluicegate reset", None, DENIED),
+    ("docs/how-to/operate.md", "sluicegate override", None, DENIED),
+    ("docs/how-to/redis.md", "STORE_USER=doctor", None, "tests/it/doctor.rs makes that user and is him"),
+    ("docs/how-to/redis.md", "sluicegate doctor", None, "shows a Redis with every fault: tests/it/doctor.rs"),
+    ("docs/how-to/tune-limits.md", "sluicegate replay /var/log", Some("sluicegate replay access.log*"), "there is no nginx here"),
 ];
 
 const DENIED: &str = "needs a gateway that has denied requests: tests/it/operating_cli.rs";
@@ -46,7 +46,7 @@ fn provide(walk: &Walk, document: &str) {
             }
             walk.put("access.log", &read("tests/logs/common.log"));
         }
-        "docs/replay.md" => {
+        "docs/how-to/tune-limits.md" => {
             let log = read("tests/logs/common.log");
             walk.put("access.log", &log);
             let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -124,7 +124,7 @@ fn nginx_accepts_the_nginx_blocks() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nginx.conf");
     let mut tried = 0;
-    for block in blocks("docs/migration.md").into_iter().filter(|block| block.language == "nginx") {
+    for block in blocks("docs/how-to/migrate.md").into_iter().filter(|block| block.language == "nginx") {
         let folder = directory.path().display();
         let around = format!(
             "pid {folder}/pid;\nerror_log {folder}/log;\nevents {{}}\nhttp {{\naccess_log off;\n{}}}\n",

@@ -108,7 +108,7 @@ fn redis_is_reached_over_a_unix_socket() {
 fn redis_user_of_the_manual_has_sufficient_permissions() {
     let redis = Redis::start();
     // The commands of the manual.
-    let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/redis.md")).unwrap();
+    let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/how-to/redis.md")).unwrap();
     let line =
         manual.lines().find_map(|line| line.trim().strip_prefix("ACL SETUSER ")).expect("the manual has the user");
     let mut command = redis::cmd("ACL");
@@ -268,7 +268,7 @@ fn missing_redis_permission_is_named() {
     let store = format!("url = \"redis://gateway:secret@127.0.0.1:{}\"\ntimeout = \"5s\"", redis.port);
     // Permissions needed to connect: `check` reports them as well.
     set_user(&["gateway", "-script"]);
-    let expected = "the Redis user lacks a permission that the gateway needs, +script|load; grant the permissions that docs/redis.md lists";
+    let expected = "the Redis user lacks a permission that the gateway needs, +script|load; grant the permissions that docs/how-to/redis.md lists";
     let without = gateway(&store);
     eventually("the store fails", || without.log().contains("the store fails"));
     assert!(without.log().contains(expected), "{}", without.log());

@@ -586,7 +586,7 @@ fn replay_of_its_own_log_repeats_the_decisions() {
 /// The manual shows the actual output.
 #[test]
 fn manual_shows_the_actual_report() {
-    let manual = std::fs::read_to_string(logs().join("../../docs/replay.md")).unwrap();
+    let manual = std::fs::read_to_string(logs().join("../../docs/how-to/tune-limits.md")).unwrap();
     let busy = std::fs::read_to_string(logs().join("busy.txt")).unwrap();
     assert!(manual.contains(&format!("```text\n{busy}```\n")), "{busy}");
 }

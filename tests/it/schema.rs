@@ -40,13 +40,13 @@ fn documents_match_the_configuration_types() {
         let committed = std::fs::read_to_string(root().join("docs").join(name)).unwrap_or_default();
         assert!(committed == text, "docs/{name} differs from the types; `make reference` writes it again");
     }
-    let page = std::fs::read_to_string(root().join("docs/configuration.md")).unwrap();
-    assert!(page == reference::filled(&page), "docs/configuration.md differs from the types: `make reference`");
+    let page = std::fs::read_to_string(root().join("docs/reference/configuration.md")).unwrap();
+    assert!(page == reference::filled(&page), "docs/reference/configuration.md differs from the types: `make reference`");
     let known = schema::gateway().to_value();
     let mut known: BTreeSet<_> = known["properties"].as_object().unwrap().keys().cloned().collect();
     known.insert("consumer".to_owned());
     let shown: BTreeSet<_> = reference::sections(&page).into_iter().map(str::to_owned).collect();
-    assert_eq!(shown, known, "each table of the file has one in docs/configuration.md");
+    assert_eq!(shown, known, "each table of the file has one in docs/reference/configuration.md");
 }
 
 #[test]

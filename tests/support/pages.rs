@@ -41,14 +41,28 @@ pub fn read(document: &str) -> String {
     std::fs::read_to_string(root().join(document)).unwrap()
 }
 
-/// Return README.md and all pages of the manual. Paths are relative to the repository.
+/// Return README.md and all pages of the manual, without the decisions. Paths are relative to the repository.
 pub fn manual() -> Vec<String> {
-    let inside = std::fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().file_name());
-    let mut pages: Vec<_> = inside.map(|name| format!("docs/{}", name.to_str().unwrap())).collect();
+    let mut pages = markdown(Path::new("docs"));
+    pages.retain(|page| !page.starts_with("docs/decisions/") && page != "docs/SUMMARY.md");
     pages.push("README.md".to_owned());
-    pages.retain(|page| Path::new(page).extension().is_some_and(|extension| extension == "md"));
     pages.sort();
     pages
+}
+
+/// Return the Markdown files in a directory and its subdirectories. Paths are relative to the repository.
+pub fn markdown(directory: &Path) -> Vec<String> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(root().join(directory)).unwrap() {
+        let entry = entry.unwrap();
+        let path = directory.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            found.extend(markdown(&path));
+        } else if path.extension().is_some_and(|extension| extension == "md") {
+            found.push(path.to_str().unwrap().to_owned());
+        }
+    }
+    found
 }
 
 /// Return the blocks of a document. Indented code blocks have no language and are rejected.

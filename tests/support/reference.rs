@@ -1,5 +1,5 @@
 //! The parts of the documents that are generated from the configuration types: the schemas and the tables of
-//! docs/configuration.md.
+//! docs/reference/configuration.md.
 
 use serde_json::Value;
 use sluicegate::config::schema;

@@ -63,7 +63,7 @@ const WRONG_PASSWORD: &str = "Redis rejects this user or password; correct them 
 fn diagnose_code(code: &str, detail: &str) -> Option<String> {
     if let Some(permission) = permission_in_reply(code, detail) {
         return Some(format!(
-            "the Redis user lacks a permission that the gateway needs, {permission}; grant the permissions that docs/redis.md lists"
+            "the Redis user lacks a permission that the gateway needs, {permission}; grant the permissions that docs/how-to/redis.md lists"
         ));
     }
     let diagnosis = match code {

@@ -92,7 +92,7 @@ pub(super) async fn check_permissions(
     })
 }
 
-const ACL_ADVICE: &str = "give the user these rights with ACL SETUSER: docs/redis.md has the line for the gateway";
+const ACL_ADVICE: &str = "give the user these rights with ACL SETUSER: docs/how-to/redis.md has the line for the gateway";
 
 fn required_commands(rules: &[Rule]) -> Vec<&'static str> {
     let mut commands = [BASE_COMMANDS, OVERRIDE_COMMANDS].concat();

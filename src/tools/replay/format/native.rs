@@ -1,4 +1,4 @@
-//! Our own access log in JSON (docs/operating.md). Fields are found by their names; those that are missing say nothing.
+//! Our own access log in JSON (docs/how-to/operate.md). Fields are found by their names; those that are missing say nothing.
 
 use std::borrow::Cow;
 
