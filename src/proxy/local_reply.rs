@@ -301,9 +301,8 @@ fn problem_response_with_id(
     detail: &str,
     request_id: Option<HeaderValue>,
 ) -> Response<Body> {
-    let title = status.canonical_reason().unwrap_or("Error");
     let id = request_id.as_ref().and_then(|id| id.to_str().ok());
-    let problem = Problem { kind, title, status, detail, violated_policies: Vec::new(), request_id: id };
+    let problem = Problem { kind, request_id: id, ..Problem::new(status, detail) };
     let mut response = problem.into_response();
     response.headers_mut().extend(request_id.map(|id| (X_REQUEST_ID, id)));
     response
