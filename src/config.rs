@@ -1,7 +1,8 @@
-//! The configuration as written: types for the file, nothing interpreted yet.
+//! The types of the configuration files, as written and not yet validated.
 //!
-//! Every value keeps its place in the file, so that whoever interprets it can point there. What stands above a key here is what its
-//! users read: in the JSON Schema, and in the tables of `docs/configuration.md` (`make reference`).
+//! Every value keeps its span in the file, so that errors of later steps can point to it. The doc comments of the keys
+//! are user documentation: they appear in the JSON Schema and in the tables of `docs/configuration.md` (`make
+//! reference`).
 
 pub mod error;
 pub mod file;
@@ -19,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use crate::config::error::Spanned;
 use crate::config::tables::{Limit, LimitVariant, Route, Upstream};
 
-/// A string with its place.
+/// A string with its span.
 pub type Text = Spanned<String>;
 
 /// `gateway.toml`.
@@ -27,27 +28,29 @@ pub type Text = Spanned<String>;
 #[serde(default)]
 #[schemars(extend("required" = ["listener", "route"]))]
 pub struct Config {
-    /// Threads, connections, and the bounds of what a client may send.
+    /// Workers, connection limits, and limits on client requests.
     pub server: Server,
-    /// Where to listen.
+    /// Listening sockets.
     pub listener: Vec<Spanned<Listener>>,
-    /// Health and metrics for the operator; without it there is no such listener.
+    /// Admin listener for health, metrics and the admin API. Default: no admin listener.
     pub admin: Option<Spanned<Admin>>,
-    /// The log of the process and the access log.
+    /// The process log and the access log.
     pub log: Log,
-    /// Where the counters live.
+    /// Store for rate limit state.
     pub store: Store,
-    /// Which proxies are believed about addresses, and how much of an address counts.
+    /// Trusted proxies, and the prefix lengths of client networks.
     pub client_ip: ClientIp,
-    /// Where API keys stand, and who has which.
+    /// API keys: the header, the consumers, and the handling of unknown keys.
     pub api_key: ApiKey,
-    /// Whose bearer tokens are believed.
+    /// Verification of bearer tokens.
     pub jwt: Jwt,
-    /// Limits by name: by what, how much. One bucket for each identity, shared by all routes that name the limit.
+    /// Limits by name: identity, quota and algorithm. Each identity has one bucket, shared by all routes that use the
+    /// limit.
     pub limit: BTreeMap<String, Spanned<Limit>>,
-    /// Upstreams by name: the servers, and how to speak with them.
+    /// Upstreams by name: servers, protocol, load balancing and timeouts.
     pub upstream: BTreeMap<String, Spanned<Upstream>>,
-    /// What a request must look like, where it goes, which limits it meets. The best match wins, whatever the order.
+    /// Routes: what a request must match, the upstream, and the limits. The best match wins; the order in the file does
+    /// not matter.
     pub route: Vec<Spanned<Route>>,
 }
 
@@ -55,58 +58,61 @@ pub struct Config {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Server {
-    /// Threads that serve; 0 = one per core.
+    /// Number of worker threads. 0 = one per CPU core.
     #[schemars(range(min = 0, max = 1024), extend("default" = 0))]
     pub workers: Option<Spanned<i64>>,
-    /// Each worker serves its own connections; `"work-stealing"`: all workers share one runtime that balances tasks.
+    /// `"per-core"`: each worker serves its own connections. `"work-stealing"`: all workers share one runtime that
+    /// balances tasks.
     #[schemars(extend("enum" = ["per-core", "work-stealing"], "default" = "per-core"))]
     pub threading: Option<Text>,
-    /// After SIGTERM or ctrl-c: finish what runs, then exit 0; a second signal exits at once.
+    /// Maximum time for requests in flight after SIGTERM or Ctrl-C. Then the gateway exits with status 0. A second
+    /// signal exits at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub drain_timeout: Option<Text>,
-    /// Connections of clients at the same time, on all workers; more wait in the kernel's queue. By default from the
-    /// limit of open files.
+    /// Maximum number of client connections, for all workers together. Further connections wait in the kernel's listen
+    /// queue. Default: derived from the limit on open files.
     #[schemars(range(min = 1, max = 1000000))]
     pub max_connections: Option<Spanned<i64>>,
-    /// Of them for each client network (the prefixes of `[client_ip]`); more are closed at once. By default half of
-    /// `max_connections`, loopback addresses exempt. 0 = no cap.
+    /// Maximum number of connections per client network (the prefixes of `[client_ip]`). Excess connections are closed.
+    /// Default: half of `max_connections`, with loopback addresses exempt. 0 = no limit.
     #[schemars(range(min = 0, max = 1000000))]
     pub max_connections_per_ip: Option<Spanned<i64>>,
-    /// From accept to the first complete head, TLS handshake included; from the first byte of each further head to its end.
+    /// Maximum time from accept to the end of the first request headers, TLS handshake included. For later requests:
+    /// from the first byte to the end of the headers.
     #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
     pub header_timeout: Option<Text>,
-    /// From the end of a request to the first byte of the next; silence of a tunnel (`websocket`).
+    /// Maximum time between two requests on a connection. Also the idle timeout of upgraded connections (`websocket`).
     #[schemars(schema_with = "schema::duration", extend("default" = "75s"))]
     pub idle_timeout: Option<Text>,
-    /// How long a body may stand still because of whoever is to send or to take it.
+    /// Maximum time without progress on a request or response body.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub body_idle_timeout: Option<Text>,
-    /// Minimum bytes per second of a request body, after a grace of 5s; below it 408. Only the time for which the gateway waits for
-    /// the client counts. Not for gRPC. 0B = no minimum.
+    /// Minimum bytes per second of a request body, after a grace period of 5s. Slower clients get 408. Only the time in
+    /// which the gateway waits for the client counts. Not for gRPC. 0B = no minimum.
     #[schemars(schema_with = "schema::size", extend("default" = "240B"))]
     pub min_body_rate: Option<Text>,
-    /// Maximum time for a request body, from the first wait for the client to its end; beyond it 408. Not for gRPC. Default: no
-    /// maximum.
+    /// Maximum time for a request body, from the first wait for the client to the end of the body. Later: 408. Not for
+    /// gRPC. Default: no maximum.
     #[schemars(schema_with = "schema::duration")]
     pub body_timeout: Option<Text>,
-    /// Request bodies with a `Content-Length` up to this size are read after the limits and before the request takes a connection to
-    /// an upstream. Not for gRPC. 0B = no body is.
+    /// Buffer request bodies with a `Content-Length` up to this size: after the rate limit check, before the request
+    /// takes an upstream connection. Not for gRPC. 0B = no buffering.
     #[schemars(schema_with = "schema::size", extend("default" = "64KiB"))]
     pub request_buffer: Option<Text>,
-    /// Maximum bytes of bodies that the process buffers for HTTP/2 clients that do not read, and of request bodies
-    /// (`request_buffer`). Beyond it each HTTP/2 response has one piece in memory, and request bodies are streamed.
+    /// Maximum bytes that the process buffers for slow HTTP/2 clients and for request bodies (`request_buffer`). Above
+    /// it, each HTTP/2 response buffers a single chunk, and request bodies are streamed.
     #[schemars(schema_with = "schema::size", extend("default" = "64MiB"))]
     pub max_buffered: Option<Text>,
-    /// Of a head; beyond it 431. At least 8KiB.
+    /// Maximum size of the request headers. Larger: 431. At least 8KiB.
     #[schemars(schema_with = "schema::size", extend("default" = "32KiB"))]
     pub max_header_size: Option<Text>,
-    /// Lines of a head; beyond it 431.
+    /// Maximum number of request header lines. More: 431.
     #[schemars(range(min = 1, max = 10000), extend("default" = 100))]
     pub max_headers: Option<Spanned<i64>>,
-    /// Of a target; beyond it 414.
+    /// Maximum length of the request target. Longer: 414.
     #[schemars(schema_with = "schema::size", extend("default" = "8KiB"))]
     pub max_uri: Option<Text>,
-    /// Concurrent streams of an HTTP/2 connection.
+    /// Maximum number of concurrent streams per HTTP/2 connection.
     #[schemars(range(min = 1, max = 100000), extend("default" = 100))]
     pub http2_max_streams: Option<Spanned<i64>>,
 }
@@ -116,13 +122,13 @@ pub struct Server {
 #[serde(default)]
 #[schemars(extend("required" = ["address"]))]
 pub struct Listener {
-    /// `"127.0.0.1:8080"`, `"[::]:80"`. HTTP/1.x, and HTTP/2 by prior knowledge, on the same port. A second process
-    /// on the same address is refused at its start.
+    /// Address and port, such as `"127.0.0.1:8080"` or `"[::]:80"`. Serves HTTP/1.x, and HTTP/2 with prior knowledge,
+    /// on the same port. A second gateway process on the same address does not start.
     pub address: Option<Text>,
-    /// Every connection begins with a PROXY header, version 1 or 2, from one of `client_ip.trusted_proxies`.
+    /// Require a PROXY protocol header (version 1 or 2) on every connection, from one of `client_ip.trusted_proxies`.
     #[schemars(extend("default" = false))]
     pub proxy_protocol: Option<Spanned<bool>>,
-    /// TLS 1.2 and 1.3, HTTP/2 and HTTP/1.1 by ALPN; without it clear text.
+    /// TLS 1.2 and 1.3, with HTTP/2 or HTTP/1.1 by ALPN. Default: plaintext.
     pub tls: Option<Spanned<ListenerTls>>,
 }
 
@@ -131,12 +137,12 @@ pub struct Listener {
 #[serde(default)]
 #[schemars(extend("required" = ["certificates"]))]
 pub struct ListenerTls {
-    /// `[{ cert = "certs/dev.pem", key = "certs/dev.key" }]`: the first one that is for the name the client asks for
-    /// (SNI), else the first of the list.
+    /// Certificates: `[{ cert = "certs/dev.pem", key = "certs/dev.key" }]`. The gateway serves the first one that
+    /// matches the SNI name of the client, otherwise the first in the list.
     pub certificates: Vec<Spanned<Certificate>>,
-    /// A PEM file of authorities: clients are asked for a certificate that one of them has signed.
+    /// PEM file of CA certificates. Clients are asked for a certificate signed by one of them.
     pub client_ca: Option<Text>,
-    /// A client may have no certificate; `"required"`: without one there is no connection.
+    /// `"optional"`: clients may connect without a certificate. `"required"`: the TLS handshake fails without one.
     #[schemars(extend("enum" = ["optional", "required"], "default" = "optional"))]
     pub client_auth: Option<Text>,
 }
@@ -146,9 +152,9 @@ pub struct ListenerTls {
 #[serde(default)]
 #[schemars(extend("required" = ["cert", "key"]))]
 pub struct Certificate {
-    /// A PEM file: the certificate, then those that lead to its authority.
+    /// PEM file of the certificate, followed by its intermediate certificates.
     pub cert: Option<Text>,
-    /// A PEM file: its key, without a password.
+    /// PEM file of the private key, without a password.
     pub key: Option<Text>,
 }
 
@@ -157,9 +163,10 @@ pub struct Certificate {
 #[serde(default)]
 #[schemars(extend("required" = ["address"]))]
 pub struct Admin {
-    /// Such as `"127.0.0.1:9180"`; a port that nothing else listens on.
+    /// Address and port, such as `"127.0.0.1:9180"`. The port must not be used by a listener.
     pub address: Option<Text>,
-    /// Asked for as `Authorization: Bearer …`; without it nothing can be changed, and `address` must be a loopback one.
+    /// Token that clients send as `Authorization: Bearer …`. Without it, the admin API is read-only and `address` must
+    /// be a loopback address.
     pub token: Option<Text>,
 }
 
@@ -167,18 +174,19 @@ pub struct Admin {
 #[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct Log {
-    /// Of both logs; by default `"json"` for an access log in a file; otherwise `"text"` if standard error is a terminal, else
-    /// `"json"`.
+    /// Format of both logs. Default: `"json"` for an access log in a file; otherwise `"text"` if standard error is a
+    /// terminal, else `"json"`.
     #[schemars(extend("enum" = ["text", "json"]))]
     pub format: Option<Text>,
-    /// The process' own log goes to standard error.
+    /// Level of the process log, which is written to standard error.
     #[schemars(extend("enum" = ["error", "warn", "info", "debug", "trace"], "default" = "info"))]
     pub level: Option<Text>,
-    /// `"off"`, or a file that is appended to, and may be renamed at any time ([what it says](operating.md#the-access-log)).
+    /// Destination of the access log: `"stdout"`, `"off"`, or a file to append to. The file may be renamed at any time
+    /// ([access log fields](operating.md#the-access-log)).
     #[schemars(extend("default" = "stdout"))]
     pub access: Option<Text>,
-    /// Where an OpenTelemetry collector takes spans, OTLP over HTTP: `"http://127.0.0.1:4318"`; by default nobody does
-    /// ([traces](operating.md#traces)).
+    /// URL of an OpenTelemetry collector that receives spans (OTLP over HTTP), such as `"http://127.0.0.1:4318"`.
+    /// Default: no traces ([traces](operating.md#traces)).
     pub trace_endpoint: Option<Text>,
 }
 
@@ -186,39 +194,40 @@ pub struct Log {
 #[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct Store {
-    /// Or `redis://user:password@host:6379/0`, `rediss://…` (TLS), `redis+unix:///run/redis.sock?db=0`,
-    /// `redis+sentinel://host1,host2/mymaster`, `redis+cluster://host1,host2`: see [redis.md](redis.md).
+    /// `memory:`, `redis://user:password@host:6379/0`, `rediss://…` (TLS), `redis+unix:///run/redis.sock?db=0`,
+    /// `redis+sentinel://host1,host2/mymaster` or `redis+cluster://host1,host2`: see [redis.md](redis.md).
     #[schemars(extend("default" = "memory:"))]
     pub url: Option<Text>,
-    /// For `rediss://`: `{ ca = "ca.pem", cert = "client.pem", key = "client.key" }`, each optional, `cert` and `key`
-    /// together; without `ca` the roots of the system.
+    /// TLS for `rediss://`: `{ ca = "ca.pem", cert = "client.pem", key = "client.key" }`. Each key is optional; `cert`
+    /// and `key` go together. Default for `ca`: the trust roots of the system.
     pub tls: Option<Spanned<StoreTls>>,
-    /// Maximum time for the rate limit check of a request, queuing included; what a response costs or gives back is a second call
-    /// with the same maximum. A check that is late while the store answers others is rejected with 503.
+    /// Maximum time for the rate limit check of a request, queuing included. Deferred costs and refunds are a second
+    /// call with the same maximum. A check that is late while the store answers others is rejected with 503.
     #[schemars(schema_with = "schema::duration", extend("default" = "50ms"))]
     pub timeout: Option<Text>,
-    /// Maximum time to connect to the store: DNS, TCP, TLS, login, loading the scripts. No request waits for it longer than `timeout`.
+    /// Maximum time to connect to the store: DNS, TCP, TLS, authentication, loading the scripts. A request waits at
+    /// most `timeout` for it.
     #[schemars(schema_with = "schema::duration", extend("default" = "1s"))]
     pub connect_timeout: Option<Text>,
-    /// Per worker; calls are pipelined.
+    /// Connections to the store per worker. Calls are pipelined.
     #[schemars(range(min = 1, max = 8), extend("default" = 1))]
     pub connections: Option<Spanned<i64>>,
-    /// First part of every key.
+    /// Prefix of every key.
     #[schemars(extend("default" = "rl"))]
     pub prefix: Option<Text>,
-    /// Keys the hash of identities; the same on all gateways. Without it a fixed published key: addresses can then be
-    /// guessed from keys.
+    /// Secret for the keyed hash of identities. Must be the same on all gateways. Without it the key of the hash is
+    /// public, and IP addresses can be guessed from state keys.
     pub secret: Option<Text>,
-    /// Gateways that share the store: 1/n is the local share of a limit when the store is down.
+    /// Number of gateways that share the store. If the store is down, the local share of each limit is 1/n.
     #[schemars(range(min = 1, max = 10000), extend("default" = 1))]
     pub gateway_count: Option<Spanned<i64>>,
-    /// What Redis has denied is denied without asking again until it may have changed, for so many limits and
-    /// identities; 0 = always ask.
+    /// Maximum number of cached denials, one for each limit and identity. A cached denial is repeated without a call to
+    /// Redis until Redis could decide otherwise. 0 = no cache.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 100000))]
     pub denial_cache: Option<Spanned<i64>>,
-    /// Maximum number of states kept in this process, of all limits together. Each limit is guaranteed an equal part
-    /// ([what happens when it is full](limits.md#what-you-can-rely-on)). A state takes about 150 bytes; sliding-buckets 9
-    /// more for each part, sliding-log for each unit.
+    /// Maximum number of states in the memory of this process, for all limits together. Each limit is guaranteed an
+    /// equal part ([what happens when it is full](limits.md#what-you-can-rely-on)). A state takes about 150 bytes;
+    /// sliding-buckets 9 more for each bucket, sliding-log for each logged unit of cost.
     #[schemars(range(min = 1, max = 1_099_511_627_775_i64), extend("default" = 1000000))]
     pub max_memory_states: Option<Spanned<i64>>,
 }
@@ -227,11 +236,11 @@ pub struct Store {
 #[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct StoreTls {
-    /// The authorities that sign certificates of the store, a PEM file; by default those of the system.
+    /// PEM file of CA certificates for the store. Default: the trust roots of the system.
     pub ca: Option<Text>,
-    /// Who we are, a PEM file; with `key`.
+    /// PEM file of the client certificate. Requires `key`.
     pub cert: Option<Text>,
-    /// Its key, a PEM file.
+    /// PEM file of the private key of `cert`.
     pub key: Option<Text>,
 }
 
@@ -239,15 +248,16 @@ pub struct StoreTls {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ClientIp {
-    /// Addresses and networks whose word counts, such as `["10.0.0.0/8"]`; by default none.
+    /// Addresses and networks of trusted proxies, such as `["10.0.0.0/8"]`. Default: none.
     pub trusted_proxies: Option<Vec<Text>>,
-    /// Or `"forwarded"` (RFC 7239), or a field with one address such as `"cf-connecting-ip"`.
+    /// Header with the client address: `"x-forwarded-for"`, `"forwarded"` (RFC 7239), or one with a single address such
+    /// as `"cf-connecting-ip"`.
     #[schemars(extend("default" = "x-forwarded-for"))]
     pub header: Option<Text>,
-    /// Bits of an IPv4 address that make an identity.
+    /// Prefix length of an IPv4 client network.
     #[schemars(range(min = 0, max = 32), extend("default" = 32))]
     pub ipv4_prefix: Option<Spanned<i64>>,
-    /// Bits of an IPv6 address that make an identity.
+    /// Prefix length of an IPv6 client network.
     #[schemars(range(min = 0, max = 128), extend("default" = 64))]
     pub ipv6_prefix: Option<Spanned<i64>>,
 }
@@ -256,15 +266,16 @@ pub struct ClientIp {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ApiKey {
-    /// The one place of the key; two of them are a 400.
+    /// Header with the API key. A request with two of them gets 400.
     #[schemars(extend("default" = "x-api-key"))]
     pub header: Option<Text>,
-    /// The file of consumers, `"consumers.toml"`; read again when it changes. `sluicegate key` writes it.
+    /// File of consumers, such as `"consumers.toml"`. Reloaded when it changes. `sluicegate key` edits it.
     pub consumers: Option<Text>,
-    /// 401; `"anonymous"`: the client's network is the identity.
+    /// Requests without a key. `"reject"`: 401. `"anonymous"`: the client network is the identity.
     #[schemars(extend("enum" = ["reject", "anonymous"], "default" = "reject"))]
     pub on_missing: Option<Text>,
-    /// 401; `"anonymous"`; `"accept"`: any string is an identity of its own.
+    /// Unknown keys. `"reject"`: 401. `"anonymous"`: the client network is the identity. `"accept"`: each key is an
+    /// identity of its own.
     #[schemars(extend("enum" = ["reject", "anonymous", "accept"], "default" = "reject"))]
     pub on_unknown: Option<Text>,
 }
@@ -273,11 +284,11 @@ pub struct ApiKey {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Jwt {
-    /// The keys of the issuer, a JWK Set (RFC 7517): `"certs/jwks.json"`.
+    /// JWK Set (RFC 7517) with the public keys of the issuer, such as `"certs/jwks.json"`.
     pub jwks_file: Option<Text>,
-    /// What `iss` must be; by default any.
+    /// Required value of `iss`. Default: any.
     pub issuer: Option<Text>,
-    /// What must stand in `aud`. Without it a token that has an `aud` is refused: it is meant for somebody else.
+    /// Required value in `aud`. If not set, tokens with an `aud` are rejected: they are for another audience.
     pub audience: Option<Text>,
 }
 
@@ -285,7 +296,7 @@ pub struct Jwt {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Consumers {
-    /// Who has which keys. One who is left out is unknown.
+    /// Consumers and the hashes of their keys. Keys that are not in the file are unknown.
     pub consumer: Vec<Spanned<Consumer>>,
 }
 
@@ -294,14 +305,15 @@ pub struct Consumers {
 #[serde(default)]
 #[schemars(extend("required" = ["name"]))]
 pub struct Consumer {
-    /// Unique; the identity of all its keys.
+    /// Unique name. All keys of the consumer share this identity.
     pub name: Option<Text>,
-    /// The size that limits have for this tier (`tiers` of a limit).
+    /// Tier that selects the quota of each limit (`tiers` of a limit).
     pub tier: Option<Text>,
-    /// Hashes of its keys: `["sha256:…"]`. `sluicegate key new` makes one; `printf %s KEY | sha256sum` hashes
-    /// another.
+    /// Hashes of the API keys: `["sha256:…"]`. `sluicegate key new` creates a key; `printf %s KEY | sha256sum` hashes
+    /// an existing one.
     #[schemars(schema_with = "schema::key_hashes")]
     pub keys: Option<Vec<Text>>,
-    /// Sizes of its own, before those of its tier: `limit.NAME = { quota = "900/min", burst = 50 }`.
+    /// Quotas of this consumer, which take precedence over those of its tier: `limit.NAME = { quota = "900/min", burst
+    /// = 50 }`.
     pub limit: BTreeMap<String, Spanned<LimitVariant>>,
 }

@@ -1,4 +1,4 @@
-//! What is wrong with a configuration: where, and what to do about it.
+//! Errors of configuration files: the span, the message and a hint.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -12,30 +12,30 @@ use serde::{Deserialize, Serialize};
 use crate::config::redact::RedactedText;
 use crate::config::secrets::redact;
 
-/// One fault in a file.
+/// One error or warning in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Issue {
-    /// Bytes of the file; none where the fault is the file itself.
+    /// Byte range in the file. `None` for issues of the file as a whole.
     pub span: Option<Range<usize>>,
     /// What is wrong.
     pub message: String,
-    /// What to do.
+    /// What to do about it.
     pub hint: Option<String>,
 }
 
 impl Issue {
-    /// A fault at a place.
+    /// Create an issue with a span and without a hint.
     pub fn new(span: Range<usize>, message: impl Into<String>) -> Self {
         Issue { span: Some(span), message: message.into(), hint: None }
     }
 
-    /// Says what to do.
+    /// Add a hint.
     pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
     }
 
-    /// Line and column of its place, from 1; a column is a character.
+    /// Return the line and column of the span's start. Both count from 1; a column is a character.
     pub fn position(&self, text: &str) -> Option<(usize, usize)> {
         let before = text.get(..self.span.as_ref()?.start)?;
         let line = before.rsplit('\n').next().unwrap_or_default();
@@ -43,43 +43,43 @@ impl Issue {
     }
 }
 
-/// All faults of one file.
+/// All issues of one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileIssues {
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Its text; empty when it could not be read.
+    /// Text of the file. Empty if the file could not be read.
     pub text: String,
-    /// Its faults.
+    /// The issues, in the order in which they were found.
     pub issues: Vec<Issue>,
 }
 
 impl FileIssues {
-    /// A fault of the file as a whole.
+    /// Create a single issue that concerns the file as a whole.
     pub fn from_message(path: &Path, message: &str) -> Self {
         let issue = Issue { span: None, message: message.to_owned(), hint: None };
         FileIssues { path: path.to_owned(), text: String::new(), issues: vec![issue] }
     }
 
-    /// The path, as it may be shown: it may come from the configuration.
+    /// Return the path for display. It may come from the configuration, so secrets in it are redacted.
     pub fn display_path(&self) -> String {
         redact(&self.path.display().to_string())
     }
 
-    /// The faults in the order of the file, for output without the lines of the file.
+    /// Return the issues in file order with secrets redacted, for output without the source lines.
     pub fn redacted_issues(&self) -> Vec<Issue> {
         let redacted = RedactedText::new(&self.text);
         self.sorted_issues().into_iter().map(|issue| redact_issue(&redacted, issue)).collect()
     }
 
-    /// What is wrong, in the order of the file, whatever the order in which it was checked.
+    /// Return the issues in file order. They were found in the order of the checks.
     pub fn sorted_issues(&self) -> Vec<&Issue> {
         let mut issues: Vec<_> = self.issues.iter().collect();
         issues.sort_by_key(|issue| issue.span.as_ref().map_or(0, |span| span.start));
         issues
     }
 
-    /// The report on this file, with colours if the renderer has them.
+    /// Return the report on this file. The renderer decides about colours.
     pub fn report(&self, level: &Level<'_>, renderer: &Renderer) -> String {
         let path = self.display_path();
         let redacted_text = RedactedText::new(&self.text);
@@ -92,10 +92,10 @@ impl FileIssues {
     }
 }
 
-/// Why there is no usable configuration. Displays as a report with file, line, column, the line itself and a hint.
+/// The configuration is unusable. Displays as a report with file, line, column, the source line and a hint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigError {
-    /// The files with faults.
+    /// The files with errors.
     pub files: Vec<FileIssues>,
 }
 
@@ -108,7 +108,7 @@ impl fmt::Display for ConfigError {
 }
 
 impl ConfigError {
-    /// The report, with colours if the renderer has them.
+    /// Return the report. The renderer decides about colours.
     pub fn report(&self, renderer: &Renderer) -> String {
         let parts: Vec<_> = self.files.iter().map(|file| file.report(&Level::ERROR, renderer)).collect();
         parts.join("\n\n")
@@ -131,7 +131,7 @@ fn render(renderer: &Renderer, level: &Level<'_>, path: &str, text: &str, issue:
         }
         return renderer.render(&[group]);
     };
-    // A table's place may cover many lines; its head says where it is.
+    // The span of a table may cover many lines. Only its first line is marked.
     let line_end = text[span.start..].find('\n').map_or(text.len(), |end| span.start + end);
     let span = span.start..span.end.min(line_end).max(span.start);
     let snippet = Snippet::source(text).path(path).annotation(AnnotationKind::Primary.span(span));
@@ -142,9 +142,7 @@ fn render(renderer: &Renderer, level: &Level<'_>, path: &str, text: &str, issue:
     renderer.render(&[group])
 }
 
-// A value with its place in the file.
-
-/// A value with its place in the file: `toml`'s own, and with the schema of the value.
+/// A value with its span in the file: `toml::Spanned` with the JSON Schema of the value.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(transparent)]
 #[serde(bound(deserialize = "T: Deserialize<'de>"))]

@@ -1,4 +1,5 @@
-//! Reads a file of the configuration: TOML, then the environment, then types; unknown keys are collected.
+//! Reads a configuration file: parses the TOML, substitutes environment variables, deserializes, and collects unknown
+//! keys.
 
 use std::path::{Path, PathBuf};
 use std::{fmt, fs, io};
@@ -20,41 +21,41 @@ use crate::config::{
     StoreTls,
 };
 
-/// A file as far as it could be read, with the faults found so far.
+/// A parsed file, with the issues found so far.
 #[derive(Debug)]
 pub struct ParsedFile<T> {
-    /// Its values.
+    /// The deserialized values.
     pub value: T,
-    /// Its text.
+    /// Text of the file.
     pub text: String,
-    /// Keys that nothing reads, variables that are not set.
+    /// Unknown keys, and invalid or unset environment variables.
     pub issues: Vec<Issue>,
 }
 
-/// Looks a variable of the environment up.
+/// Returns the value of an environment variable.
 pub type EnvLookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Reads `gateway.toml`.
+/// Read `gateway.toml`.
 ///
 /// # Errors
-/// It cannot be read, is no TOML, or has a value of the wrong type.
+/// The file cannot be read, is not valid TOML, or has a value of the wrong type.
 pub fn read_gateway(path: &Path, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, FileIssues> {
     let text = std::fs::read_to_string(path).map_err(|error| unreadable_file(path, &error, MISSING_GATEWAY_HINT))?;
     parse(path, text, environment, false)
 }
 
-/// Reads what would be found in `gateway.toml`.
+/// Parse `text` as the content of `gateway.toml`.
 ///
 /// # Errors
-/// It is no TOML, or has a value of the wrong type.
+/// The text is not valid TOML, or has a value of the wrong type.
 pub fn parse_gateway(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, FileIssues> {
     parse(path, text, environment, false)
 }
 
-/// Reads what was found in `consumers.toml`.
+/// Parse `content` as the content of `consumers.toml`.
 ///
 /// # Errors
-/// As [`gateway`].
+/// The content is not UTF-8 or not valid TOML, or has a value of the wrong type.
 pub fn parse_consumers(
     path: &Path,
     content: &[u8],
@@ -68,13 +69,13 @@ pub fn parse_consumers(
     parse(path, text, environment, true)
 }
 
-/// What to do where there is no `gateway.toml`.
+/// Hint if `gateway.toml` does not exist.
 const MISSING_GATEWAY_HINT: &str = "name another file with --config FILE; `sluicegate init` writes a first one";
 
-/// What to do where there is no `consumers.toml`.
+/// Hint if `consumers.toml` does not exist.
 pub const MISSING_CONSUMERS_HINT: &str = "`sluicegate key new --consumer NAME --create` makes it";
 
-/// A file that cannot be read; where there is none, `missing` says what to do.
+/// Create the issue for a file that cannot be read. `missing_hint` is the hint if the file does not exist.
 pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) -> FileIssues {
     let hint = match error.kind() {
         std::io::ErrorKind::NotFound => missing_hint,
@@ -114,7 +115,7 @@ fn parse<T: DeserializeOwned>(
     Ok(ParsedFile { value, text, issues })
 }
 
-/// What to do about the type errors that beginners make.
+/// Return a hint for common type errors.
 fn type_hint(message: &str) -> Option<&'static str> {
     let (found, expected) = message.strip_prefix("invalid type: ")?.split_once(", expected ")?;
     match (found.split(' ').next()?, expected) {
@@ -128,7 +129,8 @@ fn type_hint(message: &str) -> Option<&'static str> {
     }
 }
 
-/// Replaces `${NAME}` and `${NAME:-default}` in every string, after parsing: a value can never become syntax.
+/// Replace `${NAME}` and `${NAME:-default}` in every string. This happens after parsing, so that a value cannot become
+/// TOML syntax.
 fn substitute_env(value: &mut Spanned<DeValue<'_>>, environment: EnvLookup<'_>, issues: &mut Vec<Issue>) {
     let span = value.span();
     match value.get_mut() {
@@ -170,7 +172,7 @@ fn key_segments(path: &KeyPath<'_>) -> Vec<String> {
     match path {
         KeyPath::Root => Vec::new(),
         KeyPath::Seq { parent, index } => join(parent, index.to_string()),
-        // `Spanned` asks for its value under a name of its own.
+        // `toml::Spanned` wraps its value in a struct with a reserved field name.
         KeyPath::Map { parent, key } if key.starts_with("$__serde_spanned") => key_segments(parent),
         KeyPath::Map { parent, key } => join(parent, key.clone()),
         KeyPath::Some { parent } | KeyPath::NewtypeStruct { parent } | KeyPath::NewtypeVariant { parent } => {
@@ -185,7 +187,7 @@ fn join(parent: &KeyPath<'_>, last: String) -> Vec<String> {
     all
 }
 
-/// The place of the key at the end of a path.
+/// Return the span of the last key of a path.
 fn key_span(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usize>> {
     let (first, rest) = path.split_first()?;
     let (key, mut value) = table.iter().find(|(key, _)| key.get_ref() == first)?;
@@ -203,13 +205,11 @@ fn key_span(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usiz
     }
 }
 
-// Which keys exist: for the hints of unknown ones, and to tell "not supported yet" from "unknown".
-
-/// Keys of the contract that do nothing yet, by the table they stand in.
+/// Planned keys that have no effect yet, by table. They are rejected as not supported instead of unknown.
 const UNSUPPORTED_KEYS: &[(&str, &[&str])] =
     &[("listener", &["http3"]), ("api_key", &["query", "bearer"]), ("jwt", &["jwks_url"])];
 
-/// The table that a key stands in, and the keys that work there.
+/// Return the name of the table at a path and its supported keys.
 fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
     let names: Vec<_> = path.iter().map(String::as_str).filter(|name| name.parse::<usize>().is_err()).collect();
     match names[..] {
@@ -242,7 +242,7 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
     }
 }
 
-/// What to say of a key that nothing reads: message and hint.
+/// Return the message and the hint for an unknown key.
 pub(super) fn unknown_key(path: &[String], consumers: bool) -> (String, Option<String>) {
     let Some((key, parents)) = path.split_last() else { return ("unknown key".to_owned(), None) };
     let (name, known) = match (consumers, parents) {
@@ -260,7 +260,7 @@ pub(super) fn unknown_key(path: &[String], consumers: bool) -> (String, Option<S
     (format!("unknown key `{key}`"), hint)
 }
 
-/// The name that was probably meant.
+/// Return the known name that is most similar to `name`, if the edit distance is small.
 pub fn closest_name<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     known
         .into_iter()
@@ -270,7 +270,7 @@ pub fn closest_name<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) ->
         .map(|(_, candidate)| candidate)
 }
 
-/// The field names of a struct, asked of its own `Deserialize`.
+/// Return the field names of a struct, as its `Deserialize` implementation passes them to the deserializer.
 fn field_names<T: for<'de> Deserialize<'de>>() -> &'static [&'static str] {
     struct FieldNames<'a>(&'a mut &'static [&'static str]);
     impl<'de> Deserializer<'de> for FieldNames<'_> {
@@ -293,21 +293,21 @@ fn field_names<T: for<'de> Deserialize<'de>>() -> &'static [&'static str] {
         }
     }
     let mut names: &'static [&'static str] = &[];
-    // The error is how the question ends.
+    // `FieldNames` always returns an error after it has recorded the names.
     let _ = T::deserialize(FieldNames(&mut names));
     names
 }
 
-/// A file as it was last read.
+/// Path and content of a file at the time when it was read.
 #[derive(Clone)]
 pub struct FileSnapshot {
-    /// Where it is.
+    /// Path of the file.
     pub path: PathBuf,
-    /// What was in it.
+    /// Content of the file.
     pub content: Vec<u8>,
 }
 
-/// Some files may be secret.
+/// Omits the content, which may be secret.
 impl fmt::Debug for FileSnapshot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Snapshot").field("path", &self.path).finish_non_exhaustive()
@@ -315,10 +315,10 @@ impl fmt::Debug for FileSnapshot {
 }
 
 impl FileSnapshot {
-    /// Reads a file.
+    /// Read a file.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// The file cannot be read.
     pub fn read(path: &Path) -> io::Result<Self> {
         Ok(FileSnapshot { path: path.to_owned(), content: fs::read(path)? })
     }

@@ -1,4 +1,4 @@
-//! The text of a configuration as it may be shown: reports of errors end up in logs.
+//! Redacts secrets in configuration text. Error reports end up in logs.
 
 use std::ops::Range;
 
@@ -8,12 +8,12 @@ use toml::de::{DeTable, DeValue};
 
 use crate::config::secrets::{MASK, is_secret, is_secret_name, redact, secret_ranges};
 
-/// A text of which secrets are hidden.
+/// A text with its secrets redacted.
 #[derive(Debug)]
 pub(super) struct RedactedText {
-    /// With asterisks for what is secret in it; every byte keeps its place.
+    /// The text with asterisks instead of secrets. Every byte keeps its offset.
     pub(super) text: String,
-    /// The secrets, as the file has them.
+    /// The secrets, as written in the file.
     secrets: Vec<String>,
 }
 
@@ -22,25 +22,25 @@ impl RedactedText {
         let mut redacted = RedactedText { text: text.to_owned(), secrets: Vec::new() };
         match DeTable::parse(text) {
             Ok(table) => redacted.redact_table(text, table.get_ref(), &mut Vec::new()),
-            // What is no TOML is read by lines: what hides too much is better than what hides too little.
+            // Invalid TOML is redacted line by line. This may hide too much, but not too little.
             Err(_) => redacted.text = text.split_inclusive('\n').map(redact_line).collect(),
         }
         redacted
     }
 
-    /// The same words without the secrets, and without the parts of URLs that are.
+    /// Return the message without secrets, and without the secret parts of quoted URLs.
     pub(super) fn redact_message(&self, text: &str) -> String {
         let message = self.redact_hint(text);
         let mut out = String::new();
         for (index, quoted) in message.split('`').enumerate() {
             out.push_str(if index == 0 { "" } else { "`" });
-            // Values stand in backticks; other URLs are examples.
+            // Values are quoted in backticks. URLs outside of backticks are examples.
             out.push_str(&if index % 2 == 1 { redact(quoted) } else { quoted.to_owned() });
         }
         out
     }
 
-    /// The same of a hint, in which other URLs are examples.
+    /// Return the hint without secrets. URLs in hints are examples.
     pub(super) fn redact_hint(&self, hint: &str) -> String {
         self.secrets.iter().fold(hint.to_owned(), |redacted_hint, secret| redacted_hint.replace(secret, MASK))
     }
@@ -63,13 +63,14 @@ impl RedactedText {
                 let found = secret_ranges(string);
                 let within = text.get(span.clone()).and_then(|raw| raw.find(&**string));
                 match within {
-                    // Short ones are often words, and what is said of a URL has them in their place.
+                    // Short URL parts are often common words. Messages quote the whole URL, which `redact_message`
+                    // covers.
                     Some(from) => found.into_iter().for_each(|part| {
                         let start = span.start + from;
                         self.text = mask_range(&self.text, start + part.start, start + part.end);
                         self.remember_secret(&string[part], 6);
                     }),
-                    // Written with escapes.
+                    // The string is written with escapes, so the offsets of its parts are unknown.
                     None if !found.is_empty() => self.hide_value(span, string),
                     None => {}
                 }
@@ -79,7 +80,7 @@ impl RedactedText {
         }
     }
 
-    /// Shorter ones stand in words that are no secret.
+    /// Remember a secret for `redact_message`. Shorter ones are part of words that are not secret.
     fn remember_secret(&mut self, secret: &str, min_length: usize) {
         if secret.len() >= min_length && !secret.contains("${") {
             self.secrets.push(secret.to_owned());
@@ -106,7 +107,7 @@ fn redact_line(line: &str) -> String {
     redacted_line
 }
 
-/// With asterisks for letters and digits; names of environment variables are no secrets.
+/// Replace letters and digits by asterisks, except in the names of environment variables.
 fn mask_range(line: &str, from: usize, to: usize) -> String {
     let (before, rest) = line.split_at(from);
     let (secret, after) = rest.split_at(to - from);
@@ -128,12 +129,10 @@ fn asterisks(text: &str) -> String {
     text.chars().map(hidden).collect()
 }
 
-// A configuration for eyes that must not see its secrets.
-
-/// What a file says, as it is written: variables by their names, secrets masked.
+/// Parse a file and return its values as JSON, with environment variables not substituted and with secrets masked.
 ///
 /// # Errors
-/// It is no TOML.
+/// The text is not valid TOML.
 pub fn redacted_config(text: &str) -> Result<Value, toml::de::Error> {
     let mut value = toml::from_str(text)?;
     redact_value(&mut value, &mut Vec::new());
@@ -186,7 +185,7 @@ mod tests {
             ("servers = [\"http://a:1\", \"http://u:p@b:1\"]", "servers = [\"http://a:1\", \"http://***@b:1\"]"),
             ("name = \"search\"\npath = \"/token\"\n", "name = \"search\"\npath = \"/token\"\n"),
             ("[limit.tokens]\nquota = \"1/s\"\n", "[limit.tokens]\nquota = \"1/s\"\n"),
-            // No TOML.
+            // Invalid TOML.
             ("a = { set = { authorization = \"abc\" }", "a = { *** = { ************* = \"***\" }"),
             ("a = 1, secret = \"abc", "a = ** ****** = \"***"),
         ] {

@@ -1,4 +1,5 @@
-//! The JSON Schema of the files, from the types that read them: for editors, and for the tables of the documents.
+//! JSON Schemas of the configuration files, generated from their types, for editors and for the tables in the
+//! documentation.
 
 use schemars::generate::SchemaSettings;
 use schemars::transform::{Transform, transform_subschemas};
@@ -7,17 +8,17 @@ use serde_json::{Map, Value, json};
 
 use crate::config::{Config, Consumers};
 
-/// The schema of `gateway.toml`.
+/// Return the schema of `gateway.toml`.
 pub fn gateway() -> Schema {
     root_schema::<Config>("gateway.toml of Sluicegate")
 }
 
-/// The schema of `consumers.toml`.
+/// Return the schema of `consumers.toml`.
 pub fn consumers() -> Schema {
     root_schema::<Consumers>("consumers.toml of Sluicegate")
 }
 
-/// Without references and in the draft that all editors know.
+/// Generate a schema without references in draft 07, which all editors support.
 fn root_schema<T: JsonSchema>(title: &str) -> Schema {
     let settings = SchemaSettings::draft07().with(|settings| settings.inline_subschemas = true);
     let mut schema = settings.with_transform(TomlSchema).into_generator().into_root_schema_for::<T>();
@@ -25,7 +26,7 @@ fn root_schema<T: JsonSchema>(title: &str) -> Schema {
     schema
 }
 
-/// TOML has no null, the gateway refuses unknown keys, and any string may have `${NAME}` in it.
+/// Adapts a schema to the files: TOML has no null, unknown keys are errors, and any string may contain `${NAME}`.
 #[derive(Debug, Clone)]
 struct TomlSchema;
 
@@ -34,10 +35,10 @@ impl Transform for TomlSchema {
         if let Some(object) = schema.as_object_mut() {
             remove_null(object);
             if let Some(Value::String(text)) = object.get_mut("description") {
-                // Lines are those of the source.
+                // Line breaks are those of the source code.
                 *text = text.replace('\n', " ");
             }
-            // What an absent table has, its keys say; and an absent list is empty.
+            // The default of an absent table is given by its keys. The default of an absent list is the empty list.
             let is_redundant_default =
                 |key: &str, value: &Value| key == "default" && (value.is_object() || *value == json!([]));
             object.retain(|key, value| key != "format" && !value.is_null() && !is_redundant_default(key, value));
@@ -56,7 +57,7 @@ impl Transform for TomlSchema {
     }
 }
 
-/// An `Option` is a key that may be absent.
+/// Remove `null` from the types. An `Option` is a key that may be absent.
 fn remove_null(object: &mut Map<String, Value>) {
     if let Some(Value::Array(kinds)) = object.get_mut("type") {
         kinds.retain(|kind| kind != "null");
@@ -71,7 +72,7 @@ fn remove_null(object: &mut Map<String, Value>) {
         let only = only.take();
         object.remove("anyOf");
         for (key, value) in only.as_object().into_iter().flatten() {
-            // What is said of the key comes before what is said of its type.
+            // Attributes of the key take precedence over those of its type.
             object.entry(key).or_insert_with(|| value.clone());
         }
     }
@@ -85,7 +86,7 @@ pub(super) fn size(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^[0-9]+(B|KiB|MiB|GiB)$")
 }
 
-/// A count alone is for concurrency.
+/// A count without a unit is valid for concurrency limits only.
 pub(super) fn quota(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^ *[0-9_]+([eE][0-9]+)? *(/ *(s|min|hour|day|week|month|year|[0-9]+(ms|s|m|h|d)) *)?$")
 }

@@ -1,11 +1,11 @@
-//! What is secret in a configuration: one list of words for reports of errors, the log and `/api/config`.
+//! Detection of secrets in a configuration: one list of names for error reports, the log and `/api/config`.
 
 use std::ops::Range;
 
-/// What stands for a secret.
+/// Placeholder for a secret.
 pub(super) const MASK: &str = "***";
 
-/// Words in names of keys, header fields and query parameters whose values are secrets. In a name, `-` and `_` are the same.
+/// Parts of the names of keys, headers and query parameters whose values are secrets. `-` and `_` are equal in names.
 const SECRET_WORDS: [&str; 11] = [
     "token",
     "secret",
@@ -20,32 +20,33 @@ const SECRET_WORDS: [&str; 11] = [
     "signature",
 ];
 
-/// Words that beginners misspell in keys of the file.
+/// Key names whose misspellings count as secrets, too.
 const FUZZY_SECRET_WORDS: [&str; 3] = ["token", "secret", "password"];
 
-/// Header fields that routes set: there may be credentials among them, whatever their names.
+/// Keys of header changes. Headers may carry credentials whatever their names are.
 const HEADER_RULE_KEYS: [&str; 2] = ["request_headers", "response_headers"];
 
-/// Tables whose keys are names that operators choose.
+/// Tables whose keys are names chosen by the administrator.
 const NAMED_TABLES: [&str; 3] = ["limit", "upstream", "tiers"];
 
-/// Query parameters of URLs that are no secrets.
+/// Query parameters of store URLs that are not secret.
 const PUBLIC_QUERY_PARAMETERS: [&str; 2] = ["db", "protocol"];
 
-/// Whether a name says that its value is a secret.
+/// Return whether the name says that its value is a secret.
 pub(super) fn is_secret_name(name: &str) -> bool {
     let name = name.to_ascii_lowercase().replace('-', "_");
     SECRET_WORDS.iter().any(|word| name.contains(word))
 }
 
-/// Whether a value is a secret as a whole, by the keys that lead to it. What stands in a list has the keys of the list.
+/// Return whether a value is a secret as a whole. `path` has the keys that lead to it; list items have the keys of the
+/// list.
 pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     if path.contains(&HEADER_RULE_KEYS[0]) || path.contains(&HEADER_RULE_KEYS[1]) {
-        // Names to remove are none, where they stand as they should.
+        // Header names in `remove` are not secret. Values in other positions may be.
         return path.last() != Some(&"remove");
     }
     if path.last() == Some(&"keys") {
-        // A key that was pasted instead of its hash.
+        // An API key that was pasted instead of its hash.
         return !text.starts_with("sha256:");
     }
     let misspelled = |key: &str| FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);
@@ -56,11 +57,11 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     })
 }
 
-/// The parts of a text that are secrets wherever it stands: who logs on in a URL, and query parameters.
+/// Return the byte ranges of secrets in any text: the credentials of a URL and query parameters.
 pub(super) fn secret_ranges(text: &str) -> Vec<Range<usize>> {
     let mut found = Vec::new();
     let scheme = text.find("://").map(|at| at + "://".len());
-    // Whatever stands before the last @: a password may have any sign in it, above all where that is the fault.
+    // Everything before the last `@`: a password may contain any character, in particular if that is the error.
     if let Some(from) = scheme
         && let Some(at) = text[from..].rfind('@')
     {
@@ -84,7 +85,7 @@ pub(super) fn secret_ranges(text: &str) -> Vec<Range<usize>> {
     found
 }
 
-/// A text without its parts that are secrets.
+/// Return the text with its secret parts masked.
 pub(super) fn redact(text: &str) -> String {
     let mut text_without_secrets = text.to_owned();
     for part in secret_ranges(text).into_iter().rev() {

@@ -1,4 +1,4 @@
-//! Values that may be written in two ways, a short one and a long one.
+//! Values with a short and a long form.
 
 use std::collections::BTreeMap;
 
@@ -9,13 +9,13 @@ use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
 use crate::config::error::Spanned;
 use crate::config::{Text, schema};
 
-/// `5`, or a table that says where the cost stands.
+/// `5`, or a table that names the header with the cost.
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
 pub enum LimitCost {
-    /// The same each time.
+    /// The same cost for each request.
     Fixed(#[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))] i64),
-    /// A field says it.
+    /// The value of a header.
     FromHeader(CostTable),
 }
 
@@ -23,11 +23,11 @@ pub enum LimitCost {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct CostTable {
-    /// A field of requests that trusted proxies set; with `max`.
+    /// Request header with the cost, trusted only from trusted proxies. Requires `max`.
     pub request_header: Option<Text>,
-    /// A field of responses.
+    /// Response header with the cost.
     pub response_header: Option<Text>,
-    /// More than this counts as this.
+    /// Maximum cost. Larger values count as this.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub max: Option<Spanned<i64>>,
 }
@@ -40,9 +40,9 @@ pub struct OneOrMany(#[schemars(schema_with = "schema::identities")] pub Vec<Str
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
 pub enum UpstreamWeights {
-    /// All goes to one upstream.
+    /// All requests go to one upstream.
     Single(String),
-    /// Each has its part.
+    /// Requests are split by weight.
     Weighted(#[schemars(schema_with = "schema::weights")] BTreeMap<String, Spanned<i64>>),
 }
 
@@ -50,15 +50,15 @@ pub enum UpstreamWeights {
 #[derive(Debug, Default, JsonSchema)]
 #[schemars(with = "ServerForms")]
 pub struct UpstreamServer {
-    /// Where it listens.
+    /// Scheme, host and port.
     pub url: String,
-    /// Its share beside that of others.
+    /// Weight relative to the other servers.
     pub weight: Option<Spanned<i64>>,
 }
 
 #[derive(JsonSchema)]
 #[schemars(untagged)]
-#[allow(dead_code)] // says what may be written
+#[allow(dead_code)] // used for the JSON Schema only
 enum ServerForms {
     Url(String),
     Table(ServerTable),
@@ -146,7 +146,7 @@ impl<'de> Deserialize<'de> for LimitCost {
 pub(super) struct ServerTable {
     /// Scheme, host and port.
     url: String,
-    /// Its share beside that of others; 0 = drained.
+    /// Weight relative to the other servers. 0 = drained: no new requests.
     #[schemars(range(min = 0, max = 1000), extend("default" = 1))]
     weight: Option<Spanned<i64>>,
 }

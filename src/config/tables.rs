@@ -1,4 +1,4 @@
-//! `[[route]]` as written.
+//! The tables `[[route]]`, `[limit.NAME]` and `[upstream.NAME]`, as written.
 
 use std::collections::BTreeMap;
 
@@ -14,52 +14,53 @@ use crate::config::{Text, schema};
 #[serde(default)]
 #[schemars(extend("required" = ["name", "path"]))]
 pub struct Route {
-    /// Unique.
+    /// Unique name of the route.
     pub name: Option<Text>,
-    /// `"api.example.com"`, `"*.example.com"` for all below it; by default any.
+    /// `"api.example.com"`, or `"*.example.com"` for all its subdomains. Default: any host.
     pub host: Option<Text>,
-    /// `"/v1/search"`; `"/v1/users/{id}"`; `"/v1/{*rest}"` takes `/v1/` and all below it, `"/{*rest}"` everything.
-    /// `/a` is not `/a/`.
+    /// `"/v1/search"`; `"/v1/users/{id}"`; `"/v1/{*rest}"` matches `/v1/` and all paths below it, `"/{*rest}"` every
+    /// path. `/a` does not match `/a/`.
     pub path: Option<Text>,
-    /// `["GET"]`; by default all.
+    /// HTTP methods, such as `["GET"]`. Default: all.
     pub methods: Option<Vec<Text>>,
-    /// `{ "x-version" = "2" }`: fields that must be there with these values.
+    /// Headers that the request must have with exactly these values: `{ "x-version" = "2" }`.
     pub headers: BTreeMap<String, Text>,
-    /// An upstream's name, or several with weights: `{ api = 9, canary = 1 }`. A route has exactly one of `upstream`,
+    /// Name of an upstream, or several with weights: `{ api = 9, canary = 1 }`. A route has exactly one of `upstream`,
     /// `respond` and `redirect`.
     pub upstream: Option<Spanned<UpstreamWeights>>,
-    /// The gateway answers itself: `{ status = 200, body = "…", content_type = "text/plain" }`.
+    /// Response of the gateway, without an upstream: `{ status = 200, body = "…", content_type = "text/plain" }`.
     pub respond: Option<Spanned<DirectResponse>>,
-    /// The client is sent elsewhere: `{ to = "/v1/{rest}", status = 308 }`.
+    /// Redirect: `{ to = "/v1/{rest}", status = 308 }`.
     pub redirect: Option<Spanned<Redirect>>,
-    /// Names of limits, up to 16, decided together.
+    /// Names of up to 16 limits. All are charged in one atomic check, or none.
     pub limits: Vec<Text>,
-    /// Units that a request costs on each of them.
+    /// Cost of a request on each of these limits.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64), extend("default" = 1))]
     pub cost: Option<Spanned<i64>>,
-    /// `"/v1"`: whole segments that the upstream does not see.
+    /// Path prefix to remove for the upstream, such as `"/v1"`. Whole segments only.
     pub strip_prefix: Option<Text>,
-    /// `"/internal/{rest}"`: the path that the upstream sees instead, with parameters of `path`.
+    /// Path for the upstream, such as `"/internal/{rest}"`, with parameters of `path`.
     pub rewrite: Option<Text>,
-    /// `"10s"`: for all of a request, from its head to the end of its answer.
+    /// Maximum time for a request, from its headers to the end of the response, such as `"10s"`. Default: no maximum.
     #[schemars(schema_with = "schema::duration")]
     pub timeout: Option<Text>,
-    /// Bytes of a request body, `"1MiB"`; beyond it 413: at once if the request says its length, otherwise as soon as
-    /// it is reached, and the request to the upstream breaks off.
+    /// Maximum size of a request body, such as `"1MiB"`. Larger: 413, at once if the request has a `Content-Length`,
+    /// otherwise when the maximum is reached; the upstream request is then aborted. Default: no maximum.
     #[schemars(schema_with = "schema::size")]
     pub max_body: Option<Text>,
-    /// What the upstream gets instead: `{ set = { x-gateway = "sluicegate" }, remove = ["x-debug"] }`.
+    /// Changes to the request headers for the upstream: `{ set = { x-gateway = "sluicegate" }, remove = ["x-debug"] }`.
     pub request_headers: Option<Spanned<HeaderRules>>,
-    /// The same for answers: `{ remove = ["server"] }`.
+    /// Changes to the response headers: `{ remove = ["server"] }`.
     pub response_headers: Option<Spanned<HeaderRules>>,
-    /// Lets a client switch to another protocol.
+    /// Allow protocol upgrades, such as WebSocket.
     #[schemars(extend("default" = false))]
     pub websocket: Option<Spanned<bool>>,
-    /// `draft-11` (every limit) or `draft-07`; `draft-03`; `github`; `ietf` = the newest draft, `draft-11`; any of them, `[]` = none. The older ones
-    /// tell of the binding limit: the violated one with the longest wait, else the one with the smallest share left.
+    /// Styles of the RateLimit headers: `draft-11` (all limits) or `draft-07`, `draft-03`, `github`. `ietf` is the
+    /// newest draft, `draft-11`. `[]` = no headers. The older styles describe one limit: the violated one with the
+    /// longest wait, otherwise the one with the smallest remaining share.
     #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
     pub ratelimit_headers: Option<Vec<Text>>,
-    /// Access-Control-Expose-Headers for these fields.
+    /// Send `Access-Control-Expose-Headers` for the RateLimit headers and `Retry-After`.
     #[schemars(extend("default" = false))]
     pub expose_headers: bool,
 }
@@ -68,9 +69,9 @@ pub struct Route {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct HeaderRules {
-    /// Fields that get one line with this value instead of all that they had.
+    /// Headers to set. The value replaces all existing lines of the header.
     pub set: BTreeMap<String, Text>,
-    /// Fields of which all lines are taken away.
+    /// Headers to remove, with all their lines.
     pub remove: Vec<Text>,
 }
 
@@ -79,12 +80,12 @@ pub struct HeaderRules {
 #[serde(default)]
 #[schemars(extend("required" = ["status"]))]
 pub struct DirectResponse {
-    /// Of the answer.
+    /// Status of the response.
     #[schemars(range(min = 200, max = 599))]
     pub status: Option<Spanned<i64>>,
-    /// Of the answer; by default empty.
+    /// Body of the response. Default: empty.
     pub body: Option<Text>,
-    /// What the body is.
+    /// Content type of the body.
     #[schemars(extend("default" = "text/plain; charset=utf-8"))]
     pub content_type: Option<Text>,
 }
@@ -94,139 +95,137 @@ pub struct DirectResponse {
 #[serde(default)]
 #[schemars(extend("required" = ["to"]))]
 pub struct Redirect {
-    /// A path, or a URL with `http://` or `https://` and a host, with parameters of `path`: `"/v1/{rest}"`.
+    /// Path, or `http://` or `https://` URL with a host. May have parameters of `path`: `"/v1/{rest}"`.
     pub to: Option<Text>,
-    /// 308 and 301 for good, 307 and 302 for now, 303 to GET another resource.
+    /// 308 or 301 (permanent), 307 or 302 (temporary), 303 (GET another resource).
     #[schemars(extend("enum" = [301, 302, 303, 307, 308], "default" = 308))]
     pub status: Option<Spanned<i64>>,
 }
-
-// `[limit.NAME]` as written.
 
 /// `[limit.NAME]`
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("required" = ["by", "quota"]))]
 pub struct Limit {
-    /// `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`, `path:PARAM`, `jwt:CLAIM`,
-    /// `client-cert`, `host`, `route`, `method`, `global`, or a list of them: one bucket for each combination.
+    /// Identity that the limit counts: `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`,
+    /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `host`, `route`, `method`, `global`, or a list of them. A list has one
+    /// bucket for each combination.
     pub by: Option<Spanned<OneOrMany>>,
-    /// `gcra` and `leaky-bucket` are other names of `token-bucket`; `sliding-log`: a quota of at most 10,000;
-    /// `concurrency`: `quota = "20"` is so many requests in flight at the same time.
+    /// `gcra` and `leaky-bucket` are aliases of `token-bucket`. `sliding-log` allows a quota of at most 10,000.
+    /// `concurrency` limits requests in flight: `quota = "20"`.
     #[schemars(extend("enum" = ["token-bucket", "gcra", "leaky-bucket", "fixed-window", "sliding-log", "sliding-window", "sliding-buckets", "concurrency"], "default" = "token-bucket"))]
     pub algorithm: Option<Text>,
-    /// `"600/min"`.
+    /// Quota per time unit, such as `"600/min"`.
     #[schemars(schema_with = "schema::quota")]
     pub quota: Option<Text>,
-    /// token-bucket: how many at once; by default the quota's count.
+    /// token-bucket: capacity of the bucket. Default: the count of the quota.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub burst: Option<Spanned<i64>>,
-    /// fixed-window: `"first-request"` opens the window with the first request.
+    /// fixed-window: `"aligned"` windows follow the clock, `"first-request"` opens a window with the first request.
     #[schemars(extend("enum" = ["aligned", "first-request"], "default" = "aligned"))]
     pub start: Option<Text>,
-    /// sliding-buckets: parts of the window.
+    /// sliding-buckets: number of buckets in the window.
     #[schemars(range(min = 1, max = 1000), extend("default" = 10))]
     pub buckets: Option<Spanned<i64>>,
-    /// fixed-window by day, week, month or year: whose calendar, such as `"Europe/Berlin"`; days of 23 and 25 hours
-    /// are right.
+    /// fixed-window by day, week, month or year: time zone of the calendar, such as `"Europe/Berlin"`. Days with a
+    /// daylight saving change have 23 or 25 hours.
     #[schemars(extend("default" = "UTC"))]
     pub time_zone: Option<Text>,
-    /// A request without the identity: 400 (401 for a key, a token or a certificate); `"skip"` the limit; `"ip"`
-    /// stands in.
+    /// Requests without the identity. `"reject"`: 400, or 401 for an API key, token or client certificate. `"skip"`:
+    /// the limit does not apply. `"ip"`: the client network is the identity.
     #[schemars(extend("enum" = ["reject", "skip", "ip"], "default" = "reject"))]
     pub on_missing: Option<Text>,
-    /// While the store cannot answer: this gateway's share; `"allow"`; `"deny"` with 503.
+    /// Fallback while the store is unavailable. `"local"`: the local share of this gateway. `"allow"`: fail open.
+    /// `"deny"`: fail closed with 503.
     #[schemars(extend("enum" = ["local", "allow", "deny"], "default" = "local"))]
     pub on_store_error: Option<Text>,
-    /// Decide and log (`shadow_denied` in the access log), but never deny and tell nobody.
+    /// Dry run: decide and log (`shadow_denied` in the access log), but never deny and send no response headers.
     #[schemars(extend("default" = false))]
     pub shadow: bool,
-    /// The methods that the limit is about, `["POST"]`; by default all.
+    /// HTTP methods that the limit applies to, such as `["POST"]`. Default: all.
     pub methods: Option<Vec<Text>>,
-    /// Never limited: `SOURCE=VALUE`, the source as in `by`, the value after the first `=` as the source has it:
-    /// `"api-key=batch"` (a consumer, never an unknown key), `"client-cert=CN=alice,O=Acme"`. `"ip=10.0.0.0/8"` also
-    /// where the address stands in; with `by = "ip"` a network alone will do.
+    /// Identities that are never limited: `SOURCE=VALUE` with a source of `by`, such as `"api-key=batch"` (a consumer,
+    /// never an unknown key) or `"client-cert=CN=alice,O=Acme"`. The value starts after the first `=`.
+    /// `"ip=10.0.0.0/8"` also applies where the client network stands in for another source. With `by = "ip"` the
+    /// network alone is enough.
     pub exempt: Vec<Text>,
-    /// Other sizes for the consumers of a tier: `{ free = { quota = "60/min", burst = 10 } }`; with `api-key` in
-    /// `by`.
+    /// Quotas for the consumers of a tier: `{ free = { quota = "60/min", burst = 10 } }`. Requires `api-key` in `by`.
     pub tiers: BTreeMap<String, Spanned<LimitVariant>>,
-    /// Units that a request costs: `5`; `{ request_header = "x-cost", max = 100 }`; `{ response_header =
-    /// "x-tokens-used" }`; by default the cost of the route.
+    /// Cost of a request: `5`; `{ request_header = "x-cost", max = 100 }`; `{ response_header = "x-tokens-used" }`.
+    /// Default: the cost of the route.
     pub cost: Option<Spanned<LimitCost>>,
-    /// Statuses of the response that give the charge back: `["5xx", "404"]`.
+    /// Response statuses that refund the charge: `["5xx", "404"]`.
     #[schemars(schema_with = "schema::statuses")]
     pub refund_on: Vec<Text>,
-    /// Hold a request until its turn, at most so long, instead of denying it.
+    /// Queue timeout: a request that would be denied waits up to this time in a queue. Default: no queue.
     #[schemars(schema_with = "schema::duration")]
     pub max_wait: Option<Text>,
-    /// So many at a time for each identity on each gateway; whoever comes then is denied.
+    /// Maximum number of queued requests per identity on each gateway. Further requests are denied.
     #[schemars(range(min = 1, max = 2147483647), extend("default" = 1000))]
     pub max_queue: Option<Spanned<i64>>,
-    /// Units that a gateway may take ahead for a hot identity; 0 = none.
+    /// Maximum number of tokens that a gateway may prefetch for a hot identity. 0 = no prefetching.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 0))]
     pub prefetch: Option<Spanned<i64>>,
 }
 
-/// `{ quota = "…", burst = … }`: another size of a limit.
+/// `{ quota = "…", burst = … }`: another quota of a limit, for a tier or a consumer.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct LimitVariant {
-    /// Instead of that of the limit. Without `quota` and `burst` both are those of the limit.
+    /// Quota that replaces that of the limit. Without `quota` and `burst`, both are those of the limit.
     #[schemars(schema_with = "schema::quota")]
     pub quota: Option<Text>,
-    /// token-bucket: how many at once; by default the count of a `quota` that stands beside it.
+    /// token-bucket: capacity of the bucket. Default: the count of the `quota` in the same table.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub burst: Option<Spanned<i64>>,
 }
-
-// `[upstream.NAME]` as written.
 
 /// `[upstream.NAME]`
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("required" = ["servers"]))]
 pub struct Upstream {
-    /// `["http://10.0.0.1:9000", { url = "http://10.0.0.2:9000", weight = 2 }]`; `https://` for TLS, port 80 or 443
-    /// where none is said.
+    /// URLs of the servers: `["http://10.0.0.1:9000", { url = "http://10.0.0.2:9000", weight = 2 }]`. `https://`
+    /// selects TLS. Default port: 80 or 443.
     pub servers: Vec<Spanned<UpstreamServer>>,
-    /// `"http2"`: in clear text by prior knowledge and with TLS by ALPN, one connection of each worker for all
-    /// requests; what gRPC needs.
+    /// `"http1"`, or `"http2"`: prior knowledge over plaintext, ALPN over TLS. HTTP/2 uses one connection per worker
+    /// and server for all requests. gRPC requires it.
     #[schemars(extend("enum" = ["http1", "http2"], "default" = "http1"))]
     pub protocol: Option<Text>,
-    /// To any server, all that are tried together, TLS handshake included; beyond it 502.
+    /// Maximum time to connect, for all attempts together, TLS handshake included. Later: 502.
     #[schemars(schema_with = "schema::duration", extend("default" = "2s"))]
     pub connect_timeout: Option<Text>,
-    /// Until the response head, once the request is sent; beyond it 504. Waiting for the client's body does not
-    /// count.
+    /// Maximum time from the end of the request to the response headers. Later: 504. Time in which the gateway waits
+    /// for the client's body does not count.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub response_timeout: Option<Text>,
-    /// Idle connections older than this are not used again; with `http2` one on which nothing was asked for so long.
+    /// Idle connections are not reused after this time. HTTP/2: a connection without a request for this time.
     #[schemars(schema_with = "schema::duration", extend("default" = "4s"))]
     pub pool_idle_timeout: Option<Text>,
-    /// Who is asked.
+    /// Load balancing policy: `least-requests`, `round-robin`, `random` or `hash:HEADER`.
     #[schemars(schema_with = "schema::balance", extend("default" = "least-requests"))]
     pub balance: Option<Text>,
-    /// Requests in flight at each server, from all workers; 0 = no cap.
+    /// Maximum number of requests in flight per server, from all workers. 0 = no limit.
     #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
     pub max_requests: Option<Spanned<i64>>,
-    /// Requests that wait for a server with room, for `connect_timeout` at most; beyond it 503.
+    /// Maximum number of requests that wait for a server with capacity, each for at most `connect_timeout`. More: 503.
     #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
     pub max_queue: Option<Spanned<i64>>,
-    /// `{ path = "/healthz" }`: each server is asked; one that fails so many checks in a row gets no requests until
-    /// it passes so many.
+    /// Active health checks of each server: `{ path = "/healthz" }`. A server gets no requests after
+    /// `unhealthy_threshold` failed checks, until `healthy_threshold` checks pass.
     pub health_check: Option<Spanned<Health>>,
-    /// `{}` or with other numbers: so many errors in a row put a server out for a time, longer each time, up to ten
-    /// times.
+    /// Outlier detection, `{}` for the defaults: a server is ejected after `consecutive_errors`, for
+    /// `base_ejection_time` times the number of recent ejections, at most 10 times.
     pub outlier_detection: Option<Spanned<Eject>>,
-    /// Time in which a server that is back gets its whole weight; `"0s"` = at once.
+    /// Time in which the weight of a recovered server rises to its full value. `"0s"` = at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "0s"))]
     pub slow_start: Option<Text>,
-    /// So often a GET, HEAD or OPTIONS without a body that breaks off before its answer goes to another server; a
-    /// fifth of all requests at most.
+    /// Maximum number of retries on other servers, for GET, HEAD and OPTIONS requests without a body whose connection
+    /// fails before the response. The retry budget is 20 % of all requests, plus 10 per second.
     #[schemars(range(min = 0, max = 10), extend("default" = 0))]
     pub retries: Option<Spanned<i64>>,
-    /// For servers at `https://`: `{ ca = "ca.pem", server_name = "api.internal", cert = "gate.pem", key = "gate.key"
-    /// }`, each optional, `cert` and `key` together.
+    /// TLS to servers at `https://`: `{ ca = "ca.pem", server_name = "api.internal", cert = "gate.pem", key =
+    /// "gate.key" }`. Each key is optional; `cert` and `key` go together.
     pub tls: Option<Spanned<UpstreamTls>>,
 }
 
@@ -234,13 +233,13 @@ pub struct Upstream {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct UpstreamTls {
-    /// The authorities that sign the certificates of servers, a PEM file; by default those of the system.
+    /// PEM file of CA certificates for the servers. Default: the trust roots of the system.
     pub ca: Option<Text>,
-    /// What the certificates must be for; by default the host of the URL.
+    /// Name that the server certificates must be valid for. Default: the host of the URL.
     pub server_name: Option<Text>,
-    /// Who we are, a PEM file; with `key`.
+    /// PEM file of the client certificate. Requires `key`.
     pub cert: Option<Text>,
-    /// Its key, a PEM file.
+    /// PEM file of the private key of `cert`.
     pub key: Option<Text>,
 }
 
@@ -249,21 +248,21 @@ pub struct UpstreamTls {
 #[serde(default)]
 #[schemars(extend("required" = ["path"]))]
 pub struct Health {
-    /// What is asked for: `"/healthz"`.
+    /// Path and query of the check, such as `"/healthz"`.
     pub path: Option<Text>,
-    /// The statuses of a healthy server.
+    /// Response statuses of a healthy server.
     #[schemars(extend("default" = [200]))]
     pub status: Option<Vec<Spanned<i64>>>,
-    /// Between two checks.
+    /// Time between two checks of a server.
     #[schemars(schema_with = "schema::duration", extend("default" = "5s"))]
     pub interval: Option<Text>,
-    /// For one check.
+    /// Maximum time for a check, connecting included.
     #[schemars(schema_with = "schema::duration", extend("default" = "1s"))]
     pub timeout: Option<Text>,
-    /// Failed checks in a row that put a server out.
+    /// Consecutive failed checks after which a server is unhealthy.
     #[schemars(range(min = 1, max = 100), extend("default" = 3))]
     pub unhealthy_threshold: Option<Spanned<i64>>,
-    /// Passed checks in a row that bring it back.
+    /// Consecutive passed checks after which a server is healthy again.
     #[schemars(range(min = 1, max = 100), extend("default" = 2))]
     pub healthy_threshold: Option<Spanned<i64>>,
 }
@@ -272,10 +271,10 @@ pub struct Health {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Eject {
-    /// In a row.
+    /// Consecutive errors after which a server is ejected.
     #[schemars(range(min = 1, max = 1000), extend("default" = 5))]
     pub consecutive_errors: Option<Spanned<i64>>,
-    /// How long the server is out, the first time.
+    /// Duration of the first ejection.
     #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
     pub base_ejection_time: Option<Text>,
 }
