@@ -1,4 +1,4 @@
-//! The configuration ready to use: names resolved, values checked, all errors found. Nothing fails later.
+//! The compiled configuration: references resolved, values validated, all errors reported. Nothing fails later.
 
 pub mod client_tls;
 pub mod cost;
@@ -44,46 +44,47 @@ use crate::snapshot::validator::Validator;
 use crate::tls::{ClientAuth, DownstreamTls};
 use crate::upstream::UpstreamSettings;
 
-/// Everything that a request needs, compiled once.
+/// The compiled configuration that requests use.
 #[derive(Debug)]
 pub struct CompiledConfig {
-    /// The file that says all of this.
+    /// The configuration file as read.
     pub file: FileSnapshot,
-    /// Limits of the HTTP side, and workers.
+    /// Settings of the HTTP server and the workers.
     pub server: Arc<ServerSettings>,
-    /// Where to listen.
+    /// Listening sockets.
     pub listeners: Vec<Listener>,
-    /// Where the operator asks; none = nowhere.
+    /// Admin listener, if configured.
     pub admin: Option<AdminSettings>,
-    /// Where the counters live.
+    /// Store for rate limit state.
     pub store: StoreSettings,
-    /// The process' own log and the access log.
+    /// The process log and the access log.
     pub log: LogSettings,
-    /// Whom to believe about addresses.
+    /// Trusted proxies and client network prefixes.
     pub client_ip: Arc<ClientIpResolver>,
-    /// Where API keys stand, and what becomes of unknown ones.
+    /// The API key header, and the handling of missing and unknown keys.
     pub api_key_settings: ApiKeySettings,
-    /// Whose keys are known; replaced when their file changes.
+    /// Consumers and the hashes of their keys. Replaced when the file of consumers changes.
     pub consumers: ArcSwap<Consumers>,
-    /// That file, as it was read first.
+    /// The file of consumers as read by the loader.
     pub consumers_file: Option<FileSnapshot>,
-    /// What tokens are checked against.
+    /// Verifier of bearer tokens.
     pub verifier: JwtVerifier,
-    /// The file that the keys of the verifier came from.
+    /// The JWK Set file as read by the loader.
     pub jwks_file: Option<FileSnapshot>,
-    /// Makes keys of identities.
+    /// Hash function for identities.
     pub hasher: IdentityHasher,
-    /// Headers that only trusted proxies may set, besides those of the X-Forwarded family, and those that identities and routes read.
+    /// Headers that need protection: those that only trusted proxies may set, besides the X-Forwarded family, and those
+    /// that identities and routes read.
     pub protected_headers: ProtectedHeaders,
     /// Upstreams, by the index that routes use.
     pub upstreams: Vec<Arc<UpstreamSettings>>,
-    /// TLS of those that have servers with it.
+    /// TLS of the upstreams that have servers at `https://`.
     pub upstream_tls: Vec<Arc<UpstreamTls>>,
-    /// Every limit, used or not, by name.
+    /// All limits by name, used or not.
     pub limits: BTreeMap<String, CompiledLimit>,
-    /// Every route, in the order of the file.
+    /// All routes, in file order.
     pub routes: Vec<Arc<Route>>,
-    /// The same, by what a request looks like.
+    /// The routes, indexed for lookup.
     pub table: RouteTable<Arc<Route>>,
     pub(crate) restart_only_keys: RestartOnlyKeys,
 }
@@ -91,66 +92,66 @@ pub struct CompiledConfig {
 /// `[[listener]]`
 #[derive(Debug)]
 pub struct Listener {
-    /// Where.
+    /// Address and port.
     pub address: SocketAddr,
-    /// Whether trusted proxies say in a PROXY header whom they speak for.
+    /// Whether connections start with a PROXY protocol header from a trusted proxy.
     pub proxy_protocol: bool,
-    /// With TLS; none = clear text.
+    /// TLS settings. `None` for plaintext.
     pub tls: Option<ListenerTls>,
 }
 
 /// `tls` of a listener
 #[derive(Debug)]
 pub struct ListenerTls {
-    /// What makes connections.
+    /// TLS configuration for new connections.
     pub tls: DownstreamTls,
-    /// The files of each certificate and its key, as they were read first.
+    /// The files of each certificate and its key, as read by the loader.
     pub certificates: Vec<[FileSnapshot; 2]>,
-    /// The file of the authorities that sign the certificates of clients.
+    /// The file with the CA certificates for client certificates, as read by the loader, and whether clients need one.
     pub client_ca: Option<(FileSnapshot, ClientAuth)>,
 }
 
 /// `[store]`
 #[derive(Debug, Clone)]
 pub struct StoreSettings {
-    /// Redis; none = the memory of this process.
+    /// Redis deployment and settings. `None` selects the memory of this process.
     pub redis: Option<(RedisDeployment, RedisSettings)>,
-    /// How the store is called in logs; no credentials.
+    /// Name of the store in logs, without credentials.
     pub name: String,
-    /// Bound of a decision.
+    /// Maximum time for a rate limit check.
     pub timeout: Duration,
-    /// Denials remembered; 0 = none.
+    /// Maximum number of cached denials. 0 disables the cache.
     pub denial_cache: usize,
-    /// Bound of the states kept in this process.
+    /// Maximum number of states in the memory of this process.
     pub max_memory_states: usize,
 }
 
-/// A limit, and how requests meet it.
+/// A limit, with the identity and cost of its requests.
 #[derive(Debug, Clone)]
 pub struct CompiledLimit {
     /// The limit.
     pub limit: Arc<LimitSpec>,
-    /// What tells its identities apart.
+    /// Identity that the limit counts.
     pub identity_spec: IdentitySpec,
-    /// What a request costs; none = what the route says.
+    /// Cost of a request. `None` = the cost of the route.
     pub cost: Option<Cost>,
-    /// The statuses that give a charge back.
+    /// Statuses that refund the charge.
     pub refund_on: RefundOn,
 }
 
 impl CompiledConfig {
-    /// Reads, checks and compiles a configuration.
+    /// Read, validate and compile a configuration.
     ///
     /// # Errors
-    /// Everything that is wrong with it.
+    /// All errors of the files.
     pub fn load(path: &Path, environment: EnvLookup<'_>) -> Result<CompiledConfig, ConfigError> {
         CompiledConfig::load_with_source(path, environment).map(|(config, _)| config)
     }
 
-    /// The same, with the file as written: for whoever has more to say of it.
+    /// Like [`CompiledConfig::load`], and return the parsed file as well.
     ///
     /// # Errors
-    /// As [`Runtime::load`].
+    /// As for [`CompiledConfig::load`].
     pub fn load_with_source(
         path: &Path,
         environment: EnvLookup<'_>,
@@ -158,10 +159,10 @@ impl CompiledConfig {
         Self::compile_file(path, file::read_gateway(path, environment), environment)
     }
 
-    /// The same as [`Runtime::load`] for the text of a file that is not there, or not yet.
+    /// Like [`CompiledConfig::load`], but with `text` as the content of the file at `path`, which need not exist.
     ///
     /// # Errors
-    /// Everything that is wrong with it.
+    /// As for [`CompiledConfig::load`].
     pub fn from_text(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<CompiledConfig, ConfigError> {
         Self::compile_file(path, file::parse_gateway(path, text, environment), environment).map(|(config, _)| config)
     }
@@ -176,26 +177,26 @@ impl CompiledConfig {
         let snapshot = FileSnapshot { path: path.to_owned(), content: file.text.clone().into_bytes() };
         let config = compile(snapshot, &file.value, &mut reader);
         reader.finish()?;
-        // Without a finding every part is there.
+        // Without errors, no part is missing.
         Ok((config, file))
     }
 
-    /// Listeners that cannot listen beside an earlier one, as pairs of places in the file. A gateway that opens these sockets
-    /// itself does not start.
+    /// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later). A gateway that
+    /// opens these sockets itself does not start.
     pub fn address_conflicts(&self) -> impl Iterator<Item = (usize, usize)> {
         listeners::address_conflicts(&self.listeners)
     }
 
-    /// Digests of the values that a reload does not change, by the names of their keys. Gateways and `check` compare
-    /// them without their values, of which some are secret.
+    /// Return keyed digests of the values that a reload cannot change, by key. Gateways and `check` compare digests,
+    /// since some values are secret.
     pub fn restart_only_digests(&self, salt: &str) -> BTreeMap<String, String> {
         self.restart_only_keys.digests(salt)
     }
 
-    /// Takes over what is now in the file of consumers. What they have used stays counted.
+    /// Replace the consumers by those in `content`. Their usage stays counted.
     ///
     /// # Errors
-    /// Everything that is wrong with it; the consumers stay as they were.
+    /// All errors of the file. The consumers in use do not change.
     pub fn reload_consumers(&self, path: &Path, content: &[u8], environment: EnvLookup<'_>) -> Result<(), ConfigError> {
         let consumers = identities::read(path, content, &self.limits, &self.hasher, environment);
         let consumers = consumers.and_then(|loaded| match loaded.is_incomplete {

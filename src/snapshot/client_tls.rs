@@ -1,4 +1,4 @@
-//! `tls` of what we connect to: the store and upstreams.
+//! TLS of connections to the store and to upstreams.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,29 +16,29 @@ use crate::tls::{Certificate, TlsError, TrustRoots};
 use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
 use crate::upstream::{Protocol, UpstreamSettings};
 
-/// The files that such a table names.
+/// The files of a client TLS table.
 #[derive(Debug, Default)]
 pub(super) struct TlsFiles {
-    /// Whom to believe.
+    /// CA certificates.
     pub(super) ca: Option<FileSnapshot>,
-    /// Who we are: a certificate and its key.
+    /// The client certificate and its key.
     pub(super) gateway_certificate: Option<[FileSnapshot; 2]>,
 }
 
 /// TLS of one upstream.
 #[derive(Debug)]
 pub struct UpstreamTls {
-    /// The name of the upstream.
+    /// Name of the upstream.
     pub name: Box<str>,
-    /// What makes connections.
+    /// TLS configuration for new connections.
     tls: Arc<UpstreamTlsConfig>,
-    /// What the certificates of its servers must be for; none = the host of each.
+    /// Name that the server certificates must be valid for. `None` = the host of each server.
     server_name: Option<ServerName<'static>>,
-    /// Where what it is made of came from.
+    /// The files as read by the loader.
     files: TlsFiles,
-    /// Our certificate at the start.
+    /// The client certificate as read by the loader.
     gateway_certificate: Option<Certificate>,
-    /// Whether it has been made of other files since.
+    /// Whether [`UpstreamTls::reload`] has replaced the TLS configuration.
     is_reloaded: AtomicBool,
 }
 
@@ -63,7 +63,7 @@ impl TlsFiles {
     }
 }
 
-/// TLS of an upstream; none if all its servers speak clear text.
+/// Compile the TLS settings of an upstream. Return `None` if all its servers use plaintext.
 pub(super) fn upstream_tls(
     name: &str,
     upstream: &config::tables::Upstream,
@@ -97,7 +97,7 @@ pub(super) fn upstream_tls(
         (None, None) => TrustRoots::from_system().map_err(|error| {
             fail(None, error, "install ca-certificates, or name those that count: tls.ca = \"upstream-ca.pem\"");
         }),
-        // That it cannot be read is told.
+        // `read_pem` has reported the error.
         (None, Some(_)) => Err(()),
     };
     let server_name = written.and_then(|tls| tls.server_name.as_ref());
@@ -133,21 +133,22 @@ fn parse_server_name(text: &str, span: Range<usize>, reader: &mut Validator<'_>)
 }
 
 impl UpstreamTls {
-    /// How to reach one of its servers.
+    /// Return the TLS settings for one server.
     pub(super) fn for_server(&self, host: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Option<EndpointTls> {
         let name = self.server_name.clone().or_else(|| parse_server_name(host, span, reader))?;
         Some(EndpointTls { tls: self.tls.clone(), server_name: name })
     }
 
-    /// The files that may change.
+    /// Return the files to watch for changes.
     pub fn files(&self) -> Vec<FileSnapshot> {
         self.files.ca.iter().chain(self.files.gateway_certificate.iter().flatten()).cloned().collect()
     }
 
-    /// Takes over what is now in its files, from the next connection on.
+    /// Use the new content of the files, starting with the next connection.
     ///
     /// # Errors
-    /// The file that cannot be used, or for which it is too late or too early; what was there before stays.
+    /// The file that cannot be used, or whose certificate has expired or is not valid yet. The TLS configuration in use
+    /// does not change.
     pub fn reload<'f>(&self, files: &'f [FileSnapshot], now: Duration) -> Result<(), (&'f FileSnapshot, TlsError)> {
         let (ca, gateway_certificate) = files.split_at(usize::from(self.files.ca.is_some()));
         let trust_roots = match ca {
@@ -167,7 +168,7 @@ impl UpstreamTls {
         Ok(())
     }
 
-    /// Whether another one is made of the same.
+    /// Return whether `other` has the same settings and file contents and was not reloaded since.
     pub(crate) fn is_same_as(&self, other: &UpstreamTls) -> bool {
         let file_contents =
             |tls: &UpstreamTls| tls.files().into_iter().map(|file| (file.path, file.content)).collect::<Vec<_>>();
@@ -178,14 +179,14 @@ impl UpstreamTls {
             && !other.is_reloaded.load(Ordering::Relaxed)
     }
 
-    /// Has connections to these servers made by it.
+    /// Make connections to the servers of `settings` use this TLS configuration.
     pub(crate) fn attach_tls(&self, settings: &mut UpstreamSettings) {
         for tls in settings.servers.iter_mut().filter_map(|server| server.tls.as_mut()) {
             tls.tls = self.tls.clone();
         }
     }
 
-    /// What servers will not like of our certificate.
+    /// Return a warning if the client certificate has expired or is not valid yet.
     pub(super) fn certificate_warning(&self, now: Duration) -> Option<String> {
         let error = self.gateway_certificate.as_ref()?.check_validity(now.as_secs() as i64).err()?;
         let [file, _] = self.files.gateway_certificate.as_ref()?;

@@ -1,42 +1,42 @@
-//! How much a request costs a limit: fixed, as a trusted proxy says, or as the response says.
+//! Cost of a request for a limit: fixed, from a header of a trusted proxy, or from a response header.
 
 use std::ops::RangeInclusive;
 
 use http::{HeaderMap, HeaderName, StatusCode};
 
-/// What a request costs one limit.
+/// Cost of a request for one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cost {
-    /// The same each time.
+    /// The same for each request.
     Fixed(u64),
-    /// What a field of the request says, if a trusted proxy sent it.
+    /// The value of a request header, if a trusted proxy sent it.
     Request {
-        /// The field.
+        /// The request header.
         header: HeaderName,
-        /// No more than this.
+        /// Maximum cost. Larger values count as this.
         max: u64,
-        /// Where the field is missing, or not to be trusted.
+        /// Cost if the header is missing or the client is not trusted.
         default: u64,
     },
-    /// What a field of the response says; charged when it is there.
+    /// The value of a response header. Charged when the response arrives.
     Response {
-        /// The field.
+        /// The response header.
         header: HeaderName,
-        /// Where the field is missing.
+        /// Cost if the header is missing or invalid.
         default: u64,
     },
 }
 
-/// A field that a trusted proxy sent does not say a cost.
+/// A trusted proxy sent an invalid cost.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the field `{0}` is not one whole number")]
 pub struct CostError(pub HeaderName);
 
 impl Cost {
-    /// The cost as far as it is known before the response.
+    /// Return the cost as far as it is known before the response.
     ///
     /// # Errors
-    /// A trusted proxy says something that is no cost.
+    /// A trusted proxy sent an invalid cost.
     pub fn request_cost(&self, headers: &HeaderMap, trusted: bool) -> Result<u64, CostError> {
         match self {
             Cost::Fixed(cost) => Ok(*cost),
@@ -49,7 +49,7 @@ impl Cost {
         }
     }
 
-    /// The cost that the response says; none where it has no say.
+    /// Return the cost from the response headers, or `None` if the cost does not depend on the response.
     pub fn response_cost(&self, headers: &HeaderMap) -> Option<u64> {
         match self {
             Cost::Response { header, default } => Some(parse_single(headers, header).flatten().unwrap_or(*default)),
@@ -57,7 +57,7 @@ impl Cost {
         }
     }
 
-    /// The same, with what is charged where the field is missing.
+    /// Set the cost if the header is missing.
     pub fn with_default(self, default: u64) -> Self {
         match self {
             Cost::Fixed(cost) => Cost::Fixed(cost),
@@ -66,13 +66,13 @@ impl Cost {
         }
     }
 
-    /// Whether it is known only afterwards.
+    /// Return whether the cost is known only after the response.
     pub fn is_deferred(&self) -> bool {
         matches!(self, Cost::Response { .. })
     }
 }
 
-/// What a field says; `Some(None)` where it is not one whole number.
+/// Parse a header with a single value. Return `Some(None)` if it is not exactly one integer of decimal digits.
 fn parse_single(headers: &HeaderMap, header: &HeaderName) -> Option<Option<u64>> {
     let mut values = headers.get_all(header).iter();
     let first = values.next()?;
@@ -80,22 +80,22 @@ fn parse_single(headers: &HeaderMap, header: &HeaderName) -> Option<Option<u64>>
     Some(digits.filter(|_| values.next().is_none()).and_then(|text| text.parse().ok()))
 }
 
-/// Statuses that give a charge back.
+/// Ranges of response statuses that refund the charge.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RefundOn(pub Vec<RangeInclusive<u16>>);
 
 impl RefundOn {
-    /// Whether no status is one.
+    /// Return whether no status refunds.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether a response with this status is one.
+    /// Return whether this status refunds.
     pub fn contains(&self, status: StatusCode) -> bool {
         self.0.iter().any(|range| range.contains(&status.as_u16()))
     }
 
-    /// Reads `503` or a class such as `5xx`.
+    /// Parse a status such as `503` or a class such as `5xx`.
     pub fn parse(text: &str) -> Option<RangeInclusive<u16>> {
         if let Some(class) = text.strip_suffix("xx") {
             let class: u16 = class.parse().ok().filter(|class| (1..=5).contains(class))?;

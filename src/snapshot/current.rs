@@ -1,4 +1,4 @@
-//! The configuration in force, who wants it read again, and how that went.
+//! The active configuration, reload requests, and the result of the last reload.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -11,58 +11,58 @@ use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 use crate::upstream::cluster::UpstreamCluster;
 
-/// What the process serves.
+/// The configuration in use.
 #[derive(Debug)]
 pub struct ActiveConfig {
-    /// The configuration.
+    /// The compiled configuration.
     pub config: Arc<CompiledConfig>,
-    /// Its upstreams, in its order.
+    /// Upstream clusters, in the order of its upstreams.
     pub clusters: Arc<[Arc<UpstreamCluster>]>,
-    /// In force since, µs since the Unix epoch.
+    /// Activation time in µs since the Unix epoch.
     pub active_since_us: u64,
 }
 
-/// Why the configuration is to be read again.
+/// Cause of a reload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReloadCause {
-    /// Its file has changed.
+    /// The configuration file has changed.
     FileChanged,
-    /// Somebody asks: all files that it names are to be read again, too.
+    /// Requested by the administrator. Reads all files that the configuration names again, too.
     Requested,
 }
 
-/// Somebody wants it to be read again.
+/// Request for a reload.
 #[derive(Debug)]
 pub struct ReloadRequest {
-    /// Why.
+    /// Cause of the reload.
     pub cause: ReloadCause,
-    /// Who waits for what becomes of it.
+    /// Receives the result.
     pub reply: oneshot::Sender<Result<(), String>>,
 }
 
-/// Why and when the last reload failed.
+/// The last reload, if it failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReloadFailure {
-    /// In full.
+    /// The complete error report.
     pub error: String,
-    /// µs since the Unix epoch.
+    /// Time of the failure in µs since the Unix epoch.
     pub failed_at_us: u64,
 }
 
-/// The configuration of a process.
+/// Access to the active configuration of the process, and to reloads.
 #[derive(Debug)]
 pub struct ConfigHandle {
     active: ArcSwap<ActiveConfig>,
     requests: Sender<ReloadRequest>,
     last_failure: Mutex<Option<ReloadFailure>>,
-    /// The content of its file at the last attempt.
+    /// Content of the configuration file at the last attempt.
     last_attempt: Mutex<Vec<u8>>,
     reloads: AtomicU64,
     failures: AtomicU64,
 }
 
 impl ConfigHandle {
-    /// Of a process that begins, and what it is asked for.
+    /// Create the handle with the initial configuration, and the receiver of reload requests.
     pub fn new(config: Arc<CompiledConfig>) -> (Self, Receiver<ReloadRequest>) {
         let clusters = config.upstreams.iter().cloned().map(UpstreamCluster::new).map(Arc::new).collect();
         let last_attempt = Mutex::new(config.file.content.clone());
@@ -72,48 +72,48 @@ impl ConfigHandle {
         (ConfigHandle { active, requests, last_failure, last_attempt, reloads, failures }, receiver)
     }
 
-    /// What is in force.
+    /// Return the active configuration.
     pub fn active(&self) -> Arc<ActiveConfig> {
         self.active.load_full()
     }
 
-    /// Asks for a reload; the answer comes when it is done.
+    /// Request a reload. The receiver gets the result.
     pub fn reload(&self, cause: ReloadCause) -> oneshot::Receiver<Result<(), String>> {
         let (reply, receiver) = oneshot::channel();
-        // Without anybody to do it, the answer is that there will be none.
+        // If the reloader is gone, the reply channel closes, and so the caller sees an error.
         let _ = self.requests.send(ReloadRequest { cause, reply });
         receiver
     }
 
-    /// Notes what is about to be tried.
+    /// Record the content of the configuration file before an attempt.
     pub fn record_attempt(&self, content: &[u8]) {
         *lock(&self.last_attempt) = content.to_vec();
     }
 
-    /// Whether this was tried last.
+    /// Return whether the last attempt had this content.
     pub fn is_last_attempt(&self, content: &[u8]) -> bool {
         *lock(&self.last_attempt) == content
     }
 
-    /// This is in force from now on.
+    /// Make a configuration active, and count a successful reload.
     pub fn activate(&self, config: Arc<CompiledConfig>, clusters: Arc<[Arc<UpstreamCluster>]>) {
         self.active.store(Arc::new(ActiveConfig { config, clusters, active_since_us: clock::unix_us() }));
         self.reloads.fetch_add(1, Ordering::Relaxed);
         *lock(&self.last_failure) = None;
     }
 
-    /// A reload has failed; what is in force stays.
+    /// Record a failed reload. The active configuration does not change.
     pub fn record_failure(&self, error: &str) {
         self.failures.fetch_add(1, Ordering::Relaxed);
         *lock(&self.last_failure) = Some(ReloadFailure { error: error.to_owned(), failed_at_us: clock::unix_us() });
     }
 
-    /// The last reload, if it failed.
+    /// Return the failure of the last reload, or `None` if it succeeded.
     pub fn last_failure(&self) -> Option<ReloadFailure> {
         lock(&self.last_failure).clone()
     }
 
-    /// Reloads that were done, and that failed.
+    /// Return the number of successful and of failed reloads.
     pub fn reload_counts(&self) -> [u64; 2] {
         [&self.reloads, &self.failures].map(|count| count.load(Ordering::Relaxed))
     }

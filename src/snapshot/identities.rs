@@ -1,4 +1,4 @@
-//! Who asks: client addresses, API keys, tokens, what limits are by.
+//! Compiles identities: client addresses, API keys, tokens and consumers.
 
 use std::collections::{BTreeMap, HashSet};
 use std::net::IpAddr;
@@ -25,7 +25,7 @@ use crate::snapshot::CompiledLimit;
 use crate::snapshot::limits::{limit_variant, quota_hint};
 use crate::snapshot::validator::Validator;
 
-/// The word of `by` for addresses.
+/// Label of the client network in `by`.
 const IP_LABEL: &str = "ip";
 
 pub(super) fn client_ip(client_ip: &config::ClientIp, reader: &mut Validator<'_>) -> ClientIpResolver {
@@ -68,7 +68,7 @@ pub(super) fn identity_spec(
     IdentitySpec { descriptors, on_missing, methods, exemptions: exempt }
 }
 
-/// The sources of exempt values are those of `by`; `ip` as well where the address stands in for another source.
+/// Compile `exempt`. Its sources are those of `by`, and `ip` if the client network can stand in for another source.
 fn exemptions(
     limit: &config::tables::Limit,
     descriptors: &[Descriptor],
@@ -108,7 +108,7 @@ fn exemptions(
                 Some(net) => exemptions.networks.push(net),
                 None => network_issue(value, text.span(), reader),
             },
-            // Hosts are compared in lower case, as requests are routed.
+            // Hosts are compared in lower case, as in routing.
             Some(Descriptor::Host) => exemptions.values.push((Descriptor::Host, value.to_ascii_lowercase().into())),
             // Cookies are compared decoded, as in requests.
             Some(descriptor @ Descriptor::Cookie(_)) => {
@@ -167,7 +167,7 @@ pub(super) fn api_key_settings(api_key: &config::ApiKey, reader: &mut Validator<
     settings
 }
 
-/// What tokens are checked against, and the file of its keys as it was read.
+/// Compile `[jwt]`. Return the verifier, and the JWK Set file as read.
 pub(super) fn jwt_verifier(jwt: &config::Jwt, reader: &mut Validator<'_>) -> (JwtVerifier, Option<FileSnapshot>) {
     let text_of = |text: &Option<config::Text>| text.as_ref().map(|text| text.get_ref().as_str().into());
     let mut verifier =
@@ -189,8 +189,6 @@ pub(super) fn jwt_verifier(jwt: &config::Jwt, reader: &mut Validator<'_>) -> (Jw
     (verifier, Some(file))
 }
 
-// `consumers.toml`: who has which keys, in which tier, with which sizes of its own.
-
 type LimitsByName = BTreeMap<String, CompiledLimit>;
 
 pub(super) fn load(
@@ -211,15 +209,15 @@ pub(super) fn load(
     (loaded.map_err(|faulty| reader.add_file_issues(faulty)).unwrap_or_default().consumers, Some(file))
 }
 
-/// What was found in a file of consumers.
+/// The consumers of a file.
 #[derive(Default)]
 pub(super) struct LoadedConsumers {
     pub(super) consumers: Consumers,
-    /// Whether nobody has a key, and nothing says that it is meant so: most likely the file is being written.
+    /// Whether the file has no keys and no explicit `keys = []`. The file is probably being written.
     pub(super) is_incomplete: bool,
 }
 
-/// Reads what was found in a file of consumers.
+/// Parse and compile the content of a file of consumers.
 pub(super) fn read(
     path: &Path,
     content: &[u8],
@@ -236,7 +234,7 @@ pub(super) fn read(
     if issues.is_empty() { Ok(loaded) } else { Err(FileIssues { path: path.to_owned(), text: file.text, issues }) }
 }
 
-/// Sees that limits by API key have keys to know.
+/// Report limits by API key that would reject every request because no key is known.
 pub(super) fn check_keys_known(
     config: &Config,
     limits: &LimitsByName,
@@ -244,7 +242,7 @@ pub(super) fn check_keys_known(
     consumers: &Consumers,
     reader: &mut Validator<'_>,
 ) {
-    // A file that could not be read has been spoken of.
+    // Errors of the file of consumers are reported elsewhere.
     if config.api_key.consumers.is_some() || !consumers.is_empty() || keys.on_unknown != OnUnknownKey::Reject {
         return;
     }
@@ -291,7 +289,7 @@ fn compile_consumers(
         });
         for key in written.keys.iter().flatten() {
             let Some(hash) = parse_key_hash(key.get_ref()) else {
-                // The text itself may be a key that somebody pasted: it is shown in the line, not repeated.
+                // The text may be an API key that was pasted by mistake, so the message does not repeat it.
                 let hint = "\"sha256:\" and 64 lower-case hex digits: printf %s KEY | sha256sum";
                 issues.push(Issue::new(key.span(), "this is not the hash of a key").with_hint(hint));
                 continue;
@@ -304,7 +302,7 @@ fn compile_consumers(
     consumers
 }
 
-/// A tier that some limit has.
+/// Compile the tier of a consumer. At least one limit must have it.
 fn tier(text: Option<&config::Text>, limits: &LimitsByName, issues: &mut Vec<Issue>) -> Option<Box<str>> {
     let text = text?;
     let known = || limits.values().flat_map(|compiled| compiled.limit.tiers.keys()).map(|tier| &**tier);
@@ -320,7 +318,7 @@ fn tier(text: Option<&config::Text>, limits: &LimitsByName, issues: &mut Vec<Iss
     Some(text.get_ref().as_str().into())
 }
 
-/// The sizes that a consumer has of its own.
+/// Compile the quotas of a consumer.
 fn limit_variants(
     written: &BTreeMap<String, config::error::Spanned<config::tables::LimitVariant>>,
     limits: &LimitsByName,

@@ -1,4 +1,4 @@
-//! `[limit.*]`: who, how much, at what cost; checked and put into the form that decides.
+//! Compiles `[limit.NAME]`: identity, rule, cost and options.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -29,7 +29,8 @@ use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledLimit, identities};
 use crate::upstream::UpstreamSettings;
 
-/// A request in flight holds its slot for the time that its upstream may take and so much more, unless it is renewed.
+/// Added to the response timeout of the slowest upstream for the TTL of a concurrency permit. Permits are renewed while
+/// their request runs.
 const PERMIT_TTL_SLACK: Duration = Duration::from_secs(5);
 
 pub(super) fn limits(
@@ -111,7 +112,7 @@ pub(super) fn limits(
     limits
 }
 
-/// Sees that a fixed cost fits into every size of a limit.
+/// Report a fixed cost that exceeds the capacity of a variant of the limit.
 pub(super) fn check_cost_fits(cost: u64, limit: &LimitSpec, span: Range<usize>, reader: &mut Validator<'_>) {
     for (tier, variant) in limit.variants() {
         let capacity = variant.rule.capacity();
@@ -127,7 +128,7 @@ pub(super) fn check_cost_fits(cost: u64, limit: &LimitSpec, span: Range<usize>, 
     }
 }
 
-/// The headers that only trusted proxies may set, because some limit believes them.
+/// Return the headers that only trusted proxies may set because a limit relies on them.
 pub(super) fn trusted_headers(limits: &BTreeMap<String, CompiledLimit>) -> Vec<HeaderName> {
     let mut names = Vec::new();
     for compiled in limits.values() {
@@ -157,7 +158,7 @@ fn cost(limit: &config::tables::Limit, trusted_proxies: usize, reader: &mut Vali
         }
         LimitCost::FromHeader(table) => table,
     };
-    // The route's cost stands in where the field is missing; the route fills it in.
+    // `Cost::with_default` replaces it by the cost of the route.
     let default = 1;
     match (&table.request_header, &table.response_header, &table.max) {
         (Some(text), None, Some(max)) => {
@@ -209,7 +210,7 @@ fn queue_policy(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Op
     Some(QueuePolicy { max_wait: max, max_queue })
 }
 
-/// Keys that do not go together.
+/// Report keys that cannot be combined.
 fn check_conflicts(limit: &config::tables::Limit, cost: Option<&Cost>, rule: &Rule, reader: &mut Validator<'_>) {
     let concurrency = matches!(rule, Rule::Concurrency(_));
     let is_deferred = cost.is_some_and(Cost::is_deferred);
@@ -277,7 +278,7 @@ fn routes_using<'c>(config: &'c Config, name: &str) -> impl Iterator<Item = &'c 
     routes.filter(move |route| route.limits.iter().any(|limit| limit.get_ref() == name))
 }
 
-/// The largest cost at which a limit is used.
+/// Return the largest known cost of a request for the limit.
 fn max_cost(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
     match cost {
         Some(Cost::Fixed(cost) | Cost::Request { max: cost, .. }) => *cost,
@@ -289,15 +290,14 @@ fn max_cost(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
     }
 }
 
-/// For how long a request in flight holds its slot: what the slowest upstream of its routes may take, and some more.
+/// Return the TTL of a concurrency permit in µs: the response timeout of the slowest upstream of the limit's routes,
+/// plus slack.
 fn permit_ttl(config: &Config, name: &str, upstreams: &[UpstreamSettings]) -> u64 {
     let used = routes_using(config, name).filter_map(|route| route.upstream.as_ref());
     let used = used.flat_map(|shares| upstream_indices(shares.get_ref(), upstreams));
     let slowest = used.map(|index| upstreams[index].response_timeout).max().unwrap_or_default();
     (slowest + PERMIT_TTL_SLACK).as_micros() as u64
 }
-
-// Quotas and what counts them: from the words of the file to a rule that decides.
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Algorithm {
@@ -320,7 +320,7 @@ const ALGORITHMS: [(&str, Algorithm); 8] = [
     ("concurrency", Algorithm::Concurrency),
 ];
 
-/// The rule of a limit in its standard size; `lease` is for how long a request in flight holds its place unrenewed.
+/// Compile the quota and rule of the default variant. `permit_ttl` is the TTL of a concurrency permit in µs.
 pub(super) fn rule(
     limit: &config::tables::Limit,
     span: &Range<usize>,
@@ -394,8 +394,8 @@ fn timed_rule(
     })
 }
 
-/// Another size of a limit: its quota and, for a token bucket, its burst. With neither it is the standard size; a quota
-/// without a burst has its own count as the burst.
+/// Return the quota and burst of a variant. Without both keys they are those of the limit. A quota without a burst has
+/// its own count as the burst.
 pub(super) fn limit_variant(
     written: &config::tables::LimitVariant,
     rule: &Rule,
@@ -423,7 +423,7 @@ pub(super) fn limit_variant(
     }
 }
 
-/// What to do about a quota that cannot be.
+/// Return a hint for an invalid quota.
 pub(super) fn quota_hint(error: &QuotaError) -> &'static str {
     match error {
         QuotaError::Inexact { .. } => "a smaller quota or a shorter window; round counts reduce better than odd ones",

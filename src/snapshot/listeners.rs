@@ -1,4 +1,4 @@
-//! `[[listener]]`: where to listen, with which certificates, and whose are believed.
+//! Compiles `[[listener]]`: addresses, certificates and client certificate verification.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -53,24 +53,26 @@ pub(super) fn listeners(
     compiled
 }
 
-/// Whether two sockets cannot both listen: on one port, and one address covers the other, as the kernel has it.
+/// Return whether two sockets cannot both listen: same port, and one address covers the other by the rules of the
+/// kernel.
 pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
     if one.port() == 0 || one.port() != other.port() {
         return false;
     }
-    // `::ffff:192.0.2.1` is an IPv4 address.
+    // IPv4-mapped addresses such as `::ffff:192.0.2.1` are IPv4 addresses.
     let (one, other) = (one.ip().to_canonical(), other.ip().to_canonical());
     let same_family = one.is_ipv4() == other.is_ipv4();
     let covers = |all: IpAddr| all.is_unspecified() && (same_family || all.is_ipv6() && accepts_ipv4());
     one == other || covers(one) || covers(other)
 }
 
-/// Whether sockets on `[::]` take IPv4 connections as well: the system's default (`net.ipv6.bindv6only` of Linux).
+/// Return whether sockets on `[::]` accept IPv4 connections as well. This is a system setting (`net.ipv6.bindv6only` on
+/// Linux).
 fn accepts_ipv4() -> bool {
     Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only)
 }
 
-/// Listeners that cannot listen beside an earlier one, each with this one, by their indices.
+/// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later).
 pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = (usize, usize)> {
     (0..listeners.len()).filter_map(|later| {
         let taken = |earlier: &usize| addresses_conflict(listeners[*earlier].address, listeners[later].address);
@@ -113,7 +115,7 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option
     }
 }
 
-/// Whose certificates are believed.
+/// Compile the verification of client certificates.
 fn client_verifier(
     tls: &config::ListenerTls,
     reader: &mut Validator<'_>,
@@ -143,16 +145,16 @@ fn client_verifier(
 }
 
 impl ListenerTls {
-    /// Whether clients that one of both has believed are believed by the other.
+    /// Return whether both accept the same client certificates, and the trust roots of `other` were not replaced since.
     pub(crate) fn same_trust(&self, other: &ListenerTls) -> bool {
         let clients = |tls: &ListenerTls| tls.client_ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
         clients(self) == clients(other) && !other.tls.has_client_trust_changed()
     }
 
-    /// Shows what is now in the files of a certificate, from the next connection on.
+    /// Serve a new certificate, starting with the next connection.
     ///
     /// # Errors
-    /// It cannot be shown, or it is too late or too early for it; the one before stays.
+    /// The certificate is invalid, has expired or is not valid yet. The certificate in use does not change.
     pub fn reload_certificate(&self, index: usize, chain: &[u8], key: &[u8], now: Duration) -> Result<(), TlsError> {
         let certificate = Certificate::from_pem(chain, key)?;
         certificate.check_validity(now.as_secs() as i64)?;
@@ -160,28 +162,28 @@ impl ListenerTls {
         Ok(())
     }
 
-    /// Believes the clients that the authorities of a file speak for, from the next connection on.
+    /// Verify client certificates with new CA certificates, starting with the next connection.
     ///
     /// # Errors
-    /// No authority can be read; those before stay.
+    /// The file has no valid CA certificates. The ones in use do not change.
     pub fn reload_client_ca(&self, trust_roots: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
         self.tls.set_client_verifier(ClientVerifier::from_pem(trust_roots, auth)?)
     }
 }
 
-/// What a warning is about.
+/// Subject of a warning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WarningSubject {
-    /// An upstream, by its name.
+    /// An upstream, by name.
     Upstream(Box<str>),
-    /// A listener, by its place among them.
+    /// A listener, by index.
     Listener(usize),
-    /// A certificate of a listener, by its place there.
+    /// A certificate of a listener, by the indices of both.
     Certificate(usize, usize),
 }
 
 impl CompiledConfig {
-    /// What works, but perhaps not as it was meant.
+    /// Return warnings: the configuration works, but perhaps not as intended.
     pub fn warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
         let of_upstream =
             |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));

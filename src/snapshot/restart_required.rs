@@ -1,4 +1,4 @@
-//! What a process has for its life: a configuration that says otherwise needs a restart.
+//! Keys that cannot change while the process runs: a change needs a restart.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -10,11 +10,11 @@ use crate::config::Config;
 use crate::snapshot::Listener;
 use crate::snapshot::settings::ServerSettings;
 
-/// The values that cannot change, by the names of their keys.
+/// The values of these keys, by key.
 #[derive(Default, PartialEq, Eq)]
 pub(crate) struct RestartOnlyKeys(BTreeMap<String, String>);
 
-/// Some are secret.
+/// Omits the values, some of which are secret.
 impl fmt::Debug for RestartOnlyKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_set().entries(self.0.keys()).finish()
@@ -36,7 +36,7 @@ impl RestartOnlyKeys {
         RestartOnlyKeys(fixed)
     }
 
-    /// HMAC-SHA-256 of each value under this salt, in hex.
+    /// Return the HMAC-SHA-256 of each value with the salt as the key, in hex.
     pub(crate) fn digests(&self, salt: &str) -> BTreeMap<String, String> {
         let key = Key::new(HMAC_SHA256, salt.as_bytes());
         let digest =
@@ -44,18 +44,18 @@ impl RestartOnlyKeys {
         self.0.iter().map(|(name, value)| (name.clone(), digest(value))).collect()
     }
 
-    /// The names of those that are not the same.
+    /// Return the keys whose values differ.
     pub(crate) fn changed_keys(&self, other: &RestartOnlyKeys) -> Vec<String> {
         let names: BTreeSet<_> = self.0.keys().chain(other.0.keys()).collect();
         names.into_iter().filter(|name| self.0.get(*name) != other.0.get(*name)).cloned().collect()
     }
 }
 
-/// All keys of a table, as they are written.
+/// Add all keys of a table, as written.
 fn add_table(name: &str, values: &impl Serialize, fixed: &mut BTreeMap<String, String>) {
-    // Strings, numbers and tables of them always serialise.
+    // Structs of strings and numbers always serialize to JSON.
     if let Ok(serde_json::Value::Object(keys)) = serde_json::to_value(values) {
-        // What is left out is as in a version that does not know the key.
+        // Absent keys are left out, so that digests of versions without these keys are equal.
         let keys = keys.into_iter().filter(|(_, value)| !value.is_null());
         fixed.extend(keys.map(|(key, value)| (format!("{name}.{key}"), value.to_string())));
     }

@@ -1,4 +1,4 @@
-//! Where the requests of a route go, and what becomes of their path on the way.
+//! Compiles the action of a route: upstreams by weight, direct response or redirect, and path rewriting.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,10 +17,10 @@ use crate::snapshot::routes::{DirectResponse, Redirect, Rewrite, RouteAction};
 use crate::snapshot::validator::Validator;
 use crate::upstream::{Protocol, UpstreamSettings};
 
-/// The largest weight of an upstream.
+/// Maximum weight of an upstream.
 const MAX_WEIGHT: i64 = 1_000_000;
 
-/// Those that say by themselves where to go (RFC 9110 §15.4).
+/// Statuses that redirect automatically by `Location` (RFC 9110 §15.4).
 const REDIRECT_STATUSES: [i64; 5] = [301, 302, 303, 307, 308];
 
 pub(super) fn route_action(
@@ -55,7 +55,7 @@ pub(super) fn route_action(
     None
 }
 
-/// The upstreams that a route names, by index; those that nothing defines have been spoken of.
+/// Return the indices of the upstreams that a route names. Unknown names are reported elsewhere.
 pub(super) fn upstream_indices(shares: &UpstreamWeights, upstreams: &[UpstreamSettings]) -> Vec<usize> {
     let index = |name: &str| upstreams.iter().position(|upstream| *upstream.name == *name);
     match shares {
@@ -138,15 +138,15 @@ fn redirect(
         target => target.to_owned(),
     };
     let to = rewrite_template(&target, &to.span(), path, reader)?;
-    // The status has been spoken of.
+    // `route_action` has reported other statuses.
     let status = StatusCode::from_u16(status as u16).unwrap_or(StatusCode::PERMANENT_REDIRECT);
     Some(Redirect { origin: origin.into(), template: to, status })
 }
 
-/// Scheme and host, if any, and the rest.
+/// Split a redirect target into its origin (scheme and host, may be empty) and the rest.
 fn split_origin(to: &str) -> Option<(&str, &str)> {
     let Some((scheme, rest)) = to.split_once("://").filter(|(scheme, _)| matches!(*scheme, "http" | "https")) else {
-        // Two slashes begin the name of a host.
+        // Browsers read a host name after two slashes.
         return (to.starts_with('/') && !to.starts_with("//")).then_some(("", to));
     };
     let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
@@ -197,7 +197,7 @@ fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validato
     }
 }
 
-/// Reads a template, and sees that what comes of it is canonical whatever its parameters are.
+/// Parse a template, and check that it expands to a canonical path whatever the values of its parameters are.
 fn rewrite_template(
     text: &str,
     span: &Range<usize>,
@@ -212,12 +212,12 @@ fn rewrite_template(
             return None;
         }
     };
-    // No hex digit: what is encoded is encoded without the help of a parameter.
+    // `~` is not a hex digit: a parameter cannot complete percent-encoding of the template.
     let (plain, query) = template.fill("~");
     match forwarded_path(&plain) {
         Ok(same) if same == plain => {}
         Ok(_) => {
-            // The place holders would not be understood.
+            // The hint does not quote the canonical form, which contains `~` instead of parameters.
             let issue = Issue::new(span.clone(), format!("`{text}` is not in canonical form"));
             reader.push_issue(
                 issue.with_hint("no `.` and `..`, no `//`, no `%` where it is not needed, `%C3%A9` for `é`"),
@@ -265,25 +265,27 @@ pub(super) fn websocket(
     true
 }
 
-// Shares of the requests of a route among several upstreams.
+// Weighted selection of upstreams.
 
-/// The fraction of the golden ratio in 64 bits. Its multiples fill an interval evenly, whatever stretch or every which one of them is
-/// looked at (Weyl, 1916): no client that comes in a rhythm meets one upstream only.
+/// The fractional part of the golden ratio times 2^64. Its multiples are evenly distributed, in every run of
+/// consecutive ones as well as for every n-th one (Weyl, 1916). A periodic client therefore does not always meet the
+/// same upstream.
 const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Who gets which share.
+/// Splits the requests of a route among upstreams by weight.
 #[derive(Debug)]
 pub struct WeightedUpstreams {
-    /// Upstreams by index, each with the sum of the weights up to its own; none without weight.
+    /// Upstreams by index, each with the sum of the weights up to and including its own. Upstreams with weight 0 are
+    /// left out.
     cumulative_weights: Vec<(u64, usize)>,
-    /// Of all weights.
+    /// Sum of all weights.
     total_weight: u64,
-    /// By all workers together.
+    /// Number of requests, of all workers together.
     counter: AtomicU64,
 }
 
 impl WeightedUpstreams {
-    /// One that gives each upstream the share that its weight is of all; none if there is no weight.
+    /// Create the split from upstream indices and weights. Return `None` if all weights are 0.
     pub fn new(weights: impl IntoIterator<Item = (usize, u32)>) -> Option<Self> {
         let mut sum = 0;
         let weights = weights.into_iter().filter(|(_, weight)| *weight > 0);
@@ -300,18 +302,18 @@ impl WeightedUpstreams {
         })
     }
 
-    /// The upstreams that have a share, by index.
+    /// Return the indices of the upstreams with a weight.
     pub fn upstreams(&self) -> impl Iterator<Item = usize> {
         self.cumulative_weights.iter().map(|(_, upstream)| *upstream)
     }
 
-    /// The upstream of the next request.
+    /// Return the index of the upstream for the next request.
     pub fn pick(&self) -> usize {
         if let [(_, only)] = self.cumulative_weights[..] {
             return only;
         }
         let number = self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO);
-        // Scaled from 2^64 to the sum.
+        // Scale from 0..2^64 to 0..total_weight.
         let position = ((u128::from(number) * u128::from(self.total_weight)) >> 64) as u64;
         let index = self.cumulative_weights.partition_point(|(end, _)| *end <= position);
         self.cumulative_weights[index].1
@@ -334,7 +336,7 @@ mod split_tests {
                 for (index, weight) in weights.iter().enumerate() {
                     let due = f64::from(drawn) * f64::from(*weight) / f64::from(sum);
                     let off = (f64::from(counts[index]) - due).abs();
-                    // From the beginning: not only in the long run.
+                    // The shares are exact from the first request on, not only on average.
                     assert!(off <= 4.0, "{weights:?}: {} of {drawn} to {index}, due {due:.1}", counts[index]);
                     assert!(*weight > 0 || counts[index] == 0, "{weights:?}: {index} has no weight");
                 }

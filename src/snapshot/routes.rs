@@ -1,4 +1,4 @@
-//! A route, ready to use: where its requests go, and which limits they meet.
+//! Compiled routes: match, action, limits and header changes.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write;
@@ -35,115 +35,115 @@ use crate::snapshot::route_action::{WeightedUpstreams, rewrite, route_action, we
 use crate::snapshot::validator::Validator;
 use crate::upstream::UpstreamSettings;
 
-/// A route, ready to use.
+/// A compiled route.
 #[derive(Debug)]
 pub struct Route {
-    /// Its place among all of them.
+    /// Index among all routes.
     pub index: usize,
-    /// Its name.
+    /// Name of the route.
     pub name: Arc<str>,
-    /// The path as written.
+    /// Path pattern as written.
     pub path: Box<str>,
-    /// The same, ready to look parameters up.
+    /// Parsed path pattern.
     pub path_pattern: PathPattern,
-    /// Where its requests go.
+    /// What happens to requests of the route.
     pub action: RouteAction,
-    /// What becomes of their path on the way to an upstream; none = it stays as it is.
+    /// Change of the path for the upstream. `None` = no change.
     pub rewrite: Option<Rewrite>,
-    /// Time for all of it, from the head of a request to the end of its answer.
+    /// Maximum time for a request, from its headers to the end of the response.
     pub timeout: Option<Duration>,
-    /// What they are limited by.
+    /// Limits and RateLimit headers.
     pub rate_limits: RouteLimits,
-    /// Bytes that their bodies may have.
+    /// Maximum size of a request body in bytes.
     pub max_body: Option<u64>,
-    /// Whether they may switch protocols.
+    /// Whether protocol upgrades are allowed.
     pub websocket: bool,
-    /// What is changed in them for the upstream.
+    /// Changes to the request headers for the upstream.
     pub request_headers: HeaderMutations,
-    /// What is changed in the answers.
+    /// Changes to the response headers.
     pub response_headers: HeaderMutations,
 }
 
-/// A limit of a route.
+/// A limit as used by a route.
 #[derive(Debug, Clone)]
 pub struct RouteLimit {
     /// The limit.
     pub limit: Arc<LimitSpec>,
-    /// Which of the route's identities it asks about.
+    /// Index into [`RouteLimits::identities`].
     pub identity_index: usize,
-    /// What a request costs it.
+    /// Cost of a request.
     pub cost: Cost,
-    /// The statuses that give a charge back.
+    /// Statuses that refund the charge.
     pub refund_on: RefundOn,
 }
 
-/// What a route's requests are limited by, and how callers are told.
+/// Limits of a route, and the response headers about them.
 #[derive(Debug)]
 pub struct RouteLimits {
-    /// The identities that its limits ask for, each once.
+    /// The identities of the limits, without duplicates.
     pub identities: Vec<IdentitySpec>,
-    /// Whether one of them is by API key.
+    /// Whether a limit is by API key.
     pub uses_api_key: bool,
-    /// Its limits.
+    /// The limits.
     pub limits: Vec<RouteLimit>,
-    /// How many of them callers are told of.
+    /// Number of limits in response headers: all but shadow limits.
     pub advertised: usize,
-    /// How callers are told where they stand.
+    /// Styles of the RateLimit headers.
     pub header_styles: Vec<HeaderStyle>,
-    /// The Access-Control-Expose-Headers that lets scripts of other origins read it.
+    /// Value of Access-Control-Expose-Headers, which lets scripts of other origins read the RateLimit headers.
     pub expose_header: Option<HeaderValue>,
-    /// The RateLimit-Policy of a response that all its limits had a say in, in their standard sizes.
+    /// Precomputed RateLimit-Policy for responses in which every advertised limit decided with its default variant.
     pub policy_header: Option<HeaderValue>,
 }
 
-/// Where requests go.
+/// What happens to requests of a route.
 #[derive(Debug)]
 pub enum RouteAction {
-    /// To upstreams, by index.
+    /// Forward to one of the upstreams.
     Forward(WeightedUpstreams),
-    /// The gateway answers itself.
+    /// Respond without an upstream.
     DirectResponse(DirectResponse),
-    /// The client is sent elsewhere.
+    /// Redirect the client.
     Redirect(Redirect),
 }
 
-/// What becomes of a path on the way to an upstream.
+/// Change of the path for the upstream.
 #[derive(Debug)]
 pub enum Rewrite {
-    /// It loses segments that it begins with.
+    /// Remove a prefix.
     StripPrefix(Box<str>),
-    /// It becomes another.
+    /// Replace the path.
     Template(RewriteTemplate),
 }
 
-/// An answer that says where else to ask.
+/// A redirect.
 #[derive(Debug)]
 pub struct Redirect {
-    /// Scheme and host; empty = where the request came.
+    /// Scheme and host. Empty = relative to the request.
     pub origin: Box<str>,
-    /// Path and query there.
+    /// Path and query of the target.
     pub template: RewriteTemplate,
-    /// Its status.
+    /// Status of the response.
     pub status: StatusCode,
 }
 
-/// An answer of the gateway's own.
+/// A response of the gateway, without an upstream.
 #[derive(Debug)]
 pub struct DirectResponse {
-    /// Its status.
+    /// Status of the response.
     pub status: StatusCode,
-    /// Its body.
+    /// Body of the response.
     pub body: Bytes,
-    /// The type of the body.
+    /// Content type of the body.
     pub content_type: HeaderValue,
 }
 
 impl DirectResponse {
-    /// The answer.
+    /// Return the response.
     pub fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::full(self.body.clone()));
         *response.status_mut() = self.status;
-        // RFC 9110 §15.3.5, §15.3.6, §15.4.5: these have no content, and so no type of it.
+        // Responses with these statuses have no content, and so no content type (RFC 9110 §15.3.5, §15.3.6, §15.4.5).
         if !matches!(self.status, StatusCode::NO_CONTENT | StatusCode::RESET_CONTENT | StatusCode::NOT_MODIFIED) {
             response.headers_mut().insert(CONTENT_TYPE, self.content_type.clone());
         }
@@ -152,12 +152,12 @@ impl DirectResponse {
 }
 
 impl Redirect {
-    /// The answer to a request for this path, as it is forwarded, and this query. It has no two slashes and no backslash, so
-    /// none makes a browser read the name of a host.
+    /// Return the redirect for a request with this path, as forwarded, and this query. The path of the location contains
+    /// neither `//` nor a backslash, so browsers cannot read a host name in it.
     pub fn response(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Response<Body> {
         let mut location = self.origin.to_string();
         for byte in self.template.expand(pattern, path, query).bytes() {
-            // Queries may have what URIs do not (RFC 3986 §2).
+            // Clients may send characters in queries that are not valid in URIs (RFC 3986 §2).
             if byte.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&byte) {
                 location.push(char::from(byte));
             } else {
@@ -167,19 +167,20 @@ impl Redirect {
         }
         let mut response = Response::new(Body::full(""));
         *response.status_mut() = self.status;
-        // Graphic ASCII is a valid value.
+        // Graphic ASCII is a valid header value.
         response.headers_mut().extend(HeaderValue::try_from(location).ok().map(|location| (LOCATION, location)));
         response
     }
 }
 
 impl Rewrite {
-    /// The target for a request for this path, as it is forwarded, which the pattern matches, and this query.
+    /// Return the target for a request with this path, as forwarded, and this query. The pattern must match the path.
     pub fn apply(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
         match self {
             Rewrite::Template(template) => template.expand(pattern, path, query),
             Rewrite::StripPrefix(prefix) => {
-                // By segments: what is forwarded may encode delimiters that the prefix has as they are.
+                // Count segments instead of bytes: the forwarded path may percent-encode characters that the prefix has
+                // literally.
                 let end = path.match_indices('/').nth(prefix.matches('/').count()).map_or(path.len(), |(at, _)| at);
                 let rest = if end == path.len() { "/" } else { &path[end..] };
                 query.map_or_else(|| rest.to_owned(), |query| format!("{rest}?{query}"))
@@ -189,15 +190,13 @@ impl Rewrite {
 }
 
 impl Route {
-    /// Whether it has this limit.
+    /// Return whether the route uses this limit.
     pub fn has_limit(&self, limit: &Arc<LimitSpec>) -> bool {
         self.rate_limits.limits.iter().any(|route_limit| Arc::ptr_eq(&route_limit.limit, limit))
     }
 }
 
-// `[[route]]`: what requests look like, where they go, and which limits they meet.
-
-/// Limits of one route: the script's arguments and the fields of a response stay small.
+/// Maximum number of limits of a route. Bounds the script arguments and the size of the RateLimit headers.
 const MAX_LIMITS: usize = 16;
 
 pub(super) fn routes(
@@ -281,7 +280,7 @@ fn route_match(route: &config::tables::Route, span: &Range<usize>, reader: &mut 
     let path = reader.required(route.path.as_ref(), span, "path", "\"/v1/{*rest}\"");
     let path = path.and_then(|text| match text.get_ref().parse::<PathPattern>() {
         Ok(pattern) => {
-            // Braces are the pattern's own; everything else must be what a canonical request has.
+            // Braces belong to the pattern. The rest must be canonical, as request paths are.
             let plain = text.get_ref().replace(['{', '}'], "");
             match canonical_path(&plain) {
                 Ok(same) if same == plain => {}
@@ -314,7 +313,7 @@ fn is_host(name: &str) -> bool {
     !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte))
 }
 
-/// What a route's requests are limited by; faults are found even where the route itself is faulty.
+/// Compile the limits of a route. Errors are reported even if the route itself is invalid.
 fn route_limits(
     route: &config::tables::Route,
     path: Option<&PathPattern>,
@@ -328,7 +327,7 @@ fn route_limits(
     for text in &route.limits {
         let limit_name = text.get_ref();
         let Some(CompiledLimit { limit, identity_spec, cost: limit_cost, refund_on }) = limits.get(limit_name) else {
-            // A limit that is there but faulty has been spoken of.
+            // Errors in an existing limit are reported elsewhere.
             if !config.limit.contains_key(limit_name) {
                 reader.unknown_name(text.span(), "limit", limit_name, config.limit.keys().map(String::as_str));
             }
@@ -393,7 +392,7 @@ fn route_limits(
     let header_styles = header_styles(route, reader);
     let expose = route.expose_headers.then(|| {
         let names: Vec<_> = header_styles.iter().map(|dialect| dialect.header_names()).chain(["Retry-After"]).collect();
-        // Field names and commas are a valid value.
+        // Header names and commas form a valid header value.
         HeaderValue::from_str(&names.join(", ")).ok()
     });
     let expose = expose.flatten();
@@ -408,7 +407,7 @@ fn route_limits(
     }
 }
 
-/// A limit as it stands before anybody asked.
+/// Return the result of a limit before the first request, for [`RouteLimits::policy_header`].
 fn initial_result(limit: &LimitSpec) -> LimitResult<'_> {
     let outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
     LimitResult { limit_index: 0, limit, quota: limit.default_variant.quota, outcome }
@@ -440,8 +439,6 @@ fn header_styles(route: &config::tables::Route, reader: &mut Validator<'_>) -> V
     styles
 }
 
-// `request_headers` and `response_headers` of a route.
-
 pub(super) fn header_mutations(
     written: Option<&Spanned<HeaderRules>>,
     section: Direction,
@@ -464,7 +461,7 @@ pub(super) fn header_mutations(
     mutations
 }
 
-/// A field that rules may have, once.
+/// Return the name of a header that may be changed, unless it is reserved or a duplicate.
 fn mutated_header(
     span: Range<usize>,
     name: &str,

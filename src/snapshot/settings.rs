@@ -1,4 +1,4 @@
-//! The tables that stand for themselves: server, log.
+//! Compiles `[server]`, `[log]` and `[admin]`, and reads the limit on open files.
 
 use std::fmt;
 use std::io::IsTerminal;
@@ -19,58 +19,59 @@ use crate::snapshot::listeners::addresses_conflict;
 use crate::snapshot::validator::Validator;
 use crate::telemetry::log::LogFormat;
 
-/// hyper needs room for a head of this size at least.
+/// Minimum of `max_header_size`: hyper needs a buffer of at least this size.
 const MIN_HEADER_SIZE: usize = 8 << 10;
 
 /// `[server]`
 #[derive(Debug, Clone)]
 pub struct ServerSettings {
-    /// Threads that serve requests.
+    /// Number of worker threads.
     pub workers: usize,
-    /// How they share work.
+    /// How workers share connections.
     pub worker_model: WorkerModel,
-    /// Time for running requests after SIGTERM.
+    /// Maximum time for requests in flight after SIGTERM.
     pub drain_timeout: Duration,
-    /// Connections of clients at the same time, on all workers.
+    /// Maximum number of client connections, for all workers together.
     pub max_connections: usize,
-    /// The same for each client network; 0 = as many as there may be.
+    /// Maximum number of connections per client network. 0 = no limit.
     pub max_connections_per_ip: usize,
-    /// Whether that is the default, which is not for loopback addresses: proxies on the same machine bring many clients.
+    /// Whether `max_connections_per_ip` is the default. The default exempts loopback addresses, because a proxy on the
+    /// same machine connects for many clients.
     pub is_default_per_ip: bool,
-    /// Bytes of bodies that are buffered.
+    /// Maximum bytes of bodies that the process buffers.
     pub max_buffered: usize,
-    /// Time from accept to the first head.
+    /// Maximum time from accept to the end of the first request headers.
     pub header_timeout: Duration,
-    /// Time between two requests of a connection.
+    /// Maximum time between two requests on a connection.
     pub idle_timeout: Duration,
-    /// Time for which a body may stand still because of whoever is to send or to take it.
+    /// Maximum time without progress on a body.
     pub body_idle_timeout: Duration,
-    /// Minimum bytes per second of a request body; 0 = any.
+    /// Minimum bytes per second of a request body. 0 = no minimum.
     pub min_body_rate: u64,
     /// Maximum time for a request body.
     pub body_timeout: Option<Duration>,
-    /// Bytes of a request body that is read before it is sent on; 0 = none is.
+    /// Maximum size of a request body that is buffered before forwarding. 0 = no buffering.
     pub request_buffer: u64,
-    /// Bytes of a head.
+    /// Maximum bytes of the request headers.
     pub max_header_size: usize,
-    /// Lines of a head.
+    /// Maximum number of request header lines.
     pub max_headers: usize,
-    /// Bytes of a target.
+    /// Maximum bytes of the request target.
     pub max_uri: usize,
-    /// Concurrent streams of an HTTP/2 connection.
+    /// Maximum number of concurrent streams per HTTP/2 connection.
     pub http2_max_streams: u32,
 }
 
-/// When no new requests are wanted, a request that is on its way already has so long to come.
+/// Maximum time that idle connections stay open during a drain, for requests that are already on their way.
 const MAX_DRAIN_GRACE: Duration = Duration::from_secs(1);
 
 impl ServerSettings {
-    /// For so long connections that wait for a request stay when the gateway stops.
+    /// Time that idle connections stay open when the gateway stops.
     pub fn drain_grace(&self) -> Duration {
         MAX_DRAIN_GRACE.min(self.drain_timeout / 2)
     }
 
-    /// Whether connections of an address are not counted by `max_connections_per_ip`.
+    /// Return whether `max_connections_per_ip` does not count connections of this address.
     pub fn is_exempt_from_per_ip(&self, address: IpAddr) -> bool {
         self.is_default_per_ip && address.to_canonical().is_loopback()
     }
@@ -79,35 +80,35 @@ impl ServerSettings {
 /// How workers share connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WorkerModel {
-    /// Each worker accepts and serves its own.
+    /// Each worker accepts and serves its own connections.
     PerCore,
-    /// One pool of threads serves all.
+    /// All worker threads share one work-stealing runtime.
     Shared,
 }
 
 /// `[log]`
 #[derive(Debug, Clone)]
 pub struct LogSettings {
-    /// How lines look.
+    /// Format of the process log.
     pub format: LogFormat,
-    /// How records of the access log look.
+    /// Format of the access log.
     pub access_format: LogFormat,
-    /// From which level on.
+    /// Level of the process log.
     pub level: Level,
-    /// The access log.
+    /// Destination of the access log.
     pub access_log: AccessLogTarget,
-    /// Where spans are sent by OTLP; none = nowhere.
+    /// OTLP endpoint for spans. `None` = no traces.
     pub trace_endpoint: Option<Uri>,
 }
 
-/// Where the access log goes.
+/// Destination of the access log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AccessLogTarget {
-    /// Nowhere.
+    /// No access log.
     Off,
     /// Standard output.
     Stdout,
-    /// A file, appended to.
+    /// A file, opened for appending.
     File(PathBuf),
 }
 
@@ -146,8 +147,8 @@ pub(super) fn server(server: &config::Server, reader: &mut Validator<'_>) -> Ser
     }
 }
 
-/// As many connections as there are file descriptors for: each may need one to its upstream, and the workers need some
-/// for themselves (listeners, the store, their runtime).
+/// Return the default of `max_connections`: half of the file descriptors that remain after a reserve for the workers
+/// (listeners, the store, their runtime). Each connection may need a second descriptor, to its upstream.
 fn default_max_connections(workers: usize) -> i64 {
     let reserved = 64 + 16 * workers as u64;
     let connections = hard_limit().saturating_sub(reserved) / 2;
@@ -172,7 +173,7 @@ pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings 
         reader.one_of(log.format.as_ref(), by_terminal, &[("text", LogFormat::Text), ("json", LogFormat::Json)]);
     LogSettings {
         format,
-        // A file is read by programs, wherever the gateway was started.
+        // Programs read a log file, even if the gateway was started from a terminal.
         access_format: match access {
             AccessLogTarget::File(_) if log.format.is_none() => LogFormat::Json,
             _ => format,
@@ -183,7 +184,7 @@ pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings 
     }
 }
 
-/// Where a collector takes spans; empty = nowhere. Without a path it is the one that collectors have
+/// Parse the URL of an OTLP collector. An empty URL disables traces. The default path is that of the specification
 /// (<https://opentelemetry.io/docs/specs/otlp/#otlphttp-request>).
 fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     let url = text.get_ref();
@@ -204,27 +205,25 @@ fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     }
     let mut parts = uri.into_parts();
     parts.path_and_query = Some(PathAndQuery::from_static("/v1/traces"));
-    // All parts are there.
+    // A URI with scheme, authority and path is always valid.
     Uri::from_parts(parts).ok()
 }
-
-// `[admin]`: where the operator asks, and what he must know.
 
 /// `[admin]`
 #[derive(Debug, Clone)]
 pub struct AdminSettings {
-    /// Where.
+    /// Address and port.
     pub address: SocketAddr,
-    /// What the operator must know; none if he need not.
+    /// Token that clients must send. `None` if the listener needs none.
     pub token: Option<AdminToken>,
 }
 
-/// A secret.
+/// Token of the admin listener. `Debug` does not print it.
 #[derive(Clone)]
 pub struct AdminToken(Arc<str>);
 
 impl AdminToken {
-    /// As it is written.
+    /// Return the token as written.
     pub fn as_bytes(&self) -> &[u8] {
         self.0.as_bytes()
     }
@@ -261,19 +260,18 @@ pub(super) fn admin(
     Some(AdminSettings { address, token: token.map(|token| AdminToken(token.into())) })
 }
 
-// File descriptors: how many this process may have.
-
-/// What a system without a limit is taken to have.
+/// Assumed limit on open files for systems without one.
 const ASSUMED_LIMIT: u64 = 1 << 20;
 
-/// The most that can be had without privileges: the hard limit.
+/// Return the hard limit on open files: the maximum without privileges.
 pub fn hard_limit() -> u64 {
     getrlimit(Resource::Nofile).maximum.unwrap_or(ASSUMED_LIMIT)
 }
 
-/// Raises the soft limit to the hard one: the low default of shells is there for programs that use select(2).
+/// Raise the soft limit on open files to the hard limit. The low default of shells exists for programs that use
+/// select(2).
 pub fn raise_soft_limit() {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    // Where it is refused, the soft limit stays, and accept pauses when descriptors run out.
+    // If this fails, the soft limit stays, and accept pauses when file descriptors run out.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }

@@ -1,4 +1,4 @@
-//! The table `[store]`.
+//! Compiles `[store]`: the store URL, TLS, timeouts and capacities.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let max_memory_states = reader.number(store.max_memory_states.as_ref(), 1..1 << 40, 1_000_000) as usize;
     let prefix = store.prefix.as_ref().map_or("rl", |prefix| prefix.get_ref()).to_owned();
     if let Some(text) = store.prefix.as_ref().filter(|_| prefix.is_empty() || prefix.contains(['{', '}'])) {
-        // Braces would move the cluster slot away from the identity.
+        // Braces would change the cluster slot, which the identity must determine.
         reader.push_issue(Issue::new(text.span(), "`prefix` must not be empty and must not have braces"));
     }
     let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
@@ -65,7 +65,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     settings
 }
 
-/// Whom to believe at the other end, and who we are.
+/// Compile the trust roots and the client certificate for the store.
 fn tls_certificates(tls: &Spanned<config::StoreTls>, reader: &mut Validator<'_>) -> TlsCertificates {
     let config::StoreTls { ca, cert, key } = tls.get_ref();
     let TlsFiles { ca, gateway_certificate: own } =
@@ -73,8 +73,6 @@ fn tls_certificates(tls: &Spanned<config::StoreTls>, reader: &mut Validator<'_>)
     let client_tls = own.map(|[cert, key]| ClientTlsConfig { client_cert: cert.content, client_key: key.content });
     TlsCertificates { client_tls, root_cert: ca.map(|ca| ca.content) }
 }
-
-// `store.url`: where Redis is.
 
 const URL_FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\", \"redis+unix:///run/redis.sock?db=0\", \
                      \"redis+sentinel://host1,host2/mymaster\" or \"redis+cluster://host1,host2\"";
@@ -84,14 +82,14 @@ const SENTINEL_FORM: &str = "\"redis+sentinel://user:password@host1:26379,host2:
 const CLUSTER_FORM: &str =
     "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has no other database than 0";
 
-/// What is wrong with a URL, and what it should look like.
+/// Error in a store URL, with the expected form as the hint.
 #[derive(Debug)]
 pub(crate) struct UrlError {
     pub(crate) message: String,
     pub(crate) hint: &'static str,
 }
 
-/// The name for the log, and where connections go.
+/// Parse a store URL. Return the name for logs, and the deployment to connect to.
 pub(crate) fn parse(url: &str, certificates: Option<&TlsCertificates>) -> Result<(String, RedisDeployment), UrlError> {
     let (scheme, rest) = url.split_once(':').unwrap_or(("", url));
     let hint = match scheme {
@@ -117,7 +115,7 @@ fn unusable_url(error: &RedisError) -> String {
 }
 
 fn build_client(url: impl IntoConnectionInfo, certificates: Option<&TlsCertificates>) -> Result<Client, RedisError> {
-    // Calls must not wait for the replies to those before.
+    // Disable the Nagle algorithm: pipelined calls must not wait for earlier replies.
     let info = url.into_connection_info()?.set_tcp_settings(TcpSettings::default().set_nodelay(true));
     match certificates {
         Some(certificates) => Client::build_with_tls(info, certificates.clone()),
@@ -125,9 +123,9 @@ fn build_client(url: impl IntoConnectionInfo, certificates: Option<&TlsCertifica
     }
 }
 
-/// `//user:password@host:port,host:port/path?query`, of which a URL of one host is a special case.
+/// Parts of `//user:password@host:port,host:port/path?query`. A URL with one host is a special case.
 struct UrlParts<'a> {
-    /// With the `@`.
+    /// User and password, including the `@`.
     credentials: &'a str,
     hosts: Vec<&'a str>,
     path: &'a str,
@@ -151,7 +149,7 @@ fn split_url(rest: &str) -> Result<UrlParts<'_>, String> {
     Ok(UrlParts { credentials: user, hosts, path, query: pairs.collect() })
 }
 
-/// What the library makes of one of the hosts.
+/// Build the connection info of the redis crate for one of the hosts.
 fn connection_info(tls: &str, user: &str, host: &str, port: u16, database: &str) -> Result<ConnectionInfo, String> {
     let with_port = host.rsplit(']').next().unwrap_or(host).contains(':');
     let port = if with_port { String::new() } else { format!(":{port}") };
@@ -190,7 +188,7 @@ fn sentinels(
         build_client(info, certificates).map_err(|error| unusable_url(&error))
     });
     let sentinels: Vec<_> = sentinels.collect::<Result<_, String>>()?;
-    // The address is the Sentinels' to say; the rest is as if the first host were the master.
+    // The Sentinels report the address of the master. The first host stands in for it in this template.
     let template = build_client(connection_info(tls, user, hosts[0], 6379, &database)?, certificates)
         .map_err(|error| unusable_url(&error))?;
     let name = percent_decode_str(path).decode_utf8_lossy().into_owned();

@@ -1,4 +1,4 @@
-//! `[upstream.NAME]`: the servers, and how to speak with them.
+//! Compiles `[upstream.NAME]`: servers, load balancing, health checks and timeouts.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -101,7 +101,7 @@ fn server(
     Some(UpstreamServerSettings { authority: authority.into(), host: host.into(), port, tls, weight })
 }
 
-// What `[upstream.NAME]` says of its servers together: who is asked, who is out, how many requests at once.
+// Settings of the upstream as a whole.
 
 pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBalancingPolicy {
     let words = ["least-requests", "round-robin", "random", "hash:HEADER"];
@@ -177,7 +177,7 @@ pub(super) fn ejection(eject: &Spanned<config::tables::Eject>, reader: &mut Vali
     }
 }
 
-/// `"0s"` is none.
+/// Compile `slow_start`. `"0s"` disables it.
 pub(super) fn slow_start(text: Option<&Text>, reader: &mut Validator<'_>) -> Duration {
     reader.duration(text.filter(|text| text.get_ref() != "0s"), Duration::ZERO)
 }

@@ -1,4 +1,4 @@
-//! Turns values as written into values ready to use, and collects what is wrong with them.
+//! Validation of values, with collection of all errors.
 
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -13,12 +13,12 @@ use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, closest_name};
 use crate::limiter::quota::parse_duration_us;
 
-/// Collects the issues of one file. Every method gives a usable value back, so that all errors are found at once.
+/// Collects the issues of one file. Every method returns a usable value, so that all errors are found at once.
 pub(super) struct Validator<'a> {
     path: PathBuf,
     text: String,
     issues: Vec<Issue>,
-    /// Faults of files that this one names.
+    /// Issues of files that this one names.
     other_files: Vec<FileIssues>,
     pub(super) environment: EnvLookup<'a>,
 }
@@ -28,8 +28,10 @@ impl<'a> Validator<'a> {
         Validator { path: path.to_owned(), text, issues, other_files: Vec::new(), environment }
     }
 
+    /// Return the collected issues.
+    ///
     /// # Errors
-    /// Everything that was collected.
+    /// At least one issue was collected.
     pub(super) fn finish(self) -> Result<(), ConfigError> {
         let mut files = self.other_files;
         if !self.issues.is_empty() {
@@ -46,17 +48,17 @@ impl<'a> Validator<'a> {
         self.other_files.push(faulty);
     }
 
-    /// A fault of the file as a whole.
+    /// Report an issue of the file as a whole.
     pub(super) fn file_issue(&mut self, message: &str, hint: &str) {
         self.issues.push(Issue { span: None, message: message.to_owned(), hint: Some(hint.to_owned()) });
     }
 
-    /// A path, relative to the folder of the file.
+    /// Resolve a path relative to the directory of the configuration file.
     pub(super) fn resolve_path(&self, text: &str) -> PathBuf {
         self.path.parent().unwrap_or(Path::new("")).join(text)
     }
 
-    /// A file of certificates or a key.
+    /// Read a PEM file with certificates or a key.
     pub(super) fn read_pem(&mut self, text: &Text) -> Option<FileSnapshot> {
         let path = self.resolve_path(text.get_ref());
         match FileSnapshot::read(&path) {
@@ -69,7 +71,7 @@ impl<'a> Validator<'a> {
         }
     }
 
-    /// A value that must be there.
+    /// Report a missing value.
     pub(super) fn required<'t, T>(
         &mut self,
         value: Option<&'t T>,
@@ -86,6 +88,7 @@ impl<'a> Validator<'a> {
         value
     }
 
+    /// Parse a duration.
     pub(super) fn duration(&mut self, text: Option<&Text>, default: Duration) -> Duration {
         let Some(text) = text else { return default };
         match parse_duration_us(text.get_ref()) {
@@ -100,12 +103,12 @@ impl<'a> Validator<'a> {
         }
     }
 
-    /// Bytes, between 1 and 1 GiB.
+    /// Parse a size from 1 byte to 1 GiB.
     pub(super) fn size(&mut self, text: Option<&Text>, default: usize) -> usize {
         self.size_from(1, text, default)
     }
 
-    /// The same; 0 = off.
+    /// Parse a size from 0 to 1 GiB. 0 disables the feature.
     pub(super) fn size_or_off(&mut self, text: Option<&Text>, default: usize) -> usize {
         self.size_from(0, text, default)
     }
@@ -134,6 +137,7 @@ impl<'a> Validator<'a> {
         }
     }
 
+    /// Check that a number is in the allowed range.
     pub(super) fn number(&mut self, value: Option<&Spanned<i64>>, allowed: Range<i64>, default: i64) -> i64 {
         let Some(value) = value else { return default };
         if allowed.contains(value.get_ref()) {
@@ -148,8 +152,7 @@ impl<'a> Validator<'a> {
         default
     }
 
-    /// One of a closed set of words.
-    /// An address to listen on.
+    /// Parse an address and port to listen on.
     pub(super) fn address(&mut self, text: &Text) -> Option<SocketAddr> {
         let address = text.get_ref().parse().ok();
         if address.is_none() {
@@ -161,6 +164,7 @@ impl<'a> Validator<'a> {
         address
     }
 
+    /// Parse one of a fixed set of values.
     pub(super) fn one_of<T: Copy>(&mut self, text: Option<&Text>, default: T, variants: &[(&str, T)]) -> T {
         let Some(text) = text else { return default };
         match variants.iter().find(|(variant, _)| variant == text.get_ref()) {
@@ -173,7 +177,7 @@ impl<'a> Validator<'a> {
         }
     }
 
-    /// A name that nothing defines.
+    /// Report a name that is not defined.
     pub(super) fn unknown_name<'n>(
         &mut self,
         span: Range<usize>,
@@ -192,7 +196,7 @@ impl<'a> Validator<'a> {
         self.push_issue(issue.with_hint(hint));
     }
 
-    /// Methods; none listed = all.
+    /// Parse HTTP methods. An absent list means all methods.
     pub(super) fn methods(&mut self, list: Option<&[Text]>, span: &Range<usize>) -> Vec<Method> {
         if list.is_some_and(<[_]>::is_empty) {
             let issue = Issue::new(span.clone(), "`methods` is empty: no request would match");
@@ -212,6 +216,7 @@ impl<'a> Validator<'a> {
         methods
     }
 
+    /// Parse a header name.
     pub(super) fn header_name(&mut self, span: Range<usize>, name: &str) -> Option<HeaderName> {
         let parsed = name.parse().ok();
         if parsed.is_none() {
@@ -221,6 +226,7 @@ impl<'a> Validator<'a> {
         parsed
     }
 
+    /// Parse a header value.
     pub(super) fn header_value(&mut self, text: &Text) -> Option<HeaderValue> {
         let parsed = HeaderValue::from_str(text.get_ref()).ok();
         if parsed.is_none() {
@@ -230,7 +236,7 @@ impl<'a> Validator<'a> {
         parsed
     }
 
-    /// Names stand in header fields, keys and labels: letters, digits, `-`, `_`, `.`.
+    /// Check a name. Names appear in headers, state keys and metric labels.
     pub(super) fn check_name(&mut self, span: Range<usize>, name: &str) {
         let is_valid = !name.is_empty()
             && name.len() <= 64
