@@ -1,4 +1,4 @@
-//! Who asks: from the parts of a request to the identity that a limit counts.
+//! Identification: derives the identity that a limit counts from the attributes of a request.
 
 pub mod api_key;
 pub mod client_cert;
@@ -19,90 +19,97 @@ use crate::identity::jwt::{BearerToken, TokenError};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use crate::routing::pattern::PathPattern;
 
-/// What happens to a request that lacks a part of an identity.
+/// Handling of requests that lack a part of the identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnMissing {
-    /// It is refused.
+    /// Reject the request.
     Reject,
-    /// The limit does not apply to it.
+    /// Do not apply the limit.
     Skip,
-    /// The client's network stands in.
+    /// Use the client network instead.
     Ip,
 }
 
-/// By what a limit tells identities apart.
+/// Definition of the identity that a limit counts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IdentitySpec {
-    /// The parts, in order.
+    /// The parts of the identity, in order.
     pub descriptors: Vec<Descriptor>,
-    /// When one is missing.
+    /// What happens if a part is missing.
     pub on_missing: OnMissing,
-    /// The methods that the limit is about; none listed = all.
+    /// Methods that the limit applies to. Empty = all.
     pub methods: Vec<Method>,
-    /// Who is never limited.
+    /// Identities that are never limited.
     pub exemptions: Exemptions,
 }
 
 /// Identities that are never limited.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Exemptions {
-    /// Clients in these networks, where the identity has the client's address in it.
+    /// Client networks. Used where the identity contains the client network.
     pub networks: Vec<IpNet>,
-    /// Values of one source each; a consumer by its name. A value of another source never matches.
+    /// Values, each for one descriptor. A consumer is given by name. A value never matches another descriptor.
     pub values: Vec<(Descriptor, Box<str>)>,
 }
 
-/// A request, as far as identities are concerned.
+/// The attributes of a request that identities are made of.
 #[derive(Debug)]
 pub struct RequestAttributes<'a> {
-    /// Its method.
+    /// Method.
     pub method: &'a Method,
-    /// The host that it was routed on.
+    /// Host that was used for routing.
     pub host: &'a str,
-    /// Its path in canonical form.
+    /// Path in canonical form.
     pub path: &'a str,
-    /// Its query.
+    /// Query.
     pub query: Option<&'a str>,
-    /// Its header section.
+    /// Request headers.
     pub headers: &'a HeaderMap,
-    /// The client's address.
+    /// Address of the client.
     pub client_address: IpAddr,
-    /// The client's network: address and prefix applied.
+    /// Network of the client: the address with the prefix length applied.
     pub client_network: IpAddr,
     /// Whether the peer is a trusted proxy.
     pub is_from_trusted_proxy: bool,
-    /// The subject of the client's certificate.
+    /// Subject of the client certificate.
     pub client_cert_subject: Option<&'a str>,
-    /// Whose API key it carries.
+    /// The consumer or key of the API key header.
     pub caller: Result<Caller<'a>, IdentityError>,
-    /// The name of the route.
+    /// Name of the route.
     pub route_name: &'a str,
-    /// The path pattern of the route.
+    /// Path pattern of the route.
     pub path_pattern: &'a PathPattern,
-    /// Its bearer token.
+    /// Bearer token.
     pub bearer_token: BearerToken<'a>,
 }
 
-/// Why a request has no identity.
+/// Reason why a request has no identity.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum IdentityError {
+    /// The request has no API key.
     #[error("an API key is needed in the field `{0}`")]
     MissingApiKey(HeaderName),
+    /// The API key is unknown.
     #[error("the API key is not known")]
     UnknownApiKey,
+    /// The request has several values for the part.
     #[error("the {0} stands more than once")]
     Ambiguous(Descriptor),
+    /// The value has bytes that servers interpret differently.
     #[error("the {0} has bytes that servers read in different ways")]
     Malformed(Descriptor),
+    /// The request lacks the part.
     #[error("the {0} is needed")]
     Missing(Descriptor),
+    /// The bearer token is invalid.
     #[error(transparent)]
     Token(#[from] TokenError),
 }
 
 impl IdentityError {
-    /// Whether a credential is missing or does not count. Such requests are rejected with 401, and may be guesses.
+    /// Return whether a credential is missing or invalid. Such requests are rejected with 401. They may be attempts to
+    /// guess a credential.
     pub fn is_credential_error(&self) -> bool {
         match self {
             IdentityError::MissingApiKey(_) | IdentityError::UnknownApiKey | IdentityError::Token(_) => true,
@@ -112,31 +119,32 @@ impl IdentityError {
     }
 }
 
-/// Whose units of a limit a request takes, or why of nobody's.
+/// Result of an identity lookup: the identity, or the reason why the limit does not apply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum IdentityLookup {
-    /// This identity's.
+    /// The limit counts this identity.
     Identity(Identity),
-    /// The limit is about other methods.
+    /// The limit does not apply to the method.
     OtherMethod,
-    /// A part is missing, and the limit does not apply to those who lack it.
+    /// A part is missing, and the limit skips such requests.
     Missing(IdentityError),
-    /// A part is one that is never limited.
+    /// The identity is exempt.
     Exempt,
 }
 
 impl IdentitySpec {
-    /// Whether it counts a client before its credential is known: by its address, or by what a trusted proxy says of it. A
-    /// bucket that others share, or that a client chooses, is not for clients without a credential to empty.
+    /// Return whether the limit can count requests whose credentials are not verified: its identity contains the client
+    /// network or a trusted user header, and no credential. Unauthenticated clients must not exhaust a bucket that
+    /// others share, nor choose a bucket.
     pub fn limits_unauthenticated(&self) -> bool {
         let is_client = |descriptor: &Descriptor| matches!(descriptor, Descriptor::Ip | Descriptor::User(_));
         self.descriptors.iter().any(is_client) && !self.descriptors.iter().any(Descriptor::is_credential)
     }
 
-    /// The identity of a request; none if the limit does not apply to it.
+    /// Return the identity of a request, or `None` if the limit does not apply.
     ///
     /// # Errors
-    /// A part is missing or ambiguous and the configuration says to refuse.
+    /// A part is missing and `on_missing` is `reject`, or a part is ambiguous or invalid.
     pub fn identify(
         &self,
         request: &RequestAttributes<'_>,
@@ -150,10 +158,10 @@ impl IdentitySpec {
         })
     }
 
-    /// The same, with the reason where the limit does not apply.
+    /// Like [`IdentitySpec::identify`], with the reason if the limit does not apply.
     ///
     /// # Errors
-    /// As [`By::identify`].
+    /// As for [`IdentitySpec::identify`].
     pub fn lookup(
         &self,
         request: &RequestAttributes<'_>,
@@ -185,7 +193,7 @@ impl IdentitySpec {
 }
 
 impl Exemptions {
-    /// The tag tells a consumer from an unknown API key: clients choose the latter.
+    /// Return whether a part is exempt. The tag tells consumers from unknown API keys, which clients choose.
     fn contains(&self, descriptor: &Descriptor, tag: u8, value: &[u8], client: IpAddr) -> bool {
         match tag {
             IP_TAG | ANONYMOUS_TAG => self.networks.iter().any(|net| net.contains(&client)),

@@ -1,6 +1,7 @@
-//! Which route a request takes: the best match, whatever the order of the file. Knows no policy.
+//! Route lookup: the best match for a request, independent of the order in the file.
 //!
-//! A tree of path segments for each host; a lookup costs the depth of the path, not the number of routes.
+//! Each host has a tree of path segments. The cost of a lookup depends on the depth of the path, not on the number of
+//! routes. This module knows nothing about limits or upstreams.
 
 pub mod explain;
 pub mod pattern;
@@ -11,29 +12,29 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method};
 
 use crate::routing::pattern::{PathPattern, Segment};
 
-/// What a request must look like.
+/// Conditions that a request must meet.
 #[derive(Debug, Clone)]
 pub struct RouteMatch {
-    /// Lower case, without port; `*.example.com` for all below it; none for any.
+    /// Host in lower case without port; `*.example.com` for all subdomains. `None` matches any host.
     pub host: Option<String>,
-    /// The path.
+    /// Path pattern.
     pub path: PathPattern,
-    /// The methods; none listed = all.
+    /// Methods. Empty = all.
     pub methods: Vec<Method>,
-    /// Fields that must be there with these values.
+    /// Headers that must be present with exactly these values.
     pub headers: Vec<(HeaderName, HeaderValue)>,
 }
 
-/// Two routes that nothing tells apart.
+/// A new route is ambiguous with the route that has this target.
 #[derive(Debug)]
 pub struct AmbiguousRoutes<T>(pub T);
 
-/// Why no route takes a request.
+/// Reason why no route matches.
 #[derive(Debug, PartialEq, Eq)]
 pub enum NoMatch {
-    /// Nothing matches.
+    /// No route matches the host, path and headers.
     NotFound,
-    /// Only the method fails; these would do.
+    /// Only the method does not match. Contains the allowed methods.
     MethodNotAllowed(Vec<Method>),
 }
 
@@ -41,10 +42,10 @@ pub enum NoMatch {
 #[derive(Debug)]
 pub struct RouteTable<T> {
     exact_hosts: HashMap<Box<str>, Node<T>>,
-    /// By what follows `*`, dot included.
+    /// Keyed by the suffix after `*`, including the dot.
     wildcard_hosts: HashMap<Box<str>, Node<T>>,
     any_host: Node<T>,
-    /// Those that routes ask for, each once.
+    /// Headers that routes match on, without duplicates.
     matched_headers: Vec<HeaderName>,
 }
 
@@ -52,9 +53,9 @@ pub struct RouteTable<T> {
 struct Node<T> {
     literals: HashMap<Box<str>, Node<T>>,
     parameter: Option<Box<Node<T>>>,
-    /// Routes whose path ends here.
+    /// Routes whose path ends at this node.
     terminal: Vec<RouteEntry<T>>,
-    /// Routes that take whatever follows.
+    /// Routes that match any rest of the path.
     catch_all: Vec<RouteEntry<T>>,
 }
 
@@ -83,10 +84,10 @@ impl<T> Default for Node<T> {
 }
 
 impl<T: Clone> RouteTable<T> {
-    /// Adds a route.
+    /// Add a route.
     ///
     /// # Errors
-    /// Some request would match this route and an earlier one equally well: that one's target.
+    /// A request could match this route and an earlier one equally well. The error has the target of the earlier one.
     pub fn insert(&mut self, pattern: RouteMatch, target: T) -> Result<(), AmbiguousRoutes<T>> {
         let mut node = match &pattern.host {
             None => &mut self.any_host,
@@ -114,19 +115,19 @@ impl<T: Clone> RouteTable<T> {
             return Err(AmbiguousRoutes(ambiguous.target.clone()));
         }
         entries.push(entry);
-        // Best first: routes that list methods, then those that ask for more headers.
+        // Best match first: routes with methods, then routes with more headers.
         entries.sort_by_key(|entry| (entry.methods.is_empty(), usize::MAX - entry.headers.len()));
         Ok(())
     }
 }
 
 impl<T> RouteTable<T> {
-    /// The headers that routes are told apart by.
+    /// Return the headers that routes match on.
     pub fn matched_headers(&self) -> impl Iterator<Item = &HeaderName> {
         self.matched_headers.iter()
     }
 
-    /// The best route for a request; `host` without port in lower case, `path` in canonical form.
+    /// Return the target of the best match. `host` must be in lower case without port, `path` in canonical form.
     ///
     /// # Errors
     /// No route matches.
@@ -137,7 +138,7 @@ impl<T> RouteTable<T> {
             return Ok(found);
         }
         if !self.wildcard_hosts.is_empty() {
-            // The longest suffix first.
+            // Longest suffix first.
             for (dot, _) in host.match_indices('.') {
                 if let Some(found) =
                     self.wildcard_hosts.get(&host[dot..]).and_then(|node| search.descend(node, segments))
@@ -160,8 +161,8 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// The best match below a node: literal segments before parameters before the rest.
-    /// Visits each node at most once, however the path is made.
+    /// Return the best match below a node: literal segments before parameters before catch-all patterns. This visits
+    /// each node at most once, whatever the path is.
     fn descend<'t, T>(&mut self, node: &'t Node<T>, remaining: Option<&str>) -> Option<&'t T> {
         let Some(remaining) = remaining else { return self.pick_entry(&node.terminal) };
         let (segment, next) = match remaining.split_once('/') {
@@ -201,21 +202,22 @@ impl<T> RouteEntry<T> {
         self.methods.is_empty() || self.methods.contains(method)
     }
 
-    /// The first field that a request should have and has not.
+    /// Return the first required header that is missing or has another value.
     fn missing_header(&self, headers: &HeaderMap) -> Option<&HeaderName> {
-        // Of several lines servers take the first, the last or all: none of them selects a route.
+        // If a header has several lines, servers use the first, the last or all of them. Such a header matches no
+        // route.
         let is_missing = |(name, value): &&(HeaderName, HeaderValue)| !headers.get_all(name).iter().eq([value]);
         self.headers.iter().find(is_missing).map(|(name, _)| name)
     }
 
-    /// Whether one request could match both, with nothing to choose by.
+    /// Return whether a request could match both routes without a rule to prefer one.
     fn is_ambiguous_with(&self, other: &RouteEntry<T>) -> bool {
-        // A list of methods comes before none.
+        // Routes with methods take precedence over routes without.
         let share_a_method = match (self.methods.is_empty(), other.methods.is_empty()) {
             (false, false) => self.methods.iter().any(|method| other.methods.contains(method)),
             (one, other) => one == other,
         };
-        // No request has both values of one field.
+        // A request cannot have both values of one header.
         let exclude = |(name, value): &(HeaderName, HeaderValue)| {
             other.headers.iter().any(|(other_name, other_value)| name == other_name && value != other_value)
         };

@@ -1,4 +1,4 @@
-//! API keys: known only by their hashes; all keys of a consumer are one identity.
+//! API keys and consumers. Keys are stored as hashes; all keys of a consumer are one identity.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,56 +15,56 @@ use crate::limiter::spec::{LimitSpec, LimitVariant};
 /// SHA-256 of an API key.
 pub type KeyHash = [u8; 32];
 
-/// Which keys are known, where they stand, and what becomes of others.
+/// The API key header, and the handling of missing and unknown keys.
 #[derive(Debug)]
 pub struct ApiKeySettings {
-    /// The field that carries the key.
+    /// Header with the API key.
     pub header: HeaderName,
-    /// Whether a request without a key passes as anonymous.
+    /// Whether requests without a key are anonymous instead of rejected.
     pub anonymous_if_missing: bool,
-    /// What becomes of a key that is not known.
+    /// Handling of unknown keys.
     pub on_unknown: OnUnknownKey,
 }
 
-/// What becomes of a key that is not known.
+/// Handling of unknown keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnUnknownKey {
-    /// 401.
+    /// Reject the request with 401.
     Reject,
-    /// As if there were none; the identity is the client's network.
+    /// Treat the request as anonymous: the client network is the identity.
     Anonymous,
-    /// The key is an identity of its own.
+    /// Treat the key as an identity of its own.
     Accept,
 }
 
-/// Consumers by the hashes of their keys.
+/// Consumers, by the hashes of their keys.
 #[derive(Debug, Default)]
 pub struct Consumers(HashMap<[u8; 8], (KeyHash, Arc<Consumer>)>);
 
-/// Somebody who has keys.
+/// A consumer: an API client with keys.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Consumer {
-    /// The name, which is the identity.
+    /// Name of the consumer, which is its identity.
     pub name: Box<str>,
-    /// Which size of the limits that have tiers.
+    /// Tier that selects the variant of each limit.
     pub tier: Option<Box<str>>,
-    /// Sizes of its own, by the names of the limits.
+    /// Variants of this consumer, by limit name. They take precedence over the tier.
     pub variants: BTreeMap<Box<str>, Arc<LimitVariant>>,
 }
 
-/// The tier of those who have no key, where they may pass.
+/// Tier of anonymous clients.
 const ANONYMOUS_TIER: &str = "anonymous";
 
-/// Whose key it is.
+/// The result of the API key lookup for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Caller<'a> {
-    /// This consumer's.
+    /// The key belongs to this consumer.
     Consumer(&'a Consumer),
-    /// Nobody's, but accepted.
+    /// The key is unknown and accepted as an identity.
     Accepted(&'a [u8]),
-    /// Nobody's, or there is none; the client's network counts.
+    /// The key is unknown or missing, and the client network is the identity.
     Anonymous,
-    /// There is none.
+    /// The request has no key.
     Missing,
 }
 
@@ -79,10 +79,10 @@ impl Default for ApiKeySettings {
 }
 
 impl Consumers {
-    /// Adds a key.
+    /// Add a key.
     ///
     /// # Errors
-    /// The key is there already: its consumer.
+    /// The key exists already. The error has its previous consumer.
     pub fn insert(&mut self, hash: KeyHash, consumer: Arc<Consumer>) -> Result<(), Arc<Consumer>> {
         match self.0.insert(hash_prefix(&hash), (hash, consumer)) {
             None => Ok(()),
@@ -90,17 +90,17 @@ impl Consumers {
         }
     }
 
-    /// All of them, once for each key.
+    /// Return the consumers, once for each key.
     pub fn iter(&self) -> impl Iterator<Item = &Consumer> {
         self.0.values().map(|(_, consumer)| &**consumer)
     }
 
-    /// The one with this name.
+    /// Return the consumer with this name.
     pub fn find_by_name(&self, name: &str) -> Option<&Consumer> {
         self.iter().find(|consumer| *consumer.name == *name)
     }
 
-    /// Whether there is no key.
+    /// Return whether there are no keys.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -110,7 +110,8 @@ impl Consumers {
             return None;
         }
         let found = digest(&SHA256, key);
-        // Half of the way by table, the whole in constant time: how long it takes tells nothing of a known hash.
+        // The table is keyed by 8 bytes of the hash. The whole hash is compared in constant time, so that response
+        // times reveal nothing about known hashes.
         let (hash, consumer) = self.0.get(found.as_ref().first_chunk()?)?;
         verify_slices_are_equal(hash, found.as_ref()).ok().map(|()| &**consumer)
     }
@@ -123,7 +124,7 @@ fn hash_prefix(hash: &KeyHash) -> [u8; 8] {
 }
 
 impl Consumer {
-    /// Its identity for limits by API key alone.
+    /// Return the identity of the consumer for limits by API key alone.
     pub fn identity(&self, hasher: &IdentityHasher) -> Identity {
         let mut encoder = IdentityEncoder::default();
         encoder.push(CONSUMER_TAG, self.name.as_bytes());
@@ -132,10 +133,10 @@ impl Consumer {
 }
 
 impl ApiKeySettings {
-    /// Whose key a request carries.
+    /// Look up the API key of a request.
     ///
     /// # Errors
-    /// More than one key, or one that is not known where that is refused.
+    /// The request has several keys, or an unknown key and `on_unknown` is `reject`.
     pub fn caller<'a>(&self, consumers: &'a Consumers, headers: &'a HeaderMap) -> Result<Caller<'a>, IdentityError> {
         let mut values = headers.get_all(&self.header).iter();
         let key = match (values.next(), values.next()) {
@@ -154,7 +155,7 @@ impl ApiKeySettings {
 }
 
 impl<'a> Caller<'a> {
-    /// The size that a limit has for the caller.
+    /// Return the variant of a limit for this caller: that of the consumer, else of the tier, else the default.
     pub fn variant(self, limit: &'a LimitSpec) -> &'a Arc<LimitVariant> {
         let special = match self {
             Caller::Consumer(consumer) => {
@@ -168,7 +169,7 @@ impl<'a> Caller<'a> {
     }
 }
 
-/// Reads `sha256:<64 lower-case hex digits>`.
+/// Parse `sha256:` followed by 64 lower-case hex digits.
 pub fn parse_key_hash(text: &str) -> Option<KeyHash> {
     let digits = text.strip_prefix("sha256:")?.as_bytes();
     let value = |digit: u8| match digit {

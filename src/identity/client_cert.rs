@@ -1,4 +1,4 @@
-//! The subject of a client's certificate, as text that tells subjects apart (RFC 4514).
+//! The subject of a client certificate as an unambiguous string (RFC 4514).
 
 use std::fmt::Write;
 
@@ -6,17 +6,19 @@ use x509_parser::asn1_rs::ToDer;
 use x509_parser::parse_x509_certificate;
 use x509_parser::x509::{AttributeTypeAndValue, X509Name};
 
-/// Why a certificate that was verified counts no more.
+/// Reason why a verified client certificate is rejected.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ClientCertError {
+    /// The certificate cannot be parsed.
     #[error("the client's certificate is malformed")]
     Malformed,
+    /// The certificate has expired. TLS session resumption does not check this.
     #[error("the client's certificate has expired since its session began")]
     Expired,
 }
 
-/// The types that have a name here: those of RFC 4514 §3, and two that OpenSSL names the same way.
+/// Attribute types with a short name: those of RFC 4514 §3, and two that OpenSSL names the same way.
 const ATTRIBUTE_NAMES: [(&str, &str); 11] = [
     ("2.5.4.3", "CN"),
     ("2.5.4.7", "L"),
@@ -31,11 +33,12 @@ const ATTRIBUTE_NAMES: [(&str, &str); 11] = [
     ("2.5.4.5", "serialNumber"),
 ];
 
-/// Of a verified certificate (DER); none if it is empty, as it would be that of many. The time is looked at again,
-/// in seconds since the Unix epoch, because resuming a session does not.
+/// Return the subject of a verified certificate (DER). Return `None` if it is empty, because many clients could share
+/// an empty subject. `now_s` is in seconds since the Unix epoch. The expiration is checked again, because resuming a
+/// TLS session does not check it.
 ///
 /// # Errors
-/// The certificate counts no more.
+/// The certificate has expired or is malformed.
 pub fn subject(certificate: &[u8], now_s: i64) -> Result<Option<Box<str>>, ClientCertError> {
     let (_, certificate) = parse_x509_certificate(certificate).map_err(|_| ClientCertError::Malformed)?;
     if now_s > certificate.validity().not_after.timestamp() {
@@ -45,7 +48,7 @@ pub fn subject(certificate: &[u8], now_s: i64) -> Result<Option<Box<str>>, Clien
     Ok((!text.is_empty()).then(|| text.into()))
 }
 
-/// The last part first, separated by `,`; attributes of one part by `+`.
+/// Format a name, last RDN first, separated by `,`. Attributes of one RDN are separated by `+`.
 fn format_name(name: &X509Name<'_>) -> Result<String, ClientCertError> {
     let parts: Vec<_> = name.iter_rdn().collect();
     let mut text = String::new();
@@ -69,7 +72,7 @@ fn write_attribute(text: &mut String, attribute: &AttributeTypeAndValue<'_>) -> 
             text.push('=');
             escape(text, value);
         }
-        // Whatever it is, its encoding is its own (RFC 4514 §2.4).
+        // Other types and values are written as their DER encoding (RFC 4514 §2.4).
         (name, _) => {
             text.push_str(name.unwrap_or(&oid));
             text.push_str("=#");
@@ -82,7 +85,7 @@ fn write_attribute(text: &mut String, attribute: &AttributeTypeAndValue<'_>) -> 
     Ok(())
 }
 
-/// RFC 4514 §2.4: what would end the value, or be taken for something else, is escaped.
+/// Escape characters that would end the value or have a special meaning (RFC 4514 §2.4).
 fn escape(text: &mut String, value: &str) {
     let last = value.chars().count().saturating_sub(1);
     for (index, c) in value.chars().enumerate() {
@@ -162,7 +165,7 @@ mod tests {
     fn a_certificate_that_has_expired_counts_no_more() {
         let mut params = CertificateParams::default();
         params.not_after = date_time_ymd(2020, 1, 1);
-        // Something of its own, so that extensions are passed over.
+        // A custom extension must not prevent parsing.
         params.custom_extensions = vec![CustomExtension::from_oid_content(&[1, 2, 3], vec![5, 0])];
         let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
         assert!(subject(certificate.der(), 1_577_836_800).is_ok(), "to the last second");

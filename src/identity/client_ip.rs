@@ -1,31 +1,31 @@
-//! The client's address: the peer, or what trusted proxies say of the hops behind them.
+//! Client addresses: the peer, or the hops that trusted proxies report.
 
 use std::net::{IpAddr, SocketAddr};
 
 use http::{HeaderMap, HeaderName};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
-/// Whom to believe, where the address stands, and how much of it counts.
+/// Trusted proxies, the header with the hops, and the prefix lengths of client networks.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ClientIpResolver {
-    /// Peers and hops that are believed.
+    /// Networks of trusted proxies.
     pub trusted_proxies: Vec<IpNet>,
-    /// The field with the hops.
+    /// Header with the hops.
     pub header: HeaderName,
-    /// Bits of an IPv4 address that count.
+    /// Prefix length of an IPv4 client network.
     pub ipv4_prefix: u8,
-    /// Bits of an IPv6 address that count: one subscriber usually has a /64.
+    /// Prefix length of an IPv6 client network. A subscriber usually has a /64.
     pub ipv6_prefix: u8,
 }
 
 impl ClientIpResolver {
-    /// Whether a peer or hop is believed.
+    /// Return whether a peer or hop is a trusted proxy.
     pub fn is_trusted(&self, address: IpAddr) -> bool {
         self.trusted_proxies.iter().any(|net| net.contains(&address))
     }
 
-    /// The address of the client: from the right, the first hop that is not trusted.
-    /// What cannot be read ends the walk at the hop that reported it.
+    /// Return the address of the client: from the right, the first hop that is not trusted. An invalid element ends the
+    /// search; the hop that reported it is then the client.
     pub fn client_address(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
         let mut client = peer;
         if !self.is_trusted(peer) {
@@ -33,7 +33,8 @@ impl ClientIpResolver {
         }
         let lines = headers.get_all(&self.header);
         for line in lines.iter().rev() {
-            // By bytes: what a client wrote into the same line makes the word of the proxy behind it no less readable.
+            // Split bytes, not text: non-ASCII bytes of a client must not hide the elements that proxies appended to
+            // the same line.
             for element in line.as_bytes().rsplit(|byte| *byte == b',') {
                 let element = std::str::from_utf8(element).ok().filter(|element| element.is_ascii());
                 let hop =
@@ -48,16 +49,16 @@ impl ClientIpResolver {
         client
     }
 
-    /// The part of an address that makes an identity.
+    /// Return the client network of an address.
     pub fn network(&self, address: IpAddr) -> IpAddr {
-        // The loader keeps the prefixes within the address lengths.
+        // The loader checks that the prefix lengths are valid.
         match address {
             IpAddr::V4(address) => Ipv4Net::new(address, self.ipv4_prefix).map_or(address, |net| net.network()).into(),
             IpAddr::V6(address) => Ipv6Net::new(address, self.ipv6_prefix).map_or(address, |net| net.network()).into(),
         }
     }
 
-    /// The same as people write it: an address, or a network where only a part of it counts.
+    /// Format the client network of an address: an address, or CIDR notation if the prefix is shorter.
     pub fn format_network(&self, address: IpAddr) -> String {
         let (prefix, whole) = match address {
             IpAddr::V4(_) => (self.ipv4_prefix, 32),
@@ -68,9 +69,9 @@ impl ClientIpResolver {
     }
 }
 
-/// The `for` of a Forwarded element (RFC 7239 §4).
+/// Return the `for` parameter of a Forwarded element (RFC 7239 §4).
 fn forwarded_for(element: &str) -> Option<&str> {
-    // Half of a quoted string: what looks like an element here is part of a value, such as a host that a client made up.
+    // An unbalanced quote: splitting at commas has cut a quoted value, such as a host chosen by the client.
     if element.contains('\\') || !element.matches('"').count().is_multiple_of(2) {
         return None;
     }
@@ -80,7 +81,8 @@ fn forwarded_for(element: &str) -> Option<&str> {
     })
 }
 
-/// `192.0.2.1`, `192.0.2.1:80`, `2001:db8::1`, `[2001:db8::1]`, `[2001:db8::1]:80`; an IPv4-mapped address is IPv4.
+/// Parse `192.0.2.1`, `192.0.2.1:80`, `2001:db8::1`, `[2001:db8::1]` or `[2001:db8::1]:80`. IPv4-mapped addresses
+/// become IPv4.
 fn parse_address(text: &str) -> Option<IpAddr> {
     let text = text.trim();
     let plain = || text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text).parse().ok();

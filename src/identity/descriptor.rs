@@ -1,4 +1,4 @@
-//! The parts of an identity, as a request has them.
+//! Descriptors: the parts of an identity, and how requests provide them.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -13,31 +13,31 @@ use crate::identity::{IdentityError, RequestAttributes};
 /// One part of an identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Descriptor {
-    /// The consumer that the API key belongs to.
+    /// Consumer of the API key.
     ApiKey,
-    /// The client's network.
+    /// Client network.
     Ip,
-    /// A header that trusted proxies set.
+    /// Header set by trusted proxies.
     User(HeaderName),
-    /// A header as the client sent it.
+    /// Header sent by the client.
     Header(HeaderName),
-    /// A cookie.
+    /// Cookie.
     Cookie(Box<str>),
-    /// A parameter of the query, decoded.
+    /// Query parameter, decoded.
     Query(Box<str>),
-    /// What the path has in the place of a parameter of the route.
+    /// Value of a path parameter of the route.
     Path(Box<str>),
-    /// A claim of the bearer token.
+    /// Claim of the bearer token.
     Jwt(Box<str>),
-    /// The subject of the client's certificate.
+    /// Subject of the client certificate.
     ClientCert,
-    /// The host that was routed on.
+    /// Host used for routing.
     Host,
-    /// The method.
+    /// Method.
     Method,
-    /// One identity for everybody.
+    /// One identity for all clients.
     Global,
-    /// The route's name.
+    /// Name of the route.
     Route,
 }
 
@@ -59,20 +59,20 @@ impl fmt::Display for Descriptor {
     }
 }
 
-/// A part of an identity as a request has it.
+/// The value of a descriptor for a request.
 pub(super) enum IdentityPart<'a> {
     Value(u8, Cow<'a, [u8]>),
     Address(u8),
     Missing(IdentityError),
 }
 
-/// Tags keep the kinds of parts apart: a consumer named `1` is not a header of that value.
+/// Tags separate the kinds of parts: a consumer named `1` differs from a header with that value.
 pub(super) const IP_TAG: u8 = b'i';
 pub(super) const ANONYMOUS_TAG: u8 = b'a';
 pub(super) const CONSUMER_TAG: u8 = b'c';
 
-/// What a name or value of a query stands for, as forms encode it (WHATWG URL §5.1). Bytes that are no text stay apart: they
-/// are not replaced by one character for them all.
+/// Decode a name or value of a query as forms encode it (WHATWG URL §5.1). Bytes that are not UTF-8 are kept.
+/// Replacement characters would make different values equal.
 fn form_decoded(text: &str) -> Cow<'_, [u8]> {
     if text.contains(['%', '+']) {
         Cow::Owned(percent_decode_str(&text.replace('+', " ")).collect())
@@ -81,7 +81,7 @@ fn form_decoded(text: &str) -> Cow<'_, [u8]> {
     }
 }
 
-/// What servers read as the value of a cookie: without spaces and quotes around it, and decoded.
+/// Return the value of a cookie as servers read it: without surrounding whitespace and quotes, and percent-decoded.
 pub fn cookie_value(value: &[u8]) -> Cow<'_, [u8]> {
     percent_decode(unquoted(value)).into()
 }
@@ -91,20 +91,22 @@ fn unquoted(value: &[u8]) -> &[u8] {
     value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value)
 }
 
-/// Whether servers agree on the value of a cookie. Python decodes `\164` in quotes, JavaScript trims no-break spaces, Go takes
-/// control characters, quotes, backslashes and other bytes than ASCII for no cookie at all (RFC 6265 §4.1.1).
+/// Return whether all servers read the same value of a cookie. Python decodes `\164` in quotes, JavaScript trims
+/// no-break spaces, and Go drops cookies with control characters, quotes, backslashes or non-ASCII bytes (RFC 6265
+/// §4.1.1).
 fn is_unambiguous_cookie_value(value: &[u8]) -> bool {
     unquoted(value).iter().all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\'))
 }
 
-/// The bytes behind all that some servers cut off the name of a cookie: spaces, control characters, other bytes than ASCII.
+/// Trim the bytes that some servers remove from the start of a cookie name: spaces, control characters and non-ASCII
+/// bytes.
 fn trim_start_of_cookie(bytes: &[u8]) -> &[u8] {
     let start = bytes.iter().position(u8::is_ascii_graphic).unwrap_or(bytes.len());
     bytes.get(start..).unwrap_or_default()
 }
 
 impl Descriptor {
-    /// The header that it reads, whoever sent it.
+    /// Return the header that this part reads from any client, trusted or not.
     pub fn header(&self, keys: &ApiKeySettings) -> Option<HeaderName> {
         match self {
             Descriptor::ApiKey => Some(keys.header.clone()),
@@ -120,7 +122,7 @@ impl Descriptor {
         }
     }
 
-    /// Whether it is a credential that the gateway verifies.
+    /// Return whether the gateway verifies this part as a credential.
     pub(super) fn is_credential(&self) -> bool {
         matches!(self, Descriptor::ApiKey | Descriptor::Jwt(_) | Descriptor::ClientCert)
     }
@@ -131,7 +133,7 @@ impl Descriptor {
         keys: &'a ApiKeySettings,
     ) -> Result<IdentityPart<'a>, IdentityError> {
         let missing = || IdentityPart::Missing(IdentityError::Missing(self.clone()));
-        // Two values for one name: the upstream may believe the other one.
+        // Reject several values for one name: the upstream may use another one than the gateway.
         let only = |tag, mut values: Vec<Cow<'a, [u8]>>| match values.len() {
             0 => Ok(missing()),
             1 if values[0].is_empty() => Ok(missing()),
@@ -158,7 +160,7 @@ impl Descriptor {
                 match lines.len() {
                     0 => Ok(missing()),
                     1 => Ok(IdentityPart::Value(b'h', lines.swap_remove(0))),
-                    // Servers take the first line, the last one, or both with a comma between.
+                    // Servers use the first line, the last line, or all lines joined by commas.
                     _ => Err(IdentityError::Ambiguous(self.clone())),
                 }
             }
@@ -170,17 +172,17 @@ impl Descriptor {
                     let pair = pair.trim_ascii();
                     let Some(rest) = trim_start_of_cookie(pair).strip_prefix(name.as_bytes()) else { continue };
                     match trim_start_of_cookie(rest) {
-                        // Without a value some servers take it for an empty one.
+                        // Some servers read a cookie without `=` as an empty value.
                         [] => values.push(Cow::Borrowed(&b""[..])),
                         [b'=', value @ ..] => {
-                            // Some servers cut spaces off names, others do not.
+                            // Some servers trim spaces from names, others do not.
                             let exact = rest.starts_with(b"=") && pair.starts_with(name.as_bytes());
                             if !exact || !is_unambiguous_cookie_value(value) {
                                 return Err(IdentityError::Malformed(self.clone()));
                             }
                             values.push(cookie_value(value));
                         }
-                        // Another name that begins like this one.
+                        // A longer name with this one as its prefix.
                         _ => {}
                     }
                 }

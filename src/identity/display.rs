@@ -1,7 +1,7 @@
-//! Names of identities: what operators are shown of one, and which one they mean.
+//! Display of identities to administrators, and lookup of identities that administrators name.
 //!
-//! What may be a secret is never shown: unknown API keys, header fields, cookies and query parameters have their values
-//! left out. Operators mean such an identity by its hash, or by the value if they know it.
+//! Values that may be secrets are never shown: unknown API keys, headers, cookies and query parameters. Administrators
+//! name such an identity by its hash, or by the value if they know it.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -15,54 +15,57 @@ use crate::identity::descriptor::{ANONYMOUS_TAG, Descriptor, IP_TAG, IdentityPar
 use crate::identity::{IdentitySpec, OnMissing, RequestAttributes, octets};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 
-/// Bytes of a value that are shown: whoever is limited may have chosen it.
+/// Maximum bytes of a value to show. Limited clients may choose it.
 const MAX_DISPLAY_BYTES: usize = 128;
 
-/// The word for an address that stands in for an API key.
+/// Label of a client network that stands in for an API key.
 const ANONYMOUS_LABEL: &str = "anonymous";
 const IP_LABEL: &str = "ip";
 
-/// What operators are shown of an identity: its parts.
+/// An identity for display, as its parts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct IdentityDisplay(pub Arc<[DisplayPart]>);
 
-/// What operators are shown of a part.
+/// A part of an identity for display.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DisplayPart {
-    /// Its word in `by`, or of what stands in for it.
+    /// Label of the part in `by`, or of the client network that stands in for it.
     pub label: Box<str>,
-    /// Its value; none = it may be a secret.
+    /// Value of the part. `None` if it may be a secret.
     pub value: Option<Box<str>>,
 }
 
-/// What operators say of an identity: values by the words of `by`.
+/// An identity as named by an administrator: values by the labels of `by`.
 pub type IdentityInput = BTreeMap<String, String>;
 
-/// An identity that an operator means.
+/// The identity that an administrator named.
 #[derive(Debug)]
 pub struct ResolvedIdentity<'a> {
-    /// Its hash.
+    /// Hash of the identity.
     pub identity: Identity,
-    /// Whose sizes it has.
+    /// Caller whose variant of the limit applies.
     pub caller: Caller<'a>,
-    /// Whether it is never limited.
+    /// Whether the identity is exempt.
     pub is_exempt: bool,
 }
 
-/// Why it is not known which identity is meant.
+/// Error in an identity named by an administrator.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum IdentityInputError {
+    /// A part is missing.
     #[error("`{0}` is missing")]
     Missing(Cow<'static, str>),
+    /// No consumer has this name.
     #[error("no consumer has this name")]
     UnknownConsumer,
+    /// The value is not an IP address.
     #[error("`{0}` is not an address")]
     InvalidAddress(Cow<'static, str>),
 }
 
 impl Descriptor {
-    /// As `by` has it.
+    /// Return the label of the descriptor in `by`.
     pub fn label(&self) -> Cow<'static, str> {
         match self {
             Descriptor::ApiKey => "api-key".into(),
@@ -81,7 +84,7 @@ impl Descriptor {
         }
     }
 
-    /// Whether `by` has it as this word; names of headers have no case.
+    /// Return whether `by` accepts this label for the descriptor. Header names are case-insensitive.
     pub fn matches_label(&self, label: &str) -> bool {
         match self {
             Descriptor::User(_) | Descriptor::Header(_) => self.label().eq_ignore_ascii_case(label),
@@ -89,7 +92,8 @@ impl Descriptor {
         }
     }
 
-    /// The tag of its values, but for addresses and what is no value of a consumer.
+    /// Return the tag of values of this descriptor. Accepted API keys and client networks that stand in have other
+    /// tags.
     pub(super) fn tag(&self) -> u8 {
         match self {
             Descriptor::ApiKey => b'c',
@@ -109,25 +113,25 @@ impl Descriptor {
     }
 }
 
-/// Whether values with this tag may be shown. What proxies and verified tokens say of a user names him and opens nothing;
-/// paths stand in the access log as well.
+/// Return whether values with this tag may be shown. Values from proxies and verified tokens identify a user but grant
+/// no access. Paths are in the access log as well.
 fn is_public(tag: u8) -> bool {
     match tag {
         b'c' | b'u' | b'p' | b'j' | b's' | b'n' | b'm' | b'g' | b'r' => true,
-        // An unknown API key, a header field, a cookie, a query parameter.
+        // Accepted API keys, headers, cookies and query parameters.
         _ => false,
     }
 }
 
 impl Descriptor {
-    /// Whether what a request says may be shown; of API keys, the consumer.
+    /// Return whether values of this descriptor may be shown. For API keys this is the consumer.
     pub fn is_public(&self) -> bool {
         is_public(self.tag())
     }
 }
 
 impl IdentityDisplay {
-    /// Its values in a line; `instead` of those that may be secrets.
+    /// Return the values on one line, with `placeholder` for values that may be secrets.
     pub fn summary(&self, placeholder: &str) -> String {
         let value = |part: &DisplayPart| match (&*part.label, part.value.as_deref()) {
             ("global", _) => "everybody".to_owned(),
@@ -139,7 +143,7 @@ impl IdentityDisplay {
 }
 
 impl IdentitySpec {
-    /// What operators are shown of the identity of a request.
+    /// Return the identity of a request for display.
     pub fn display(
         &self,
         request: &RequestAttributes<'_>,
@@ -156,23 +160,23 @@ impl IdentitySpec {
             }
             Ok(IdentityPart::Address(ANONYMOUS_TAG)) => network(ANONYMOUS_LABEL),
             Ok(IdentityPart::Address(_) | IdentityPart::Missing(_)) => network(IP_LABEL),
-            // Such a request has no identity.
+            // A request with this error has no identity.
             Err(_) => DisplayPart { label: descriptor.label().into(), value: None },
         };
         IdentityDisplay(self.descriptors.iter().map(part_of).collect())
     }
 
-    /// Whether a part of an identity may be said by this word.
+    /// Return whether the label names a part of this identity.
     pub fn has_label(&self, label: &str) -> bool {
         let anonymous = || label == ANONYMOUS_LABEL && self.descriptors.contains(&Descriptor::ApiKey);
         let is_ip_fallback = || label == IP_LABEL && self.on_missing == OnMissing::Ip;
         self.descriptors.iter().any(|descriptor| descriptor.label() == label) || anonymous() || is_ip_fallback()
     }
 
-    /// The identity that an operator means.
+    /// Return the identity that an administrator named.
     ///
     /// # Errors
-    /// It is not clear which one.
+    /// A part is missing or invalid.
     pub fn resolve<'a>(
         &self,
         input: &IdentityInput,
@@ -182,7 +186,7 @@ impl IdentitySpec {
     ) -> Result<ResolvedIdentity<'a>, IdentityInputError> {
         let address = |label: &'static str| {
             let text = input.get(label)?;
-            // As it is shown, too.
+            // Accept the displayed form `ADDRESS/PREFIX` as well.
             let address = text.split_once('/').map_or(text.as_str(), |(address, _)| address).trim();
             Some(
                 address
@@ -192,7 +196,7 @@ impl IdentitySpec {
             )
         };
         let (mut encoder, mut caller, mut is_exempt) = (IdentityEncoder::default(), Caller::Missing, false);
-        // Of parts that are no address.
+        // Placeholder address for parts that are not client networks.
         let no_address = IpAddr::from([0; 4]);
         for descriptor in &self.descriptors {
             let value = input.get(&*descriptor.label()).map(String::as_str).filter(|value| !value.is_empty());
@@ -216,7 +220,7 @@ impl IdentitySpec {
                     caller = Caller::Consumer(consumers.find_by_name(name).ok_or(IdentityInputError::UnknownConsumer)?);
                     (descriptor.tag(), name.as_bytes().to_vec(), no_address)
                 }
-                // As they are when a request was routed.
+                // In canonical form, as for routing.
                 (Descriptor::Host, Some(name)) => {
                     (descriptor.tag(), target::canonical_host(name).into_owned().into_bytes(), no_address)
                 }
@@ -232,7 +236,7 @@ impl IdentitySpec {
     }
 }
 
-/// The beginning of a value, as text.
+/// Return the start of a value as text.
 fn display_value(value: &[u8]) -> Box<str> {
     let whole = String::from_utf8_lossy(value);
     let end = (0..=MAX_DISPLAY_BYTES.min(whole.len())).rev().find(|end| whole.is_char_boundary(*end)).unwrap_or(0);

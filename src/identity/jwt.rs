@@ -1,4 +1,4 @@
-//! JSON Web Tokens (RFC 7519) as bearer tokens (RFC 6750): claims that count because an issuer has signed them.
+//! Verification of JSON Web Tokens (RFC 7519) that clients send as bearer tokens (RFC 6750).
 
 use std::borrow::Cow;
 use std::cell::OnceCell;
@@ -18,26 +18,26 @@ use crate::identity::IdentityError;
 use crate::identity::descriptor::Descriptor;
 use crate::limiter::clock;
 
-/// How far the clocks of issuer and gateway may lie apart. RFC 7519 §4.1.4 allows "usually no more than a few minutes";
-/// clocks that are kept by NTP differ by less than a second, those of virtual machines after a pause by some more.
+/// Leeway in seconds for clock skew between issuer and gateway. RFC 7519 §4.1.4 allows "usually no more than a few
+/// minutes". Clocks synchronized by NTP differ by less than a second, those of virtual machines by more after a pause.
 const LEEWAY_S: f64 = 30.0;
 
-/// What tokens are checked against.
+/// Keys and expected claims.
 #[derive(Debug, Default)]
 pub struct JwtVerifier {
-    /// The issuer's keys; a new set takes their place at once.
+    /// Public keys of the issuer. Replaced when the JWK Set changes.
     pub keys: ArcSwap<KeySet>,
-    /// What `iss` must be.
+    /// Required value of `iss`. `None` = any.
     pub issuer: Option<Box<str>>,
-    /// What must stand in `aud`; none = a token that has an `aud` is meant for somebody else.
+    /// Required value in `aud`. `None` rejects tokens with an `aud`.
     pub audience: Option<Box<str>>,
 }
 
-/// What a verified token says.
+/// The claims of a verified token.
 #[derive(Debug)]
 pub struct Claims(Map<String, Value>);
 
-/// The bearer token of one request: verified when the first limit asks for it, and once.
+/// The bearer token of a request. It is verified once, when the first limit needs it.
 #[derive(Debug)]
 pub struct BearerToken<'a> {
     verifier: &'a JwtVerifier,
@@ -45,40 +45,49 @@ pub struct BearerToken<'a> {
     claims: OnceCell<Result<Option<Claims>, IdentityError>>,
 }
 
-/// Why a token does not count. What it said is never repeated.
+/// Reason why a token is rejected. Errors never contain parts of the token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TokenError {
+    /// The token is not a JWT, or has a critical header or invalid claims.
     #[error("the bearer token is malformed")]
     Malformed,
+    /// No key matches the `kid`, or the algorithm of a token without `kid`.
     #[error("the bearer token is signed with an unknown key")]
     UnknownKey,
+    /// The algorithm of the token is not that of the key.
     #[error("the bearer token is signed with another algorithm than its key is for")]
     Algorithm,
+    /// The signature is invalid.
     #[error("the signature of the bearer token is wrong")]
     Signature,
+    /// The claim `exp` is missing.
     #[error("the bearer token has no expiration time")]
     NoExpiration,
+    /// The time `exp` has passed.
     #[error("the bearer token has expired")]
     Expired,
+    /// The time `nbf` is in the future.
     #[error("the bearer token is not valid yet")]
     NotYetValid,
+    /// The claim `iss` is missing or has another value.
     #[error("the bearer token is from another issuer")]
     Issuer,
+    /// The claim `aud` does not match the configured audience.
     #[error("the bearer token is for another audience")]
     Audience,
 }
 
 impl<'a> BearerToken<'a> {
-    /// The token in a header section, not looked at yet.
+    /// Create the token of a request without verifying it.
     pub fn new(verifier: &'a JwtVerifier, headers: &'a HeaderMap) -> Self {
         BearerToken { verifier, headers, claims: OnceCell::new() }
     }
 
-    /// What it says; none if there is none.
+    /// Return the verified claims, or `None` if the request has no bearer token.
     ///
     /// # Errors
-    /// It does not count, or there may be two.
+    /// The token is invalid, or the request has several `Authorization` lines.
     pub fn claims(&self) -> Result<Option<&Claims>, IdentityError> {
         let claims = self.claims.get_or_init(|| match bearer_token(self.headers)? {
             Some(token) => Ok(Some(self.verifier.verify(token, clock::unix_us() as f64 / 1e6)?)),
@@ -88,7 +97,7 @@ impl<'a> BearerToken<'a> {
     }
 }
 
-/// The token of `Authorization: Bearer`; credentials of other schemes are nobody's business here.
+/// Return the token of `Authorization: Bearer`, or `None` for other schemes.
 fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, IdentityError> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
     let (Some(credentials), second) = (values.next(), values.next()) else { return Ok(None) };
@@ -101,7 +110,7 @@ fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, IdentityError> {
     Ok(scheme.eq_ignore_ascii_case(b"bearer").then(|| token.trim_ascii()))
 }
 
-/// The library fails at what it cannot read.
+/// The library reports an error if it cannot parse or decode a token.
 impl From<jsonwebtoken::errors::Error> for TokenError {
     fn from(_: jsonwebtoken::errors::Error) -> Self {
         TokenError::Malformed
@@ -113,7 +122,7 @@ impl JwtVerifier {
         let token = str::from_utf8(token).map_err(|_| TokenError::Malformed)?;
         let (message, signature) = token.rsplit_once('.').ok_or(TokenError::Malformed)?;
         let header = decode_header(token)?;
-        // RFC 7515 §4.1.11: what the issuer calls critical has to be understood, and we know no extension.
+        // Critical extensions must be understood (RFC 7515 §4.1.11). The gateway supports none.
         if header.crit.is_some() {
             return Err(TokenError::Malformed);
         }
@@ -125,7 +134,8 @@ impl JwtVerifier {
         if !crypto::verify(signature, message.as_bytes(), &key.decoding_key, key.algorithm)? {
             return Err(TokenError::Signature);
         }
-        // What is signed is no longer dangerous. The library's own checks would let an `aud` pass that is a number.
+        // The signature is verified, so decoding without verification is safe here. The claim validation of the library
+        // would accept an `aud` that is a number.
         let claims = insecure_decode_claims(token)?;
         self.check_claims(&claims, now_s)?;
         Ok(Claims(claims))
@@ -143,7 +153,7 @@ impl JwtVerifier {
         if self.issuer.as_ref().is_some_and(|own| claims.get("iss").is_none_or(|issuer| *issuer != **own)) {
             return Err(TokenError::Issuer);
         }
-        // RFC 7519 §4.1.3: one string or a list; a token that is meant for others must be refused.
+        // `aud` is a string or a list. Tokens for other audiences must be rejected (RFC 7519 §4.1.3).
         let for_us = match (claims.get("aud"), &self.audience) {
             (None, None) => true,
             (Some(Value::Array(list)), Some(own)) => list.iter().any(|audience| *audience == **own),
@@ -155,7 +165,7 @@ impl JwtVerifier {
 }
 
 impl Claims {
-    /// A claim that can name somebody: a string, a number or a boolean.
+    /// Return a claim as an identity: a string, a number or a boolean.
     pub fn text(&self, name: &str) -> Option<Cow<'_, str>> {
         match self.0.get(name)? {
             Value::String(text) if text.is_empty() => None,
@@ -167,47 +177,53 @@ impl Claims {
     }
 }
 
-// The public keys of an issuer (JWK Set, RFC 7517), each bound to the one algorithm that it is for.
+// The public keys of an issuer (JWK Set, RFC 7517). Each key is bound to one algorithm.
 
-/// Bits of an RSA modulus. RFC 7518 §3.3 asks for 2048 at least; beyond 8192 a check costs too much.
+/// Allowed bits of an RSA modulus. RFC 7518 §3.3 requires at least 2048; above 8192 a verification costs too much.
 const RSA_BITS: std::ops::RangeInclusive<usize> = 2048..=8192;
 
-/// Keys that tokens may be signed with.
+/// The keys that tokens may be signed with.
 #[derive(Debug, Default)]
 pub struct KeySet(Vec<Key>);
 
-/// A key and what it is for.
+/// A key with its algorithm.
 #[derive(Debug)]
 pub(super) struct Key {
     id: Option<Box<str>>,
-    /// Fixed by the kind of key. Never the token's choice: a public key must not become the secret of an HMAC.
+    /// Determined by the kind of key, never by the token: a public key must not become an HMAC secret.
     pub(super) algorithm: Algorithm,
     pub(super) decoding_key: DecodingKey,
 }
 
-/// Why a file is no set of keys.
+/// Error in a JWK Set file.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum KeySetError {
+    /// The file is not a JWK Set.
     #[error("it is no JSON Web Key Set: {0}")]
     Json(#[from] serde_json::Error),
+    /// A key is symmetric.
     #[error("keys[{0}] is symmetric (`oct`): whoever can check tokens with it can make them")]
     Symmetric(usize),
+    /// An RSA key has an unsupported size.
     #[error("keys[{0}] has {1} bits: an RSA key needs 2048 to 8192")]
     KeySize(usize, usize),
+    /// A key is malformed.
     #[error("keys[{0}] is malformed")]
     Malformed(usize),
+    /// Two keys have the same `kid`.
     #[error("two keys have the `kid` \"{0}\"")]
     DuplicateKid(Box<str>),
+    /// The file has no usable key.
     #[error("it has no key for RS256 (RSA), ES256 (EC, P-256) or EdDSA (OKP, Ed25519)")]
     Empty,
 }
 
 impl KeySet {
-    /// Reads a JWK Set. Keys for other uses and other algorithms are passed over (RFC 7517 §5).
+    /// Parse a JWK Set. Keys for other uses and algorithms are ignored (RFC 7517 §5).
     ///
     /// # Errors
-    /// It is no JWK Set, a key in it cannot be right, or none is left.
+    /// The content is not a JWK Set, a key in it is invalid, or no usable key remains.
     pub fn parse(json: &[u8]) -> Result<Self, KeySetError> {
         let set: JwkSet = serde_json::from_slice(json)?;
         let mut keys: Vec<Key> = Vec::new();
@@ -221,7 +237,7 @@ impl KeySet {
         if keys.is_empty() { Err(KeySetError::Empty) } else { Ok(KeySet(keys)) }
     }
 
-    /// The key that a token names; without a name, the only one for its algorithm.
+    /// Return the key with this `kid`. Without a `kid`, return the only key for the algorithm.
     pub(super) fn find(&self, id: Option<&str>, algorithm: Algorithm) -> Option<&Key> {
         if id.is_some() {
             return self.0.iter().find(|key| key.id.as_deref() == id);
@@ -232,7 +248,7 @@ impl KeySet {
 }
 
 impl Key {
-    /// A key; none if it is not for what we do.
+    /// Convert a JWK. Return `None` if the key is not for a supported use.
     fn from_jwk(index: usize, jwk: &Jwk) -> Result<Option<Self>, KeySetError> {
         let algorithm = match &jwk.algorithm {
             AlgorithmParameters::RSA(_) => Algorithm::RS256,
@@ -250,7 +266,7 @@ impl Key {
         }
         let decoding = DecodingKey::from_jwk(jwk).map_err(|_| KeySetError::Malformed(index))?;
         let malformed = |_| KeySetError::Malformed(index);
-        // The library looks at a key when the first token comes: a broken one is found now.
+        // The library validates a key on first use. Validate it now, so that errors appear at load.
         match decoding.kind() {
             DecodingKeyKind::RsaModulusExponent { n, e } => {
                 let bits = n.len() * 8 - n.first().map_or(0, |first| first.leading_zeros() as usize);

@@ -1,4 +1,4 @@
-//! Why routes do not take a request: what of it they want otherwise.
+//! Explains why routes do not match a request, and finds unreachable routes.
 
 use std::cmp::Reverse;
 
@@ -6,24 +6,24 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method};
 
 use crate::routing::{Node, RouteEntry, RouteTable};
 
-/// A route beside a request.
+/// A route compared with a request.
 #[derive(Debug)]
 pub struct Candidate<'t, T> {
-    /// The route.
+    /// Target of the route.
     pub target: &'t T,
-    /// The host that it wants, as configured; none for any.
+    /// Host of the route, as configured. `None` matches any host.
     pub host: Option<String>,
-    /// The methods that it wants; none listed = all.
+    /// Methods of the route. Empty = all.
     pub methods: &'t [Method],
-    /// The fields that it wants.
+    /// Headers that the route requires.
     pub headers: &'t [(HeaderName, HeaderValue)],
-    /// What of the request is first to be otherwise than it wants; none = it matches.
+    /// The first condition that the request does not meet. `None` if the route matches.
     pub mismatch: Option<MismatchReason<'t>>,
-    /// So many segments of the path are as it wants them.
+    /// Number of path segments that match.
     matched_segments: usize,
 }
 
-/// What of a request is otherwise than a route wants it.
+/// The condition that a request does not meet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MismatchReason<'t> {
     /// The host.
@@ -32,12 +32,12 @@ pub enum MismatchReason<'t> {
     Path,
     /// The method.
     Method,
-    /// This field, or its value.
+    /// This header is missing or has another value.
     Header(&'t HeaderName),
 }
 
 impl<T> Candidate<'_, T> {
-    /// Sorts those first that lack least: after host and path come the method and the fields.
+    /// Sort key, nearest match first. The conditions are ordered host, path, method, headers.
     pub fn distance(&self) -> impl Ord + use<T> {
         let criterion = match self.mismatch {
             None => 0,
@@ -50,24 +50,24 @@ impl<T> Candidate<'_, T> {
     }
 }
 
-/// A request, as far as routes are concerned.
+/// The parts of a request that routes match on.
 struct MatchInput<'a> {
     method: &'a Method,
     headers: &'a HeaderMap,
 }
 
-/// How far a request has come on the way to a node.
+/// State of the walk from the root to a node.
 #[derive(Clone, Copy)]
 struct SearchPath<'a> {
     host_matches: bool,
-    /// What is left of its path; none if it is used up.
+    /// Rest of the path. `None` if it is used up.
     remaining: Option<&'a str>,
     path_matches: bool,
     matched_segments: usize,
 }
 
 impl<T> RouteTable<T> {
-    /// All routes beside a request, in no order; host and path as in [`RouteTable::find`].
+    /// Compare all routes with a request, in no particular order. `host` and `path` as for [`RouteTable::find`].
     pub fn candidates(&self, host: &str, path: &str, method: &Method, headers: &HeaderMap) -> Vec<Candidate<'_, T>> {
         let request = MatchInput { method, headers };
         let mut found = Vec::new();
@@ -150,15 +150,17 @@ impl<T> RouteEntry<T> {
     }
 }
 
-// Routes of which another one takes what they were written for.
+// Unreachable routes.
 
-/// A route, the one that comes before it, and the methods that it loses to it.
+/// The target of an unreachable route, the target of the route that takes precedence, and the methods affected.
 type UnreachableRoute<'t, T> = (&'t T, &'t T, &'t [Method]);
 
 impl<T> RouteTable<T> {
-    /// Routes for certain headers that a route for all or fewer of these headers comes before, as it lists methods.
+    /// Return routes without methods but with required headers that a route with methods and the same or fewer headers
+    /// takes precedence over.
     ///
-    /// No route is overtaken in any other way: what is more specific leaves requests to what is less.
+    /// Routes cannot be unreachable in any other way: more specific routes leave the remaining requests to less
+    /// specific ones.
     pub fn unreachable_routes(&self) -> impl Iterator<Item = UnreachableRoute<'_, T>> {
         let mut found = Vec::new();
         for node in self.exact_hosts.values().chain(self.wildcard_hosts.values()).chain([&self.any_host]) {
@@ -183,7 +185,8 @@ impl<T> Node<T> {
 }
 
 impl<T> RouteEntry<T> {
-    /// Whether all requests of a route without methods that have one of these methods come here.
+    /// Return whether this route takes precedence over `late`, a route without methods, for all requests with one of
+    /// the methods of this route.
     fn precedes(&self, late: &RouteEntry<T>) -> bool {
         !self.methods.is_empty() && self.headers.iter().all(|wanted| late.headers.contains(wanted))
     }
@@ -256,7 +259,7 @@ mod shadow_tests {
                 table.insert(pattern(path, methods, headers), "early").unwrap();
                 let found: Vec<_> = table.unreachable_routes().map(|(late, early, _)| (*late, *early)).collect();
                 assert_eq!(found, vec![("late", "early"); expected], "{path} {methods:?} {headers:?}");
-                // And that is what the table does.
+                // The lookup must agree.
                 let request = http::HeaderMap::from_iter([
                     ("a".parse().unwrap(), "1".parse().unwrap()),
                     ("c".parse::<http::HeaderName>().unwrap(), "1".parse().unwrap()),

@@ -1,9 +1,9 @@
-//! The paths of routes: literal segments, parameters, the rest.
+//! Path patterns of routes and rewrite templates.
 
 use std::fmt::Write;
 use std::str::FromStr;
 
-/// `/v1/users/{id}`, `/v1/{*rest}`, in segments.
+/// A path pattern, such as `/v1/users/{id}` or `/v1/{*rest}`, as segments.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PathPattern(pub(super) Vec<Segment>);
 
@@ -14,18 +14,23 @@ pub(super) enum Segment {
     Rest(Box<str>),
 }
 
-/// Why a text is no path pattern.
+/// Error in a path pattern.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum PathPatternError {
+    /// The path does not start with `/`.
     #[error("a path starts with `/`")]
     NoSlash,
+    /// A segment follows the catch-all parameter.
     #[error("`{{*{0}}}` takes the rest of the path: nothing may follow it")]
     RestNotLast(String),
+    /// A segment has braces but is not a valid parameter.
     #[error("a parameter is a whole segment with a name: `{{id}}` or `{{*rest}}`, not `{0}`")]
     InvalidParameter(String),
+    /// Two parameters have the same name.
     #[error("the parameter `{0}` stands twice")]
     DuplicateParameter(String),
+    /// A segment has `*` outside of a catch-all parameter.
     #[error("`*` alone stands for nothing: `{{*rest}}` takes the rest of the path")]
     BareWildcard,
 }
@@ -70,7 +75,7 @@ impl FromStr for PathPattern {
 }
 
 impl PathPattern {
-    /// What a path that the pattern matches has in the place of a parameter.
+    /// Return the value of a parameter in a path that the pattern matches.
     pub fn capture<'p>(&self, path: &'p str, name: &str) -> Option<&'p str> {
         let mut rest = path.strip_prefix('/')?;
         for segment in &self.0 {
@@ -84,7 +89,7 @@ impl PathPattern {
         None
     }
 
-    /// Whether both match the same paths.
+    /// Return whether both patterns match the same paths.
     pub fn matches_same_paths(&self, other: &PathPattern) -> bool {
         let alike = |(one, other): (&Segment, &Segment)| match (one, other) {
             (Segment::Literal(one), Segment::Literal(other)) => one == other,
@@ -94,12 +99,12 @@ impl PathPattern {
         self.0.len() == other.0.len() && self.0.iter().zip(&other.0).all(alike)
     }
 
-    /// Whether it has a parameter of this name.
+    /// Return whether the pattern has a parameter with this name.
     pub fn has_parameter(&self, name: &str) -> bool {
         self.parameter_names().any(|parameter| parameter == name)
     }
 
-    /// The names of its parameters.
+    /// Return the names of all parameters.
     pub fn parameter_names(&self) -> impl Iterator<Item = &str> + Clone {
         self.0.iter().filter_map(|segment| match segment {
             Segment::Literal(_) => None,
@@ -107,7 +112,7 @@ impl PathPattern {
         })
     }
 
-    /// The name of the parameter that takes the rest of the path.
+    /// Return the name of the catch-all parameter.
     pub fn rest_parameter(&self) -> Option<&str> {
         match self.0.last() {
             Some(Segment::Rest(name)) => Some(name),
@@ -115,7 +120,7 @@ impl PathPattern {
         }
     }
 
-    /// Whether all paths that it matches begin with the segments of this one.
+    /// Return whether all paths that the pattern matches start with the segments of `prefix`.
     pub fn has_prefix(&self, prefix: &str) -> bool {
         let mut segments = self.0.iter();
         let is_next = |text: &str| matches!(segments.next(), Some(Segment::Literal(literal)) if **literal == *text);
@@ -123,16 +128,16 @@ impl PathPattern {
     }
 }
 
-// Where a request goes instead: a path and a query with parameters of its route's path in them.
+// Rewrite templates: path and query with parameters of the route's path.
 //
-// What a client sends cannot change their structure: in a path a parameter stays in its place as the canonical form that it has,
-// in a query it is one value.
+// Clients cannot change the structure of the result. In the path, a parameter keeps its canonical form. In the query,
+// it is percent-encoded as a single value.
 
-/// `/internal/{rest}`, `/search?of={id}`
+/// A rewrite template, such as `/internal/{rest}` or `/search?of={id}`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RewriteTemplate {
     path: Vec<Piece>,
-    /// None = it has none of its own.
+    /// `None` if the template has no query.
     query: Option<Vec<Piece>>,
 }
 
@@ -142,18 +147,23 @@ enum Piece {
     Parameter(Box<str>),
 }
 
-/// Why a text is no template.
+/// Error in a rewrite template.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TemplateError {
+    /// The template does not start with `/`.
     #[error("a path starts with `/`")]
     NoSlash,
+    /// A brace is not part of a parameter.
     #[error("a brace belongs to a parameter of the path: `{{id}}`, `{{rest}}`")]
     Brace,
+    /// The parameter is written as in a path pattern.
     #[error("`{{*{0}}}` is how the path writes it: here it is `{{{0}}}`")]
     Wildcard(String),
+    /// The template has a fragment.
     #[error("`#` begins what servers are not told")]
     Fragment,
+    /// The query is empty.
     #[error("nothing follows `?`; the query of the request is kept in any case")]
     EmptyQuery,
 }
@@ -202,7 +212,7 @@ fn parse_pieces(mut text: &str) -> Result<Vec<Piece>, TemplateError> {
 }
 
 impl RewriteTemplate {
-    /// The parameters in it, in their order.
+    /// Return the parameters in order of appearance.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
         self.path.iter().chain(self.query.iter().flatten()).filter_map(|piece| match piece {
             Piece::Literal(_) => None,
@@ -210,8 +220,8 @@ impl RewriteTemplate {
         })
     }
 
-    /// Whether a parameter of the path has whole segments to itself, wherever it stands: one that may be empty or many would else
-    /// make something new of its neighbours.
+    /// Return whether the parameter has whole segments to itself wherever it is used in the path. A value that may be
+    /// empty or have several segments would otherwise change the segments beside it.
     pub fn has_whole_segments(&self, parameter: &str) -> bool {
         let ends = |piece: Option<&Piece>| matches!(piece, Some(Piece::Literal(text)) if text.ends_with('/'));
         let begins = |piece: Option<&Piece>| match piece {
@@ -227,20 +237,20 @@ impl RewriteTemplate {
         })
     }
 
-    /// Its path and query, with `value` for every parameter.
+    /// Return the path and the query with `value` for every parameter.
     pub fn fill(&self, value: &str) -> (String, Option<String>) {
         let fill = |pieces: &[Piece]| pieces.iter().map(|piece| piece.text(|_| value)).collect();
         (fill(&self.path), self.query.as_deref().map(fill))
     }
 
-    /// The target for a request whose canonical `path` its route's pattern matches. The query of the request follows that of the
-    /// template.
+    /// Return the target for a request whose canonical `path` matches the pattern of its route. The query of the
+    /// request is appended to that of the template.
     pub fn expand(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
         let value = |name: &str| pattern.capture(path, name).unwrap_or_default();
         let mut out = String::with_capacity(path.len() + query.map_or(0, str::len) + 64);
         for piece in &self.path {
             let text = piece.text(value);
-            // What takes the rest of a path may be empty, or end in a slash.
+            // The value of a catch-all parameter may be empty or end with a slash.
             out.push_str(if out.ends_with('/') { text.strip_prefix('/').unwrap_or(text) } else { text });
         }
         let mut separator = '?';
@@ -271,7 +281,8 @@ impl Piece {
     }
 }
 
-/// As a value in a query: of a path in canonical form only unreserved characters and what is encoded stay as they are.
+/// Append a value to a query. In a canonical path, only unreserved characters and percent-encoding can stay as they
+/// are.
 fn push_encoded(out: &mut String, text: &str) {
     for byte in text.bytes() {
         if byte.is_ascii_alphanumeric() || b"-._~%".contains(&byte) {
