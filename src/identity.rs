@@ -85,7 +85,6 @@ pub struct RequestAttributes<'a> {
 
 /// Reason why a request has no identity.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum IdentityError {
     /// The request has no API key.
     #[error("an API key is needed in the field `{0}`")]

@@ -8,7 +8,6 @@ use x509_parser::x509::{AttributeTypeAndValue, X509Name};
 
 /// Reason why a verified client certificate is rejected.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum ClientCertError {
     /// The certificate cannot be parsed.
     #[error("the client's certificate is malformed")]

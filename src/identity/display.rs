@@ -51,7 +51,6 @@ pub struct ResolvedIdentity<'a> {
 
 /// Error in an identity named by an administrator.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum IdentityInputError {
     /// A part is missing.
     #[error("`{0}` is missing")]

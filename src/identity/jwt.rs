@@ -47,7 +47,6 @@ pub struct BearerToken<'a> {
 
 /// Reason why a token is rejected. Errors never contain parts of the token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum TokenError {
     /// The token is not a JWT, or has a critical header or invalid claims.
     #[error("the bearer token is malformed")]
@@ -197,7 +196,6 @@ pub(super) struct Key {
 
 /// Error in a JWK Set file.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum KeySetError {
     /// The file is not a JWK Set.
     #[error("it is no JSON Web Key Set: {0}")]

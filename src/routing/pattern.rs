@@ -16,7 +16,6 @@ pub(super) enum Segment {
 
 /// Error in a path pattern.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum PathPatternError {
     /// The path does not start with `/`.
     #[error("a path starts with `/`")]
@@ -149,7 +148,6 @@ enum Piece {
 
 /// Error in a rewrite template.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum TemplateError {
     /// The template does not start with `/`.
     #[error("a path starts with `/`")]
