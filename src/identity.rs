@@ -230,7 +230,7 @@ mod tests {
         }
         let client = "192.0.2.1".parse().unwrap();
         let verifier = JwtVerifier::default();
-        let asker = RequestAttributes {
+        let attributes = RequestAttributes {
             method: &Method::GET,
             host: "example.com",
             path: "/users/7",
@@ -245,7 +245,7 @@ mod tests {
             path_pattern: &"/users/{id}".parse().unwrap(),
             bearer_token: BearerToken::new(&verifier, &headers),
         };
-        by.identify(&asker, &ApiKeySettings::default(), &IdentityHasher::new(""), &mut IdentityEncoder::default())
+        by.identify(&attributes, &ApiKeySettings::default(), &IdentityHasher::new(""), &mut IdentityEncoder::default())
     }
 
     fn by(descriptors: &[Descriptor], on_missing: OnMissing) -> IdentitySpec {
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_user_header_counts_only_from_trusted_proxies() {
+    fn user_header_is_used_only_from_trusted_proxies() {
         let descriptor = Descriptor::User(HeaderName::from_static("x-user-id"));
         let user = by(std::slice::from_ref(&descriptor), OnMissing::Reject);
         assert!(identify(&user, &[("x-user-id", "bob")], true).unwrap().is_some());
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_do_not_run_into_each_other() {
+    fn parts_with_equal_concatenation_are_different_identities() {
         let pair = |one, other| {
             let names = [HeaderName::from_static("x-a"), HeaderName::from_static("x-b")].map(Descriptor::Header);
             identify(&by(&names, OnMissing::Reject), &[("x-a", one), ("x-b", other)], false).unwrap()
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_part_is_refused_skipped_or_replaced() {
+    fn missing_part_is_rejected_skipped_or_replaced() {
         let named = |on_missing| by(&[Descriptor::Header(HeaderName::from_static("x-a"))], on_missing);
         assert!(identify(&named(OnMissing::Reject), &[], false).is_err());
         assert_eq!(identify(&named(OnMissing::Skip), &[], false), Ok(None));
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn cookies_and_query_parameters_are_found() {
+    fn single_cookies_and_query_parameters_are_identities() {
         for (descriptor, cookie, expected) in [
             (Descriptor::Cookie("sid".into()), "a=b; sid=7", Ok(true)),
             (Descriptor::Cookie("sid".into()), "xsid=7", Err("the cookie `sid` is needed")),

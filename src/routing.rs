@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn the_more_specific_path_wins_whatever_the_order() {
+    fn most_specific_path_matches_in_any_order() {
         let paths =
             ["/{*rest}", "/v1/{*rest}", "/v1/users/{id}", "/v1/users/me", "/s/{*rest}", "/s/{id}/items/{item}", "/v1"];
         for rotation in 0..paths.len() {
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn the_more_specific_host_wins_and_falls_back() {
+    fn most_specific_host_matches_and_falls_back() {
         let hosts = ["", "*.example.com", "*.b.example.com", "a.example.com"];
         let mut patterns: Vec<_> = hosts.iter().map(|host| pattern(host, "/x", &[], &[])).collect();
         patterns.push(pattern("", "/only-any", &[], &[]));
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn methods_and_headers_choose_within_a_path() {
+    fn methods_and_headers_select_a_route_of_a_path() {
         let table = table(vec![
             pattern("", "/x", &["GET"], &[]),
             pattern("", "/x", &["GET"], &[("x-version", "1")]),
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn prefixes_are_whole_segments() {
+    fn prefixes_match_whole_segments() {
         for (pattern, prefix, expected) in [
             ("/v1/{*rest}", "/v1", true),
             ("/v1", "/v1", true),
@@ -341,8 +341,8 @@ mod tests {
     }
 
     #[test]
-    fn ties_are_found() {
-        for (one, other, tied) in [
+    fn ambiguous_routes_are_rejected() {
+        for (one, other, ambiguous) in [
             (pattern("", "/{a}", &[], &[]), pattern("", "/{b}", &[], &[]), true),
             (pattern("", "/x", &["GET", "PUT"], &[]), pattern("", "/x", &["PUT"], &[]), true),
             (pattern("", "/x", &["GET"], &[]), pattern("", "/x", &[], &[]), false),
@@ -355,7 +355,7 @@ mod tests {
         ] {
             let mut table = RouteTable::default();
             table.insert(one.clone(), 1).unwrap();
-            assert_eq!(table.insert(other.clone(), 2).is_err(), tied, "{one:?} {other:?}");
+            assert_eq!(table.insert(other.clone(), 2).is_err(), ambiguous, "{one:?} {other:?}");
         }
     }
 }

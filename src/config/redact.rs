@@ -111,7 +111,8 @@ fn redact_line(line: &str) -> String {
 fn mask_range(line: &str, from: usize, to: usize) -> String {
     let (before, rest) = line.split_at(from);
     let (secret, after) = rest.split_at(to - from);
-    let (mut hidden, mut rest) = (String::with_capacity(line.len()), secret);
+    let mut hidden = String::with_capacity(line.len());
+    let mut rest = secret;
     while let Some(start) = rest.find("${") {
         let end = rest[start..].find([':', '}']).map_or(rest.len(), |end| start + end);
         hidden.push_str(&asterisks(&rest[..start]));
@@ -166,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn secrets_are_hidden_and_the_rest_is_as_it_was() {
+    fn redaction_masks_only_secrets() {
         for (text, shown) in [
             ("secret = \"s3cret\"\n", "secret = \"******\"\n"),
             ("sekret = \"pässe\"", "sekret = \"******\""),
@@ -203,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn words_about_a_value_do_not_repeat_a_secret() {
+    fn redacted_messages_do_not_contain_secrets() {
         let redacted = RedactedText::new("secret = \"hunter2\"\nurl = \"http://u:pw@h\"");
         assert_eq!(
             redacted.redact_message("`hunter2` is not a size; `http://${X}:pw2@h/?a=b` is no URL"),
@@ -213,11 +214,11 @@ mod tests {
 }
 
 #[cfg(test)]
-mod shown_tests {
+mod redacted_config_tests {
     use super::*;
 
     #[test]
-    fn no_secret_is_shown_and_everything_else_is() {
+    fn redacted_config_masks_only_secrets() {
         let text = "[admin]\naddress = \"127.0.0.1:9180\"\ntoken = \"planted\"\n\
                     [store]\nurl = \"redis+sentinel://user:planted@h1,h2/mymaster?sentinel_password=planted\"\nsecret = \"${S:-planted}\"\n\
                     [server]\nworkers = 2\n[api_key]\nconsumers = \"consumers.toml\"\n\

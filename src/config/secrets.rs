@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_say_what_is_secret() {
+    fn key_names_determine_secrets() {
         for (path, text, expected) in [
             (&["admin", "token"][..], "x", true),
             (&["store", "sekret"], "x", true),
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn urls_have_secret_parts() {
+    fn credentials_and_query_values_of_urls_are_secret() {
         for (text, expected) in [
             ("redis://me:p/a@ss@host:1/0", vec!["me:p/a@ss"]),
             ("redis+sentinel://a,b/m?sentinel_password=abc&db=1", vec!["abc"]),

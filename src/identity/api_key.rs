@@ -195,7 +195,7 @@ mod tests {
     const SECRET: &str = "sha256:2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
 
     #[test]
-    fn keys_are_found_by_their_hash() {
+    fn keys_are_looked_up_by_hash() {
         let mut keys = ApiKeySettings::default();
         let mut consumers = Consumers::default();
         let named = |name: &str| Arc::new(Consumer { name: name.into(), ..Consumer::default() });
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn hashes_have_one_form() {
+    fn malformed_key_hashes_are_rejected() {
         for text in ["", "sha256:", &SECRET[..70], &SECRET.to_uppercase(), "md5:00", &format!("{SECRET}00")] {
             assert_eq!(parse_key_hash(text), None, "{text}");
         }

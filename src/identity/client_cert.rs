@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn subjects_read_as_rfc_4514_has_them() {
+    fn subjects_are_formatted_as_in_rfc_4514() {
         let custom = || DnType::CustomDnType(vec![1, 3, 6, 1, 4, 1, 99999]);
         for (attributes, expected) in [
             (vec![(DnType::OrganizationName, utf8("Acme")), (DnType::CommonName, utf8("alice"))], "CN=alice,O=Acme"),
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_subjects_are_the_same_text() {
+    fn different_subjects_have_different_strings() {
         let cn = |text: &str| (DnType::CommonName, utf8(text));
         let o = |text: &str| (DnType::OrganizationName, utf8(text));
         let subjects = [
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_that_has_expired_counts_no_more() {
+    fn expired_certificate_is_rejected() {
         let mut params = CertificateParams::default();
         params.not_after = date_time_ymd(2020, 1, 1);
         // A custom extension must not prevent parsing.

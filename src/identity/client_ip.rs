@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn hops_are_walked_from_the_right() {
+    fn client_is_the_rightmost_untrusted_hop() {
         for (peer, lines, expected) in [
             ("192.0.2.1", vec!["1.1.1.1"], "192.0.2.1"),
             ("10.0.0.1", vec![], "10.0.0.1"),
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn forwarded_elements_are_read() {
+    fn forwarded_elements_are_parsed() {
         for (line, expected) in [
             ("for=1.1.1.1;proto=https, for=2.2.2.2", "2.2.2.2"),
             ("For=\"[2001:db8::1]:80\"", "2001:db8::1"),
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn prefixes_make_networks() {
+    fn addresses_are_reduced_to_networks() {
         let rules = resolver("x-forwarded-for");
         for (address, network) in [("192.0.2.77", "192.0.2.77"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::")] {
             assert_eq!(rules.network(address.parse().unwrap()), network.parse::<IpAddr>().unwrap());

@@ -194,7 +194,9 @@ impl IdentitySpec {
                     .map_err(|_| IdentityInputError::InvalidAddress(label.into())),
             )
         };
-        let (mut encoder, mut caller, mut is_exempt) = (IdentityEncoder::default(), Caller::Missing, false);
+        let mut encoder = IdentityEncoder::default();
+        let mut caller = Caller::Missing;
+        let mut is_exempt = false;
         // Placeholder address for parts that are not client networks.
         let no_address = IpAddr::from([0; 4]);
         for descriptor in &self.descriptors {

@@ -292,16 +292,18 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn a_token_is_verified_once_for_each_request() {
+    fn token_is_verified_once_per_request() {
         let pair = Ed25519KeyPair::generate().unwrap();
         let jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": BASE64.encode(pair.public_key()) });
         let keys = KeySet::parse(json!({ "keys": [jwk] }).to_string().as_bytes()).unwrap();
         let verifier = JwtVerifier { keys: ArcSwap::from_pointee(keys), ..JwtVerifier::default() };
-        let (head, claims) = (json!({ "alg": "EdDSA" }), json!({ "sub": "alice", "exp": 9e9 }));
+        let head = json!({ "alg": "EdDSA" });
+        let claims = json!({ "sub": "alice", "exp": 9e9 });
         let message = format!("{}.{}", BASE64.encode(head.to_string()), BASE64.encode(claims.to_string()));
         let line = format!("Bearer {message}.{}", BASE64.encode(pair.sign(message.as_bytes())));
         let headers = HeaderMap::from_iter([(AUTHORIZATION, line.parse().unwrap())]);
-        let (bearer, next) = (BearerToken::new(&verifier, &headers), BearerToken::new(&verifier, &headers));
+        let bearer = BearerToken::new(&verifier, &headers);
+        let next = BearerToken::new(&verifier, &headers);
         assert_eq!(bearer.claims().unwrap().unwrap().text("sub").as_deref(), Some("alice"));
         verifier.keys.store(Arc::default());
         assert!(bearer.claims().unwrap().is_some(), "what was found is kept");
@@ -310,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn times_count_to_the_second_and_the_leeway() {
+    fn expiration_and_not_before_allow_the_leeway() {
         let verifier = JwtVerifier::default();
         for (claims, now_s, expected) in [
             (json!({ "exp": 1000 }), 1029.9, Ok(())),

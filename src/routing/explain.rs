@@ -198,7 +198,7 @@ mod tests {
     use crate::routing::RouteMatch;
 
     #[test]
-    fn the_first_criterion_that_fails_is_named() {
+    fn candidate_names_its_first_mismatch() {
         let version = HeaderName::from_static("x-version");
         let wants = [(version.clone(), HeaderValue::from_static("2"))];
         let mut table = RouteTable::default();
@@ -216,14 +216,16 @@ mod tests {
         .into_iter()
         .enumerate()
         {
-            let (methods, headers) = (methods.to_vec(), headers.to_vec());
+            let methods = methods.to_vec();
+            let headers = headers.to_vec();
             let pattern = RouteMatch { host: host.map(str::to_owned), path: path.parse().unwrap(), methods, headers };
             table.insert(pattern, index).unwrap();
         }
         let mut found = table.candidates("a.test", "/v1/users/7", &Method::GET, &HeaderMap::new());
         found.sort_by_key(|candidate| *candidate.target);
         let missed: Vec<_> = found.iter().map(|candidate| candidate.mismatch).collect();
-        let (host, path) = (Some(MismatchReason::Host), Some(MismatchReason::Path));
+        let host = Some(MismatchReason::Host);
+        let path = Some(MismatchReason::Path);
         let header = Some(MismatchReason::Header(&version));
         assert_eq!(missed, [None, host, Some(MismatchReason::Method), header, path, path, path, None, path]);
         found.sort_by_key(|candidate| (candidate.distance(), *candidate.target));
@@ -233,11 +235,11 @@ mod tests {
 }
 
 #[cfg(test)]
-mod shadow_tests {
+mod unreachable_tests {
     use crate::routing::{RouteMatch, RouteTable};
 
     #[test]
-    fn a_list_of_methods_comes_before_headers() {
+    fn route_with_methods_makes_route_with_headers_unreachable() {
         let pattern = |path: &str, methods: &[&str], headers: &[(&str, &str)]| RouteMatch {
             host: None,
             path: path.parse().unwrap(),

@@ -302,7 +302,7 @@ mod template_tests {
     }
 
     #[test]
-    fn parameters_stand_where_the_template_says() {
+    fn template_expands_parameters_in_the_path() {
         for (template, pattern, path, expected) in [
             ("/internal/{rest}", "/v1/{*rest}", "/v1/a/b", "/internal/a/b"),
             ("/internal/{rest}", "/v1/{*rest}", "/v1/a/b/", "/internal/a/b/"),
@@ -323,7 +323,7 @@ mod template_tests {
     }
 
     #[test]
-    fn queries_follow_each_other_and_parameters_are_single_values() {
+    fn template_query_precedes_request_query_and_encodes_parameters() {
         for (template, path, query, expected) in [
             ("/x", "/v1/7", Some("b=2"), "/x?b=2"),
             ("/x", "/v1/7", Some(""), "/x?"),
@@ -340,7 +340,7 @@ mod template_tests {
     }
 
     #[test]
-    fn what_is_no_template_says_why() {
+    fn invalid_templates_are_rejected_with_the_reason() {
         for (text, expected) in [
             ("x", TemplateError::NoSlash),
             ("", TemplateError::NoSlash),
@@ -359,8 +359,8 @@ mod template_tests {
     }
 
     #[test]
-    fn what_takes_the_rest_stands_between_slashes() {
-        for (template, apart) in [
+    fn catch_all_parameter_needs_whole_segments() {
+        for (template, is_whole) in [
             ("/{rest}", true),
             ("/a/{rest}/b", true),
             ("/{rest}?a={rest}", true),
@@ -372,7 +372,7 @@ mod template_tests {
             ("/{rest}{id}", false),
             ("/{rest}/.{rest}", false),
         ] {
-            assert_eq!(template.parse::<RewriteTemplate>().unwrap().has_whole_segments("rest"), apart, "{template}");
+            assert_eq!(template.parse::<RewriteTemplate>().unwrap().has_whole_segments("rest"), is_whole, "{template}");
         }
     }
 }

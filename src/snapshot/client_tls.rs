@@ -86,7 +86,8 @@ pub(super) fn upstream_tls(
         None => TlsFiles::default(),
     };
     let written = upstream.tls.as_ref().map(|tls| tls.get_ref());
-    let (ca, cert) = (written.and_then(|tls| tls.ca.as_ref()), written.and_then(|tls| tls.cert.as_ref()));
+    let ca = written.and_then(|tls| tls.ca.as_ref());
+    let cert = written.and_then(|tls| tls.cert.as_ref());
     let mut fail = |text: Option<&Text>, error: TlsError, hint: &str| {
         reader.push_issue(Issue::new(text.map_or(span.clone(), |text| text.span()), error.to_string()).with_hint(hint));
     };
@@ -106,7 +107,8 @@ pub(super) fn upstream_tls(
     let own =
         gateway_certificate.transpose().map_err(|error| fail(cert, error, "PEM files, the key without a password"));
     let server_name = server_name.and_then(|text| self::parse_server_name(text.get_ref(), text.span(), reader));
-    let (trust_roots, own) = (trust_roots.ok()?, own.ok()?);
+    let trust_roots = trust_roots.ok()?;
+    let own = own.ok()?;
     match UpstreamTlsConfig::new(trust_roots, own.as_ref(), protocol) {
         Ok(tls) => Some(UpstreamTls {
             name: name.into(),

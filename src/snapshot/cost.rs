@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn only_trusted_proxies_say_what_a_request_costs() {
+    fn request_cost_header_is_used_only_from_trusted_proxies() {
         let cost = Cost::Request { header: COST_HEADER, max: 100, default: 7 };
         let broken = Err(CostError(COST_HEADER));
         for (values, trusted, expected) in [
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_response_without_a_cost_has_the_usual_one() {
+    fn invalid_response_cost_falls_back_to_default() {
         let cost = Cost::Response { header: COST_HEADER, default: 3 };
         for (values, expected) in [(&["5"][..], 5), (&["0"], 0), (&[], 3), (&["many"], 3), (&["1", "2"], 3)] {
             assert_eq!(cost.response_cost(&headers(values)), Some(expected), "{values:?}");
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn statuses_are_numbers_or_classes() {
+    fn refund_statuses_are_numbers_or_classes() {
         for (text, expected) in [
             ("5xx", Some(500..=599)),
             ("404", Some(404..=404)),

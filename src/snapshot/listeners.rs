@@ -60,7 +60,8 @@ pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
         return false;
     }
     // IPv4-mapped addresses such as `::ffff:192.0.2.1` are IPv4 addresses.
-    let (one, other) = (one.ip().to_canonical(), other.ip().to_canonical());
+    let one = one.ip().to_canonical();
+    let other = other.ip().to_canonical();
     let same_family = one.is_ipv4() == other.is_ipv4();
     let covers = |all: IpAddr| all.is_unspecified() && (same_family || all.is_ipv6() && accepts_ipv4());
     one == other || covers(one) || covers(other)
@@ -83,7 +84,8 @@ pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = 
 fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option<ListenerTls> {
     let span = tls.span();
     let tls = tls.get_ref();
-    let (mut certificates, mut files) = (Vec::new(), Vec::new());
+    let mut certificates = Vec::new();
+    let mut files = Vec::new();
     for written in &tls.certificates {
         let config::Certificate { cert, key } = written.get_ref();
         let (Some(cert), Some(key)) = (cert, key) else {

@@ -321,23 +321,23 @@ impl WeightedUpstreams {
 }
 
 #[cfg(test)]
-mod split_tests {
+mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_those_of_the_weights() {
+    fn requests_are_split_by_weight_at_any_time() {
         for weights in [&[9, 1][..], &[1, 1], &[1, 0, 3], &[99, 1], &[1, 2, 3, 4], &[0, 5], &[1_000_000, 1], &[7, 7, 7]]
         {
             let split = WeightedUpstreams::new(weights.iter().copied().enumerate()).unwrap();
             let sum: u32 = weights.iter().sum();
             let mut counts = vec![0_u32; weights.len()];
-            for drawn in 1..=10_000 {
+            for picked in 1..=10_000 {
                 counts[split.pick()] += 1;
                 for (index, weight) in weights.iter().enumerate() {
-                    let due = f64::from(drawn) * f64::from(*weight) / f64::from(sum);
+                    let due = f64::from(picked) * f64::from(*weight) / f64::from(sum);
                     let off = (f64::from(counts[index]) - due).abs();
                     // The shares are exact from the first request on, not only on average.
-                    assert!(off <= 4.0, "{weights:?}: {} of {drawn} to {index}, due {due:.1}", counts[index]);
+                    assert!(off <= 4.0, "{weights:?}: {} of {picked} to {index}, due {due:.1}", counts[index]);
                     assert!(*weight > 0 || counts[index] == 0, "{weights:?}: {index} has no weight");
                 }
             }
@@ -346,11 +346,11 @@ mod split_tests {
     }
 
     #[test]
-    fn periodic_clients_get_the_same_shares() {
+    fn periodic_requests_are_split_by_weight() {
         let split = WeightedUpstreams::new([(0, 9), (1, 1)]).unwrap();
-        for rhythm in 2..=20 {
-            let canary = (0..rhythm * 1000).filter(|index| split.pick() == 1 && index % rhythm == 0).count();
-            assert!((80..=120).contains(&canary), "every {rhythm}th request: {canary} of 1000");
+        for period in 2..=20 {
+            let canary = (0..period * 1000).filter(|index| split.pick() == 1 && index % period == 0).count();
+            assert!((80..=120).contains(&canary), "every {period}th request: {canary} of 1000");
         }
     }
 }

@@ -174,7 +174,8 @@ fn sentinels(
     if path.is_empty() || path.contains('/') {
         return Err("the name of the master is missing".to_owned());
     }
-    let (mut database, mut sentinel_login) = (Cow::Borrowed("0"), RedisConnectionInfo::default());
+    let mut database = Cow::Borrowed("0");
+    let mut sentinel_login = RedisConnectionInfo::default();
     for (name, value) in query {
         match name {
             "db" => database = value,
@@ -213,7 +214,7 @@ fn cluster(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Res
 }
 
 #[cfg(test)]
-mod place_tests {
+mod tests {
     use super::*;
 
     fn seeds(url: &str) -> Vec<String> {
@@ -224,7 +225,7 @@ mod place_tests {
     }
 
     #[test]
-    fn a_cluster_has_many_hosts() {
+    fn cluster_urls_have_several_hosts() {
         assert_eq!(
             seeds("redis+cluster://a,b:7001,[::1]:7002,[::2]"),
             ["a:6379", "b:7001", "[::1]:7002", "[::2]:6379"]
@@ -233,7 +234,7 @@ mod place_tests {
     }
 
     #[test]
-    fn sentinels_know_the_master_and_have_users_of_their_own() {
+    fn sentinel_urls_have_separate_credentials_for_sentinels() {
         let url = "redis+sentinel://user:p%40ss@a,b:1/my%20master?db=3&sentinel_user=s&sentinel_password=p%26";
         let (name, RedisDeployment::Single(RedisEndpoint::Sentinel(found))) = parse(url, None).unwrap() else {
             panic!()
@@ -250,7 +251,7 @@ mod place_tests {
     }
 
     #[test]
-    fn invalid_urls_say_what_is_wrong() {
+    fn invalid_urls_are_rejected_with_the_reason() {
         for (url, what) in [
             ("http://a", "this is not a store"),
             ("redis", "this is not a store"),

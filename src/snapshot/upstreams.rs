@@ -21,7 +21,8 @@ pub(super) fn upstreams(
     reader: &mut Validator<'_>,
 ) -> (Vec<UpstreamSettings>, Vec<UpstreamTls>) {
     let protocols = [("http1", Protocol::Http1), ("http2", Protocol::Http2)];
-    let (mut compiled, mut tls_configs) = (Vec::new(), Vec::new());
+    let mut compiled = Vec::new();
+    let mut tls_configs = Vec::new();
     for (name, upstream) in upstreams {
         reader.check_name(upstream.span(), name);
         let span = upstream.span();
