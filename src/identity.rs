@@ -87,19 +87,19 @@ pub struct RequestAttributes<'a> {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityError {
     /// The request has no API key.
-    #[error("an API key is needed in the field `{0}`")]
+    #[error("an API key is required in the header `{0}`")]
     MissingApiKey(HeaderName),
     /// The API key is unknown.
-    #[error("the API key is not known")]
+    #[error("the API key is unknown")]
     UnknownApiKey,
     /// The request has several values for the part.
-    #[error("the {0} stands more than once")]
+    #[error("the {0} is present more than once")]
     Ambiguous(Descriptor),
     /// The value has bytes that servers interpret differently.
-    #[error("the {0} has bytes that servers read in different ways")]
+    #[error("the {0} contains bytes that servers interpret differently")]
     Malformed(Descriptor),
     /// The request lacks the part.
-    #[error("the {0} is needed")]
+    #[error("the {0} is required")]
     Missing(Descriptor),
     /// The bearer token is invalid.
     #[error(transparent)]
@@ -291,12 +291,12 @@ mod tests {
     fn single_cookies_and_query_parameters_are_identities() {
         for (descriptor, cookie, expected) in [
             (Descriptor::Cookie("sid".into()), "a=b; sid=7", Ok(true)),
-            (Descriptor::Cookie("sid".into()), "xsid=7", Err("the cookie `sid` is needed")),
-            (Descriptor::Cookie("sid".into()), "sid=7; sid=8", Err("the cookie `sid` stands more than once")),
+            (Descriptor::Cookie("sid".into()), "xsid=7", Err("the cookie `sid` is required")),
+            (Descriptor::Cookie("sid".into()), "sid=7; sid=8", Err("the cookie `sid` is present more than once")),
             (Descriptor::Path("id".into()), "", Ok(true)),
             (Descriptor::Query("b".into()), "", Ok(true)),
-            (Descriptor::Query("a".into()), "", Err("the query parameter `a` stands more than once")),
-            (Descriptor::Query("c".into()), "", Err("the query parameter `c` is needed")),
+            (Descriptor::Query("a".into()), "", Err("the query parameter `a` is present more than once")),
+            (Descriptor::Query("c".into()), "", Err("the query parameter `c` is required")),
         ] {
             let found =
                 identify(&by(std::slice::from_ref(&descriptor), OnMissing::Reject), &[("cookie", cookie)], false);

@@ -70,17 +70,17 @@ pub fn parse_consumers(
 }
 
 /// Hint if `gateway.toml` does not exist.
-const MISSING_GATEWAY_HINT: &str = "name another file with --config FILE; `sluicegate init` writes a first one";
+const MISSING_GATEWAY_HINT: &str = "name the file with --config FILE, or create one with `sluicegate init`";
 
 /// Hint if `consumers.toml` does not exist.
-pub const MISSING_CONSUMERS_HINT: &str = "`sluicegate key new --consumer NAME --create` makes it";
+pub const MISSING_CONSUMERS_HINT: &str = "`sluicegate key new --consumer NAME --create` creates it";
 
 /// Create the issue for a file that cannot be read. `missing_hint` is the hint if the file does not exist.
 pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) -> FileIssues {
     let hint = match error.kind() {
         std::io::ErrorKind::NotFound => missing_hint,
         std::io::ErrorKind::InvalidData => "the file must be UTF-8 text",
-        _ => "the gateway must be allowed to read it",
+        _ => "the gateway needs permission to read it",
     };
     let issue = Issue { span: None, message: format!("cannot be read: {error}"), hint: Some(hint.to_owned()) };
     FileIssues { path: path.to_owned(), text: String::new(), issues: vec![issue] }
@@ -119,12 +119,10 @@ fn parse<T: DeserializeOwned>(
 fn type_hint(message: &str) -> Option<&'static str> {
     let (found, expected) = message.strip_prefix("invalid type: ")?.split_once(", expected ")?;
     match (found.split(' ').next()?, expected) {
-        ("map", "a sequence") => {
-            Some("a table of which there may be several has two brackets: [[route]], [[listener]]")
-        }
-        (_, "a sequence") => Some("a list stands in brackets: [\"…\"]"),
+        ("map", "a sequence") => Some("an array of tables has two brackets: [[route]], [[listener]]"),
+        (_, "a sequence") => Some("write a list in brackets: [\"…\"]"),
         ("integer" | "floating", "a string" | "string") => Some("put it in quotes, with its unit: \"100/min\", \"5s\""),
-        ("string", _) => Some("leave the quotes out"),
+        ("string", _) => Some("remove the quotes"),
         _ => None,
     }
 }
@@ -152,7 +150,7 @@ fn substitute_env(value: &mut Spanned<DeValue<'_>>, environment: EnvLookup<'_>, 
                     None => match default {
                         Some(default) => out.push_str(default),
                         None => issues.push(
-                            Issue::new(span.clone(), format!("the environment has no `{name}`"))
+                            Issue::new(span.clone(), format!("environment variable `{name}` is not set"))
                                 .with_hint(format!("set it, or give a default: ${{{name}:-value}}")),
                         ),
                     },
@@ -255,7 +253,7 @@ pub(super) fn unknown_key(path: &[String], consumers: bool) -> (String, Option<S
     let hint = match closest_name(key, known.iter().copied()) {
         Some(near) => Some(format!("did you mean `{near}`?")),
         None if known.is_empty() => None,
-        None => Some(format!("known here: {}", known.join(", "))),
+        None => Some(format!("known keys: {}", known.join(", "))),
     };
     (format!("unknown key `{key}`"), hint)
 }
@@ -276,7 +274,7 @@ fn field_names<T: for<'de> Deserialize<'de>>() -> &'static [&'static str] {
     impl<'de> Deserializer<'de> for FieldNames<'_> {
         type Error = Error;
         fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
-            Err(de::Error::custom("only asked for names"))
+            Err(de::Error::custom("field names only"))
         }
         fn deserialize_struct<V: Visitor<'de>>(
             self,
@@ -285,7 +283,7 @@ fn field_names<T: for<'de> Deserialize<'de>>() -> &'static [&'static str] {
             _: V,
         ) -> Result<V::Value, Error> {
             *self.0 = fields;
-            Err(de::Error::custom("only asked for names"))
+            Err(de::Error::custom("field names only"))
         }
         forward_to_deserialize_any! {
             bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit

@@ -128,7 +128,7 @@ impl<'de> Deserialize<'de> for LimitCost {
         impl<'de> Visitor<'de> for Either {
             type Value = LimitCost;
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a whole number or a table with `request_header` or `response_header`")
+                f.write_str("an integer or a table with `request_header` or `response_header`")
             }
             fn visit_i64<E>(self, cost: i64) -> Result<LimitCost, E> {
                 Ok(LimitCost::Fixed(cost))

@@ -13,7 +13,7 @@ pub enum ClientCertError {
     #[error("the client's certificate is malformed")]
     Malformed,
     /// The certificate has expired. TLS session resumption does not check this.
-    #[error("the client's certificate has expired since its session began")]
+    #[error("the client's certificate has expired since the TLS session began")]
     Expired,
 }
 
@@ -135,7 +135,7 @@ mod tests {
         ] {
             assert_eq!(subject_of(&attributes).as_deref(), Some(expected));
         }
-        assert_eq!(subject_of(&[]), None, "an empty subject is nobody's");
+        assert_eq!(subject_of(&[]), None, "an empty subject is no identity");
     }
 
     #[test]

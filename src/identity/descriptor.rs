@@ -46,7 +46,7 @@ impl fmt::Display for Descriptor {
         match self {
             Descriptor::ApiKey => f.write_str("API key"),
             Descriptor::Ip => f.write_str("address"),
-            Descriptor::User(name) | Descriptor::Header(name) => write!(f, "field `{name}`"),
+            Descriptor::User(name) | Descriptor::Header(name) => write!(f, "header `{name}`"),
             Descriptor::Cookie(name) => write!(f, "cookie `{name}`"),
             Descriptor::Query(name) => write!(f, "query parameter `{name}`"),
             Descriptor::Path(name) => write!(f, "path parameter `{name}`"),

@@ -55,10 +55,10 @@ pub enum TokenError {
     #[error("the bearer token is signed with an unknown key")]
     UnknownKey,
     /// The algorithm of the token is not that of the key.
-    #[error("the bearer token is signed with another algorithm than its key is for")]
+    #[error("the bearer token is signed with another algorithm than that of its key")]
     Algorithm,
     /// The signature is invalid.
-    #[error("the signature of the bearer token is wrong")]
+    #[error("the signature of the bearer token is invalid")]
     Signature,
     /// The claim `exp` is missing.
     #[error("the bearer token has no expiration time")]
@@ -198,10 +198,10 @@ pub(super) struct Key {
 #[derive(Debug, thiserror::Error)]
 pub enum KeySetError {
     /// The file is not a JWK Set.
-    #[error("it is no JSON Web Key Set: {0}")]
+    #[error("not a JSON Web Key Set: {0}")]
     Json(#[from] serde_json::Error),
     /// A key is symmetric.
-    #[error("keys[{0}] is symmetric (`oct`): whoever can check tokens with it can make them")]
+    #[error("keys[{0}] is symmetric (`oct`): a key that verifies tokens could also sign them")]
     Symmetric(usize),
     /// An RSA key has an unsupported size.
     #[error("keys[{0}] has {1} bits: an RSA key needs 2048 to 8192")]
@@ -213,7 +213,7 @@ pub enum KeySetError {
     #[error("two keys have the `kid` \"{0}\"")]
     DuplicateKid(Box<str>),
     /// The file has no usable key.
-    #[error("it has no key for RS256 (RSA), ES256 (EC, P-256) or EdDSA (OKP, Ed25519)")]
+    #[error("no key for RS256 (RSA), ES256 (EC, P-256) or EdDSA (OKP, Ed25519)")]
     Empty,
 }
 

@@ -21,16 +21,16 @@ pub enum PathPatternError {
     #[error("a path starts with `/`")]
     NoSlash,
     /// A segment follows the catch-all parameter.
-    #[error("`{{*{0}}}` takes the rest of the path: nothing may follow it")]
+    #[error("`{{*{0}}}` matches the rest of the path: nothing may follow it")]
     RestNotLast(String),
     /// A segment has braces but is not a valid parameter.
     #[error("a parameter is a whole segment with a name: `{{id}}` or `{{*rest}}`, not `{0}`")]
     InvalidParameter(String),
     /// Two parameters have the same name.
-    #[error("the parameter `{0}` stands twice")]
+    #[error("duplicate parameter `{0}`")]
     DuplicateParameter(String),
     /// A segment has `*` outside of a catch-all parameter.
-    #[error("`*` alone stands for nothing: `{{*rest}}` takes the rest of the path")]
+    #[error("`*` alone is not supported: `{{*rest}}` matches the rest of the path")]
     BareWildcard,
 }
 
@@ -153,16 +153,16 @@ pub enum TemplateError {
     #[error("a path starts with `/`")]
     NoSlash,
     /// A brace is not part of a parameter.
-    #[error("a brace belongs to a parameter of the path: `{{id}}`, `{{rest}}`")]
+    #[error("braces must enclose a parameter of the path: `{{id}}`, `{{rest}}`")]
     Brace,
     /// The parameter is written as in a path pattern.
-    #[error("`{{*{0}}}` is how the path writes it: here it is `{{{0}}}`")]
+    #[error("`{{*{0}}}` is valid only in `path`: write `{{{0}}}`")]
     Wildcard(String),
     /// The template has a fragment.
-    #[error("`#` begins what servers are not told")]
+    #[error("a fragment (`#`) is never sent to servers")]
     Fragment,
     /// The query is empty.
-    #[error("nothing follows `?`; the query of the request is kept in any case")]
+    #[error("the query after `?` is empty; the query of the request is always kept")]
     EmptyQuery,
 }
 

@@ -73,7 +73,7 @@ pub(super) fn upstream_tls(
     let span = upstream.servers.iter().find(|server| server.get_ref().url.starts_with("https:"));
     let Some(span) = span.map(|server| server.span()) else {
         if let Some(tls) = &upstream.tls {
-            let issue = Issue::new(tls.span(), "`tls` goes with servers at `https://` only");
+            let issue = Issue::new(tls.span(), "`tls` is valid only with servers at `https://`");
             reader.push_issue(issue.with_hint("servers = [\"https://…\"]"));
         }
         return None;
@@ -93,10 +93,14 @@ pub(super) fn upstream_tls(
     };
     let trust_roots = match (&files.ca, ca) {
         (Some(file), _) => TrustRoots::from_pem(&file.content).map_err(|error| {
-            fail(ca, error, "a PEM file with the certificates of the authorities that sign those of the servers");
+            fail(ca, error, "a PEM file with the CA certificates for the servers");
         }),
         (None, None) => TrustRoots::from_system().map_err(|error| {
-            fail(None, error, "install ca-certificates, or name those that count: tls.ca = \"upstream-ca.pem\"");
+            fail(
+                None,
+                error,
+                "install the package ca-certificates, or name the CA certificates: tls.ca = \"upstream-ca.pem\"",
+            );
         }),
         // `read_pem` has reported the error.
         (None, Some(_)) => Err(()),
@@ -104,8 +108,9 @@ pub(super) fn upstream_tls(
     let server_name = written.and_then(|tls| tls.server_name.as_ref());
     let gateway_certificate =
         files.gateway_certificate.as_ref().map(|[cert, key]| Certificate::from_pem(&cert.content, &key.content));
-    let own =
-        gateway_certificate.transpose().map_err(|error| fail(cert, error, "PEM files, the key without a password"));
+    let own = gateway_certificate
+        .transpose()
+        .map_err(|error| fail(cert, error, "PEM files; the key must not have a password"));
     let server_name = server_name.and_then(|text| self::parse_server_name(text.get_ref(), text.span(), reader));
     let trust_roots = trust_roots.ok()?;
     let own = own.ok()?;
@@ -128,7 +133,7 @@ pub(super) fn upstream_tls(
 fn parse_server_name(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Option<ServerName<'static>> {
     let name = ServerName::try_from(text.to_owned()).ok();
     if name.is_none() {
-        let issue = Issue::new(span, format!("`{text}` is no name that a certificate can be for"));
+        let issue = Issue::new(span, format!("`{text}` is not a valid server name"));
         reader.push_issue(issue.with_hint("a host name or an address, such as tls.server_name = \"api.internal\""));
     }
     name
@@ -192,6 +197,6 @@ impl UpstreamTls {
     pub(super) fn certificate_warning(&self, now: Duration) -> Option<String> {
         let error = self.gateway_certificate.as_ref()?.check_validity(now.as_secs() as i64).err()?;
         let [file, _] = self.files.gateway_certificate.as_ref()?;
-        Some(format!("{}: {error}; servers of `{}` will refuse it", file.path.display(), self.name))
+        Some(format!("{}: {error}; servers of `{}` will reject it", file.path.display(), self.name))
     }
 }

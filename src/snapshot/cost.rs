@@ -29,7 +29,7 @@ pub enum Cost {
 
 /// A trusted proxy sent an invalid cost.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the field `{0}` is not one whole number")]
+#[error("the header `{0}` is not a single integer")]
 pub struct CostError(pub HeaderName);
 
 impl Cost {

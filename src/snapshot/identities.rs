@@ -249,7 +249,7 @@ pub(super) fn check_keys_known(
     for (name, compiled) in limits.iter().filter(|(_, compiled)| uses_api_key(compiled)) {
         let span = config.limit.get(name).map(|limit| limit.span());
         let message =
-            format!("`{}` is by api-key, but no key is known: every one would be refused", compiled.limit.name);
+            format!("`{}` is by api-key, but no key is configured: every key would be rejected", compiled.limit.name);
         let issue = Issue { span, message, hint: None };
         reader.push_issue(issue.with_hint("[api_key] with consumers = \"consumers.toml\", or on_unknown = \"accept\""));
     }
@@ -279,7 +279,8 @@ fn compile_consumers(
         };
         if !names.insert(name) {
             issues.push(
-                Issue::new(span, format!("a second consumer `{name}`")).with_hint("give it its keys in one place"),
+                Issue::new(span, format!("duplicate consumer `{name}`"))
+                    .with_hint("list all keys of a consumer in one [[consumer]]"),
             );
         }
         let consumer = Arc::new(Consumer {
@@ -332,7 +333,7 @@ fn limit_variants(
             let known = limits.iter().filter(|(_, compiled)| uses_api_key(compiled)).map(|(name, _)| name.as_str());
             issues.push(match closest_name(name, known) {
                 Some(near) => issue.with_hint(format!("did you mean `{near}`?")),
-                None => issue.with_hint("only what counts a consumer can have a size for it"),
+                None => issue.with_hint("consumers can have quotas only for limits by api-key"),
             });
             continue;
         };

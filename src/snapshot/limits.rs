@@ -50,7 +50,7 @@ pub(super) fn limits(
         if config.jwt.jwks_file.is_none()
             && identity_spec.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Jwt(_)))
         {
-            let message = "this limit is by a claim of tokens, but no key is known: every token would be refused";
+            let message = "this limit is by a JWT claim, but no JWK Set is configured: every token would be rejected";
             reader
                 .push_issue(Issue::new(span.clone(), message).with_hint("[jwt] with jwks_file = \"certs/jwks.json\""));
         }
@@ -59,7 +59,8 @@ pub(super) fn limits(
         if identity_spec.descriptors.contains(&Descriptor::ClientCert)
             && !config.listener.iter().any(|one| asks_for_client_cert(one.get_ref()))
         {
-            let message = "this limit is by the certificates of clients, but no listener asks for them: no request would have one";
+            let message =
+                "this limit is by client certificate, but no listener requests one: no request would have the identity";
             reader.push_issue(
                 Issue::new(span.clone(), message)
                     .with_hint("tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]"),
@@ -68,7 +69,7 @@ pub(super) fn limits(
         let has_user_header =
             identity_spec.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::User(_)));
         if identity_spec.on_missing == OnMissing::Reject && trusted_proxies == 0 && has_user_header {
-            let message = "this limit is by a header that only trusted proxies may set, but none is trusted: every request would be refused";
+            let message = "this limit is by a header that only trusted proxies may set, but there are no trusted proxies: every request would be rejected";
             let hint =
                 "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"], or by = \"header:NAME\" if clients may choose it";
             reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
@@ -164,9 +165,9 @@ fn cost(limit: &config::tables::Limit, trusted_proxies: usize, reader: &mut Vali
         (Some(text), None, Some(max)) => {
             let max = reader.number(Some(max), 1..EXACT_INTEGER_LIMIT as i64, 1) as u64;
             if trusted_proxies == 0 {
-                let message = "a cost in the request counts from trusted proxies only, but none is trusted";
+                let message = "`request_header` requires trusted proxies, but there are none";
                 let hint =
-                    "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: clients would say that they cost nothing";
+                    "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: other clients could choose their own cost";
                 reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
             }
             let header = reader.header_name(text.span(), text.get_ref())?;
@@ -177,7 +178,7 @@ fn cost(limit: &config::tables::Limit, trusted_proxies: usize, reader: &mut Vali
             Some(Cost::Response { header, default })
         }
         _ => {
-            let issue = Issue::new(written.span(), "this is no cost");
+            let issue = Issue::new(written.span(), "invalid cost");
             let hint = "cost = 5, cost.request_header = \"x-cost\" with cost.max = 100, or cost.response_header = \"x-tokens-used\"";
             reader.push_issue(issue.with_hint(hint));
             None
@@ -204,7 +205,7 @@ fn queue_policy(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Op
     if limit.max_wait.is_none()
         && let Some(text) = &limit.max_queue
     {
-        reader.push_issue(Issue::new(text.span(), "`max_queue` goes with `max_wait` only"));
+        reader.push_issue(Issue::new(text.span(), "`max_queue` requires `max_wait`"));
     }
     let max = reader.duration(Some(limit.max_wait.as_ref()?), Duration::ZERO);
     Some(QueuePolicy { max_wait: max, max_queue })
@@ -220,21 +221,37 @@ fn check_conflicts(limit: &config::tables::Limit, cost: Option<&Cost>, rule: &Ru
     let refund = limit.refund_on.first().map(|status| status.span());
     let prefetch = limit.prefetch.as_ref().filter(|prefetch| *prefetch.get_ref() > 0).map(|lease| lease.span());
     let pairs = [
-        (cost.clone(), concurrency, "a request in flight is one: `cost` does not go with concurrency"),
-        (refund, concurrency, "a slot is free again when its request ends: `refund_on` does not go with concurrency"),
-        (wait.clone(), concurrency, "nobody knows when a slot comes free: `max_wait` does not go with concurrency"),
-        (wait, limit.shadow, "a shadow limit holds nobody: `max_wait` does not go with it"),
+        (
+            cost.clone(),
+            concurrency,
+            "a request in flight always counts as 1: `cost` cannot be combined with concurrency",
+        ),
+        (
+            refund,
+            concurrency,
+            "a permit is released when its request ends: `refund_on` cannot be combined with concurrency",
+        ),
+        (
+            wait.clone(),
+            concurrency,
+            "the time of the next free permit is unknown: `max_wait` cannot be combined with concurrency",
+        ),
+        (wait, limit.shadow, "a shadow limit queues no requests: `max_wait` cannot be combined with `shadow`"),
         (
             prefetch.clone(),
             concurrency,
-            "a slot belongs to one request in flight: `prefetch` does not go with concurrency",
+            "a permit belongs to one request in flight: `prefetch` cannot be combined with concurrency",
         ),
-        (prefetch.clone(), limit.shadow, "a shadow limit is asked about each request: `prefetch` does not go with it"),
-        (prefetch, !is_single, "single units are taken ahead: `prefetch` goes with a `cost` of 1 only"),
+        (
+            prefetch.clone(),
+            limit.shadow,
+            "a shadow limit checks each request in the store: `prefetch` cannot be combined with `shadow`",
+        ),
+        (prefetch, !is_single, "`prefetch` requires a `cost` of 1"),
         (
             cost.filter(|_| is_deferred),
             matches!(rule, Rule::SlidingLog(_)),
-            "a sliding log remembers single units: a cost in the response does not go with it",
+            "a sliding log stores each unit of cost: `response_header` cannot be combined with sliding-log",
         ),
     ];
     for (span, conflicts, message) in pairs {
@@ -255,7 +272,7 @@ fn tiers(
     for (tier, written) in &limit.tiers {
         reader.check_name(written.span(), tier);
         if !identity_spec.descriptors.contains(&Descriptor::ApiKey) {
-            let issue = Issue::new(written.span(), "`tiers` go with limits by api-key: consumers have a tier");
+            let issue = Issue::new(written.span(), "`tiers` require `api-key` in `by`");
             reader.push_issue(issue.with_hint("add \"api-key\" to `by`"));
         }
         let variant = limit_variant(written.get_ref(), &compiled.default_variant.rule, compiled.default_variant.quota)
@@ -336,7 +353,7 @@ pub(super) fn rule(
     ] {
         if let Some(span) = span.filter(|_| algorithm != owner) {
             let owner = ALGORITHMS.iter().find(|(_, algorithm)| *algorithm == owner).map_or("", |(name, _)| name);
-            reader.push_issue(Issue::new(span, format!("`{key}` goes with {owner} only")));
+            reader.push_issue(Issue::new(span, format!("`{key}` is valid only for {owner}")));
         }
     }
     let example = if algorithm == Algorithm::Concurrency { "\"20\"" } else { "\"600/min\"" };
@@ -346,7 +363,7 @@ pub(super) fn rule(
         return match quota {
             Ok(quota) => Some((quota, Rule::Concurrency(Concurrency { limit: quota.count, ttl: permit_ttl }))),
             Err(error) => {
-                let hint = "so many requests at the same time: quota = \"20\"";
+                let hint = "the number of concurrent requests: quota = \"20\"";
                 reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(hint));
                 None
             }
@@ -380,7 +397,7 @@ fn timed_rule(
                 None => WindowStart::Aligned { phase: 0 },
             };
             if let (Some(zone), WindowStart::Aligned { .. } | WindowStart::FirstRequest) = (&limit.time_zone, &start) {
-                let issue = Issue::new(zone.span(), "`time_zone` goes with calendar windows only");
+                let issue = Issue::new(zone.span(), "`time_zone` is valid only for calendar windows");
                 reader.push_issue(issue.with_hint("a quota per day, week, month or year, aligned"));
             }
             Rule::FixedWindow(FixedWindow::new(quota, start)?)
@@ -415,7 +432,7 @@ pub(super) fn limit_variant(
         return Ok((quota, inherited));
     };
     if !matches!(rule, Rule::TokenBucket(_)) {
-        return Err(Issue::new(burst.span(), "`burst` goes with token-bucket only"));
+        return Err(Issue::new(burst.span(), "`burst` is valid only for token-bucket"));
     }
     match u64::try_from(*burst.get_ref()).ok().filter(|burst| (1..EXACT_INTEGER_LIMIT).contains(burst)) {
         Some(burst) => Ok((quota, Some(burst))),
@@ -426,12 +443,12 @@ pub(super) fn limit_variant(
 /// Return a hint for an invalid quota.
 pub(super) fn quota_hint(error: &QuotaError) -> &'static str {
     match error {
-        QuotaError::Inexact { .. } => "a smaller quota or a shorter window; round counts reduce better than odd ones",
-        QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" keeps a few bytes whatever the quota",
+        QuotaError::Inexact { .. } => "a smaller quota, a shorter window, or a rounder count",
+        QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" needs a few bytes for any quota",
         QuotaError::TimeZone(_) => "a name of the IANA database, such as \"Europe/Berlin\"",
         QuotaError::Buckets { .. } => "another number of `buckets`: 10 divides most windows",
         QuotaError::NoFixedWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
-        QuotaError::Prefetch { .. } => "a smaller `prefetch`: a tenth of the quota or of the burst is plenty",
+        QuotaError::Prefetch { .. } => "a smaller `prefetch`: a tenth of the quota or of the burst is enough",
         QuotaError::LocalShare { .. } => "a smaller `gateway_count`, a smaller cost, or a shorter window",
         _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",
     }

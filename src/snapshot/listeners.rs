@@ -36,7 +36,8 @@ pub(super) fn listeners(
         if let Some(value) =
             listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && client_ip.trusted_proxies.is_empty())
         {
-            let message = "`proxy_protocol` is for connections from trusted proxies, but none is trusted: every connection would be closed";
+            let message =
+                "`proxy_protocol` requires trusted proxies, but there are none: every connection would be closed";
             let hint = "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the addresses of the proxies in front";
             reader.push_issue(Issue::new(value.span(), message).with_hint(hint));
         }
@@ -44,7 +45,7 @@ pub(super) fn listeners(
         let Some(text) = address else { continue };
         match reader.address(text) {
             Some(address) if address.port() != 0 && compiled.iter().any(|other| other.address == address) => {
-                reader.push_issue(Issue::new(text.span(), format!("a second listener on {address}")));
+                reader.push_issue(Issue::new(text.span(), format!("duplicate listener address {address}")));
             }
             Some(address) => compiled.push(Listener { address, proxy_protocol, tls }),
             None => {}
@@ -100,7 +101,7 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option
             }
             Err(error) => reader.push_issue(
                 Issue::new(written.span(), error.to_string())
-                    .with_hint("PEM files; `make certs` makes some for development"),
+                    .with_hint("PEM files; `make certs` creates some for development"),
             ),
         }
     }
@@ -126,9 +127,9 @@ fn client_verifier(
     let auth = reader.one_of(tls.client_auth.as_ref(), ClientAuth::Optional, &variants);
     let Some(text) = &tls.client_ca else {
         if let Some(auth) = &tls.client_auth {
-            let issue = Issue::new(auth.span(), "`client_auth` goes with `client_ca` only");
+            let issue = Issue::new(auth.span(), "`client_auth` requires `client_ca`");
             reader.push_issue(
-                issue.with_hint("tls.client_ca = \"certs/clients-ca.pem\": whose certificates are believed"),
+                issue.with_hint("tls.client_ca = \"certs/clients-ca.pem\": the CA certificates for clients"),
             );
         }
         return None;
@@ -138,9 +139,7 @@ fn client_verifier(
         Ok(clients) => Some((clients, (file, auth))),
         Err(error) => {
             let issue = Issue::new(text.span(), error.to_string());
-            reader.push_issue(
-                issue.with_hint("a PEM file with the certificates of the authorities that sign those of clients"),
-            );
+            reader.push_issue(issue.with_hint("a PEM file with the CA certificates for clients"));
             None
         }
     }
@@ -194,7 +193,7 @@ impl CompiledConfig {
             let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
             for (certificate_index, (certificate, [file, _])) in certificates {
                 if let Err(error) = certificate.check_validity(now.as_secs() as i64) {
-                    let text = format!("{}: {error}; clients will refuse it", file.path.display());
+                    let text = format!("{}: {error}; clients will reject it", file.path.display());
                     warnings.push((WarningSubject::Certificate(index, certificate_index), text));
                 }
             }
@@ -205,7 +204,7 @@ impl CompiledConfig {
                 let by_certificate = compiled.identity_spec.descriptors.contains(&Descriptor::ClientCert);
                 if by_certificate && compiled.identity_spec.on_missing == OnMissing::Reject {
                     let text = format!(
-                        "`{}` is by client-cert, but {address} has no tls.client_ca: there it refuses every request",
+                        "`{}` is by client-cert, but {address} has no tls.client_ca: it rejects every request there",
                         compiled.limit.name
                     );
                     warnings.push((WarningSubject::Listener(index), text));

@@ -36,7 +36,7 @@ pub(super) fn route_action(
         route.redirect.as_ref().map(|redirect| redirect.span()),
     ];
     if let Some(second) = written.into_iter().flatten().nth(1) {
-        let issue = Issue::new(second, "this route has two targets");
+        let issue = Issue::new(second, "this route has two actions");
         reader.push_issue(issue.with_hint("keep one of `upstream`, `respond` and `redirect`"));
         return None;
     }
@@ -49,7 +49,7 @@ pub(super) fn route_action(
     if let Some(redirect) = &route.redirect {
         return self::redirect(redirect.get_ref(), &redirect.span(), path, reader).map(RouteAction::Redirect);
     }
-    let issue = Issue::new(span.clone(), "this route goes nowhere");
+    let issue = Issue::new(span.clone(), "this route has no action");
     let hint = "upstream = \"NAME\", respond = { status = 200, body = \"…\" } or redirect = { to = \"/…\" }";
     reader.push_issue(issue.with_hint(hint));
     None
@@ -88,7 +88,7 @@ fn weighted_upstreams(
         known.extend(index.map(|index| (index, weight)));
     }
     if weights.values().all(|weight| *weight.get_ref() == 0) {
-        let issue = Issue::new(span.clone(), "no upstream has a weight: no request could go anywhere");
+        let issue = Issue::new(span.clone(), "all upstreams have weight 0");
         reader.push_issue(issue.with_hint("{ api = 9, canary = 1 }: nine of ten requests to `api`"));
     }
     WeightedUpstreams::new(known)
@@ -119,14 +119,16 @@ fn redirect(
 ) -> Option<Redirect> {
     let status = redirect.status.as_ref().map_or(308, |status| {
         if !REDIRECT_STATUSES.contains(status.get_ref()) {
-            let issue = Issue::new(status.span(), format!("{} is not the status of a redirect", status.get_ref()));
-            reader.push_issue(issue.with_hint("308 or 301 for good, 307 or 302 for now, 303 to GET another resource"));
+            let issue = Issue::new(status.span(), format!("{} is not a redirect status", status.get_ref()));
+            reader.push_issue(
+                issue.with_hint("308 or 301 (permanent), 307 or 302 (temporary), 303 (GET another resource)"),
+            );
         }
         *status.get_ref()
     });
     let to = reader.required(redirect.to.as_ref(), span, "to", "\"/v1/{rest}\"")?;
     let Some((origin, target)) = split_origin(to.get_ref()) else {
-        let issue = Issue::new(to.span(), format!("`{}` is neither a path nor the URL of a site", to.get_ref()));
+        let issue = Issue::new(to.span(), format!("`{}` is neither a path nor a valid URL", to.get_ref()));
         reader.push_issue(
             issue.with_hint("\"/v1/{rest}\" or \"https://www.example.com/{rest}\", without parameters in the host"),
         );
@@ -161,11 +163,11 @@ pub(super) fn rewrite(
 ) -> Option<Rewrite> {
     let written = route.strip_prefix.as_ref().or(route.rewrite.as_ref())?;
     if route.upstream.is_none() {
-        let issue = Issue::new(written.span(), "the path is changed for an upstream, and this route has none");
-        reader.push_issue(issue.with_hint("leave it out; `redirect` has a path of its own"));
+        let issue = Issue::new(written.span(), "`strip_prefix` and `rewrite` require an upstream");
+        reader.push_issue(issue.with_hint("leave it out; `redirect` has its own path"));
     }
     if let (Some(_), Some(rewrite)) = (&route.strip_prefix, &route.rewrite) {
-        let issue = Issue::new(rewrite.span(), "`strip_prefix` and `rewrite` both say what becomes of the path");
+        let issue = Issue::new(rewrite.span(), "`strip_prefix` and `rewrite` cannot be combined");
         reader.push_issue(issue.with_hint("keep one of them"));
     }
     match &route.strip_prefix {
@@ -181,9 +183,9 @@ fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validato
     } else if text.ends_with('/') {
         let shorter = text.trim_end_matches('/');
         let hint = if shorter.is_empty() { "leave it out".to_owned() } else { format!("\"{shorter}\"") };
-        Some(("a prefix ends before a `/`, which stays".to_owned(), hint))
+        Some(("a prefix must not end with `/`".to_owned(), hint))
     } else if path.is_some_and(|path| !path.has_prefix(text)) {
-        let hint = "whole segments that `path` begins with; `rewrite = \"/{rest}\"` says what is left";
+        let hint = "whole segments that `path` begins with; otherwise use `rewrite = \"/{rest}\"`";
         Some((format!("not all paths of this route begin with `{text}`"), hint.to_owned()))
     } else {
         None
@@ -228,15 +230,14 @@ fn rewrite_template(
     if let Some(query) = query
         && PathAndQuery::try_from(format!("/?{query}")).is_err()
     {
-        reader.push_issue(Issue::new(span.clone(), format!("`{query}` cannot be a query")));
+        reader.push_issue(Issue::new(span.clone(), format!("`{query}` is not a valid query")));
     }
     let path = path?;
     for name in template.parameters().filter(|name| !path.has_parameter(name)) {
         reader.unknown_name(span.clone(), "parameter", name, path.parameter_names());
     }
     if let Some(rest) = path.rest_parameter().filter(|rest| !template.has_whole_segments(rest)) {
-        let message =
-            format!("`{{{rest}}}` may be nothing or several segments: it stands between slashes or at the end");
+        let message = format!("`{{{rest}}}` may be empty or several segments: place it between slashes or at the end");
         reader.push_issue(Issue::new(span.clone(), message).with_hint(format!("\"/internal/{{{rest}}}\"")));
     }
     Some(template)
@@ -250,11 +251,9 @@ pub(super) fn websocket(
     let Some(value) = route.websocket.as_ref().filter(|wanted| *wanted.get_ref()) else { return false };
     let targets = route.upstream.as_ref().map(|shares| upstream_indices(shares.get_ref(), upstreams));
     let fault = match targets {
-        None if route.respond.is_some() || route.redirect.is_some() => {
-            Some("the gateway itself speaks no other protocol")
-        }
+        None if route.respond.is_some() || route.redirect.is_some() => Some("`websocket` requires an upstream"),
         Some(targets) if targets.iter().any(|index| upstreams[*index].protocol == Protocol::Http2) => {
-            Some("over HTTP/2 nothing can be switched")
+            Some("HTTP/2 upstreams do not support protocol upgrades")
         }
         _ => None,
     };

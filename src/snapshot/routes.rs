@@ -218,7 +218,7 @@ pub(super) fn routes(
             Some(name) => {
                 reader.check_name(name.span(), name.get_ref());
                 if !names.insert(name.get_ref().clone()) {
-                    reader.push_issue(Issue::new(name.span(), format!("a second route `{}`", name.get_ref())));
+                    reader.push_issue(Issue::new(name.span(), format!("duplicate route `{}`", name.get_ref())));
                 }
                 name.get_ref().as_str()
             }
@@ -252,7 +252,7 @@ pub(super) fn routes(
         routes.push(route.clone());
         if let Err(ambiguous) = table.insert(pattern, route) {
             let path = written.path.as_ref().map_or(span, |path| path.span());
-            let issue = Issue::new(path, format!("nothing tells this route from `{}`", ambiguous.0.name));
+            let issue = Issue::new(path, format!("this route is ambiguous with `{}`", ambiguous.0.name));
             reader.push_issue(issue.with_hint("give one of them another host, path, method or header"));
         }
     }
@@ -262,7 +262,7 @@ pub(super) fn routes(
 fn timeout(route: &config::tables::Route, reader: &mut Validator<'_>) -> Option<Duration> {
     let written = route.timeout.as_ref()?;
     if route.upstream.is_none() {
-        reader.push_issue(Issue::new(written.span(), "the gateway itself answers at once: `timeout` is for upstreams"));
+        reader.push_issue(Issue::new(written.span(), "`timeout` requires an upstream"));
     }
     Some(reader.duration(Some(written), Duration::ZERO))
 }
@@ -356,9 +356,7 @@ fn route_limits(
                 let span = route.cost.as_ref().map_or(text.span(), |cost| cost.span());
                 check_cost_fits(cost, limit, span.clone(), reader);
                 if limit.prefetch > 0 && cost != 1 {
-                    let message = format!(
-                        "single units are taken ahead: the `prefetch` of `{limit_name}` goes with a `cost` of 1 only"
-                    );
+                    let message = format!("the `prefetch` of `{limit_name}` requires a `cost` of 1");
                     reader.push_issue(
                         Issue::new(span, message).with_hint("another limit for this route, or no `prefetch`"),
                     );
@@ -432,8 +430,7 @@ fn header_styles(route: &config::tables::Route, reader: &mut Validator<'_>) -> V
     if let Some(text) =
         list.first().filter(|_| styles.contains(&HeaderStyle::Draft11) && styles.contains(&HeaderStyle::Draft07))
     {
-        let issue =
-            Issue::new(text.span(), "`draft-11` (`ietf`) and `draft-07` write the same fields in different ways");
+        let issue = Issue::new(text.span(), "`draft-11` (`ietf`) and `draft-07` use the same headers");
         reader.push_issue(issue.with_hint("choose one of them"));
     }
     styles
@@ -477,8 +474,8 @@ fn mutated_header(
         return None;
     }
     if seen.contains(&name) {
-        let issue = Issue::new(span, format!("a second rule for `{name}`"));
-        reader.push_issue(issue.with_hint("to set a field is to replace all that it had"));
+        let issue = Issue::new(span, format!("duplicate rule for `{name}`"));
+        reader.push_issue(issue.with_hint("`set` replaces all existing values"));
     }
     seen.push(name.clone());
     Some(name)

@@ -194,9 +194,9 @@ fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     let parsed = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
     let parsed = parsed.filter(|uri| uri.authority().is_some_and(|authority| !authority.as_str().contains('@')));
     let Some(uri) = parsed else {
-        let issue = Issue::new(text.span(), "`trace_endpoint` is not where a collector can be");
+        let issue = Issue::new(text.span(), "`trace_endpoint` is not a valid collector URL");
         reader.push_issue(
-            issue.with_hint("such as \"http://127.0.0.1:4318\"; who we are goes into OTEL_EXPORTER_OTLP_HEADERS"),
+            issue.with_hint("such as \"http://127.0.0.1:4318\"; credentials belong in OTEL_EXPORTER_OTLP_HEADERS"),
         );
         return None;
     };
@@ -246,13 +246,11 @@ pub(super) fn admin(
     let address = reader.address(text)?;
     if let Some(listener) = listeners.iter().find(|listener| addresses_conflict(listener.address, address)) {
         let message = format!("{address} is taken by the [[listener]] on {}", listener.address);
-        reader.push_issue(
-            Issue::new(text.span(), message).with_hint("another port: the admin listener has one of its own"),
-        );
+        reader.push_issue(Issue::new(text.span(), message).with_hint("use another port for the admin listener"));
     }
     let token = admin.token.as_ref().map(|token| token.get_ref().as_str()).filter(|token| !token.is_empty());
     if token.is_none() && !address.ip().is_loopback() {
-        let issue = Issue::new(text.span(), format!("{address} can be reached from elsewhere: it needs a token"));
+        let issue = Issue::new(text.span(), format!("{address} is not a loopback address: a token is required"));
         reader.push_issue(
             issue.with_hint("token = \"${SLUICEGATE_ADMIN_TOKEN}\", or an address of 127.0.0.0/8 or [::1]"),
         );

@@ -34,7 +34,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let prefix = store.prefix.as_ref().map_or("rl", |prefix| prefix.get_ref()).to_owned();
     if let Some(text) = store.prefix.as_ref().filter(|_| prefix.is_empty() || prefix.contains(['{', '}'])) {
         // Braces would change the cluster slot, which the identity must determine.
-        reader.push_issue(Issue::new(text.span(), "`prefix` must not be empty and must not have braces"));
+        reader.push_issue(Issue::new(text.span(), "`prefix` must not be empty and must not contain braces"));
     }
     let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
     let name = "memory".to_owned();
@@ -44,8 +44,8 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let tls = store.tls.as_ref().filter(|tls| {
         let used = scheme.starts_with("rediss");
         if !used {
-            let issue = Issue::new(tls.span(), "`tls` goes with a store at `rediss://` only");
-            reader.push_issue(issue.with_hint("that is, also at `rediss+sentinel://` and `rediss+cluster://`"));
+            let issue = Issue::new(tls.span(), "`tls` is valid only for a store at `rediss://`");
+            reader.push_issue(issue.with_hint("also `rediss+sentinel://` and `rediss+cluster://`"));
         }
         used
     });
@@ -77,10 +77,9 @@ fn tls_certificates(tls: &Spanned<config::StoreTls>, reader: &mut Validator<'_>)
 const URL_FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\", \"redis+unix:///run/redis.sock?db=0\", \
                      \"redis+sentinel://host1,host2/mymaster\" or \"redis+cluster://host1,host2\"";
 const SINGLE_FORM: &str = "\"redis://user:password@host:6379/0\"; certificates and keys are PEM files";
-const SENTINEL_FORM: &str = "\"redis+sentinel://user:password@host1:26379,host2:26379/mymaster?db=0\"; where the Sentinels ask for \
-                        a password, also `sentinel_user` and `sentinel_password` behind the `?`";
-const CLUSTER_FORM: &str =
-    "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has no other database than 0";
+const SENTINEL_FORM: &str = "\"redis+sentinel://user:password@host1:26379,host2:26379/mymaster?db=0\"; if the Sentinels require a password, \
+     add the query parameters `sentinel_user` and `sentinel_password`";
+const CLUSTER_FORM: &str = "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has only database 0";
 
 /// Error in a store URL, with the expected form as the hint.
 #[derive(Debug)]
@@ -96,7 +95,7 @@ pub(crate) fn parse(url: &str, certificates: Option<&TlsCertificates>) -> Result
         "redis" | "rediss" | "redis+unix" => SINGLE_FORM,
         "redis+sentinel" | "rediss+sentinel" => SENTINEL_FORM,
         "redis+cluster" | "rediss+cluster" => CLUSTER_FORM,
-        _ => return Err(UrlError { message: "this is not a store".to_owned(), hint: URL_FORMS }),
+        _ => return Err(UrlError { message: "this is not a store URL".to_owned(), hint: URL_FORMS }),
     };
     let (tls, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
     let found = match kind {
@@ -111,7 +110,7 @@ pub(crate) fn parse(url: &str, certificates: Option<&TlsCertificates>) -> Result
 }
 
 fn unusable_url(error: &RedisError) -> String {
-    format!("this Redis cannot be used: {}", diagnosis::diagnose_url(error))
+    format!("invalid Redis URL: {}", diagnosis::diagnose_url(error))
 }
 
 fn build_client(url: impl IntoConnectionInfo, certificates: Option<&TlsCertificates>) -> Result<Client, RedisError> {
@@ -133,7 +132,7 @@ struct UrlParts<'a> {
 }
 
 fn split_url(rest: &str) -> Result<UrlParts<'_>, String> {
-    let rest = rest.strip_prefix("//").ok_or("a URL goes on with `//` after its scheme")?;
+    let rest = rest.strip_prefix("//").ok_or("`//` is missing after the scheme")?;
     let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
     let hosts_from = authority.rfind('@').map_or(0, |at| at + 1);
@@ -181,7 +180,7 @@ fn sentinels(
             "db" => database = value,
             "sentinel_user" => sentinel_login = sentinel_login.set_username(value),
             "sentinel_password" => sentinel_login = sentinel_login.set_password(value),
-            _ => return Err(format!("`{name}` is not known behind the `?`")),
+            _ => return Err(format!("unknown query parameter `{name}`")),
         }
     }
     let sentinels = hosts.iter().map(|host| {
@@ -201,7 +200,7 @@ fn sentinels(
 fn cluster(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, RedisDeployment), String> {
     let UrlParts { credentials: user, hosts, path, query } = split_url(rest)?;
     if !matches!(path, "" | "0") || !query.is_empty() {
-        return Err("the URL of a cluster ends behind its hosts".to_owned());
+        return Err("a cluster URL has no path and no query".to_owned());
     }
     let clients = hosts.iter().map(|host| {
         let info = connection_info(tls, user, host, 6379, "0")?;
@@ -253,18 +252,18 @@ mod tests {
     #[test]
     fn invalid_urls_are_rejected_with_the_reason() {
         for (url, what) in [
-            ("http://a", "this is not a store"),
-            ("redis", "this is not a store"),
-            ("redis+cluster:a", "goes on with `//`"),
+            ("http://a", "this is not a store URL"),
+            ("redis", "this is not a store URL"),
+            ("redis+cluster:a", "`//` is missing"),
             ("redis+cluster://a,,b", "a host is missing"),
             ("redis+cluster://", "a host is missing"),
-            ("redis+cluster://a/3", "ends behind its hosts"),
-            ("redis+cluster://a?db=1", "ends behind its hosts"),
-            ("redis+cluster://a:b", "cannot be used"),
+            ("redis+cluster://a/3", "no path and no query"),
+            ("redis+cluster://a?db=1", "no path and no query"),
+            ("redis+cluster://a:b", "invalid Redis URL"),
             ("redis+sentinel://a", "name of the master is missing"),
-            ("redis+sentinel://a/m?typo=1", "`typo` is not known"),
-            ("redis+sentinel://a/m?db=x", "cannot be used"),
-            ("redis://a:b", "cannot be used"),
+            ("redis+sentinel://a/m?typo=1", "unknown query parameter `typo`"),
+            ("redis+sentinel://a/m?db=x", "invalid Redis URL"),
+            ("redis://a:b", "invalid Redis URL"),
         ] {
             let wrong = parse(url, None).unwrap_err();
             assert!(wrong.message.contains(what), "{url}: {}", wrong.message);

@@ -71,7 +71,7 @@ fn servers(
     if let (Some(first), true) =
         (written.first(), servers.iter().all(|server| server.weight == 0) && !servers.is_empty())
     {
-        let issue = Issue::new(first.span(), "no server takes requests: each has weight 0");
+        let issue = Issue::new(first.span(), "all servers have weight 0");
         reader.push_issue(issue.with_hint("leave `weight` out, or give one more than 0"));
     }
     servers
@@ -91,7 +91,7 @@ fn server(
     };
     if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
         let issue = Issue::new(server.span(), "a server is a host and a port: its URL has no path");
-        reader.push_issue(issue.with_hint("the path of the request is sent as it is"));
+        reader.push_issue(issue.with_hint("the path of the request is sent unchanged"));
     }
     let authority = uri.authority().map_or("", |authority| authority.as_str());
     let host = host.trim_start_matches('[').trim_end_matches(']');
@@ -127,8 +127,8 @@ pub(super) fn max_queue(upstream: &config::tables::Upstream, reader: &mut Valida
     let max = reader.number(upstream.max_queue.as_ref(), 0..1_000_001, 0) as usize;
     let has_max_requests = upstream.max_requests.as_ref().is_some_and(|max| *max.get_ref() != 0);
     if let Some(queue) = upstream.max_queue.as_ref().filter(|_| max > 0 && !has_max_requests) {
-        let issue = Issue::new(queue.span(), "nobody would wait: there may be any number of requests");
-        reader.push_issue(issue.with_hint("`max_requests` says how many each server gets at the same time"));
+        let issue = Issue::new(queue.span(), "`max_queue` requires `max_requests`");
+        reader.push_issue(issue.with_hint("`max_requests` limits the requests in flight per server"));
     }
     max
 }
@@ -139,7 +139,7 @@ pub(super) fn health(health: &Spanned<config::tables::Health>, reader: &mut Vali
     let path = reader.required(health.path.as_ref(), &span, "path", "\"/healthz\"");
     let parsed = path.and_then(|path| path.get_ref().starts_with('/').then(|| path.get_ref().parse().ok())?);
     if let (Some(path), None) = (path, &parsed) {
-        let issue = Issue::new(path.span(), format!("`{}` is not a path to ask for", path.get_ref()));
+        let issue = Issue::new(path.span(), format!("`{}` is not a valid path", path.get_ref()));
         reader.push_issue(issue.with_hint("such as \"/healthz\""));
     }
     let mut status = Vec::new();
@@ -148,7 +148,7 @@ pub(super) fn health(health: &Spanned<config::tables::Health>, reader: &mut Vali
         match found.filter(|status| (200..600).contains(&status.as_u16())) {
             Some(found) => status.push(found),
             None => {
-                let issue = Issue::new(written.span(), format!("{} is not the status of an answer", written.get_ref()));
+                let issue = Issue::new(written.span(), format!("{} is not a response status", written.get_ref()));
                 reader.push_issue(issue.with_hint("from 200 to 599"));
             }
         }

@@ -65,7 +65,7 @@ impl<'a> Validator<'a> {
             Ok(file) => Some(file),
             Err(error) => {
                 let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
-                self.push_issue(issue.with_hint("PEM files; `make certs` makes some for development"));
+                self.push_issue(issue.with_hint("PEM files; `make certs` creates some for development"));
                 None
             }
         }
@@ -230,7 +230,7 @@ impl<'a> Validator<'a> {
     pub(super) fn header_value(&mut self, text: &Text) -> Option<HeaderValue> {
         let parsed = HeaderValue::from_str(text.get_ref()).ok();
         if parsed.is_none() {
-            let issue = Issue::new(text.span(), "this cannot stand in a header");
+            let issue = Issue::new(text.span(), "this is not a valid header value");
             self.push_issue(issue.with_hint("one line, without control characters"));
         }
         parsed
@@ -242,8 +242,8 @@ impl<'a> Validator<'a> {
             && name.len() <= 64
             && name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'));
         if !is_valid {
-            let hint = "1 to 64 letters, digits, `-`, `_` or `.`: names stand in header fields, keys and metrics";
-            self.push_issue(Issue::new(span, format!("`{name}` cannot be a name")).with_hint(hint));
+            let hint = "1 to 64 letters, digits, `-`, `_` or `.`: names appear in headers, keys and metrics";
+            self.push_issue(Issue::new(span, format!("`{name}` is not a valid name")).with_hint(hint));
         }
     }
 }

@@ -214,11 +214,11 @@ fn unset_variables_and_bad_consumers_are_named() {
     let (code, _, report) = check(&path);
     assert_eq!(code, Some(2));
     for expected in [
-        "the environment has no `NOT_GIVEN`",
+        "environment variable `NOT_GIVEN` is not set",
         "this is not the hash of a key",
         "people.toml:3:9",
         "no limit has a tier `pro`",
-        "a second consumer `a`",
+        "duplicate consumer `a`",
         "unknown key `nick`",
         "a consumer needs a `name`",
     ] {

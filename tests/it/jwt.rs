@@ -226,7 +226,7 @@ fn a_missing_token_or_claim_is_refused_skipped_or_replaced_by_the_address() {
                 _ if on_missing == "reject" => {
                     reply.assert_problem(401, &what);
                     assert_eq!(reply.header("www-authenticate"), Some("Bearer"), "{what}");
-                    assert!(reply.text().contains("the claim `sub` of a bearer token is needed"), "{}", reply.text());
+                    assert!(reply.text().contains("the claim `sub` of a bearer token is required"), "{}", reply.text());
                 }
                 Some(most) => {
                     assert_eq!(left(reply), (most - index as u64, most - index as u64), "{what}: the address")
@@ -336,8 +336,8 @@ fn a_renamed_file_of_keys_takes_effect_and_a_bad_one_does_not() {
     assert!(!believed(&gateway, &old), "the old one does not");
 
     for (content, reason) in [
-        ("{ \"keys\": [", "no JSON Web Key Set"),
-        ("", "no JSON Web Key Set"),
+        ("{ \"keys\": [", "not a JSON Web Key Set"),
+        ("", "not a JSON Web Key Set"),
         ("{ \"keys\": [] }", "it has no key"),
         ("{ \"keys\": [{ \"kty\": \"oct\", \"k\": \"c2VjcmV0\" }] }", "keys[0] is symmetric"),
     ] {

@@ -277,7 +277,7 @@ fn a_server_that_does_not_like_us_is_named_in_the_log() {
 fn a_certificate_of_ours_that_has_expired_is_a_warning() {
     let ca = Authority::new("ca");
     let gateway = showing("https://localhost:1", "", &ca, &ca.client(&[], PAST));
-    let said = "own.pem: the certificate has expired on Jan  1 00:00:00 2001 +00:00; servers of `u` will refuse it";
+    let said = "own.pem: the certificate has expired on Jan  1 00:00:00 2001 +00:00; servers of `u` will reject it";
     assert!(gateway.log().contains(said), "{}", gateway.log());
 }
 

@@ -110,7 +110,7 @@ fn identity_part_reports(
     let to_report = |(descriptor, display): (&Descriptor, &DisplayPart)| {
         let source = match descriptor {
             _ if *display.label != *descriptor.label() => format!("the client's address, for want of the {descriptor}"),
-            Descriptor::ApiKey => format!("the field `{}`", config.api_key_settings.header),
+            Descriptor::ApiKey => format!("the header `{}`", config.api_key_settings.header),
             Descriptor::Ip => "the client's address".to_owned(),
             Descriptor::Global => "all requests".to_owned(),
             Descriptor::User(_)
