@@ -194,7 +194,7 @@ mod tests {
             assert_eq!(
                 redacted.len(),
                 text.chars().map(char::len_utf8).sum::<usize>(),
-                "places stay what they were: {text}"
+                "offsets do not change: {text}"
             );
             if !text.contains("\\u") {
                 assert_eq!(redacted, shown);

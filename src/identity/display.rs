@@ -133,7 +133,7 @@ impl IdentityDisplay {
     /// Return the values on one line, with `placeholder` for values that may be secrets.
     pub fn summary(&self, placeholder: &str) -> String {
         let value = |part: &DisplayPart| match (&*part.label, part.value.as_deref()) {
-            ("global", _) => "everybody".to_owned(),
+            ("global", _) => "all clients".to_owned(),
             (ANONYMOUS_LABEL, Some(value)) => format!("{ANONYMOUS_LABEL} {value}"),
             (_, value) => value.unwrap_or(placeholder).to_owned(),
         };

@@ -306,7 +306,7 @@ mod tests {
         let next = BearerToken::new(&verifier, &headers);
         assert_eq!(bearer.claims().unwrap().unwrap().text("sub").as_deref(), Some("alice"));
         verifier.keys.store(Arc::default());
-        assert!(bearer.claims().unwrap().is_some(), "what was found is kept");
+        assert!(bearer.claims().unwrap().is_some(), "verified claims are kept");
         let error = next.claims().unwrap_err();
         assert_eq!(error, IdentityError::Token(TokenError::UnknownKey), "the next request sees the new keys");
     }
