@@ -86,6 +86,7 @@ pub struct CompiledConfig {
     pub routes: Vec<Arc<Route>>,
     /// The routes, indexed for lookup.
     pub table: RouteTable<Arc<Route>>,
+    /// Values of the keys that need a restart to change.
     pub(crate) restart_only_keys: RestartOnlyKeys,
 }
 

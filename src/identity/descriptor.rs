@@ -127,6 +127,10 @@ impl Descriptor {
         matches!(self, Descriptor::ApiKey | Descriptor::Jwt(_) | Descriptor::ClientCert)
     }
 
+    /// Return the value of this part for a request.
+    ///
+    /// # Errors
+    /// The value is ambiguous, or a credential is invalid.
     pub(super) fn extract<'a>(
         &self,
         request: &'a RequestAttributes<'_>,

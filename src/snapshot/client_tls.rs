@@ -43,6 +43,7 @@ pub struct UpstreamTls {
 }
 
 impl TlsFiles {
+    /// Read the files that a client TLS table names. `cert` and `key` go together.
     pub(super) fn read(
         ca: Option<&Text>,
         gateway_certificate: [Option<&Text>; 2],

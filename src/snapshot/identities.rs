@@ -28,6 +28,7 @@ use crate::snapshot::validator::Validator;
 /// Label of the client network in `by`.
 const IP_LABEL: &str = "ip";
 
+/// Compile `[client_ip]`.
 pub(super) fn client_ip(client_ip: &config::ClientIp, reader: &mut Validator<'_>) -> ClientIpResolver {
     let mut trusted = Vec::new();
     for text in client_ip.trusted_proxies.iter().flatten() {
@@ -45,6 +46,7 @@ pub(super) fn client_ip(client_ip: &config::ClientIp, reader: &mut Validator<'_>
     }
 }
 
+/// Compile the identity of a limit.
 pub(super) fn identity_spec(
     limit: &config::tables::Limit,
     span: &Range<usize>,
@@ -154,6 +156,7 @@ fn network_issue(text: &str, span: Range<usize>, reader: &mut Validator<'_>) {
     reader.push_issue(issue.with_hint("such as \"10.0.0.0/8\" or \"2001:db8::/32\""));
 }
 
+/// Compile `[api_key]`.
 pub(super) fn api_key_settings(api_key: &config::ApiKey, reader: &mut Validator<'_>) -> ApiKeySettings {
     let mut settings = ApiKeySettings::default();
     if let Some(header) = api_key.header.as_ref().and_then(|text| reader.header_name(text.span(), text.get_ref())) {
@@ -191,6 +194,7 @@ pub(super) fn jwt_verifier(jwt: &config::Jwt, reader: &mut Validator<'_>) -> (Jw
 
 type LimitsByName = BTreeMap<String, CompiledLimit>;
 
+/// Read and compile the file of consumers.
 pub(super) fn load(
     text: &config::Text,
     limits: &LimitsByName,

@@ -33,6 +33,7 @@ use crate::upstream::UpstreamSettings;
 /// their request runs.
 const PERMIT_TTL_SLACK: Duration = Duration::from_secs(5);
 
+/// Compile all limits.
 pub(super) fn limits(
     config: &Config,
     hasher: &IdentityHasher,

@@ -19,6 +19,7 @@ use crate::tls::{Certificate, ClientAuth, ClientVerifier, DownstreamTls, TlsErro
 
 const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"certs/dev.key\" }]";
 
+/// Compile all listeners.
 pub(super) fn listeners(
     listeners: &[Spanned<config::Listener>],
     client_ip: &ClientIpResolver,

@@ -22,6 +22,7 @@ impl fmt::Debug for RestartOnlyKeys {
 }
 
 impl RestartOnlyKeys {
+    /// Collect the values from a configuration.
     pub(crate) fn from_config(config: &Config, server: &ServerSettings, listeners: &[Listener]) -> Self {
         let addresses: Vec<_> = listeners.iter().map(|listener| listener.address.to_string()).collect();
         let admin = config.admin.as_ref().and_then(|admin| admin.get_ref().address.as_ref());

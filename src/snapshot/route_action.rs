@@ -23,6 +23,7 @@ const MAX_WEIGHT: i64 = 1_000_000;
 /// Statuses that redirect automatically by `Location` (RFC 9110 §15.4).
 const REDIRECT_STATUSES: [i64; 5] = [301, 302, 303, 307, 308];
 
+/// Compile the action of a route, which must be exactly one.
 pub(super) fn route_action(
     route: &config::tables::Route,
     span: &Range<usize>,
@@ -156,6 +157,7 @@ fn split_origin(to: &str) -> Option<(&str, &str)> {
     is_host.then(|| to.split_at(scheme.len() + "://".len() + host.len()))
 }
 
+/// Compile `strip_prefix` or `rewrite`.
 pub(super) fn rewrite(
     route: &config::tables::Route,
     path: Option<&PathPattern>,
@@ -243,6 +245,7 @@ fn rewrite_template(
     Some(template)
 }
 
+/// Compile `websocket`.
 pub(super) fn websocket(
     route: &config::tables::Route,
     upstreams: &[UpstreamSettings],

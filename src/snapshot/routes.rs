@@ -199,6 +199,7 @@ impl Route {
 /// Maximum number of limits of a route. Bounds the script arguments and the size of the RateLimit headers.
 const MAX_LIMITS: usize = 16;
 
+/// Compile all routes.
 pub(super) fn routes(
     config: &Config,
     limits: &BTreeMap<String, CompiledLimit>,
@@ -436,6 +437,7 @@ fn header_styles(route: &config::tables::Route, reader: &mut Validator<'_>) -> V
     styles
 }
 
+/// Compile the header changes of one direction.
 pub(super) fn header_mutations(
     written: Option<&Spanned<HeaderRules>>,
     section: Direction,

@@ -112,6 +112,7 @@ pub enum AccessLogTarget {
     File(PathBuf),
 }
 
+/// Compile `[server]`.
 pub(super) fn server(server: &config::Server, reader: &mut Validator<'_>) -> ServerSettings {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let workers = match reader.number(server.workers.as_ref(), 0..1025, 0) {
@@ -155,6 +156,7 @@ fn default_max_connections(workers: usize) -> i64 {
     connections.clamp(16, 1_000_000) as i64
 }
 
+/// Compile `[log]`.
 pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings {
     let by_terminal = if std::io::stderr().is_terminal() { LogFormat::Text } else { LogFormat::Json };
     let levels = [
@@ -235,6 +237,7 @@ impl fmt::Debug for AdminToken {
     }
 }
 
+/// Compile `[admin]`.
 pub(super) fn admin(
     admin: &Spanned<config::Admin>,
     listeners: &[Listener],

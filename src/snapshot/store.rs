@@ -22,10 +22,12 @@ use crate::snapshot::client_tls::TlsFiles;
 use crate::snapshot::routes::Route;
 use crate::snapshot::validator::Validator;
 
+/// Compile `gateway_count`.
 pub(super) fn gateway_count(store: &config::Store, reader: &mut Validator<'_>) -> u64 {
     reader.number(store.gateway_count.as_ref(), 1..10_001, 1) as u64
 }
 
+/// Compile `[store]`. The routes determine which algorithms the scripts need.
 pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut Validator<'_>) -> StoreSettings {
     let timeout = reader.duration(store.timeout.as_ref(), Duration::from_millis(50));
     let connect_timeout = reader.duration(store.connect_timeout.as_ref(), Duration::from_secs(1)).max(timeout);
@@ -84,7 +86,9 @@ const CLUSTER_FORM: &str = "\"redis+cluster://user:password@host1:6379,host2:637
 /// Error in a store URL, with the expected form as the hint.
 #[derive(Debug)]
 pub(crate) struct UrlError {
+    /// What is wrong with the URL.
     pub(crate) message: String,
+    /// The expected form.
     pub(crate) hint: &'static str,
 }
 

@@ -16,6 +16,7 @@ use crate::upstream::health::{EjectionSettings, HealthSettings};
 use crate::upstream::load_balancer::LoadBalancingPolicy;
 use crate::upstream::{Protocol, UpstreamServerSettings, UpstreamSettings};
 
+/// Compile all upstreams. Return TLS settings for those with servers at `https://`.
 pub(super) fn upstreams(
     upstreams: &BTreeMap<String, Spanned<config::tables::Upstream>>,
     reader: &mut Validator<'_>,
@@ -104,6 +105,7 @@ fn server(
 
 // Settings of the upstream as a whole.
 
+/// Compile `balance`.
 pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBalancingPolicy {
     let words = ["least-requests", "round-robin", "random", "hash:HEADER"];
     let Some(text) = text else { return LoadBalancingPolicy::LeastRequests };
@@ -123,6 +125,7 @@ pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBa
     }
 }
 
+/// Compile `max_queue`, which requires `max_requests`.
 pub(super) fn max_queue(upstream: &config::tables::Upstream, reader: &mut Validator<'_>) -> usize {
     let max = reader.number(upstream.max_queue.as_ref(), 0..1_000_001, 0) as usize;
     let has_max_requests = upstream.max_requests.as_ref().is_some_and(|max| *max.get_ref() != 0);
@@ -133,6 +136,7 @@ pub(super) fn max_queue(upstream: &config::tables::Upstream, reader: &mut Valida
     max
 }
 
+/// Compile `health_check`.
 pub(super) fn health(health: &Spanned<config::tables::Health>, reader: &mut Validator<'_>) -> HealthSettings {
     let span = health.span();
     let health = health.get_ref();
@@ -170,6 +174,7 @@ pub(super) fn health(health: &Spanned<config::tables::Health>, reader: &mut Vali
     }
 }
 
+/// Compile `outlier_detection`.
 pub(super) fn ejection(eject: &Spanned<config::tables::Eject>, reader: &mut Validator<'_>) -> EjectionSettings {
     let eject = eject.get_ref();
     EjectionSettings {
