@@ -181,7 +181,7 @@ fn a_file_that_cannot_be_used_gets_one_clear_message() {
     };
     for (path, expected) in [
         (directory.path().join("none.toml"), "cannot be read: No such file"),
-        (directory.path().join("no.toml"), "`sluicegate init` writes a first one"),
+        (directory.path().join("no.toml"), "or create one with `sluicegate init`"),
         (directory.path().to_owned(), "cannot be read: Is a directory"),
         (write("latin1.toml", b"# caf\xe9"), "the file must be UTF-8"),
         (write("broken.toml", b"[server\nworkers = 1\n"), "broken.toml:1:8"),

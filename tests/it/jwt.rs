@@ -338,7 +338,7 @@ fn a_renamed_file_of_keys_takes_effect_and_a_bad_one_does_not() {
     for (content, reason) in [
         ("{ \"keys\": [", "not a JSON Web Key Set"),
         ("", "not a JSON Web Key Set"),
-        ("{ \"keys\": [] }", "it has no key"),
+        ("{ \"keys\": [] }", "no key for RS256"),
         ("{ \"keys\": [{ \"kty\": \"oct\", \"k\": \"c2VjcmV0\" }] }", "keys[0] is symmetric"),
     ] {
         let warnings = gateway.log().matches("is not used").count();
