@@ -152,8 +152,8 @@ impl DirectResponse {
 }
 
 impl Redirect {
-    /// Return the redirect for a request with this path, as forwarded, and this query. The path of the location contains
-    /// neither `//` nor a backslash, so browsers cannot read a host name in it.
+    /// Return the redirect for a request with this path, as forwarded, and this query. The path of the location
+    /// contains neither `//` nor a backslash, so browsers cannot read a host name in it.
     pub fn response(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Response<Body> {
         let mut location = self.origin.to_string();
         for byte in self.template.expand(pattern, path, query).bytes() {

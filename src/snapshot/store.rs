@@ -76,11 +76,11 @@ fn tls_certificates(tls: &Spanned<config::StoreTls>, reader: &mut Validator<'_>)
     TlsCertificates { client_tls, root_cert: ca.map(|ca| ca.content) }
 }
 
-const URL_FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\", \"redis+unix:///run/redis.sock?db=0\", \
-                     \"redis+sentinel://host1,host2/mymaster\" or \"redis+cluster://host1,host2\"";
+const URL_FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\", \
+     \"redis+unix:///run/redis.sock?db=0\", \"redis+sentinel://host1,host2/mymaster\" or \"redis+cluster://host1,host2\"";
 const SINGLE_FORM: &str = "\"redis://user:password@host:6379/0\"; certificates and keys are PEM files";
-const SENTINEL_FORM: &str = "\"redis+sentinel://user:password@host1:26379,host2:26379/mymaster?db=0\"; if the Sentinels require a password, \
-     add the query parameters `sentinel_user` and `sentinel_password`";
+const SENTINEL_FORM: &str = "\"redis+sentinel://user:password@host1:26379,host2:26379/mymaster?db=0\"; \
+     if the Sentinels require a password, add the query parameters `sentinel_user` and `sentinel_password`";
 const CLUSTER_FORM: &str = "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has only database 0";
 
 /// Error in a store URL, with the expected form as the hint.
