@@ -281,7 +281,7 @@ fn store_that_rejects_writes_still_decides_denials() {
             assert_eq!(get(&gateway, "/local", "a").status, 200, "{text}");
             assert_eq!(get(&gateway, "/deny", "over").status, 429, "{text}: denied by the store");
         }
-        assert_eq!(fake.calls().len() - calls, 120, "{text}: the breaker stays closed, nothing is made again");
+        assert_eq!(fake.calls().len() - calls, 120, "{text}: the breaker stays closed, no call is retried");
         eventually("the change is logged", || log_count(&gateway, "the store takes no writes") > 0);
         assert_eq!(log_count(&gateway, "the store takes no writes"), 1, "{text}: {}", gateway.log());
         full.store(false, Ordering::SeqCst);

@@ -759,9 +759,9 @@ fn control_frames_of_normal_traffic_do_not_end_the_connection() {
     let mut received = 0;
     while received < 32 << 20 {
         let mut head = [0; 9];
-        connection.stream.read_exact(&mut head).expect("the connection goes on");
+        connection.stream.read_exact(&mut head).expect("the connection continues");
         let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
-        connection.stream.read_exact(&mut payload).expect("the connection goes on");
+        connection.stream.read_exact(&mut payload).expect("the connection continues");
         assert_ne!(head[3], GOAWAY);
         if head[3] == DATA {
             received += payload.len();

@@ -557,7 +557,7 @@ fn upgrade_is_never_tunnelled_without_websocket_on_the_route() {
     }
     let bytes = bytes.lock().unwrap();
     let text = String::from_utf8_lossy(&bytes).to_lowercase();
-    assert_eq!(text.matches("get /chat").count(), UPGRADES.len(), "all requests came");
+    assert_eq!(text.matches("get /chat").count(), UPGRADES.len(), "all requests arrived");
     for tunnelled in ["tunnelled", "upgrade:", "\r\nconnection:"] {
         assert!(!text.contains(tunnelled), "the upstream saw {tunnelled:?}:\n{text}");
     }
