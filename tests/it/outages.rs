@@ -97,7 +97,7 @@ fn store_killed_under_load_causes_no_client_error() {
         let slowest = each.iter().map(|(slowest, _)| *slowest).max().unwrap();
         (back, slowest, each.iter().map(|(_, total)| *total).sum::<usize>())
     });
-    println!("fault 17: 0 errors of {total}, slowest {slowest:?}, the store decides {back:?} after it is there");
+    println!("fault 17: 0 errors of {total}, slowest {slowest:?}, the store decides {back:?} after its start");
     // The timeout, and 1 s for a busy machine.
     assert!(slowest <= TIMEOUT + Duration::from_secs(1), "{slowest:?}");
     assert!(back <= Duration::from_millis(1500), "{back:?}");

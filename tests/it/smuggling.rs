@@ -561,7 +561,7 @@ fn upgrade_is_never_tunnelled_without_websocket_on_the_route() {
     for tunnelled in ["tunnelled", "upgrade:", "\r\nconnection:"] {
         assert!(!text.contains(tunnelled), "the upstream saw {tunnelled:?}:\n{text}");
     }
-    println!("fault 7: {} ways to ask for another protocol, 0 tunnelled", UPGRADES.len());
+    println!("fault 7: {} upgrade requests, 0 tunnelled", UPGRADES.len());
 }
 
 #[test]

@@ -644,7 +644,7 @@ fn disconnected_clients_leave_no_descriptor_and_no_permit() {
     });
     eventually("all permits are free", || quick.get("/quick").remaining("places") == 1999);
     println!(
-        "fault 25: {} left, upstreams heard of it after {median:?}, the last after {last:?}; {open} files, before {base}",
+        "fault 25: {} disconnected, upstream requests cancelled after {median:?}, the last after {last:?}; {open} descriptors, {base} before",
         times.len()
     );
     assert!(median <= Duration::from_secs(1) && last <= Duration::from_secs(1) + LATE, "{median:?}, {last:?}");
