@@ -138,7 +138,7 @@ fn doctor_passes_a_healthy_server_and_leaves_no_keys() {
         let found = &checks.iter().find(|check| check.0 == name).unwrap().2;
         assert!(found.contains(expected), "{name}: {found}");
     }
-    assert_eq!(redis.keys(), Vec::<String>::new(), "what was tried is given back");
+    assert_eq!(redis.keys(), Vec::<String>::new(), "the trial leaves no key");
     let table = examine(&redis.url(), "5s", &[], &[]);
     assert_eq!(table.code, Some(0), "{}", table.out);
     assert!(
@@ -389,7 +389,7 @@ fn overrides_without_persistence_are_a_warning() {
         let check = checks.iter().find(|check| check["name"] == "persistence").unwrap();
         let checked = run("check", begin, url, "5s", &[], &[]).out;
         let warns = check["status"] == "warning";
-        assert_eq!(checked.contains("persistence: none"), warns, "check says the same: {checked}");
+        assert_eq!(checked.contains("persistence: none"), warns, "check reports the same: {checked}");
         if warns {
             let advice = check["advice"].as_str().unwrap();
             assert!(advice.contains("write back the overrides") && advice.contains("all gateways restart"), "{advice}");

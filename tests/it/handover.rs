@@ -117,7 +117,7 @@ fn old_process_finishes_its_requests_and_the_new_one_serves_the_admin_listener()
     idle.assert_closed("it was the last");
     for _ in 0..50 {
         assert_eq!(gateway.get("/says").status, 200);
-        assert_eq!(ask(&gateway, "GET", "/readyz").json()["status"], "ready", "the one that ends is not asked");
+        assert_eq!(ask(&gateway, "GET", "/readyz").json()["status"], "ready", "the old process gets no request");
     }
     eventually("the old process accepts no connections", || (0..20).all(|_| gateway.get("/says").text() == "new"));
     let config = ask(&gateway, "GET", "/api/config").json();
@@ -196,7 +196,7 @@ fn systemd_socket_is_served_with_its_queued_connections() {
     }
     let _successor = hot_restart(&mut gateway);
     for _ in 0..20 {
-        assert_eq!(gateway.get("/says").status, 200, "the socket goes on with the next process");
+        assert_eq!(gateway.get("/says").status, 200, "the next process uses the socket");
     }
 }
 

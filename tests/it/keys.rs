@@ -138,7 +138,7 @@ fn edits_keep_comments_order_and_file_mode() {
     assert_eq!(read(&path), format!("{expected}\n[[consumer]]\nname = \"c\"\nkeys = [\"{fifth}\"]\n"));
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o640);
     let files: Vec<_> = std::fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(files.len(), 2, "nothing is left over: {files:?}");
+    assert_eq!(files.len(), 2, "no temporary file remains: {files:?}");
     let list = key(directory.path(), &["list"], "");
     let fingerprint = &fifth["sha256:".len()..][..12];
     let expected = format!(
@@ -192,7 +192,7 @@ fn invalid_file_or_name_changes_nothing() {
         assert!(said.err.contains(expected), "{arguments:?}: {}", said.err);
         assert!(!said.err.contains("sg_live_0123"), "a key is not repeated: {}", said.err);
         assert_eq!(read(&path), consumers, "{arguments:?}");
-        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "nothing is left over");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "nothing remains");
     }
     // Neither does a configuration with another error, or without a consumers file.
     let (directory, path) = folder(None);

@@ -438,7 +438,7 @@ fn suggested_quota_is_the_smallest_within_the_target() {
         let count: u64 = quota.strip_suffix("/min").unwrap().parse().unwrap();
         assert!(count > 10, "{algorithm}: {quota}");
         let (enough, ..) = denied(&quota);
-        assert_eq!(Some(enough), suggestion["denied"].as_u64(), "{algorithm}: as it was said");
+        assert_eq!(Some(enough), suggestion["denied"].as_u64(), "{algorithm}: as reported");
         assert!((enough as f64) < 0.005 * requests, "{algorithm}: {quota} denies {enough}");
         let (too_many, _, again) = denied(&format!("{}/min", count - 1));
         assert!(too_many as f64 >= 0.005 * requests, "{algorithm}: one less denies {too_many}");
