@@ -223,7 +223,7 @@ fn store_errors_say_what_to_do() {
         ),
         (
             format!("rediss://{}", at(&redis)),
-            format!("{} does not answer the TLS handshake in time; a Redis without TLS", at(&redis)),
+            format!("{} does not answer the TLS handshake in time; if Redis does not use TLS", at(&redis)),
         ),
         (format!("redis://{web}"), format!("the server at {web} is a web server; correct the address")),
         (format!("redis://:secret@{web}"), format!("the server at {web} is a web server; correct the address")),
