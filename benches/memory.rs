@@ -20,7 +20,6 @@ use sluicegate::limiter::key::{IdentityHasher, Key, StateName};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarWindows;
 use sluicegate::limiter::quota::{CalendarUnit, Quota};
-use sluicegate::limiter::redis::script::AlgorithmSet;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::{RedisSettings, ServerStore};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, CounterStore, Operation};
@@ -118,14 +117,12 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
     redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (before, after) = runtime.block_on(async {
-        let clock = Clock::manual(START_US);
+        let (clock, timeout) = (Clock::manual(START_US), Duration::from_secs(5));
         let settings = RedisSettings {
-            prefix: "rl".to_owned(),
-            connections: 1,
-            timeout: Duration::from_secs(5),
-            connect_timeout: Duration::from_secs(5),
-            algorithms: AlgorithmSet::default(),
+            timeout,
+            connect_timeout: timeout,
             clock: clock.clone(),
+            ..RedisSettings::default()
         };
         let store = Arc::new(ServerStore::new(&settings, RedisEndpoint::Single(server.client()), Arc::default()));
         // Connected, and the script known.

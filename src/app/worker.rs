@@ -8,13 +8,10 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
-use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use uuid::Uuid;
 
 use crate::app::AppError;
 use crate::app::reload::WorkerGateways;
-use crate::limiter::Limiter;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::LimiterMetrics;
@@ -25,6 +22,7 @@ use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::redis::overrides;
 use crate::limiter::store::{RedisStore, Store};
 use crate::limiter::wait_queue::WaitQueues;
+use crate::limiter::{Limiter, random_permit_id};
 use crate::listener::Server;
 use crate::listener::connection_limit::ConnectionLimits;
 use crate::metrics::MetricFamily;
@@ -89,12 +87,8 @@ impl Worker {
                 let (breaker, topology) = (self.breaker.clone(), self.topology.clone());
                 let tallies = self.limit_metrics.get_or_create("", self.index);
                 let store = RedisStore::new(redis, breaker, topology, tallies.clone());
-                let connecting = tokio::spawn({
-                    let store = store.clone();
-                    async move { store.connect().await }
-                });
                 // The first request shall find a connection. A store that does not answer is not waited for.
-                let _ = timeout(FIRST_CONNECTION, connecting).await;
+                store.connect_within(FIRST_CONNECTION).await;
                 if self.index == 0 {
                     let (overrides, store) = (self.overrides.clone(), store.clone());
                     let key = overrides::hash_key(&redis.1.prefix);
@@ -103,9 +97,8 @@ impl Worker {
                 Store::Redis { store, fallback: self.memory.clone(), metrics: tallies }
             }
         };
-        let (first_permit_id, _) = Uuid::new_v4().as_u64_pair();
         let (denials, advances, lines) =
             (self.denial_cache.clone(), self.prefetch_pool.clone(), self.wait_queues.clone());
-        Limiter::new(backend, denials, advances, lines, self.overrides.clone(), first_permit_id)
+        Limiter::new(backend, denials, advances, lines, self.overrides.clone(), random_permit_id())
     }
 }

@@ -48,6 +48,20 @@ pub struct RedisSettings {
     pub clock: Clock,
 }
 
+impl Default for RedisSettings {
+    /// Return the defaults of `[store]` in the configuration. No script is loaded before it is used.
+    fn default() -> Self {
+        RedisSettings {
+            prefix: "rl".to_owned(),
+            connections: 1,
+            timeout: Duration::from_millis(50),
+            connect_timeout: Duration::from_secs(1),
+            algorithms: AlgorithmSet::default(),
+            clock: Clock::Store,
+        }
+    }
+}
+
 /// One Redis, or many.
 #[derive(Debug, Clone)]
 pub enum RedisDeployment {

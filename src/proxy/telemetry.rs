@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use http::{Response, StatusCode};
 
 use crate::http::body::Body;
+use crate::http::ratelimit_headers;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
@@ -13,7 +14,6 @@ use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
 use crate::metrics::{Counter, Histogram, MetricFamily};
-use crate::proxy::local_reply;
 use crate::proxy::top_denied::TopDenied;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
@@ -275,7 +275,7 @@ pub(super) fn record_decision(
         limit_index: check.limit_index,
     });
     let limits: Vec<_> = limits.collect();
-    let effective_limit = decision.and_then(local_reply::effective_limit).and_then(|status| {
+    let effective_limit = decision.and_then(ratelimit_headers::effective_limit).and_then(|status| {
         let info = limits.iter().find(|info| &*info.limit == status.name)?;
         Some(EffectiveLimit { limit: info.limit.clone(), remaining: status.remaining, identity: info.identity })
     });

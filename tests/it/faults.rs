@@ -10,9 +10,8 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::resp::{Answer, Command, FakeRedis, error};
 use crate::support::stores::{Limit, SECOND, bucket};
-use sluicegate::limiter::clock::{Clock, monotonic};
+use sluicegate::limiter::clock::monotonic;
 use sluicegate::limiter::redis::circuit_breaker::{CircuitBreaker, GuardedStore};
-use sluicegate::limiter::redis::script::AlgorithmSet;
 use sluicegate::limiter::redis::server::{Address, RedisEndpoint};
 use sluicegate::limiter::redis::{RedisSettings, ServerStore};
 use sluicegate::limiter::verdict::{CounterStore, Operation, StoreError};
@@ -530,13 +529,6 @@ async fn a_node_of_a_cluster_may_refer_to_others_as_often_as_it_likes() {
 }
 
 fn store(fake: &FakeRedis, timeout: Duration) -> ServerStore {
-    let settings = RedisSettings {
-        prefix: "rl".to_owned(),
-        connections: 1,
-        timeout,
-        connect_timeout: Duration::from_secs(1),
-        algorithms: AlgorithmSet::default(),
-        clock: Clock::Store,
-    };
+    let settings = RedisSettings { timeout, ..RedisSettings::default() };
     ServerStore::new(&settings, RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap()), Arc::default())
 }
