@@ -10,6 +10,7 @@ pub mod error;
 pub mod overrides;
 pub mod script;
 pub mod server;
+pub mod url;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
