@@ -118,12 +118,8 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (before, after) = runtime.block_on(async {
         let (clock, timeout) = (Clock::manual(START_US), Duration::from_secs(5));
-        let settings = RedisSettings {
-            timeout,
-            connect_timeout: timeout,
-            clock: clock.clone(),
-            ..RedisSettings::default()
-        };
+        let settings =
+            RedisSettings { timeout, connect_timeout: timeout, clock: clock.clone(), ..RedisSettings::default() };
         let store = Arc::new(ServerStore::new(&settings, RedisEndpoint::Single(server.client()), Arc::default()));
         // Connected, and the script known.
         store.call(Operation::Peek, &[subject.charge(&IdentityHasher::new(""), 0, 1)]).await.unwrap();

@@ -33,6 +33,7 @@ const SHOWN: &[(&str, &str)] = &[
     ("ini", "of systemd"),
     ("logrotate", "of logrotate"),
     ("js", "of Node"),
+    ("rust", "runs as a doctest: src/lib.rs"),
 ];
 
 /// What a reader of the page has in his folder.
