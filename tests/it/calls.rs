@@ -10,7 +10,6 @@ use sluicegate::limiter::clock::{Clock, monotonic};
 use sluicegate::limiter::key::{Identity, Key};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::redis::RedisSettings;
-use sluicegate::limiter::redis::script::AlgorithmSet;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::settlement::{OwnedCharge, StoreHandle};
@@ -41,14 +40,7 @@ async fn connected(fake: &FakeRedis, timeout: Duration) -> ServerStore {
 
 /// Return a store with this number of connections, used in turn.
 async fn store_with_connections(fake: &FakeRedis, timeout: Duration, connections: u32) -> ServerStore {
-    let settings = RedisSettings {
-        prefix: "rl".to_owned(),
-        connections,
-        timeout,
-        connect_timeout: MAX_WAIT,
-        algorithms: AlgorithmSet::default(),
-        clock: Clock::Store,
-    };
+    let settings = RedisSettings { connections, timeout, connect_timeout: MAX_WAIT, ..RedisSettings::default() };
     let server = RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap());
     let store = ServerStore::new(&settings, server, Arc::default(), Arc::default());
     store.maintain_connections().await;

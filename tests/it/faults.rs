@@ -10,9 +10,8 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::resp::{Answer, Command, FakeRedis, error};
 use crate::support::stores::{Limit, SECOND, bucket, call};
-use sluicegate::limiter::clock::{Clock, monotonic};
+use sluicegate::limiter::clock::monotonic;
 use sluicegate::limiter::redis::RedisSettings;
-use sluicegate::limiter::redis::script::AlgorithmSet;
 use sluicegate::limiter::redis::server::{Address, RedisEndpoint};
 use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::verdict::{Operation, StoreError};
@@ -527,14 +526,7 @@ async fn redirects_of_a_cluster_node_do_not_open_its_breaker() {
 }
 
 fn settings(timeout: Duration) -> RedisSettings {
-    RedisSettings {
-        prefix: "rl".to_owned(),
-        connections: 1,
-        timeout,
-        connect_timeout: Duration::from_secs(1),
-        algorithms: AlgorithmSet::default(),
-        clock: Clock::Store,
-    }
+    RedisSettings { timeout, ..RedisSettings::default() }
 }
 
 fn endpoint(fake: &FakeRedis) -> RedisEndpoint {

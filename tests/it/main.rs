@@ -17,6 +17,7 @@ mod distributed;
 mod doctor;
 mod draining;
 mod edges;
+mod embed;
 mod explain;
 mod faults;
 mod fleets;
