@@ -1,4 +1,4 @@
-//! What a configuration says that works, but hardly as it was meant: warnings, each with its place in the file.
+//! Lints of a valid configuration: settings that probably do not do what was intended, each with its span in the file.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -23,13 +23,13 @@ use crate::snapshot::routes::{Route, RouteAction};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::upstream::UpstreamSettings;
 
-/// A configuration as written, and the same ready to use.
+/// A configuration as parsed and as compiled.
 struct LintInput<'a> {
     parsed: &'a Config,
     config: &'a CompiledConfig,
 }
 
-/// All warnings, in no order.
+/// Return all warnings, unsorted. `now` is the time since the Unix epoch, for the expiry of certificates.
 pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<Issue> {
     let input = LintInput { parsed, config };
     let mut issues: Vec<_> =
@@ -40,7 +40,7 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
     issues
 }
 
-/// What a start would refuse, and the configuration by itself does not show.
+/// Return errors that only binding the listeners would show: listeners whose addresses conflict.
 pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> {
     let address = |index: usize| file.value.listener.get(index).and_then(|each| each.get_ref().address.as_ref());
     let issue = |(earlier, later): (usize, usize)| {
@@ -55,7 +55,7 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
     config.address_conflicts().filter_map(issue).collect()
 }
 
-/// What is neither wrong nor surprising, but good to know.
+/// Return notes: properties of a correct configuration that operators should know.
 pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     route_notes(&LintInput { parsed, config })
 }
@@ -66,12 +66,12 @@ impl<'a> LintInput<'a> {
         limits.get(name)
     }
 
-    /// A route as it is written; none are left out, so that places are the same.
+    /// The parsed route at `index`. Compiling drops no route, so parsed and compiled routes have the same indices.
     fn route(&self, index: usize) -> Option<&'a Spanned<config::tables::Route>> {
         self.parsed.route.get(index)
     }
 
-    /// The place of a value of a limit, else of the limit itself.
+    /// The span of a value of a limit; the span of the limit if the value is not set.
     fn span_of<T>(&self, name: &str, value: impl Fn(&config::tables::Limit) -> Option<&Spanned<T>>) -> Range<usize> {
         let Some(limit) = self.limit(name) else { return 0..0 };
         value(limit.get_ref()).map_or(limit.span(), |value| value.span())
@@ -91,9 +91,10 @@ impl<'a> LintInput<'a> {
     }
 }
 
-// Warnings about who is believed to be whom.
+// Client identification: trusted proxies, client addresses and the secret of the store.
 
-/// Wider than every network that somebody runs proxies in: 10.0.0.0/8 and fc00::/7 are the widest.
+/// Shortest prefix (IPv4, IPv6) that a network of proxies plausibly has: 10.0.0.0/8 and fc00::/7 are the widest
+/// private networks.
 const MIN_PREFIX_LENGTHS: (u8, u8) = (8, 7);
 
 fn client_warnings(input: &LintInput<'_>) -> Vec<Issue> {
@@ -103,7 +104,7 @@ fn client_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Proxies that could be anybody.
+/// Trusted proxies whose networks include public clients.
 fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let proxies = input.parsed.client_ip.trusted_proxies.iter().flatten();
     proxies.zip(&input.config.client_ip.trusted_proxies).filter_map(|(proxy, network)| {
@@ -123,7 +124,8 @@ fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
     })
 }
 
-/// Limits by address where all requests seem to come from one: nobody but a proxy reaches a private address.
+/// A limit by `ip` behind an unconfigured proxy. If every listener has a private address, clients reach it through a
+/// proxy only, and without `trusted_proxies` all requests have the address of that proxy.
 fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
     let all_private = input.config.listeners.iter().all(|listener| is_private(listener.address.ip()));
     if !all_private || input.parsed.client_ip.trusted_proxies.is_some() {
@@ -131,7 +133,7 @@ fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
     }
     let used = input.config.routes.iter().flat_map(|route| &route.rate_limits.limits);
     let used: Vec<_> = used.map(|metered| &*metered.limit.name).collect();
-    // In the order of the file.
+    // Report the first such limit of the file.
     let by_address =
         input.config.limits.values().filter(|compiled| compiled.identity_spec.descriptors.contains(&Descriptor::Ip));
     let by_address = by_address.filter(|compiled| used.contains(&&*compiled.limit.name));
@@ -153,7 +155,7 @@ fn is_private(address: IpAddr) -> bool {
     }
 }
 
-/// Keys in Redis that tell addresses to who can guess.
+/// A Redis store without `secret`: an attacker who reads the keys can recover client addresses by hashing guesses.
 fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     let store = &input.parsed.store;
     let is_empty = store.secret.as_ref().is_none_or(|secret| secret.get_ref().is_empty());
@@ -166,7 +168,7 @@ fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     )
 }
 
-// Warnings about routes: those that no request takes, and retries without time for them.
+// Routes: conditions that no request meets, and retries without time for them.
 
 fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unreachable_methods(input).collect();
@@ -177,7 +179,7 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Routes of which another one takes what they were written for.
+/// Routes that never get some methods because another route takes precedence.
 fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     input.config.table.unreachable_routes().filter_map(|(route, other, methods)| {
         let parsed = input.route(route.index)?;
@@ -193,7 +195,8 @@ fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Iss
     })
 }
 
-/// Routes that ask for what no request has.
+/// Routes with conditions that no request meets: CONNECT and TRACE, which the gateway rejects, and header values with
+/// leading or trailing whitespace, which the HTTP parser strips.
 fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
     let mut issues = Vec::new();
@@ -213,7 +216,7 @@ fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     issues
 }
 
-/// Retries for which a slow first attempt leaves no time.
+/// Retries that a slow first attempt leaves no time for: `response_timeout` is at least the `timeout` of the route.
 fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let (timeout, RouteAction::Forward(weighted_upstreams)) = (route.timeout?, &route.action) else { return None };
     let is_slow = |upstream: &&UpstreamSettings| upstream.retries > 0 && upstream.response_timeout >= timeout;
@@ -231,7 +234,7 @@ fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     )))
 }
 
-/// What a cluster makes of routes with several identities.
+/// Routes with several identities on a Redis Cluster: a check is one call per master, not one atomic call.
 fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
     let is_cluster = input
         .config
@@ -253,9 +256,9 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
     notes.collect()
 }
 
-// Warnings about limits: without effect, without room, or open when they matter most.
+// Limits: without effect, too small for the cost of a request, or failing open on credential routes.
 
-/// Words of names and paths where somebody who guesses is held off by a limit alone.
+/// Words in names and paths of routes on which a limit protects credentials against guessing.
 const CREDENTIAL_WORDS: &[&str] = &[
     "login",
     "logon",
@@ -296,7 +299,7 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Units that are never taken ahead.
+/// Limits whose `prefetch` has no effect: with the memory store, or next to a limit without `prefetch`.
 fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue> {
     let limit = &compiled.limit;
     if limit.prefetch == 0 {
@@ -320,7 +323,8 @@ fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue
     issues.collect()
 }
 
-/// The sizes of a limit that the costs of its requests may never fit into. Costs that always are too much are errors.
+/// Quotas whose capacity is below the maximum cost of a request. A cost that always exceeds the capacity is an error
+/// at compile time.
 fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue> {
     let limit = &compiled.limit;
     let uses = input.config.routes.iter().flat_map(|route| &route.rate_limits.limits);
@@ -354,7 +358,7 @@ fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec
     issues.collect()
 }
 
-/// A burst that was asked for, where every route has another limit that stops it before.
+/// A configured `burst` that is unreachable because every route has a stricter limit for the same requests.
 fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &compiled.limit;
     let parsed_burst = input.limit(&limit.name)?.get_ref().burst.as_ref()?;
@@ -388,7 +392,7 @@ fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[
     )
 }
 
-/// A limit that holds off who guesses passwords, and lets everybody try while the store is down.
+/// A limit that protects credentials against guessing, and fails open while the store is unavailable.
 fn login_fails_open(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &compiled.limit;
     if limit.on_store_error != OnStoreError::Allow || limit.shadow {
@@ -411,7 +415,7 @@ fn login_fails_open(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&
     Some(Issue::new(span, text).with_hint("\"local\" goes on with this gateway's share, \"deny\" refuses with 503"))
 }
 
-/// A turn that comes when the time of the route is over.
+/// A `max_wait` that is at least the `timeout` of a route: the request times out in the wait queue.
 fn wait_exceeds_timeout(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let queue_policy = compiled.limit.queue_policy?;
     let route = routes.iter().find(|route| route.timeout.is_some_and(|timeout| timeout <= queue_policy.max_wait))?;

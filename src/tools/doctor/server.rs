@@ -1,4 +1,4 @@
-//! The server itself: whether it answers, which one it is, how fast and at what time.
+//! Checks of the server: reachability, version, role, latency, clock, memory, persistence and cluster coverage.
 
 use std::time::Duration;
 
@@ -11,28 +11,28 @@ use crate::limiter::redis::overrides;
 use crate::telemetry::pluralize;
 use crate::tools::doctor::{CALL_TIMEOUT, CallError, Check, DiagnosticConnection, InfoSection, Status};
 
-/// Nothing older has all that the scripts use.
+/// Oldest version with all commands and options that the scripts use.
 const MIN_VERSION: (u32, u32) = (6, 2);
-/// The one that the tests run.
+/// Version that the tests use.
 const TESTED_VERSION: (u32, u32) = (7, 0);
 const PING_COUNT: usize = 50;
 const CLOCK_READINGS: usize = 5;
-/// `store.timeout` must be this many times the round trip: a call may wait for another one, and for the script itself.
+/// `store.timeout` must be at least this many median round trips: a call may wait for another call and for the script.
 const TIMEOUT_HEADROOM: u32 = 4;
 /// The default of `store.timeout`.
 const MIN_TIMEOUT: Duration = Duration::from_millis(50);
-/// Connecting takes several round trips. Half of the default of `store.connect_timeout`.
+/// Connect time that causes a warning: half of the default of `store.connect_timeout`.
 const SLOW_CONNECT: Duration = Duration::from_millis(500);
 
-/// Connects and asks for a sign of life.
+/// Connect and send HELLO.
 ///
 /// # Errors
-/// In words, why the server cannot be used at all.
+/// The diagnosis if the connection or the authentication fails.
 pub(super) async fn connect(client: &Client) -> Result<(DiagnosticConnection, Option<HelloReply>, Check), String> {
     let started_at = monotonic();
     let mut connection = DiagnosticConnection::open(client).await?;
     let elapsed = started_at.elapsed();
-    // Without a password to check, connecting alone proves little: what listens may be anything.
+    // Connecting alone does not prove that the server is Redis: without a password nothing has been exchanged.
     let hello: Result<Value, _> = connection.call(&redis::cmd("HELLO")).await;
     let hello = match hello {
         Ok(reply) => HelloReply::read(&reply),
@@ -80,7 +80,7 @@ pub(super) async fn check_role(
     let reply_fields = match (reply, hello) {
         (Ok(Value::Array(fields)), _) => fields,
         (Err(CallError::ConnectionLost(error)), _) => return Err(CallError::ConnectionLost(error)),
-        // What it said at first is enough; only the replicas are not counted.
+        // Without permission for ROLE, use the role of the HELLO reply, which has no number of replicas.
         (_, Some(hello)) => {
             let role = if hello.role == Some(ServerRole::Master) { "master" } else { "no master" };
             return Ok(Check::ok("role", role));
@@ -139,17 +139,17 @@ pub(super) async fn check_round_trip(
     })
 }
 
-/// `store.timeout` for a round trip: [`HEADROOM`] times as long, and at least [`LEAST_TIMEOUT`].
+/// The `store.timeout` for a median round trip: [`TIMEOUT_HEADROOM`] times as long, at least [`MIN_TIMEOUT`].
 fn required_timeout(round_trip: Duration) -> Duration {
     (round_trip * TIMEOUT_HEADROOM).max(MIN_TIMEOUT)
 }
 
-/// A duration as the configuration has it, rounded up.
+/// Format a duration for the configuration, in milliseconds, rounded up.
 fn config_duration(duration: Duration) -> String {
     format!("{}ms", duration.as_micros().div_ceil(1000))
 }
 
-/// How far its clock is from ours. A note: limits go by Redis' time alone.
+/// Compare the clock of Redis with the local clock. Never a warning: limits use the time of Redis only.
 pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let mut best: Option<(Duration, i64)> = None;
     for _ in 0..CLOCK_READINGS {
@@ -180,7 +180,7 @@ pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result
     })
 }
 
-/// A duration with a unit that suits it.
+/// Format a duration with a suitable unit.
 pub(super) fn format_elapsed(duration: Duration) -> String {
     match duration.as_micros() {
         us if us < 10_000 => format!("{:.2} ms", us as f64 / 1000.0),
@@ -189,7 +189,7 @@ pub(super) fn format_elapsed(duration: Duration) -> String {
     }
 }
 
-// The memory of the server: how much is left, and what it does when there is none.
+// Memory: usage, eviction policy and past evictions.
 
 pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let info = connection.info("memory").await?;
@@ -212,7 +212,7 @@ pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Resul
     })
 }
 
-/// What Redis does when its memory is full: every limit's state has a TTL, so each policy but `noeviction` may take it.
+/// Check the eviction policy. Every limit's state has a TTL, so each policy except `noeviction` may evict it.
 pub(super) async fn check_policy(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let info = match connection.info("memory").await {
         Err(CallError::ErrorReply(_)) => return policy_from_config(connection).await,
@@ -269,7 +269,7 @@ pub(super) async fn check_evictions(connection: &mut DiagnosticConnection) -> Re
     })
 }
 
-/// How many keys a database has.
+/// Number of keys of a database, from the `keyspace` section of `INFO`.
 pub(super) fn database_key_count(info: &InfoSection, database: i64) -> u64 {
     let counted = info.text(&format!("db{database}")).and_then(|figures| figures.strip_prefix("keys="));
     counted.and_then(|figures| figures.split(',').next()?.parse().ok()).unwrap_or(0)
@@ -279,12 +279,12 @@ fn format_mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-// What a restart or the loss of a master costs: overrides without persistence, and slots without a master.
+// Restarts and outages: overrides without persistence, and the slots of a failed master.
 
 const PERSISTENCE_ADVICE: &str = "after a restart the gateways write back the overrides that they know; overrides are lost if no gateway \
     is running then, or all gateways restart as well: CONFIG SET appendonly yes";
 
-/// Whether Redis keeps overrides over a restart. `wanted`: operators can set overrides.
+/// Check whether overrides survive a restart of Redis. A warning only if overrides exist or can be set.
 pub(super) async fn check_persistence(
     connection: &mut DiagnosticConnection,
     prefix: &str,
@@ -313,7 +313,7 @@ pub(super) async fn check_persistence(
     })
 }
 
-/// The number of overrides in force; none if another node keeps the hash or the user cannot read it.
+/// The number of overrides in force. None if another node owns the hash.
 async fn override_count(connection: &mut DiagnosticConnection, prefix: &str) -> Result<Option<u64>, CallError> {
     let time: Value = connection.call(&overrides::time_command()).await?;
     let entries: Value = match connection.call(&overrides::read_command(&overrides::hash_key(prefix))).await {
