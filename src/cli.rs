@@ -1,4 +1,4 @@
-//! The command line: one file for each command.
+//! The command line: arguments and output, one module per command.
 
 pub mod admin;
 pub(crate) mod check;
@@ -19,7 +19,7 @@ use clap::{Parser, Subcommand};
 use crate::config::error::ConfigError;
 use crate::snapshot::CompiledConfig;
 
-/// What `--version` prints behind the name; `-V` prints the version alone. Set by `build.rs`.
+/// Output of `--version` after the name; `-V` prints the version only. `build.rs` sets the variables.
 const LONG_VERSION: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     "\ncommit: ",
@@ -32,7 +32,7 @@ const LONG_VERSION: &str = concat!(
     env!("SLUICEGATE_PGO"),
 );
 
-/// Exit code of a configuration that cannot be used.
+/// Exit code for an invalid configuration.
 const EXIT_INVALID_CONFIG: u8 = 2;
 
 /// An HTTP gateway with exact, distributed rate limits.
@@ -103,19 +103,19 @@ enum Command {
     Replay(replay::Arguments),
 }
 
-/// Carries out a command.
+/// Run a command and return its exit code.
 ///
 /// # Errors
-/// The gateway could not start or had to stop.
+/// The command failed, other than by an invalid configuration, which is reported here.
 pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     match dispatch(arguments) {
         Err(error) => match error.downcast_ref::<ConfigError>() {
             Some(error) => {
-                // Colours on a terminal only, and none where NO_COLOR asks for it.
+                // anstream writes colors only to a terminal, and not if NO_COLOR is set.
                 anstream::eprintln!("{}", error.report(&Renderer::styled()));
                 Ok(ExitCode::from(EXIT_INVALID_CONFIG))
             }
-            // Whoever reads the output has seen enough of it.
+            // The reader closed the pipe, as `head` does: not an error.
             None if is_broken_pipe(&error) => Ok(ExitCode::SUCCESS),
             None => Err(error),
         },

@@ -1,4 +1,4 @@
-//! `sluicegate explain`: what the gateway would do with a request, and why; nothing is sent, nothing is charged.
+//! `sluicegate explain`: explains what the gateway would do with a request, without sending or charging it.
 
 mod admin_client;
 mod output;
@@ -21,7 +21,7 @@ use crate::tools::explain::Explainer;
 use crate::tools::explain::limits::{Counters, CountersUnavailable, RedisCounters};
 use crate::tools::explain::report::Explanation;
 
-/// So many other routes are explained without `--all`.
+/// Maximum number of other routes without `--all`.
 const MAX_OTHER_ROUTES: usize = 10;
 
 pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &Path) -> anyhow::Result<ExitCode> {
@@ -47,13 +47,13 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
     if arguments.json {
         writeln!(stdout(), "{}", serde_json::to_string_pretty(&explanation)?)?;
     } else {
-        // Colours on a terminal only, and none where NO_COLOR asks for it.
+        // anstream writes colors only to a terminal, and not if NO_COLOR is set.
         output::write(&explanation, &mut anstream::stdout().lock())?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-// The arguments of `sluicegate explain`, and the request that they describe.
+// The arguments, and the request that they describe.
 
 /// The arguments.
 #[derive(Debug, Args)]
@@ -91,14 +91,14 @@ pub(in crate::cli) struct Arguments {
     pub(crate) json: bool,
 }
 
-/// A request, and who sends it.
+/// A request and the peer that sends it.
 #[derive(Debug)]
 pub(crate) struct ClientRequest {
     pub(crate) request: Request<()>,
     pub(crate) peer: Peer,
 }
 
-/// What is wrong with the arguments, in words that say what to do.
+/// Why the arguments are invalid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ArgumentError {
     #[error("methods are in upper case: {}", .0.to_ascii_uppercase())]
@@ -123,16 +123,16 @@ pub(crate) enum ArgumentError {
     InvalidAddress(String),
 }
 
-/// For examples.
+/// URL in the examples of error messages.
 const EXAMPLE_URL: &str = "http://localhost/";
 
 impl Arguments {
-    /// The request that they describe.
+    /// Build the request that the arguments describe.
     pub(crate) fn to_request(&self, config: &CompiledConfig) -> Result<ClientRequest, ArgumentError> {
         let method = parse_method(&self.method)?;
         let uri = parse_url(&self.url)?;
         let scheme = if self.tls || uri.scheme() == Some(&Scheme::HTTPS) { "https" } else { "http" };
-        // As clients send it to a server: path and query in the first line, the host in a field.
+        // Origin form, as HTTP/1.1 clients send it (RFC 9112 §3.2.1): the host is in the Host header.
         let target = uri.path_and_query().cloned().unwrap_or(PathAndQuery::from_static("/"));
         let mut request = Request::new(());
         *request.method_mut() = method;
@@ -182,7 +182,7 @@ fn parse_url(text: &str) -> Result<Uri, ArgumentError> {
     text.parse().map_err(|_| ArgumentError::InvalidUrl(text.to_owned()))
 }
 
-/// `name: value`, or `name;` for an empty one, as curl has them.
+/// Parse `name: value`, or `name;` for an empty value, as curl does.
 fn parse_header(line: &str) -> Option<(HeaderName, HeaderValue)> {
     let (name, value) = line.split_once(':').or_else(|| Some((line.strip_suffix(';')?, "")))?;
     Some((name.trim().parse().ok()?, HeaderValue::from_str(value.trim()).ok()?))

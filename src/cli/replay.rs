@@ -1,4 +1,4 @@
-//! `sluicegate replay`: holds access logs against the limits of the configuration, or against proposed ones.
+//! `sluicegate replay`: replays access logs against the configured or proposed limits.
 
 use std::io::{IsTerminal, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
@@ -19,10 +19,10 @@ use crate::tools::replay::report::{ReplayReport, html, to_json};
 use crate::tools::replay::resolve::IdentityField;
 use crate::tools::replay::{Replay, ReplayObserver, ReplayOptions, report};
 
-/// Exit code of logs in which nothing can be read, and of arguments that do not fit.
+/// Exit code for unreadable logs and for arguments that do not fit the configuration.
 const EXIT_INVALID_INPUT: u8 = EXIT_INVALID_CONFIG;
 
-/// So often a spinner turns.
+/// Interval between frames of the spinner.
 const SPINNER_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<ExitCode> {
@@ -76,7 +76,7 @@ fn run_replay(
     Ok(ExitCode::SUCCESS)
 }
 
-/// The configuration, or one that has nothing but the proposed limits.
+/// Load the configuration, or with `--by` build one with only the proposed limits.
 fn load_config(
     arguments: &Arguments,
     config_path: &Path,
@@ -100,7 +100,7 @@ fn load_config(
     CompiledConfig::from_text(Path::new("(the command line)"), text, &env_var)
 }
 
-/// What is shown while logs are read, where somebody looks on.
+/// The progress bar on standard error. Hidden if standard error is not a terminal.
 struct ProgressDisplay {
     bar: ProgressBar,
     progress: ReadProgress,
@@ -135,7 +135,7 @@ impl ReplayObserver for ProgressDisplay {
     }
 }
 
-// The arguments of `sluicegate replay`.
+// The arguments.
 
 /// The arguments.
 #[derive(Debug, Args)]

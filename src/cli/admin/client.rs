@@ -1,4 +1,4 @@
-//! Finds the admin listener of a running gateway, and asks it.
+//! Client of the admin API of a running gateway.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
@@ -18,13 +18,13 @@ use tokio::time::timeout;
 
 use crate::snapshot::CompiledConfig;
 
-/// Within this time the gateway has answered; it may wait for its store.
+/// Timeout of a request. The gateway may wait for its store.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Bytes of an answer: a thousand overrides are a twentieth of it.
+/// Maximum size of a response, bytes. 1000 overrides take about 5 % of it.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// The port of a URL that names none.
+/// Port of a URL without a port.
 const DEFAULT_HTTP_PORT: u16 = 80;
 
 /// The admin listener of a gateway.
@@ -34,7 +34,7 @@ pub(crate) struct AdminClient {
 }
 
 impl AdminClient {
-    /// The one at this URL. The token is in the environment.
+    /// Create a client for a URL. The token is `SLUICEGATE_ADMIN_TOKEN`.
     pub(crate) fn from_url(url: &str) -> anyhow::Result<Self> {
         let uri: Uri = url.parse().with_context(|| format!("--admin {url} is not a URL"))?;
         match (uri.scheme(), uri.authority(), uri.path()) {
@@ -45,7 +45,7 @@ impl AdminClient {
         }
     }
 
-    /// The one of this configuration.
+    /// Create a client for the `[admin]` listener of a configuration.
     pub(crate) fn from_config(config_path: &Path, config: &CompiledConfig) -> anyhow::Result<Self> {
         let Some(admin) = &config.admin else {
             bail!(
@@ -55,7 +55,7 @@ impl AdminClient {
             );
         };
         let mut address = admin.address;
-        // Whoever listens everywhere listens here.
+        // A listener on the unspecified address is reachable on loopback.
         match address.ip() {
             IpAddr::V4(Ipv4Addr::UNSPECIFIED) => address.set_ip(Ipv4Addr::LOCALHOST.into()),
             IpAddr::V6(Ipv6Addr::UNSPECIFIED) => address.set_ip(Ipv6Addr::LOCALHOST.into()),
@@ -65,19 +65,19 @@ impl AdminClient {
         Ok(AdminClient { authority: address.to_string().parse()?, token: auth_header(configured)? })
     }
 
-    /// Asks, and reads the answer.
+    /// Send a request and parse the JSON response.
     ///
     /// # Errors
-    /// In words that say what to do.
+    /// The gateway is unreachable or returns an error. The message says what to do.
     pub(crate) fn request(&self, method: Method, target: &str, body: Option<&Value>) -> anyhow::Result<Value> {
         let (status, body) = self.send(REQUEST_TIMEOUT, method, target, body)?;
         self.parse_response(status, &body)
     }
 
-    /// Asks; none if no gateway of this version answers within this time.
+    /// Send a request to a gateway that may not be running. None if none responds in time, or not as expected.
     ///
     /// # Errors
-    /// The gateway refuses the token.
+    /// The gateway rejects the token.
     pub(crate) fn try_request(
         &self,
         request_timeout: Duration,
@@ -159,7 +159,7 @@ impl AdminClient {
     }
 }
 
-/// The field that shows the token: the one of the environment, or the one that is configured.
+/// The Authorization header: with the token of the environment, else the configured one.
 fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>> {
     let from_env = std::env::var("SLUICEGATE_ADMIN_TOKEN").ok().filter(|text| !text.is_empty()).map(String::into_bytes);
     let Some(token) = from_env.or_else(|| configured.map(<[u8]>::to_vec)) else { return Ok(None) };

@@ -1,4 +1,4 @@
-//! What is found out about a request, as people read it in a terminal.
+//! Terminal output of `sluicegate explain`.
 
 use std::io;
 use std::io::Write;
@@ -11,17 +11,17 @@ use crate::tools::explain::report::{
     ResponseReport, UpstreamReport,
 };
 
-/// Columns of a line, if words allow.
+/// Maximum width of a line, unless a single word is longer.
 const LINE_WIDTH: usize = 80;
 
-/// Columns of the names at the left, at the most.
+/// Maximum width of the name column.
 const MAX_NAME_WIDTH: usize = 18;
 
 const HEADING_STYLE: Style = Style::new().bold();
 const SUCCESS_STYLE: Style = AnsiColor::Green.on_default();
 const ERROR_STYLE: Style = AnsiColor::Red.on_default();
 
-/// Writes all of it.
+/// Write an explanation.
 pub(super) fn write(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
     write_request(explanation, out)?;
     write_routes(explanation, out)?;
@@ -74,7 +74,7 @@ fn write_limits(explanation: &Explanation, out: &mut impl Write) -> io::Result<(
     explanation.limits.iter().try_for_each(|limit| write_item(out, width, &limit.limit, &limit_lines(limit)))
 }
 
-/// What is said of a limit.
+/// The lines about a limit.
 fn limit_lines(limit: &LimitReport) -> Vec<String> {
     let shadow = if limit.shadow { " (shadow: it never denies)" } else { "" };
     if let Some(reason) = &limit.skipped {
@@ -166,7 +166,7 @@ fn max_width<'a>(names: impl Iterator<Item = &'a str>) -> usize {
     names.map(|name| name.chars().count()).max().unwrap_or(0).min(MAX_NAME_WIDTH)
 }
 
-/// A name at the left, what is said of it at the right.
+/// Write an item: the name in the left column, its lines in the right one.
 fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) -> io::Result<()> {
     let mut first = format!("  {name:width$}  ");
     for line in lines {
@@ -176,7 +176,7 @@ fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) 
     Ok(())
 }
 
-/// A text in lines that fit, with `first` before the first one and as many spaces as `indent` says before others.
+/// Write a text wrapped at [`LINE_WIDTH`]: `first` precedes the first line, `indent` spaces the others.
 fn write_paragraph(out: &mut impl Write, first: &str, indent: usize, text: &str) -> io::Result<()> {
     let mut line = first.to_owned();
     let mut is_empty = true;
