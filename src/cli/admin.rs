@@ -18,38 +18,38 @@ use crate::cli::admin::client::AdminClient;
 /// What can be asked of a running gateway.
 #[derive(Debug, Subcommand)]
 pub(super) enum AdminCommand {
-    /// Show who is being limited now, asking the running gateway
+    /// Show the most denied clients of the running gateway
     Top {
         #[command(flatten)]
         target: AdminTarget,
-        /// Only by this limit
+        /// Only this limit
         #[arg(long, value_name = "NAME")]
         limit: Option<String>,
-        /// So many of each limit
+        /// Maximum number of clients per limit
         #[arg(long, value_name = "N", default_value_t = 10)]
         count: u64,
     },
-    /// Show where an identity stands, without charging it
+    /// Show the usage of an identity, without charging it
     Inspect {
         #[command(flatten)]
         target: AdminTarget,
-        /// With this limit; otherwise with all that these parts are enough for
+        /// The limit; default: all limits whose parts are given
         #[arg(long, value_name = "NAME")]
         limit: Option<String>,
-        /// What a request costs
+        /// The cost of the request
         #[arg(long, value_name = "N", default_value_t = 1)]
         cost: u64,
         #[command(flatten)]
         identity: IdentityArgs,
     },
-    /// Forget what an identity has used, on all gateways
+    /// Clear the usage of an identity, on all gateways
     Reset {
         #[command(flatten)]
         target: AdminTarget,
         #[command(flatten)]
         limit_identity: LimitIdentity,
     },
-    /// Give an identity another quota for a time, on all gateways
+    /// Set, list and remove temporary quotas, on all gateways
     Override {
         #[command(subcommand)]
         action: OverrideCommand,
@@ -59,31 +59,31 @@ pub(super) enum AdminCommand {
 /// What can be done with overrides.
 #[derive(Debug, Subcommand)]
 pub(super) enum OverrideCommand {
-    /// Give an identity another quota for a time
+    /// Set a temporary quota for an identity
     Set {
         #[command(flatten)]
         target: AdminTarget,
         #[command(flatten)]
         limit_identity: LimitIdentity,
-        /// As in the configuration: "600/min"
+        /// The quota, as in the configuration: "600/min"
         #[arg(long, value_name = "QUOTA")]
         quota: String,
-        /// Of a token bucket; as much as the quota if it is left out
+        /// The burst of a token bucket; default: the count of the quota
         #[arg(long, value_name = "N")]
         burst: Option<u64>,
-        /// How long: "15m", "12h", "7d"
+        /// The lifetime: "15m", "12h", "7d"
         #[arg(long = "ttl", value_name = "DURATION")]
         ttl: String,
-        /// A word about why
+        /// The reason
         #[arg(long, value_name = "TEXT")]
         note: Option<String>,
     },
-    /// Show all that are in force
+    /// List the overrides in force
     List {
         #[command(flatten)]
         target: AdminTarget,
     },
-    /// End one before its time
+    /// Remove an override before it expires
     Remove {
         #[command(flatten)]
         target: AdminTarget,
@@ -95,11 +95,11 @@ pub(super) enum OverrideCommand {
 /// Which gateway, and how its answer is shown.
 #[derive(Debug, Args)]
 pub(super) struct AdminTarget {
-    /// The admin listener, such as http://127.0.0.1:9180; otherwise that of the configuration. The token is in
+    /// The admin listener, such as http://127.0.0.1:9180; default: that of the configuration. The token is in
     /// SLUICEGATE_ADMIN_TOKEN, otherwise in the configuration
     #[arg(long, value_name = "URL")]
     admin: Option<String>,
-    /// As a JSON object, for programs
+    /// Print a JSON object
     #[arg(long)]
     json: bool,
 }
@@ -107,7 +107,7 @@ pub(super) struct AdminTarget {
 /// An identity of one limit.
 #[derive(Debug, Args)]
 pub(super) struct LimitIdentity {
-    /// Of this limit
+    /// The limit
     #[arg(long, value_name = "NAME")]
     limit: String,
     #[command(flatten)]
@@ -117,7 +117,7 @@ pub(super) struct LimitIdentity {
 /// An identity.
 #[derive(Debug, Args)]
 pub(super) struct IdentityArgs {
-    /// A value for each part that the limit is by, such as ip=192.0.2.7 or api-key=CONSUMER; or the hash that `top` shows
+    /// A value for each part of the limit's `by`, such as ip=192.0.2.7 or api-key=CONSUMER; or the hash that `top` shows
     #[arg(required = true, value_name = "PART=VALUE")]
     identity: Vec<String>,
 }
@@ -261,7 +261,7 @@ pub(crate) fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()
         write_table(["count", "client", "identity"], rows, &["count"], |_| None, out)?;
     }
     if !without_denials.is_empty() {
-        let subject = if has_denials { "nobody else was denied" } else { "nobody was denied" };
+        let subject = if has_denials { "no other denials" } else { "no denials" };
         writeln!(out, "{subject} in the last {minutes} minutes: {}", without_denials.join(", "))?;
     }
     Ok(())
@@ -297,10 +297,10 @@ pub(crate) fn write_identities(response: &Value, out: &mut impl Write) -> io::Re
 
 /// Write a response of `/api/reset`.
 pub(crate) fn write_reset(response: &Value, out: &mut impl Write) -> io::Result<()> {
-    let effect = if response["removed"] == true { "starts afresh" } else { "had nothing counted" };
+    let effect = if response["removed"] == true { "was reset" } else { "had no usage" };
     let delay_seconds = &response["effective_within_seconds"];
     let delay_note = if as_number(delay_seconds) > 0.0 {
-        format!("; all gateways know within {delay_seconds} s")
+        format!("; effective on all gateways within {delay_seconds} s")
     } else {
         String::new()
     };
@@ -321,7 +321,7 @@ pub(crate) fn write_override_list(response: &Value, out: &mut impl Write) -> io:
 pub(crate) fn write_overrides(response: &Value, out: &mut impl Write) -> io::Result<()> {
     let entries = if response.is_array() { as_list(response) } else { std::slice::from_ref(response) };
     if entries.is_empty() {
-        return writeln!(out, "no identity has a quota of its own for a time");
+        return writeln!(out, "no override is in force");
     }
     let rows = entries.iter().map(|entry| {
         [
@@ -344,7 +344,7 @@ pub(crate) fn write_overrides(response: &Value, out: &mut impl Write) -> io::Res
 
 /// Write a response of `DELETE /api/overrides`.
 pub(crate) fn write_removed(response: &Value, out: &mut impl Write) -> io::Result<()> {
-    let effect = if response["removed"] == true { "has the quota of everybody again" } else { "had no override" };
+    let effect = if response["removed"] == true { "has its standard quota again" } else { "had no override" };
     writeln!(out, "{} of `{}` {effect}", printable(&response["identity"]), printable(&response["limit"]))
 }
 

@@ -46,7 +46,7 @@ type ServerWarnings = Vec<(String, Check)>;
 
 #[derive(Debug, Args)]
 pub(super) struct Options {
-    /// As a JSON object, for programs
+    /// Print a JSON object
     #[arg(long)]
     json: bool,
     /// Exit code 1 if there are warnings
@@ -180,7 +180,7 @@ fn print_text(
     let mut out = anstream::stdout().lock();
     writeln!(
         out,
-        "{}: fine: {}, {}, {}, {}; store: {}",
+        "{}: valid: {}, {}, {}, {}; store: {}",
         path.display(),
         pluralize(config.listeners.len() as u64, "listener"),
         pluralize(config.routes.len() as u64, "route"),
@@ -336,12 +336,12 @@ pub(crate) fn restart_only_differences(path: &Path, config: &CompiledConfig) -> 
 
 /// The warning about a changed restart-only key.
 pub(crate) fn restart_required_warning(key: &str, parsed: &Config, text: &str) -> Issue {
-    let message = format!("a reload will refuse this: `{key}` differs from the running gateway");
+    let message = format!("a reload will reject this: `{key}` differs from the running gateway");
     let span = match key {
         "listener.address" => parsed.listener.first().map(|listener| listener.span()),
         key => key_span(key, text),
     };
-    Issue { span, message, hint: Some("restart the gateway, or leave the key as it was".to_owned()) }
+    Issue { span, message, hint: Some("restart the gateway, or restore the value".to_owned()) }
 }
 
 /// The span of a key in the file; of its table if the key is missing.

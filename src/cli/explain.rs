@@ -58,35 +58,35 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
 /// The arguments.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
-    /// GET, POST, …
+    /// The method: GET, POST, …
     #[arg(value_name = "METHOD")]
     method: String,
 
-    /// As clients call it: https://api.example.com/v1/users/7
+    /// The URL that the client requests: https://api.example.com/v1/users/7
     #[arg(value_name = "URL")]
     url: String,
 
-    /// A header field of the request, as for curl; again for each further one
+    /// A request header, as for curl; repeatable
     #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
     headers: Vec<String>,
 
-    /// The address that connects: the client, or a proxy that says in a header for whom
+    /// The address of the peer: the client, or a proxy that reports the client in a header
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     ip: String,
 
-    /// The client speaks TLS, whatever the URL says
+    /// Assume a TLS connection, whatever the URL says
     #[arg(long)]
     tls: bool,
 
-    /// Explain all other routes, not only the nearest 10
+    /// Explain all other routes, not only the closest 10
     #[arg(long)]
     pub(crate) all: bool,
 
-    /// Do not look where identities stand
+    /// Do not read the counters
     #[arg(long)]
     pub(crate) offline: bool,
 
-    /// As a JSON object, for programs
+    /// Print a JSON object
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -105,19 +105,19 @@ pub(crate) enum ArgumentError {
     LowercaseMethod(String),
     #[error("`{0}` is not a method; first the method, then the URL: explain GET {EXAMPLE_URL}")]
     InvalidMethod(String),
-    #[error("`{0}` says no host: write the URL as clients call it, such as http://localhost{0}")]
+    #[error("`{0}` has no host: give the whole URL, such as http://localhost{0}")]
     MissingHost(String),
     #[error("`{0}` has no scheme: http://{0} or https://{0}")]
     MissingScheme(String),
     #[error("the scheme of a URL is http or https, not `{0}`")]
     UnsupportedScheme(String),
-    #[error("an IPv6 address stands in brackets in a URL: http://[2001:db8::1]/")]
+    #[error("an IPv6 address needs brackets in a URL: http://[2001:db8::1]/")]
     MissingBrackets,
     #[error("leave user and password out of the URL; clients send them as -H 'Authorization: Basic …'")]
     UserInfo,
     #[error("`{0}` is not a URL: spaces and letters beyond ASCII are percent-encoded there (%20)")]
     InvalidUrl(String),
-    #[error("-H '{0}' is not a header field: -H 'name: value'")]
+    #[error("-H '{0}' is not a header: -H 'name: value'")]
     InvalidHeader(String),
     #[error("--ip {0} is not an address: 192.0.2.7 or 2001:db8::7, without port and prefix")]
     InvalidAddress(String),

@@ -24,7 +24,7 @@ pub(super) fn write_man_pages(folder: Option<&Path>) -> anyhow::Result<()> {
     match folder {
         None => clap_mangen::Man::new(command).render(&mut stdout())?,
         Some(folder) => clap_mangen::generate_to(command, folder)
-            .with_context(|| format!("the pages cannot be written to {}", folder.display()))?,
+            .with_context(|| format!("cannot write the manual pages to {}", folder.display()))?,
     }
     Ok(())
 }

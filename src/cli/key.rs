@@ -22,11 +22,11 @@ const MIN_FINGERPRINT_DIGITS: usize = 6;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Action {
-    /// Make a key, print it once, and write its hash to the file of consumers
+    /// Create a key, print it once, and add its hash to the consumers file
     ///
-    /// Without --consumer nothing is written: the hash is printed as well.
+    /// Without --consumer no file is changed, and the hash is printed as well.
     New {
-        /// Whose key it is
+        /// The consumer of the key
         #[arg(long, value_name = "NAME")]
         consumer: Option<String>,
         /// Add the consumer to the file
@@ -35,19 +35,19 @@ pub(super) enum Action {
         /// The tier of the new consumer
         #[arg(long, requires = "create")]
         tier: Option<String>,
-        /// What the key begins with: lower-case letters, digits and _, with a _ at the end
+        /// The prefix of the key: lower-case letters, digits and _, with a _ at the end
         #[arg(long, default_value = "sg_live_", value_parser = KeyPrefix::parse)]
         prefix: KeyPrefix,
     },
     /// Print the hash of the key on standard input
     ///
-    /// A key is never an argument: all users of a machine see those, and shells remember them.
+    /// A key is never an argument: all users of a machine see arguments, and shells store them.
     Hash,
-    /// Show the consumers and the fingerprints of their keys
+    /// List the consumers and the fingerprints of their keys
     List,
-    /// Take a key out of the file of consumers: by its fingerprint, or the one on standard input
+    /// Remove a key from the consumers file: by its fingerprint, or the one on standard input
     Revoke {
-        /// The first digits of its hash, as `key list` shows them
+        /// The fingerprint: the first digits of the hash, as `key list` shows them
         fingerprint: Option<String>,
     },
 }
@@ -71,7 +71,7 @@ pub(super) fn run(config_path: &Path, action: &Action) -> anyhow::Result<()> {
             let path = file.path().display();
             writeln!(
                 stderr(),
-                "{path}: `{consumer}` has the key {}. This is the only time that it is shown:",
+                "{path}: added the key {} to `{consumer}`. It is shown only once:",
                 fingerprint(&secret.hash())
             )?;
             writeln!(stdout(), "{secret}")?;
@@ -88,7 +88,7 @@ pub(super) fn run(config_path: &Path, action: &Action) -> anyhow::Result<()> {
             let (consumer, hash) = document.revoke_key(&digits)?;
             file.replace(&document)?;
             let short = hash.get(..FINGERPRINT_DIGITS).unwrap_or(&hash);
-            writeln!(stderr(), "{}: the key {short} of `{consumer}` is out", file.path().display())?;
+            writeln!(stderr(), "{}: removed the key {short} of `{consumer}`", file.path().display())?;
         }
     }
     Ok(())
@@ -110,8 +110,8 @@ fn parse_fingerprint(text: &str) -> anyhow::Result<String> {
     if !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) || digits.len() > 64 {
         // The argument may be a key: do not print it.
         bail!(
-            "this is no fingerprint, which has hex digits only\n  `sluicegate key list` shows them; a key is given to \
-             standard input, as all users of this machine see arguments"
+            "this is not a fingerprint, which has hex digits only\n  `sluicegate key list` shows them; give a key on \
+             standard input, because all users of this machine see arguments"
         );
     }
     if digits.len() < MIN_FINGERPRINT_DIGITS {
@@ -192,7 +192,7 @@ impl Secret {
         let random = SystemRandom::new();
         while text.len() < prefix.len() + RANDOM_CHARS {
             let mut byte = [0];
-            random.fill(&mut byte).map_err(|_| anyhow!("the system gives no random numbers"))?;
+            random.fill(&mut byte).map_err(|_| anyhow!("the random number generator of the system failed"))?;
             // 248 = 4 × 62: rejecting larger bytes makes all characters equally likely.
             if byte[0] < 248 {
                 text.push(char::from(BASE62_DIGITS[usize::from(byte[0]) % BASE62_DIGITS.len()]));
@@ -209,11 +209,11 @@ impl Secret {
             bail!("there is no key on standard input: printf %s KEY | sluicegate key …");
         }
         if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
-            bail!("a key stands in a header field: it has no spaces, and letters of ASCII only");
+            bail!("a key is sent in a header: it must be ASCII without spaces");
         }
         let (body, found_checksum) = text.split_at(text.len().saturating_sub(CHECKSUM_CHARS));
         if text.starts_with(GATEWAY_KEY_PREFIX) && checksum(body) != found_checksum {
-            bail!("the checksum of this key is wrong: a character is missing, or another one");
+            bail!("the checksum of this key is wrong: a character is missing or mistyped");
         }
         Ok(Secret(text.to_owned()))
     }

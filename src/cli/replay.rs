@@ -130,7 +130,7 @@ impl ReplayObserver for ProgressDisplay {
 
     fn on_quota_search(&mut self, limit: &str) {
         self.bar.set_style(ProgressStyle::default_spinner());
-        self.bar.set_message(format!("which quota {limit} would need"));
+        self.bar.set_message(format!("searching a quota for {limit}"));
         self.bar.enable_steady_tick(SPINNER_INTERVAL);
     }
 }
@@ -140,27 +140,27 @@ impl ReplayObserver for ProgressDisplay {
 /// The arguments.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
-    /// Access logs, compressed with gzip or not; `-` is standard input
+    /// Access logs, plain or gzipped; `-` is standard input
     #[arg(required = true, value_name = "LOG")]
     pub(crate) logs: Vec<PathBuf>,
 
-    /// Another quota for a limit: per-ip=600/min, or per-ip=600/min,burst=50
+    /// A proposed quota for a limit: per-ip=600/min, or per-ip=600/min,burst=50
     #[arg(long = "limit", value_name = "NAME=QUOTA")]
     pub(crate) limits: Vec<NamedValue<QuotaProposal>>,
 
-    /// Without a configuration: what the proposed limits are by, on all requests (ip, header:NAME, global, …)
+    /// Without a configuration: the identity of the proposed limits, on all requests (ip, header:NAME, global, …)
     #[arg(long, value_name = "IDENTITY", requires = "limits")]
     pub(crate) by: Vec<String>,
 
-    /// Without a configuration: how the proposed limits count (token-bucket, fixed-window, …)
+    /// Without a configuration: the algorithm of the proposed limits (token-bucket, fixed-window, …)
     #[arg(long, value_name = "NAME", requires = "by", default_value = "token-bucket")]
     pub(crate) algorithm: String,
 
-    /// The format: common, combined, caddy, alb, cloudfront, sluicegate, or a log_format of nginx in quotes
+    /// The format: common, combined, caddy, alb, cloudfront, sluicegate, or an nginx log_format in quotes
     #[arg(long, value_name = "FORMAT")]
     pub(crate) format: Option<String>,
 
-    /// The field of the log that tells the identities of a limit apart
+    /// The log field that identifies clients for a limit
     #[arg(long = "identity", value_name = "LIMIT=FIELD")]
     pub(crate) identities: Vec<NamedValue<IdentityField>>,
 
@@ -168,15 +168,15 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "SHARE", default_value = "0.1%")]
     pub(crate) target: Share,
 
-    /// Suggest nothing, and keep no request in memory
+    /// Suggest no quotas, and keep no requests in memory
     #[arg(long, conflicts_with = "target")]
     pub(crate) no_suggest: bool,
 
-    /// As a JSON object, for programs
+    /// Print a JSON object
     #[arg(long)]
     pub(crate) json: bool,
 
-    /// Write a page with charts
+    /// Write an HTML page with charts
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
 }
@@ -191,7 +191,7 @@ pub(crate) struct Share(pub(crate) f64);
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ArgumentError {
-    #[error("it has the form {0}")]
+    #[error("expected {0}")]
     InvalidForm(&'static str),
     #[error("a share is a number from 0 % to 100 %, such as 0.1%")]
     InvalidShare,

@@ -27,7 +27,7 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
         signal_runtime.block_on(async {
             signals.handle(&config_handle, hot_restart).await;
             let drain = config_handle.active().config.server.drain_timeout;
-            info!("stopping: running requests have {drain:?}; a second signal ends them at once");
+            info!(drain_timeout = ?drain, "stopping: draining requests; a second signal stops at once");
             stop_token.cancel();
             signals.stop.recv().await;
             std::process::exit(1);
@@ -72,17 +72,17 @@ impl Signals {
                 // The reload logs its own result.
                 _ = self.hangup.recv() => drop(config_handle.reload(ReloadCause::Requested)),
                 _ = self.user2.recv() => {
-                    info!("another process is started with the sockets of this one");
+                    info!("hot restart: starting a new process with the listening sockets");
                     let started = tokio::select! {
                         started = hot_restart.start() => started,
                         () = self.stop.recv() => return sd_notify::notify_stopping(),
                     };
                     match started {
                         Ok(id) => {
-                            info!("process {id} serves in the place of this one");
+                            info!(pid = id, "hot restart: the new process is serving");
                             return hot_restart.finish(id);
                         }
-                        Err(error) => error!("this process stays: {error}"),
+                        Err(error) => error!(%error, "hot restart failed; keeping the current process"),
                     }
                 }
             }

@@ -49,7 +49,7 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
         let (line, _) = Issue::new(earlier, "").position(&file.text)?;
         let message = format!("{later_address} is taken by the [[listener]] on {earlier_address} in line {line}");
         Some(Issue::new(later, message).with_hint(
-            "one of both, or another port: an unspecified address is every address; [::] may be IPv4 as well",
+            "remove one of them or set another port: an unspecified address covers every address, [::] possibly IPv4 as well",
         ))
     };
     config.address_conflicts().filter_map(issue).collect()
@@ -116,10 +116,11 @@ fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
         let extent = if prefix_length == 0 { "the whole internet" } else { "much of the internet" };
         let proxy_text = proxy.get_ref();
         let message = format!(
-            "`{proxy_text}` is {extent}: whoever connects from there says who he is, and gets around every limit by address"
+            "`{proxy_text}` covers {extent}: clients there can claim any address and evade every limit by address"
         );
         Some(
-            Issue::new(proxy.span(), message).with_hint("the networks of your own proxies only, such as \"10.0.0.0/8\""),
+            Issue::new(proxy.span(), message)
+                .with_hint("list only the networks of your own proxies, such as \"10.0.0.0/8\""),
         )
     })
 }
@@ -141,10 +142,9 @@ fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
         .map(|compiled| (input.span_of(&compiled.limit.name, |limit| limit.by.as_ref()), &compiled.limit.name));
     let (span, name) = spans.min_by_key(|(span, _)| span.start)?;
     let message = format!(
-        "`{name}` is by address, and only a proxy reaches a private address: without `trusted_proxies` all its clients share one bucket"
+        "`{name}` is by address, and only a proxy reaches a private address: without `trusted_proxies` all clients share one bucket"
     );
-    let hint =
-        "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the proxy's address; [] if clients connect directly";
+    let hint = "set trusted_proxies in [client_ip] to the proxy's address, such as [\"10.0.0.0/8\"]; [] if clients connect directly";
     Some(Issue::new(span, message).with_hint(hint))
 }
 
@@ -161,11 +161,10 @@ fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     let is_empty = store.secret.as_ref().is_none_or(|secret| secret.get_ref().is_empty());
     let is_redis_without_secret = input.config.store.redis.is_some() && is_empty;
     let span = store.secret.as_ref().or(store.url.as_ref()).filter(|_| is_redis_without_secret)?.span();
-    let message = "the store has no `secret`: who reads the keys in Redis can guess the addresses in them";
-    Some(
-        Issue::new(span, message)
-            .with_hint("secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways: openssl rand -hex 32"),
-    )
+    let message = "the store has no `secret`: a reader of the keys in Redis can guess the client addresses in them";
+    Some(Issue::new(span, message).with_hint(
+        "set secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways; generate it with openssl rand -hex 32",
+    ))
 }
 
 // Routes: conditions that no request meets, and retries without time for them.
@@ -185,13 +184,13 @@ fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Iss
         let parsed = input.route(route.index)?;
         let methods: Vec<_> = methods.iter().map(Method::as_str).collect();
         let message = format!(
-            "`{}` never gets {}: they go to `{}`, as routes that list methods come before those that do not, whatever their headers",
+            "`{}` never gets {}: they match `{}` first, because routes with `methods` precede routes without, whatever their headers",
             route.name,
             methods.join(", "),
             other.name
         );
         let span = parsed.get_ref().name.as_ref().map_or(parsed.span(), |name| name.span());
-        Some(Issue::new(span, message).with_hint(format!("methods = {methods:?} here as well: then the route with more headers comes first")))
+        Some(Issue::new(span, message).with_hint(format!("set methods = {methods:?} here as well: then the route with more headers comes first")))
     })
 }
 
@@ -203,12 +202,12 @@ fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let is_refused = |text: &str| matches!(text, "CONNECT" | "TRACE");
     let methods = parsed.methods.iter().flatten().filter(|text| is_refused(text.get_ref()));
     for text in methods {
-        let message = format!("`{}` never gets {}: the gateway refuses it on all routes", route.name, text.get_ref());
-        issues.push(Issue::new(text.span(), message).with_hint("leave it out"));
+        let message = format!("`{}` never gets {}: the gateway rejects it on all routes", route.name, text.get_ref());
+        issues.push(Issue::new(text.span(), message).with_hint("remove it"));
     }
     for (name, value) in &parsed.headers {
         if value.get_ref().trim() != value.get_ref() {
-            let message = format!("`{}` never matches: the value of a field has no spaces around it", route.name);
+            let message = format!("`{}` never matches: a header value has no leading or trailing spaces", route.name);
             issues
                 .push(Issue::new(value.span(), message).with_hint(format!("{name} = \"{}\"", value.get_ref().trim())));
         }
@@ -246,8 +245,8 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
         input.config.routes.iter().filter(|route| is_cluster && route.rate_limits.identities.len() > 1);
     let notes = affected_routes.map(|route| {
         let message = format!(
-            "route `{}` is up to {} calls at the same time, as its identities are kept by several masters: a request \
-             that one denies holds units of the others for about a round trip",
+            "route `{}` makes up to {} calls at the same time, because several masters hold its identities: a request \
+             that one master denies holds tokens of the others for about a round trip",
             route.name,
             route.rate_limits.identities.len()
         );
@@ -307,15 +306,14 @@ fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue
     }
     let span = input.span_of(&limit.name, |parsed| parsed.prefetch.as_ref());
     if input.config.store.redis.is_none() {
-        let message =
-            format!("the `prefetch` of `{}` does nothing: no call is saved with the memory store", limit.name);
+        let message = format!("the `prefetch` of `{}` has no effect: the memory store needs no calls", limit.name);
         return vec![Issue::new(span, message)];
     }
     let routes = input.config.routes.iter().filter(|route| route.has_limit(limit));
     let issues = routes.filter_map(|route| {
         let other = route.rate_limits.limits.iter().find(|metered| metered.limit.prefetch == 0)?;
         let message = format!(
-            "the `prefetch` of `{}` does nothing for requests of `{}` that meet `{}`, which has none",
+            "the `prefetch` of `{}` has no effect on requests of `{}` that meet `{}`, which has no `prefetch`",
             limit.name, route.name, other.limit.name
         );
         Some(Issue::new(span.clone(), message))
@@ -349,11 +347,11 @@ fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec
     let span = input.span_of(&limit.name, |parsed| parsed.cost.as_ref());
     let issues = capacities.filter(|(_, capacity)| *capacity < max_cost).map(|(owner, capacity)| {
         let message = format!(
-            "a cost may be more than `{}` ever has{owner} ({capacity}): such a request is denied for good, with 429 and \
+            "a cost can exceed the capacity of `{}`{owner} ({capacity}): such a request is always denied, with 429 and \
              no Retry-After",
             limit.name
         );
-        Issue::new(span.clone(), message).with_hint("a larger burst or quota, or a smaller cost")
+        Issue::new(span.clone(), message).with_hint("set a larger burst or quota, or a smaller cost")
     });
     issues.collect()
 }
@@ -381,14 +379,14 @@ fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[
     let stricter_limits: Option<Vec<Arc<LimitSpec>>> = routes.iter().map(|route| stricter(route)).collect();
     let other = stricter_limits?.into_iter().max_by_key(|other| other.default_variant.rule.capacity())?;
     let message = format!(
-        "the burst of `{}` cannot be reached: `{}` stops the same requests after {} at once",
+        "the burst of `{}` cannot be reached: `{}` denies the same requests after {} at once",
         limit.name,
         other.name,
         other.default_variant.rule.capacity()
     );
     Some(
         Issue::new(parsed_burst.span(), message)
-            .with_hint(format!("a burst below {}, or a larger one there", other.default_variant.rule.capacity())),
+            .with_hint(format!("set a burst below {}, or a larger one there", other.default_variant.rule.capacity())),
     )
 }
 
@@ -411,8 +409,11 @@ fn login_fails_open(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&
         None => return None,
     };
     let span = input.span_of(&limit.name, |parsed| parsed.on_store_error.as_ref());
-    let text = format!("{subject} does not hold off who guesses while the store is down");
-    Some(Issue::new(span, text).with_hint("\"local\" goes on with this gateway's share, \"deny\" refuses with 503"))
+    let text = format!("{subject} does not protect against guessing while the store is unavailable");
+    Some(
+        Issue::new(span, text)
+            .with_hint("\"local\" falls back to this gateway's share, \"deny\" fails closed with 503"),
+    )
 }
 
 /// A `max_wait` that is at least the `timeout` of a route: the request times out in the wait queue.
@@ -421,8 +422,8 @@ fn wait_exceeds_timeout(input: &LintInput<'_>, compiled: &CompiledLimit, routes:
     let route = routes.iter().find(|route| route.timeout.is_some_and(|timeout| timeout <= queue_policy.max_wait))?;
     let span = input.span_of(&compiled.limit.name, |parsed| parsed.max_wait.as_ref());
     let message = format!(
-        "a request may wait for `{}` longer than the `timeout` of the route `{}`: it is charged, and answered with 504",
+        "a request may be queued for `{}` longer than the `timeout` of the route `{}`: it is charged, and gets 504",
         compiled.limit.name, route.name
     );
-    Some(Issue::new(span, message).with_hint("a shorter `max_wait`, or a longer `timeout`"))
+    Some(Issue::new(span, message).with_hint("set a shorter `max_wait`, or a longer `timeout`"))
 }

@@ -131,8 +131,8 @@ impl Check {
     /// Classify an error reply: skipped without permission or command, failed otherwise.
     fn from_redis_error(name: &'static str, error: &RedisError) -> Self {
         if let Some(permission) = missing_permission(error) {
-            return Check::skipped(name, format!("the user lacks the right {permission}"))
-                .with_advice("examine with a user for that: docs/redis.md has one");
+            return Check::skipped(name, format!("the user lacks the permission {permission}"))
+                .with_advice("run doctor with a user that has it: docs/redis.md has one");
         }
         match error.detail() {
             Some(detail) if detail.contains("unknown command") => {
@@ -354,9 +354,9 @@ pub(crate) async fn check_keys(
         Err(error) => return Err(error),
     };
     let coverage = if is_complete {
-        format!("the whole database{total} was looked at")
+        format!("the whole database{total} was scanned")
     } else {
-        format!("about {} keys of the database{total} were looked at", steps * SCAN_COUNT)
+        format!("about {} keys of the database{total} were scanned", steps * SCAN_COUNT)
     };
     statistics.sizes_bytes.sort_unstable();
     let size = statistics
@@ -369,7 +369,7 @@ pub(crate) async fn check_keys(
     let check = Check::ok("keys", summary.clone());
     Ok(if without_ttl > 0 {
         let found = format!("{summary}; such as {}", examples.join(", "));
-        let advice = "the gateway never writes such keys, and they never go: find out who does, delete them, or choose another store.prefix";
+        let advice = "the gateway never writes such keys, and they never expire: find the client that does, delete them, or set another store.prefix";
         Check { message: found, ..check }.with_status(Status::Failed).with_advice(advice)
     } else {
         check

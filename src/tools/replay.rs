@@ -25,7 +25,7 @@ pub enum ReplayError {
     #[error(transparent)]
     Format(#[from] FormatError),
     /// No format matches the first lines of this log.
-    #[error("{0}: the format of its lines is not known; --format says which it is")]
+    #[error("{0}: the format of the lines is unknown; name it with --format")]
     UnknownFormat(String),
     /// The options do not fit the configuration.
     #[error(transparent)]

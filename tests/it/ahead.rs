@@ -325,7 +325,7 @@ fn check_says_what_a_lease_gives_up_and_where_it_does_nothing() {
     }
     assert_eq!(said.matches("does nothing").count(), 1, "{said}");
     let said = check("memory:");
-    assert!(said.contains("the `prefetch` of `bucket` does nothing: no call is saved with the memory store"), "{said}");
+    assert!(said.contains("the `prefetch` of `bucket` has no effect: the memory store needs no calls"), "{said}");
 }
 
 /// A request that meets another limit as well is denied by Redis, as all is prefetched; this denial is cached.

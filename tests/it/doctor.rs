@@ -127,7 +127,7 @@ fn a_healthy_server_passes_every_check_and_keeps_nothing() {
     for (name, expected) in [
         ("role", "master with 0 replicas"),
         ("policy", "noeviction"),
-        ("keys", "0 keys under rl:, 0 without a TTL; the whole database (0 keys) was looked at"),
+        ("keys", "0 keys under rl:, 0 without a TTL; the whole database (0 keys) was scanned"),
         ("persistence", "none; 0 overrides stored"),
         ("round trip", "of 50 calls; store.timeout is 5000 ms"),
         ("clock", "no decision depends on it"),
@@ -178,7 +178,7 @@ fn the_search_for_keys_is_bounded_and_says_how_far_it_came() {
     assert_eq!((code, status.as_str()), (Some(0), "ok"), "{found}");
     let looked = found.split("about ").nth(1).and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
     assert!(looked.is_some_and(|looked| looked <= 100_000), "{found}");
-    assert!(found.contains("keys of the database (150000 keys) were looked at"), "{found}");
+    assert!(found.contains("keys of the database (150000 keys) were scanned"), "{found}");
 }
 
 #[test]
@@ -233,7 +233,7 @@ fn the_user_of_the_gateway_leaves_out_what_it_may_not_see() {
     assert_eq!(left_out.len(), expected.len(), "{left_out:?}");
     for (check, (name, right)) in left_out.iter().zip(expected) {
         assert_eq!((check.0.as_str(), check.1.as_str()), (name, "skipped"), "{check:?}");
-        assert_eq!(check.2, format!("the user lacks the right {right}"));
+        assert_eq!(check.2, format!("the user lacks the permission {right}"));
     }
 }
 

@@ -56,7 +56,7 @@ fn words<'a>(text: &'a str, word: &str) -> Vec<&'a str> {
 #[test]
 fn an_operator_finds_who_is_limited_and_helps() {
     let gateway = start();
-    assert!(said(&gateway, &["top"]).contains("nobody was denied in the last 5 minutes: net, one"));
+    assert!(said(&gateway, &["top"]).contains("no denials in the last 5 minutes: net, one"));
     assert_eq!(statuses(&gateway, "alice", 5), [200, 200, 429, 429, 429]);
     let top = said(&gateway, &["top"]);
     assert!(top.starts_with("one: denied 3 in the last 5 minutes\n"), "{top}");
@@ -76,7 +76,7 @@ fn an_operator_finds_who_is_limited_and_helps() {
     assert_eq!(said_json(&gateway, &["inspect", "--limit", "one", "header:x-id=alice"])["limits"][0]["remaining"], 0);
 
     let reset = said(&gateway, &["reset", "--limit", "one", "header:x-id=alice"]);
-    assert_eq!(reset, format!("{hash} of `one` starts afresh\n"));
+    assert_eq!(reset, format!("{hash} of `one` was reset\n"));
     assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429]);
 
     let set = [
@@ -100,7 +100,7 @@ fn an_operator_finds_who_is_limited_and_helps() {
     assert_eq!((&list["overrides"][0]["identity"], &list["max_overrides"]), (&json!(hash), &json!(1000)), "{list}");
     assert_eq!(words(&said(&gateway, &["inspect", "--limit", "one", &hash]), "one")[4], "of");
     let removed = said(&gateway, &["override", "remove", "--limit", "one", &hash]);
-    assert!(removed.contains("has the quota of everybody again"), "{removed}");
+    assert!(removed.contains("has its standard quota again"), "{removed}");
     assert!(said(&gateway, &["override", "list"]).contains("no identity"), "{removed}");
 }
 
@@ -123,10 +123,10 @@ fn what_is_wrong_is_said_in_a_sentence() {
     let proxy = format!("http://{}", gateway.address);
     for (arguments, token, code, expected) in [
         (&["--config", &plain, "top"][..], "", 1, "has no [admin]"),
-        (&["--config", &elsewhere, "top"], "", 1, "nobody answers at http://127.0.0.1:"),
+        (&["--config", &elsewhere, "top"], "", 1, "cannot connect to http://127.0.0.1:"),
         (&["--config", &bad, "top"], "", 2, "bad.toml"),
-        (&["top", "--admin", &nobody], "", 1, "nobody answers at"),
-        (&["top", "--admin", &admin], "", 1, "refuses the token"),
+        (&["top", "--admin", &nobody], "", 1, "cannot connect to"),
+        (&["top", "--admin", &admin], "", 1, "rejects the token"),
         (&["top", "--admin", &admin], "wrong", 1, "SLUICEGATE_ADMIN_TOKEN"),
         (&["top", "--admin", &admin], TOKEN, 0, ""),
         (&["top", "--admin", &proxy], TOKEN, 1, &proxy[7..]),
@@ -146,7 +146,7 @@ fn what_is_wrong_is_said_in_a_sentence() {
     // Who may look without a token may not change.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let open = Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\n")));
-    assert!(said(&open, &["top"]).contains("nobody was denied"));
+    assert!(said(&open, &["top"]).contains("no denials"));
     let output = run(&open, &["reset", "--limit", "one", "header:x-id=alice"]);
     assert!(String::from_utf8(output.stderr).unwrap().contains("set admin.token"));
 }

@@ -49,8 +49,8 @@ impl AdminClient {
     pub(crate) fn from_config(config_path: &Path, config: &CompiledConfig) -> anyhow::Result<Self> {
         let Some(admin) = &config.admin else {
             bail!(
-                "{} has no [admin]: a gateway with it cannot be asked. Add [admin] with address = \"127.0.0.1:9180\" and a \
-                 token, and restart it; or name another one with --admin",
+                "{} has no [admin]: add [admin] with address = \"127.0.0.1:9180\" and a \
+                 token, and restart the gateway; or name another gateway with --admin",
                 config_path.display()
             );
         };
@@ -105,14 +105,14 @@ impl AdminClient {
         let result =
             tokio_runtime.block_on(async { timeout(request_timeout, self.exchange(method, target, body)).await });
         tokio_runtime.shutdown_background();
-        result.map_err(|_| anyhow!("the gateway at {} does not answer", self.authority))?
+        result.map_err(|_| anyhow!("the gateway at {} does not respond", self.authority))?
     }
 
     fn parse_response(&self, status: StatusCode, body: &[u8]) -> anyhow::Result<Value> {
         let json = serde_json::from_slice::<Value>(body).ok().filter(Value::is_object);
         match (status, json) {
             (StatusCode::UNAUTHORIZED, _) => bail!(
-                "the gateway at {} refuses the token: SLUICEGATE_ADMIN_TOKEN, or admin.token of the configuration, must be that of \
+                "the gateway at {} rejects the token: SLUICEGATE_ADMIN_TOKEN, or admin.token of the configuration, must be that of \
                  the gateway",
                 self.authority
             ),
@@ -121,7 +121,7 @@ impl AdminClient {
                 bail!("{} (http://{})", json["detail"].as_str().unwrap_or_default(), self.authority)
             }
             (StatusCode::FORBIDDEN, _) => bail!("{}", String::from_utf8_lossy(body).trim()),
-            _ => bail!("what answers at {} is not the admin listener of a Sluicegate ({status})", self.authority),
+            _ => bail!("the server at {} is not a Sluicegate admin listener ({status})", self.authority),
         }
     }
 
@@ -135,7 +135,7 @@ impl AdminClient {
         let host = authority.host().trim_start_matches('[').trim_end_matches(']');
         let stream =
             TcpStream::connect((host, authority.port_u16().unwrap_or(DEFAULT_HTTP_PORT))).await.with_context(|| {
-                format!("nobody answers at http://{authority}; is the gateway running, with this configuration?")
+                format!("cannot connect to http://{authority}: is the gateway running with this configuration?")
             })?;
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
         tokio::spawn(connection);
@@ -151,7 +151,7 @@ impl AdminClient {
             }
             None => Bytes::new(),
         };
-        let connection_error = || format!("the gateway at {authority} breaks off; is it an http port?");
+        let connection_error = || format!("the gateway at {authority} closed the connection: is it an HTTP port?");
         let response = sender.send_request(request.body(Full::new(body))?).await.with_context(connection_error)?;
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect().await;
@@ -164,7 +164,7 @@ fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>>
     let from_env = std::env::var("SLUICEGATE_ADMIN_TOKEN").ok().filter(|text| !text.is_empty()).map(String::into_bytes);
     let Some(token) = from_env.or_else(|| configured.map(<[u8]>::to_vec)) else { return Ok(None) };
     let mut value = HeaderValue::from_bytes(&[b"Bearer ", &token[..]].concat())
-        .map_err(|_| anyhow!("the admin token has characters that a header field cannot have"))?;
+        .map_err(|_| anyhow!("the admin token has characters that are invalid in a header"))?;
     value.set_sensitive(true);
     Ok(Some(value))
 }

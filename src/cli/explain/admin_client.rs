@@ -29,7 +29,8 @@ impl AdminCounters {
         let overrides = empty_overrides(config);
         let client = match &config.admin {
             None => Err(CountersUnavailable(
-                "the counters are in the memory of the running gateway; with [admin] it can be asked".to_owned(),
+                "the counters are in the memory of the running gateway; add [admin], so that explain can read them"
+                    .to_owned(),
             )),
             Some(_) => AdminClient::from_config(config_path, config)
                 .and_then(|client| {
@@ -80,7 +81,7 @@ impl Counters for AdminCounters {
             let target = format!("/api/identities?limit={}&identity={}&cost={cost}", check.limit.name, check.identity);
             let response = client.request(Method::GET, &target, None).map_err(|error| counters_unavailable(&error))?;
             let outcome = parse_outcome(&response["limits"][0])
-                .ok_or_else(|| CountersUnavailable("the running gateway is of another version".to_owned()))?;
+                .ok_or_else(|| CountersUnavailable("the running gateway has another version".to_owned()))?;
             if outcome.status != Status::Ok && !check.limit.shadow {
                 granted = 0;
             }

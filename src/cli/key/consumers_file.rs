@@ -54,7 +54,7 @@ impl ConsumersDoc {
     /// Add a consumer without keys.
     pub(super) fn add_consumer(&mut self, name: &str, tier: Option<&str>) -> anyhow::Result<()> {
         if self.rows().iter().any(|row| row.name == name) {
-            bail!("there is a consumer `{name}` already: leave --create out to give it one more key");
+            bail!("the consumer `{name}` exists already: omit --create to add a key to it");
         }
         let mut table = Table::new();
         table.insert("name", value(name));
@@ -70,7 +70,7 @@ impl ConsumersDoc {
         match consumers {
             Item::ArrayOfTables(tables) => tables.push(table),
             Item::Value(Value::Array(tables)) => tables.push(table.into_inline_table()),
-            _ => bail!("`consumer` is no list"),
+            _ => bail!("`consumer` is not a list"),
         }
         Ok(())
     }
@@ -80,7 +80,7 @@ impl ConsumersDoc {
         let table = self.consumer_tables().into_iter().find(|table| consumer_name(&**table) == Some(name));
         let Some(table) = table else { return Err(self.unknown_consumer(name)) };
         let keys = table.entry("keys").or_insert(value(Array::new()));
-        let keys = keys.as_array_mut().ok_or_else(|| anyhow!("`keys` of `{name}` is no list"))?;
+        let keys = keys.as_array_mut().ok_or_else(|| anyhow!("`keys` of `{name}` is not a list"))?;
         push_key(keys, hash);
         Ok(())
     }
@@ -194,7 +194,7 @@ fn decor_text(text: Option<&toml_edit::RawString>) -> String {
 // The file on disk: replaced atomically, and only by content that the gateway accepts.
 
 const EMPTY_FILE: &str =
-    "# Who has which API keys; only hashes stand here. `sluicegate key new` makes keys and adds them.\n";
+    "# The API keys of consumers, as hashes. `sluicegate key new` creates keys and adds their hashes.\n";
 
 /// The consumers file, locked against other `sluicegate key` commands.
 pub(super) struct ConsumersFile {
@@ -215,7 +215,7 @@ impl ConsumersFile {
             .map_err(|file_issues| ConfigError { files: vec![file_issues] })?;
         let Some(name) = &gateway_file.value.api_key.consumers else {
             bail!(
-                "{} names no file of consumers\n  add: [api_key] with consumers = \"consumers.toml\"",
+                "{} names no consumers file\n  add: [api_key] with consumers = \"consumers.toml\"",
                 config_path.display()
             );
         };
@@ -230,7 +230,7 @@ impl ConsumersFile {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
             Err(error) => Err(error),
         };
-        let new = new.with_context(|| format!("{} cannot be made", path.display()))?;
+        let new = new.with_context(|| format!("{} cannot be created", path.display()))?;
         let config = CompiledConfig::load(config_path, &env_var).inspect_err(|_| {
             if new {
                 // Remove the file that was created above. The error of the configuration is returned.

@@ -69,10 +69,10 @@ pub(super) async fn check_permissions(
         reply => reply?,
     };
     let Ok(refused) = redis::from_redis_value::<Option<Vec<usize>>>(refused) else {
-        return Ok(Check::skipped("permissions", "the server's answer is not understood"));
+        return Ok(Check::skipped("permissions", "the server's reply is not understood"));
     };
     let Some(refused) = refused else {
-        return Ok(Check::skipped("permissions", "this server cannot tell; Redis can from 7.0 on"));
+        return Ok(Check::skipped("permissions", "this server cannot check permissions; Redis can from 7.0 on"));
     };
     let missing: Vec<_> =
         refused.iter().filter_map(|position| commands.get(position - 1)).map(|words| acl_rule(words)).collect();
@@ -83,7 +83,7 @@ pub(super) async fn check_permissions(
         )
     } else {
         let found = format!(
-            "refused: {} (of {} that these limits need)",
+            "missing: {} (of {} that these limits need)",
             missing.join(" "),
             pluralize(commands.len() as u64, "command")
         );
@@ -91,7 +91,8 @@ pub(super) async fn check_permissions(
     })
 }
 
-const ACL_ADVICE: &str = "give the user these rights with ACL SETUSER: docs/redis.md has the line for the gateway";
+const ACL_ADVICE: &str =
+    "grant the user these permissions with ACL SETUSER: docs/redis.md has the line for the gateway";
 
 fn required_commands(rules: &[Rule]) -> Vec<&'static str> {
     let mut commands = [BASE_COMMANDS, OVERRIDE_COMMANDS].concat();
@@ -136,28 +137,34 @@ pub(super) async fn check_scripts(
         let mut load = redis::cmd("SCRIPT");
         let sha: String = connection.call(load.arg("LOAD").arg(&script.source)).await?;
         if sha != script.sha {
-            let found = format!("a script is called {sha}, not {}", script.sha);
+            let found = format!("the digest of a script is {sha}, not {}", script.sha);
             return Ok(Check::ok("scripts", found)
                 .with_status(Status::Failed)
-                .with_advice("this is not Redis, or not its SHA-1"));
+                .with_advice("the server is not Redis, or does not use SHA-1"));
         }
         // Called without keys, each script replies with the error RLARG and does nothing.
         match connection.call::<Value>(redis::cmd("EVALSHA").arg(&sha).arg(0)).await {
             Err(CallError::ErrorReply(error)) if error.code() == Some("RLARG") => {}
             Err(failure) => return Err(failure),
-            Ok(_) => return Ok(Check::ok("scripts", "a script answers what it should not").with_status(Status::Failed)),
+            Ok(_) => {
+                return Ok(Check::ok("scripts", "a script without keys did not reply with the error RLARG")
+                    .with_status(Status::Failed));
+            }
         }
     }
     // Redis loses all scripts at a restart. The gateway loads them again when it receives NOSCRIPT.
     match connection.call::<Value>(redis::cmd("EVALSHA").arg(UNKNOWN_SCRIPT_SHA).arg(0)).await {
         Err(CallError::ErrorReply(error)) if error.code() == Some("NOSCRIPT") => {}
         Err(failure) => return Err(failure),
-        Ok(_) => return Ok(Check::ok("scripts", "a script that was never loaded answers").with_status(Status::Failed)),
+        Ok(_) => {
+            return Ok(Check::ok("scripts", "a script that was never loaded did not reply with NOSCRIPT")
+                .with_status(Status::Failed));
+        }
     }
     Ok(Check::ok(
         "scripts",
         format!(
-            "loaded and answering: {}; one that was forgotten is told",
+            "{} loaded and replying; an unknown one gets NOSCRIPT",
             pluralize(ScriptVariant::ALL.len() as u64, "script")
         ),
     ))
@@ -204,7 +211,7 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         }
     }
     let found = format!(
-        "{} tried: charged and given back, the slowest in {}",
+        "{} tried: charged and refunded, the slowest in {}",
         pluralize(kinds.len() as u64, "algorithm"),
         format_elapsed(slowest)
     );

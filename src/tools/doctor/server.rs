@@ -66,7 +66,7 @@ pub(super) async fn check_version(
     Ok(if number < MIN_VERSION {
         check.with_status(Status::Failed).with_advice("6.2 or newer is needed")
     } else if server != "redis" || number != TESTED_VERSION {
-        check.with_advice("the gateway is tested with Redis 7.0; this one should do")
+        check.with_advice("the gateway is tested with Redis 7.0; this version should work")
     } else {
         check
     })
@@ -82,7 +82,7 @@ pub(super) async fn check_role(
         (Err(CallError::ConnectionLost(error)), _) => return Err(CallError::ConnectionLost(error)),
         // Without permission for ROLE, use the role of the HELLO reply, which has no number of replicas.
         (_, Some(hello)) => {
-            let role = if hello.role == Some(ServerRole::Master) { "master" } else { "no master" };
+            let role = if hello.role == Some(ServerRole::Master) { "master" } else { "not a master" };
             return Ok(Check::ok("role", role));
         }
         (Err(error), None) => return Err(error),
@@ -96,7 +96,7 @@ pub(super) async fn check_role(
         }
         (role, _) => Check::ok("role", if role.is_empty() { "unknown" } else { role })
             .with_status(Status::Failed)
-            .with_advice("give the address of a master"),
+            .with_advice("set store.url to the address of a master"),
     })
 }
 
@@ -132,7 +132,7 @@ pub(super) async fn check_round_trip(
             .with_status(Status::Warning)
             .with_advice(format!("store.timeout leaves too little headroom: {advised_timeout}"))
     } else if max * 2 > store_timeout {
-        let advice = "some decisions will be made without Redis: raise store.timeout, or see what keeps Redis or the network busy";
+        let advice = "some checks will time out: raise store.timeout, or find what keeps Redis or the network busy";
         check.with_status(Status::Warning).with_advice(advice)
     } else {
         check
@@ -168,13 +168,15 @@ pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result
     let check = Check::ok(
         "clock",
         format!(
-            "{} {direction} this machine's, give or take {}; no decision depends on it",
+            "{} {direction} the local clock, ± {}; no decision depends on it",
             format_elapsed(offset),
             format_elapsed(round_trip / 2)
         ),
     );
     Ok(if offset > Duration::from_secs(1) {
-        check.with_advice("calendar windows and the dialect `github` tell the time of Redis: set both clocks by NTP")
+        check.with_advice(
+            "calendar windows and the header style `github` use the time of Redis: synchronize both clocks by NTP",
+        )
     } else {
         check
     })
@@ -196,7 +198,7 @@ pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Resul
     let used = info.number("used_memory").unwrap_or(0);
     Ok(match info.number("maxmemory").unwrap_or(0) {
         0 => Check::ok("memory", format!("{} used; no maxmemory", format_mib(used)))
-            .with_advice("set maxmemory, so that Redis refuses before the machine runs out"),
+            .with_advice("set maxmemory, so that Redis rejects writes before the machine runs out of memory"),
         max_bytes => {
             let percent = used.saturating_mul(100) / max_bytes;
             let check =
@@ -204,7 +206,7 @@ pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Resul
             if percent >= 80 {
                 check
                     .with_status(Status::Warning)
-                    .with_advice("raise maxmemory: a full Redis admits nobody whose state it would have to write")
+                    .with_advice("raise maxmemory: a full Redis rejects every request whose state it must write")
             } else {
                 check
             }
@@ -237,18 +239,18 @@ fn assess_policy(policy: &str, max_bytes: u64) -> Check {
     if policy == "noeviction" {
         return check;
     }
-    let advice = "limits want noeviction, on an instance of their own: CONFIG SET maxmemory-policy noeviction";
+    let advice = "use noeviction, on an instance for limits only: CONFIG SET maxmemory-policy noeviction";
     if max_bytes == 0 {
         let found = format!("{policy}, which evicts nothing while there is no maxmemory");
         return Check { message: found, ..check }.with_status(Status::Warning).with_advice(advice);
     }
     let effect = match policy {
-        "volatile-ttl" => "takes what expires soonest first, which is short limits",
-        "volatile-lru" | "volatile-lfu" | "volatile-random" => "takes keys with a TTL, which all limits have",
-        _ => "takes any key",
+        "volatile-ttl" => "evicts the keys that expire soonest, which are short limits",
+        "volatile-lru" | "volatile-lfu" | "volatile-random" => "evicts keys with a TTL, which all limits have",
+        _ => "evicts any key",
     };
     let found = format!(
-        "{policy} with maxmemory {}: it {effect}, and whose limit is evicted has a fresh one",
+        "{policy} with maxmemory {}: Redis {effect}, and an evicted limit has its full quota again",
         format_mib(max_bytes)
     );
     Check { message: found, ..check }.with_status(Status::Failed).with_advice(advice)

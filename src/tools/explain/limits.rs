@@ -70,9 +70,9 @@ pub(super) fn limit_reports(
                 (None, Some(format!("it is for {} only", methods.join(", "))), None)
             }
             Ok(IdentityLookup::Missing(missing)) => {
-                (None, Some(format!("{missing}, and who lacks it is left out")), None)
+                (None, Some(format!("{missing}: requests without it are skipped")), None)
             }
-            Ok(IdentityLookup::Exempt) => (None, Some("who asks is exempt".to_owned()), None),
+            Ok(IdentityLookup::Exempt) => (None, Some("the client is exempt".to_owned()), None),
             Err(error) => (None, None, Some(error.to_string())),
         };
         let index = checks.iter().position(|check| check.limit_index == limit_index);
@@ -109,8 +109,10 @@ fn identity_part_reports(
     let name = identity_spec.display(attributes, &config.api_key_settings, &config.client_ip);
     let to_report = |(descriptor, display): (&Descriptor, &DisplayPart)| {
         let source = match descriptor {
-            _ if *display.label != *descriptor.label() => format!("the client's address, for want of the {descriptor}"),
-            Descriptor::ApiKey => format!("the field `{}`", config.api_key_settings.header),
+            _ if *display.label != *descriptor.label() => {
+                format!("the client's address, because the {descriptor} is missing")
+            }
+            Descriptor::ApiKey => format!("the header `{}`", config.api_key_settings.header),
             Descriptor::Ip => "the client's address".to_owned(),
             Descriptor::Global => "all requests".to_owned(),
             Descriptor::User(_)

@@ -54,7 +54,7 @@ fn mismatch_reason(other: &RouteCandidate<'_>, winner: Option<&RouteCandidate<'_
         Some(MismatchReason::Path) => ("path", format!("its path is {}", other.target.path)),
         Some(MismatchReason::Method) => ("method", format!("it is for {} only", method_list(other))),
         Some(MismatchReason::Header(name)) => {
-            ("header", format!("it wants `{}`", required_header(other.headers, name)))
+            ("header", format!("it requires `{}`", required_header(other.headers, name)))
         }
         None => ("specific", winner.map_or_else(String::new, |winner| specificity_reason(other, winner))),
     }
@@ -72,7 +72,7 @@ fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -
     if other.methods.is_empty() != winner.methods.is_empty() {
         return format!("it matches, but {better} lists the method");
     }
-    format!("it matches, but {better} wants more fields")
+    format!("it matches, but {better} requires more headers")
 }
 
 fn method_list(other: &RouteCandidate<'_>) -> String {

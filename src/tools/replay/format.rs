@@ -106,13 +106,13 @@ pub enum LineError {
     #[error("not a line of this format")]
     Malformed,
     /// The time is missing or invalid.
-    #[error("no time that can be read")]
+    #[error("missing or invalid time")]
     InvalidTime,
     /// A CloudFront line before the `#Fields` line.
     #[error("a `#Fields` line is missing before it")]
     MissingFieldsLine,
     /// The line is longer than 1 MiB.
-    #[error("longer than a mebibyte")]
+    #[error("longer than 1 MiB")]
     TooLong,
 }
 

@@ -302,7 +302,7 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
         notes.push(format!("{lines} cannot be read; the first is {log}:{line}: {error}"));
     }
     for (log, error) in &statistics.read_errors {
-        notes.push(format!("{log} ends before its end: {error}"));
+        notes.push(format!("{log} cannot be read to its end: {error}"));
     }
     if statistics.out_of_order > 0 {
         let out_of_order = format_count(statistics.out_of_order, "request", "requests");
@@ -324,7 +324,7 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
         limit.skip_reason.is_none() && limit.variant.quota.window_us.is_some_and(|window| window < COARSE_WINDOW_US)
     });
     if has_short_window && !statistics.has_subsecond && statistics.requests > 0 {
-        notes.push("instants in this log are whole seconds: short windows seem fuller than they were".to_owned());
+        notes.push("times in this log are whole seconds: short windows seem fuller than they were".to_owned());
     }
     notes
 }
@@ -360,9 +360,9 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
     let skipped = [
         (unlimited, "meets no limit", "meet no limit"),
         (no_route, "matches no route", "match no route"),
-        (no_identity, "lacks the identity that a limit asks for", "lack the identity that a limit asks for"),
-        (malformed, "would be refused", "would be refused"),
-        (not_http, "is no valid request of HTTP", "are no valid requests of HTTP"),
+        (no_identity, "lacks the identity of a limit", "lack the identity of a limit"),
+        (malformed, "would be rejected", "would be rejected"),
+        (not_http, "is not a valid HTTP request", "are not valid HTTP requests"),
     ];
     for (count, one, many) in skipped.into_iter().filter(|(count, ..)| *count > 0) {
         writeln!(out, "  {}", format_count(count, one, many))?;
@@ -382,7 +382,7 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
         let name = &limit.name;
         writeln!(out)?;
         write_wrapped(out, "", &format!("{name}: not replayed: {skip_reason} is not in this log."))?;
-        write_wrapped(out, "  ", &format!("If another field tells them apart: --identity {name}=FIELD"))?;
+        write_wrapped(out, "  ", &format!("If another field identifies clients: --identity {name}=FIELD"))?;
     }
     for limit in known.into_iter().filter(|limit| limit.requests > 0) {
         write_details(limit, report.target, out)?;
@@ -426,7 +426,7 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut impl Write
     }
     if limit.denied > 0 {
         write_chart(limit, out)?;
-        let order_note = if limit.identities_denied > MAX_NAMED_IDENTITIES { ", most of all" } else { "" };
+        let order_note = if limit.identities_denied > MAX_NAMED_IDENTITIES { ", the top ones" } else { "" };
         let identities = format_count(limit.identities_denied as u64, "identity was", "identities were");
         writeln!(out, "  {identities} denied{order_note}:")?;
         for identity in limit.top_denied.iter().take(MAX_NAMED_IDENTITIES) {

@@ -425,7 +425,7 @@ impl ReplayConfig {
             };
             let missing_input = missing_identity_input(compiled_limit, &compiled, capabilities).filter(|_| !is_mapped);
             let in_flight = matches!(variant.rule, Rule::Concurrency(_)) && !capabilities.duration;
-            let unknown = missing_input.or_else(|| in_flight.then(|| "how long requests took".to_owned()));
+            let unknown = missing_input.or_else(|| in_flight.then(|| "the duration of requests".to_owned()));
             let configured_quota =
                 proposal.map(|_| compiled_limit.limit.default_variant.quota).filter(|quota| *quota != variant.quota);
             let notes = limit_notes(compiled_limit, is_mapped, capabilities);
@@ -518,7 +518,7 @@ pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilitie
     let is_logged = |name: &HeaderName| capabilities.headers.contains(name) || capabilities.identity_hashes;
     match &compiled.cost {
         Some(Cost::Response { default, .. }) if !capabilities.identity_hashes => {
-            notes.push(format!("what responses cost is not in this log: each counts as {default}"));
+            notes.push(format!("the cost of responses is not in this log: each counts as {default}"));
         }
         Some(Cost::Request { header, default, .. }) if !is_logged(header) => {
             notes.push(format!("`{header}` is not in this log: each request counts as {default}"));
@@ -526,10 +526,10 @@ pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilitie
         _ => {}
     }
     if is_mapped && !compiled.limit.tiers.is_empty() {
-        notes.push("who is not known as a consumer has the standard size, whatever the tier".to_owned());
+        notes.push("clients that are not known consumers have the standard quota, whatever the tier".to_owned());
     }
     if compiled.limit.queue_policy.is_some() {
-        notes.push("whoever would wait for a turn (`max_wait`) counts as denied".to_owned());
+        notes.push("requests that would be queued (`max_wait`) count as denied".to_owned());
     }
     if !compiled.refund_on.is_empty() && !capabilities.status {
         notes.push("statuses are not in this log: nothing is refunded".to_owned());

@@ -26,12 +26,12 @@ pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_po
 pub enum FormatError {
     /// Neither the name of a format nor a template with variables.
     #[error(
-        "`{0}` is not a format: there are {names}, and nginx's, as its log_format has it: '$remote_addr …'",
+        "`{0}` is not a format: use one of {names}, or an nginx log_format such as '$remote_addr …'",
         names = crate::tools::replay::format::FORMAT_NAMES.join(", ")
     )]
     Unknown(String),
     /// Two variables without text between them.
-    #[error("`{0}` and `{1}` stand next to each other: nothing tells where one ends")]
+    #[error("`{0}` and `{1}` are adjacent: separate them by text")]
     Adjacent(String, String),
     /// No variable with the time of the request.
     #[error("the format has no time: $time_local, $time_iso8601 or $msec")]

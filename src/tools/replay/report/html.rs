@@ -54,7 +54,7 @@ fn write_page(report: &ReplayReport, out: &mut String) -> fmt::Result {
         Escaped(&logs)
     )?;
     let requests = format_count(requests, "request", "requests");
-    write!(out, "<p>{requests}, of which limits have a say in {}", group_digits(limited))?;
+    write!(out, "<p>{requests}; limits apply to {}", group_digits(limited))?;
     if let (Some(from), Some(to)) = (&report.from, &report.to) {
         write!(out, ", from <time>{from}</time> to <time>{to}</time>")?;
     }
@@ -128,7 +128,7 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut String) ->
     }
     writeln!(
         out,
-        "<p>{} denied; most of all:</p>\n<div class=\"scroll\"><table>\n\
+        "<p>{} denied; the top ones:</p>\n<div class=\"scroll\"><table>\n\
          <tr><th>identity<th class=\"n\">requests<th class=\"n\">denied<th class=\"share\">share",
         format_count(limit.identities_denied as u64, "identity was", "identities were")
     )?;
