@@ -189,7 +189,7 @@ fn a_policy_that_may_evict_limits_and_what_it_evicted_are_told() {
     assert_eq!((code, status.as_str()), (Some(0), "warning"), "nothing is evicted without maxmemory: {found}");
     command(&redis, &["CONFIG", "SET", "maxmemory", "8mb"]);
     for (policy, why) in
-        [("allkeys-lru", "any key"), ("volatile-ttl", "expires soonest"), ("volatile-lru", "with a TTL")]
+        [("allkeys-lru", "any key"), ("volatile-ttl", "expire soonest"), ("volatile-lru", "with a TTL")]
     {
         command(&redis, &["CONFIG", "SET", "maxmemory-policy", policy]);
         let (code, status, found) = check(&redis.url(), "policy");
@@ -310,7 +310,7 @@ fn a_server_that_is_no_master_or_too_old_fails() {
         assert_eq!(status, expected, "{version}: {found}");
         assert!(found.starts_with(&format!("redis {version} ")), "{found}");
         let (_, status, found) = check(&fake.url(), "role");
-        assert_eq!((status.as_str(), found.as_str()), ("failed", "sentinel give the address of a master"));
+        assert_eq!((status.as_str(), found.as_str()), ("failed", "sentinel set store.url to the address of a master"));
     }
 }
 
