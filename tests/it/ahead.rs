@@ -326,7 +326,7 @@ fn check_reports_the_cost_of_prefetch_and_where_it_has_no_effect() {
     }
     assert_eq!(said.matches("does nothing").count(), 1, "{said}");
     let said = check("memory:");
-    assert!(said.contains("the `prefetch` of `bucket` does nothing: no call is saved with the memory store"), "{said}");
+    assert!(said.contains("the `prefetch` of `bucket` has no effect: the memory store needs no calls"), "{said}");
 }
 
 /// Redis denies a request with another limit, as all tokens are prefetched. This denial is cached.
