@@ -191,7 +191,7 @@ impl Batch {
         )
     }
 
-    /// The call; see `lua/check.lua`.
+    /// The call; see `lua/generic.lua`.
     pub(super) fn command(&self, algorithms: AlgorithmSet, now_us: u64) -> Cmd {
         let script = self.script(algorithms);
         let limits: usize = self.groups.iter().map(|group| group.limits.len()).sum();
