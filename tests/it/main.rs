@@ -57,6 +57,7 @@ mod route_timeouts;
 mod routes;
 mod routing;
 mod schema;
+mod scripts;
 mod secrets;
 mod smuggling;
 mod sparing;
