@@ -1,11 +1,11 @@
-//! Tells the program what it was built from, for `sluicegate --version`.
+//! Build script: sets the commit, compiler, target and PGO flag for `sluicegate --version`.
 
 use std::env;
 use std::process::Command;
 
 fn main() {
     let release = env::var("PROFILE").is_ok_and(|profile| profile == "release");
-    // Development builds name no commit: each commit would compile everything again.
+    // Release builds only: otherwise each commit would recompile the crate in development.
     let commit = if release { output("git", &["rev-parse", "--short=12", "HEAD"]) } else { None };
     let rustc = env::var("RUSTC").ok().and_then(|rustc| output(&rustc, &["--version"]));
     let flags = env::var("CARGO_ENCODED_RUSTFLAGS").unwrap_or_default();
@@ -23,7 +23,7 @@ fn set(name: &str, value: &str) {
     println!("cargo::rustc-env=SLUICEGATE_{name}={value}");
 }
 
-/// The first line that a command prints, if it succeeds.
+/// The first line of the output of a command. None if the command fails.
 fn output(program: &str, arguments: &[&str]) -> Option<String> {
     let output = Command::new(program).args(arguments).output().ok().filter(|output| output.status.success())?;
     Some(String::from_utf8(output.stdout).ok()?.lines().next()?.to_owned())

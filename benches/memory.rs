@@ -21,7 +21,6 @@ use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarWindows;
 use sluicegate::limiter::quota::{CalendarUnit, Quota};
 use sluicegate::limiter::redis::RedisSettings;
-use sluicegate::limiter::redis::script::AlgorithmSet;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
@@ -120,14 +119,9 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (before, after) = runtime.block_on(async {
         let clock = Clock::manual(START_US);
-        let settings = RedisSettings {
-            prefix: "rl".to_owned(),
-            connections: 1,
-            timeout: Duration::from_secs(5),
-            connect_timeout: Duration::from_secs(5),
-            algorithms: AlgorithmSet::default(),
-            clock: clock.clone(),
-        };
+        let timeout = Duration::from_secs(5);
+        let settings =
+            RedisSettings { timeout, connect_timeout: timeout, clock: clock.clone(), ..RedisSettings::default() };
         let endpoint = RedisEndpoint::Single(server.client());
         let store = ServerStore::new(&settings, endpoint, Arc::default(), Arc::default());
         // Connected, and the script known.

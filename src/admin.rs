@@ -292,8 +292,8 @@ fn text_response(status: StatusCode, body: &str) -> AdminResponse {
     typed_response(status, "text/plain; charset=utf-8", body.to_owned())
 }
 
-fn typed_response(status: StatusCode, content_type: &'static str, body: String) -> AdminResponse {
-    let mut response = Response::new(Either::Left(Full::from(body)));
+fn typed_response(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> AdminResponse {
+    let mut response = Response::new(Either::Left(Full::new(body.into())));
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
     response

@@ -1,4 +1,4 @@
-//! The command line: one file for each command.
+//! The command line: arguments and output, one module per command.
 
 pub mod admin;
 pub(crate) mod check;
@@ -19,7 +19,7 @@ use clap::{Parser, Subcommand};
 use crate::config::error::ConfigError;
 use crate::snapshot::CompiledConfig;
 
-/// What `--version` prints behind the name; `-V` prints the version alone. Set by `build.rs`.
+/// Output of `--version` after the name; `-V` prints the version only. `build.rs` sets the variables.
 const LONG_VERSION: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     "\ncommit: ",
@@ -32,19 +32,19 @@ const LONG_VERSION: &str = concat!(
     env!("SLUICEGATE_PGO"),
 );
 
-/// Exit code of a configuration that cannot be used.
+/// Exit code for an invalid configuration.
 const EXIT_INVALID_CONFIG: u8 = 2;
 
 /// An HTTP gateway with exact, distributed rate limits.
 ///
-/// Matches routes, finds out who asks, makes one atomic store call, and forwards the request or answers 429.
+/// Matches the route, identifies the client, checks all limits in one atomic store call, and proxies the request or returns 429.
 #[derive(Debug, Parser)]
 #[command(version, long_version = LONG_VERSION, max_term_width = 100)]
 pub struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
 
-    /// The configuration
+    /// The configuration file
     #[arg(long, short, global = true, value_name = "FILE", default_value = "gateway.toml", env = "SLUICEGATE_CONFIG")]
     config: PathBuf,
 }
@@ -53,30 +53,30 @@ pub struct Arguments {
 enum Command {
     /// Serve (the default)
     Run,
-    /// Check the configuration: what is wrong or odd about it, and what its limits guarantee
+    /// Check the configuration: errors, warnings, and what its limits guarantee
     ///
-    /// Exit code 0 if it can be used, 2 if not; with --strict 1 if there are warnings.
+    /// Exit code 0 if it is valid, 2 if not; 1 with --strict if there are warnings.
     Check(check::Options),
-    /// Examine the Redis of the configuration and say what to do; exit code 1 if something failed
+    /// Check the Redis servers of the configuration and say what to do; exit code 1 if a check failed
     Doctor {
-        /// As a JSON object, for programs
+        /// Print a JSON object
         #[arg(long)]
         json: bool,
     },
-    /// Say what the gateway would do with a request, and why: route, limits, answer; nothing is sent or charged
+    /// Explain what the gateway would do with a request: route, limits, response; nothing is sent or charged
     ///
-    /// The counters are looked at in Redis, or asked of the running gateway where they are in its memory.
+    /// The counters are read from Redis, or from the running gateway if they are in its memory.
     Explain(explain::Arguments),
-    /// Write a first configuration, with comments
+    /// Write a commented configuration from a template
     Init {
-        /// What the gateway is for
+        /// The template
         #[arg(long = "template", value_name = "TEMPLATE", default_value = "single-api")]
         template: init::Template,
-        /// Overwrite files that are there
+        /// Overwrite existing files
         #[arg(long)]
         force: bool,
     },
-    /// Make and revoke API keys
+    /// Create and revoke API keys
     Key {
         #[command(subcommand)]
         action: key::Action,
@@ -85,37 +85,37 @@ enum Command {
     Admin(admin::AdminCommand),
     /// Print the JSON Schema of the configuration, for editors
     Schema {
-        /// Of which file
+        /// The file that the schema describes
         #[arg(default_value = "gateway")]
         file: generate::SchemaFile,
     },
     /// Print completions for a shell
     Completions {
-        /// Which shell
+        /// The shell
         shell: clap_complete::Shell,
     },
     /// Print the manual page, or write one for each command
     Man {
-        /// Write sluicegate.1, sluicegate-check.1, … there
+        /// Write sluicegate.1, sluicegate-check.1, … into this folder
         folder: Option<PathBuf>,
     },
-    /// Hold access logs against the limits, or against proposed ones: who would have been denied, and which quota would do
+    /// Replay access logs against the configured or proposed limits
     Replay(replay::Arguments),
 }
 
-/// Carries out a command.
+/// Run a command and return its exit code.
 ///
 /// # Errors
-/// The gateway could not start or had to stop.
+/// The command failed, other than by an invalid configuration, which is reported here.
 pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     match dispatch(arguments) {
         Err(error) => match error.downcast_ref::<ConfigError>() {
             Some(error) => {
-                // Colours on a terminal only, and none where NO_COLOR asks for it.
+                // anstream writes colors only to a terminal, and not if NO_COLOR is set.
                 anstream::eprintln!("{}", error.report(&Renderer::styled()));
                 Ok(ExitCode::from(EXIT_INVALID_CONFIG))
             }
-            // Whoever reads the output has seen enough of it.
+            // The reader closed the pipe, as `head` does: not an error.
             None if is_broken_pipe(&error) => Ok(ExitCode::SUCCESS),
             None => Err(error),
         },

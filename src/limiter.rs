@@ -29,21 +29,25 @@ use std::time::{Duration, Instant};
 
 use tokio::time::{sleep, timeout};
 use tokio_util::task::TaskTracker;
+use uuid::Uuid;
 
 use crate::limiter::algorithm::{Outcome, Status};
-use crate::limiter::clock::{elapsed_since, monotonic, unix_us};
+use crate::limiter::clock::{Clock, elapsed_since, monotonic, unix_us};
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::denial_cache::{DenialCache, DenialHit};
 use crate::limiter::fallback::{StoreUnavailable, decide_overloaded, decide_without_store};
-use crate::limiter::metrics::AnsweredBy;
+use crate::limiter::key::IdentityHasher;
+use crate::limiter::memory::MemoryStore;
+use crate::limiter::metrics::{AnsweredBy, LimiterMetrics};
 use crate::limiter::overrides::Overrides;
 use crate::limiter::prefetch::PrefetchPool;
+use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::settlement::{
     ConcurrencyPermits, Deferred, DeferredCharge, DeferredCharges, OwnedCharge, SettlementQueue, StoreHandle,
 };
 use crate::limiter::singleflight::{CheckGroup, Singleflight};
 use crate::limiter::spec::{LimitSpec, OnStoreError, QueuePolicy};
-use crate::limiter::store::{DecidedBy, Store};
+use crate::limiter::store::{DecidedBy, RedisStore, Store};
 use crate::limiter::verdict::{Operation, StoreError, Verdict};
 use crate::limiter::wait_queue::WaitQueues;
 
@@ -61,6 +65,34 @@ pub struct Limiter {
 }
 
 impl Limiter {
+    /// Create a limiter that counts in the memory of this process, for at most about `max_states` states: one for each
+    /// limit and identity in use. Create one per process and share it in an [`Arc`].
+    pub fn in_memory(max_states: usize) -> Self {
+        Limiter::standalone(Store::Memory(Arc::new(MemoryStore::new(max_states, Clock::Store))), None)
+    }
+
+    /// Create a limiter that counts in Redis, together with all limiters that use the same server, key prefix, limit
+    /// names and identity secret. Call it on the tokio runtime that checks requests: connections belong to this
+    /// runtime. Create one per process and share it in an [`Arc`].
+    ///
+    /// Wait for the first connection for at most `settings.connect_timeout`. An unreachable Redis is no error: each
+    /// limit then follows its [`OnStoreError`] until Redis answers. In this process the limiter keeps at most about
+    /// `max_states` denials and states of local shares.
+    pub async fn redis(deployment: RedisDeployment, settings: RedisSettings, max_states: usize) -> Self {
+        let (metrics, connect_timeout) = (Arc::<LimiterMetrics>::default(), settings.connect_timeout);
+        let store = RedisStore::new(&(deployment, settings), Arc::default(), Arc::default(), metrics.clone());
+        store.connect_within(connect_timeout).await;
+        let fallback = Arc::new(MemoryStore::new(max_states, Clock::Store));
+        Limiter::standalone(Store::Redis { store, fallback, metrics }, Some(Arc::new(DenialCache::new(max_states))))
+    }
+
+    /// Create a limiter that shares nothing with another limiter of this process.
+    fn standalone(store: Store, denials: Option<Arc<DenialCache>>) -> Self {
+        // Without a limit to look up, no override can exist, so the secret is not used.
+        let overrides = Arc::new(Overrides::new(IdentityHasher::new(""), |_| None, denials.clone()));
+        Limiter::new(store, denials, Arc::default(), Arc::default(), overrides, random_permit_id())
+    }
+
     /// Create a limiter over a store. `denials`, `prefetch_pool`, `wait_queues` and `overrides` are shared by the whole
     /// process. Permit ids count from `first_permit_id`; no two limiters of one store may use the same ids.
     pub fn new(
@@ -366,6 +398,11 @@ impl Limiter {
             });
         DeferredCharges::new(self.settlements.clone(), decision.decided_by, charges.collect())
     }
+}
+
+/// Return a random id for the first concurrency permit of a limiter.
+pub fn random_permit_id() -> u64 {
+    Uuid::new_v4().as_u64_pair().0
 }
 
 /// Time after an outage in which the store may not know all concurrency permits of other gateways. They register their

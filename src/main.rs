@@ -1,4 +1,4 @@
-//! Arguments in, exit code out; everything else is in the library.
+//! The `sluicegate` binary: parses the arguments, runs the command and returns its exit code.
 
 use std::io::{Write, stderr};
 use std::process::ExitCode;
@@ -15,7 +15,7 @@ fn main() -> ExitCode {
     match cli::execute(&Arguments::parse()) {
         Ok(code) => code,
         Err(error) => {
-            // Where standard error is closed, the exit code says it all the same.
+            // If standard error is closed, the exit code still reports the failure.
             let _ = writeln!(stderr(), "sluicegate: {error}");
             ExitCode::FAILURE
         }

@@ -1,4 +1,4 @@
-//! The engines of commands that never serve a request.
+//! The engines of the commands `check`, `doctor`, `explain` and `replay`, which never serve a request.
 
 pub mod check;
 pub mod doctor;

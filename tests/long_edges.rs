@@ -86,7 +86,7 @@ fn slow_clients_are_closed_and_hold_little_memory() {
         .collect();
     over("slow body", count, before);
     for mut client in clients {
-        assert_eq!(client.reply().expect("an answer").status, 408);
+        assert_eq!(client.reply().expect("a response").status, 408);
     }
     let before = gateway.memory();
     let clients: Vec<_> = (0..count)
@@ -272,7 +272,7 @@ fn idle_connections_take_little_memory() {
                     _ => {
                         let mut client = Http2::connect(gateway.address, &[]);
                         client.get(1, "/");
-                        assert_eq!(client.until(DATA, 1).expect("an answer").payload, b"hello");
+                        assert_eq!(client.until(DATA, 1).expect("a response").payload, b"hello");
                         Box::new(client)
                     }
                 }
@@ -357,7 +357,7 @@ fn large_bodies_are_streamed_in_little_memory() {
                     let head = format!("POST /up HTTP/1.1\r\nHost: a.test\r\nContent-Length: {}\r\n\r\n", mib * MIB);
                     client.send(head.as_bytes());
                     let hash = write_all(client.stream.get_mut(), mib);
-                    assert_eq!(client.reply().expect("an answer").status, 200);
+                    assert_eq!(client.reply().expect("a response").status, 200);
                     hash
                 } else {
                     client.send(b"GET /up HTTP/1.1\r\nHost: a.test\r\n\r\n");

@@ -153,7 +153,7 @@ impl Run {
             }
             let head = block("GET", "/hello", &[("x-id", "http2")]);
             client.send(&frame(HEADERS, END_STREAM | END_HEADERS, 2 * place + 1, &head)).unwrap();
-            assert_eq!(client.until(DATA, 2 * place + 1).expect("an answer").payload, b"hello");
+            assert_eq!(client.until(DATA, 2 * place + 1).expect("a response").payload, b"hello");
         });
     }
 
@@ -342,7 +342,7 @@ fn repeated_faults_leave_memory_and_descriptors_level() {
             open.push(descriptors(&gateway));
             let (rss, open) = (memory[memory.len() - 1] / MIB, open[open.len() - 1]);
             println!("round {round}: {fault:?}: {rss:.1} MiB, {open} descriptors");
-            assert!(!exact.is_finished() && !others.iter().any(|client| client.is_finished()), "a client has given up");
+            assert!(!exact.is_finished() && !others.iter().any(|client| client.is_finished()), "a client has ended");
         }
         drop(end);
         others.into_iter().for_each(|client| client.join().unwrap());

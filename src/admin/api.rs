@@ -17,6 +17,8 @@ use tokio::time::timeout;
 
 use crate::admin::state::AdminState;
 use crate::admin::{AdminResponse, AdminServer, typed_response};
+use crate::http::problem;
+use crate::http::problem::Problem;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::admin::{AdminError, LimiterAdmin};
 use crate::limiter::clock::monotonic;
@@ -195,11 +197,8 @@ impl ApiError {
     }
 
     pub(super) fn into_response(self) -> AdminResponse {
-        let ApiError { status, detail } = self;
-        let title = status.canonical_reason().unwrap_or_default();
-        let body =
-            serde_json::json!({ "type": "about:blank", "title": title, "status": status.as_u16(), "detail": detail });
-        typed_response(status, "application/problem+json", body.to_string() + "\n")
+        let problem = Problem::new(self.status, &self.detail);
+        typed_response(self.status, problem::CONTENT_TYPE, problem.to_json())
     }
 }
 

@@ -8,13 +8,10 @@ use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
-use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use uuid::Uuid;
 
 use crate::app::AppError;
 use crate::app::reload::WorkerGateways;
-use crate::limiter::Limiter;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::LimiterMetrics;
@@ -25,6 +22,7 @@ use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::redis::overrides;
 use crate::limiter::store::{RedisStore, Store};
 use crate::limiter::wait_queue::WaitQueues;
+use crate::limiter::{Limiter, random_permit_id};
 use crate::listener::Server;
 use crate::listener::connection_limit::ConnectionLimits;
 use crate::metrics::MetricFamily;
@@ -96,12 +94,8 @@ impl Worker {
                 let topology = self.topology.clone();
                 let metrics = self.limit_metrics.get_or_create("", self.index);
                 let store = RedisStore::new(redis, breaker, topology, metrics.clone());
-                let connecting = tokio::spawn({
-                    let store = store.clone();
-                    async move { store.connect().await }
-                });
                 // Connect before the first request. Start without a connection if the store does not respond in time.
-                let _ = timeout(CONNECT_TIMEOUT, connecting).await;
+                store.connect_within(CONNECT_TIMEOUT).await;
                 if self.index == 0 {
                     let overrides = self.overrides.clone();
                     let store = store.clone();
@@ -111,10 +105,9 @@ impl Worker {
                 Store::Redis { store, fallback: self.memory.clone(), metrics }
             }
         };
-        let (first_permit_id, _) = Uuid::new_v4().as_u64_pair();
         let denial_cache = self.denial_cache.clone();
         let prefetch_pool = self.prefetch_pool.clone();
         let wait_queues = self.wait_queues.clone();
-        Limiter::new(store, denial_cache, prefetch_pool, wait_queues, self.overrides.clone(), first_permit_id)
+        Limiter::new(store, denial_cache, prefetch_pool, wait_queues, self.overrides.clone(), random_permit_id())
     }
 }

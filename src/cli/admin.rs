@@ -1,4 +1,4 @@
-//! `sluicegate top`, `inspect`, `reset` and `override`: ask a running gateway, and tell it what to do.
+//! `sluicegate top`, `inspect`, `reset` and `override`: commands that call the admin API of a running gateway.
 
 pub mod client;
 
@@ -18,38 +18,38 @@ use crate::cli::admin::client::AdminClient;
 /// What can be asked of a running gateway.
 #[derive(Debug, Subcommand)]
 pub(super) enum AdminCommand {
-    /// Show who is being limited now, asking the running gateway
+    /// Show the most denied clients of the running gateway
     Top {
         #[command(flatten)]
         target: AdminTarget,
-        /// Only by this limit
+        /// Only this limit
         #[arg(long, value_name = "NAME")]
         limit: Option<String>,
-        /// So many of each limit
+        /// Maximum number of clients per limit
         #[arg(long, value_name = "N", default_value_t = 10)]
         count: u64,
     },
-    /// Show where an identity stands, without charging it
+    /// Show the usage of an identity, without charging it
     Inspect {
         #[command(flatten)]
         target: AdminTarget,
-        /// With this limit; otherwise with all that these parts are enough for
+        /// The limit; default: all limits whose parts are given
         #[arg(long, value_name = "NAME")]
         limit: Option<String>,
-        /// What a request costs
+        /// The cost of the request
         #[arg(long, value_name = "N", default_value_t = 1)]
         cost: u64,
         #[command(flatten)]
         identity: IdentityArgs,
     },
-    /// Forget what an identity has used, on all gateways
+    /// Clear the usage of an identity, on all gateways
     Reset {
         #[command(flatten)]
         target: AdminTarget,
         #[command(flatten)]
         limit_identity: LimitIdentity,
     },
-    /// Give an identity another quota for a time, on all gateways
+    /// Set, list and remove temporary quotas, on all gateways
     Override {
         #[command(subcommand)]
         action: OverrideCommand,
@@ -59,31 +59,31 @@ pub(super) enum AdminCommand {
 /// What can be done with overrides.
 #[derive(Debug, Subcommand)]
 pub(super) enum OverrideCommand {
-    /// Give an identity another quota for a time
+    /// Set a temporary quota for an identity
     Set {
         #[command(flatten)]
         target: AdminTarget,
         #[command(flatten)]
         limit_identity: LimitIdentity,
-        /// As in the configuration: "600/min"
+        /// The quota, as in the configuration: "600/min"
         #[arg(long, value_name = "QUOTA")]
         quota: String,
-        /// Of a token bucket; as much as the quota if it is left out
+        /// The burst of a token bucket; default: the count of the quota
         #[arg(long, value_name = "N")]
         burst: Option<u64>,
-        /// How long: "15m", "12h", "7d"
+        /// The lifetime: "15m", "12h", "7d"
         #[arg(long = "ttl", value_name = "DURATION")]
         ttl: String,
-        /// A word about why
+        /// The reason
         #[arg(long, value_name = "TEXT")]
         note: Option<String>,
     },
-    /// Show all that are in force
+    /// List the overrides in force
     List {
         #[command(flatten)]
         target: AdminTarget,
     },
-    /// End one before its time
+    /// Remove an override before it expires
     Remove {
         #[command(flatten)]
         target: AdminTarget,
@@ -95,11 +95,11 @@ pub(super) enum OverrideCommand {
 /// Which gateway, and how its answer is shown.
 #[derive(Debug, Args)]
 pub(super) struct AdminTarget {
-    /// The admin listener, such as http://127.0.0.1:9180; otherwise that of the configuration. The token is in
+    /// The admin listener, such as http://127.0.0.1:9180; default: that of the configuration. The token is in
     /// SLUICEGATE_ADMIN_TOKEN, otherwise in the configuration
     #[arg(long, value_name = "URL")]
     admin: Option<String>,
-    /// As a JSON object, for programs
+    /// Print a JSON object
     #[arg(long)]
     json: bool,
 }
@@ -107,7 +107,7 @@ pub(super) struct AdminTarget {
 /// An identity of one limit.
 #[derive(Debug, Args)]
 pub(super) struct LimitIdentity {
-    /// Of this limit
+    /// The limit
     #[arg(long, value_name = "NAME")]
     limit: String,
     #[command(flatten)]
@@ -117,13 +117,13 @@ pub(super) struct LimitIdentity {
 /// An identity.
 #[derive(Debug, Args)]
 pub(super) struct IdentityArgs {
-    /// A value for each part that the limit is by, such as ip=192.0.2.7 or api-key=CONSUMER; or the hash that `top` shows
+    /// A value for each part of the limit's `by`, such as ip=192.0.2.7 or api-key=CONSUMER; or the hash that `top` shows
     #[arg(required = true, value_name = "PART=VALUE")]
     identity: Vec<String>,
 }
 
 impl AdminCommand {
-    /// The listener that is named.
+    /// The URL of `--admin`.
     pub(super) fn admin_url(&self) -> Option<&str> {
         self.target().admin.as_deref()
     }
@@ -144,14 +144,14 @@ impl AdminCommand {
 }
 
 impl AdminCommand {
-    /// Asks, and shows the answer.
+    /// Send the request and print the response.
     pub(super) fn run(&self, client: &AdminClient) -> anyhow::Result<()> {
         let response = send_request(self, client)?;
         if self.target().json {
             writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&response)?)?;
             return Ok(());
         }
-        // Colours on a terminal only, and none where NO_COLOR asks for it.
+        // anstream writes colors only to a terminal, and not if NO_COLOR is set.
         let out = &mut anstream::stdout().lock();
         match self {
             AdminCommand::Top { .. } => write_top(&response, out),
@@ -203,7 +203,7 @@ fn send_request(command: &AdminCommand, client: &AdminClient) -> anyhow::Result<
     }
 }
 
-/// A path with these parameters.
+/// Build a request target with percent-encoded query parameters.
 pub(super) fn request_target(path: &str, query: &[(&str, &str)]) -> String {
     let encoded = |text| utf8_percent_encode(text, NON_ALPHANUMERIC);
     let pairs: Vec<_> = query.iter().map(|(name, value)| format!("{}={}", encoded(name), encoded(value))).collect();
@@ -235,9 +235,9 @@ impl IdentityArgs {
     }
 }
 
-// Answers of the admin API as tables that people read.
+// Responses of the admin API as text.
 
-/// `/api/top`
+/// Write a response of `/api/top`.
 pub(crate) fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()> {
     let minutes = as_number(&response["window_seconds"]) / 60.0;
     let (mut without_denials, mut has_denials) = (Vec::new(), false);
@@ -261,13 +261,13 @@ pub(crate) fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()
         write_table(["count", "client", "identity"], rows, &["count"], |_| None, out)?;
     }
     if !without_denials.is_empty() {
-        let subject = if has_denials { "nobody else was denied" } else { "nobody was denied" };
+        let subject = if has_denials { "no other denials" } else { "no denials" };
         writeln!(out, "{subject} in the last {minutes} minutes: {}", without_denials.join(", "))?;
     }
     Ok(())
 }
 
-/// `/api/identities`
+/// Write a response of `/api/identities`.
 pub(crate) fn write_identities(response: &Value, out: &mut impl Write) -> io::Result<()> {
     let statuses = as_list(&response["limits"]);
     let rows = statuses.iter().map(|entry| {
@@ -295,19 +295,19 @@ pub(crate) fn write_identities(response: &Value, out: &mut impl Write) -> io::Re
     write_table(header, rows, &["remaining", "resets in", "retry in"], style, out)
 }
 
-/// `/api/reset`
+/// Write a response of `/api/reset`.
 pub(crate) fn write_reset(response: &Value, out: &mut impl Write) -> io::Result<()> {
-    let effect = if response["removed"] == true { "starts afresh" } else { "had nothing counted" };
+    let effect = if response["removed"] == true { "was reset" } else { "had no usage" };
     let delay_seconds = &response["effective_within_seconds"];
     let delay_note = if as_number(delay_seconds) > 0.0 {
-        format!("; all gateways know within {delay_seconds} s")
+        format!("; effective on all gateways within {delay_seconds} s")
     } else {
         String::new()
     };
     writeln!(out, "{} of `{}` {effect}{delay_note}", printable(&response["identity"]), printable(&response["limit"]))
 }
 
-/// All of `/api/overrides`
+/// Write the list of `GET /api/overrides`.
 pub(crate) fn write_override_list(response: &Value, out: &mut impl Write) -> io::Result<()> {
     write_overrides(&response["overrides"], out)?;
     if response["store_error"].is_string() {
@@ -317,11 +317,11 @@ pub(crate) fn write_override_list(response: &Value, out: &mut impl Write) -> io:
     Ok(())
 }
 
-/// One or many of `/api/overrides`
+/// Write one override or an array of them.
 pub(crate) fn write_overrides(response: &Value, out: &mut impl Write) -> io::Result<()> {
     let entries = if response.is_array() { as_list(response) } else { std::slice::from_ref(response) };
     if entries.is_empty() {
-        return writeln!(out, "no identity has a quota of its own for a time");
+        return writeln!(out, "no override is in force");
     }
     let rows = entries.iter().map(|entry| {
         [
@@ -342,9 +342,9 @@ pub(crate) fn write_overrides(response: &Value, out: &mut impl Write) -> io::Res
     )
 }
 
-/// An answer to the end of an override.
+/// Write a response of `DELETE /api/overrides`.
 pub(crate) fn write_removed(response: &Value, out: &mut impl Write) -> io::Result<()> {
-    let effect = if response["removed"] == true { "has the quota of everybody again" } else { "had no override" };
+    let effect = if response["removed"] == true { "has its standard quota again" } else { "had no override" };
     writeln!(out, "{} of `{}` {effect}", printable(&response["identity"]), printable(&response["limit"]))
 }
 
@@ -370,7 +370,7 @@ fn write_table<const N: usize>(
     Ok(())
 }
 
-/// What is shown of an identity; what may be a secret is not known here.
+/// Format the parts of an identity. The API omits values that may be secrets.
 fn format_parts(parts: &Value) -> String {
     let part = |(label, value): (&String, &Value)| match value {
         Value::Null => format!("{label}=(hidden)"),
@@ -379,7 +379,7 @@ fn format_parts(parts: &Value) -> String {
     parts.as_object().into_iter().flatten().map(part).collect::<Vec<_>>().join(" ")
 }
 
-/// Text that somebody else may have chosen: it must not tell the terminal what to do.
+/// Escape control characters: clients choose parts of the text, which could contain terminal escape sequences.
 fn printable(value: &Value) -> String {
     let escape = |text: &str| text.chars().flat_map(escape_char).collect();
     match value {
@@ -390,7 +390,7 @@ fn printable(value: &Value) -> String {
 }
 
 fn escape_char(c: char) -> Vec<char> {
-    // Marks that turn the direction of text, and those that take no room.
+    // Direction marks and zero-width characters.
     let is_invisible =
         matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
     if c.is_control() || is_invisible { c.escape_unicode().collect() } else { vec![c] }
@@ -404,12 +404,12 @@ fn as_list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// Seconds in one or two units.
+/// Format seconds with one or two units. Empty if the value is not a number.
 fn format_seconds(value: &Value) -> String {
     value.as_f64().map_or_else(String::new, format_duration)
 }
 
-/// The same.
+/// Format seconds with one or two units.
 pub(crate) fn format_duration(seconds: f64) -> String {
     let rounded = seconds.ceil() as u64;
     match rounded {

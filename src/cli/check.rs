@@ -1,5 +1,5 @@
-//! `sluicegate check`: says whether the configuration can be used, what is odd about it, what a reload would refuse, and what its
-//! limits guarantee.
+//! `sluicegate check`: reports errors and warnings of the configuration, changes that a reload would reject, and what
+//! the limits guarantee.
 
 use std::io::{Write, stdout};
 use std::ops::Range;
@@ -38,7 +38,7 @@ use crate::tools::doctor::{Check, Requirements, check_basics};
 /// Maximum time for each step of reaching the store. A file can be valid while its store is down.
 const STORE_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Exit code of `--strict`.
+/// Exit code of `--strict` if there are warnings.
 const EXIT_WARNINGS: u8 = 1;
 
 /// Checks that warn, each with the address of its server.
@@ -46,7 +46,7 @@ type ServerWarnings = Vec<(String, Check)>;
 
 #[derive(Debug, Args)]
 pub(super) struct Options {
-    /// As a JSON object, for programs
+    /// Print a JSON object
     #[arg(long)]
     json: bool,
     /// Exit code 1 if there are warnings
@@ -71,7 +71,7 @@ struct CheckReport<'a> {
 #[derive(Debug, Serialize)]
 struct Finding {
     file: String,
-    /// From 1; none = the file as a whole.
+    /// Line number from 1. None: the whole file.
     line: Option<usize>,
     column: Option<usize>,
     message: String,
@@ -176,11 +176,11 @@ fn print_text(
     config: &CompiledConfig,
     issues_by_level: &[(Level<'_>, &FileIssues)],
 ) -> std::io::Result<()> {
-    // Colours on a terminal only, and none where NO_COLOR asks for it.
+    // anstream writes colors only to a terminal, and not if NO_COLOR is set.
     let mut out = anstream::stdout().lock();
     writeln!(
         out,
-        "{}: fine: {}, {}, {}, {}; store: {}",
+        "{}: valid: {}, {}, {}, {}; store: {}",
         path.display(),
         pluralize(config.listeners.len() as u64, "listener"),
         pluralize(config.routes.len() as u64, "route"),
@@ -202,8 +202,8 @@ fn print_text(
     Ok(())
 }
 
-/// Connect to the store as a gateway does. Return what `sluicegate doctor` would warn of, with the address of each server; or
-/// why a gateway cannot use the store.
+/// Connect to the store as a gateway does. Return the basic checks of `sluicegate doctor` that warn or fail, with the
+/// address of each server; or why a gateway cannot use the store.
 fn check_store(
     servers: &RedisDeployment,
     redis: &RedisSettings,
@@ -214,7 +214,7 @@ fn check_store(
         let mut warnings = Vec::new();
         for (server, _) in servers.masters(STORE_CONNECT_TIMEOUT).await? {
             let survey_result = check_basics(&server, requirements).await;
-            // Connecting takes several round trips: a store that answers late is not silent.
+            // Connecting takes several round trips: a server that replied, but slowly, gets more time.
             let timeout = if survey_result.is_ok() { 5 * STORE_CONNECT_TIMEOUT } else { STORE_CONNECT_TIMEOUT };
             try_connect(server.clone(), redis.algorithms, timeout).await?;
             let address = server.client(STORE_CONNECT_TIMEOUT).await?.get_connection_info().addr().to_string();
@@ -222,36 +222,37 @@ fn check_store(
         }
         Ok(warnings)
     });
-    // A name that is being looked up on a thread of its own is not waited for.
+    // Do not wait for a blocking DNS lookup.
     tokio_runtime.shutdown_background();
     Ok(result.map_err(|error: ConnectError| error.to_string()))
 }
 
-// What each size of a limit guarantees, whatever its callers do.
+// Guarantees: the maximum that each quota admits, whatever the clients do.
 
-/// Seconds of the shortest month and of the shortest year.
+/// Seconds of the shortest month.
 const SHORTEST_MONTH_SECONDS: f64 = 28.0 * 86_400.0;
+/// Seconds of the shortest year.
 const SHORTEST_YEAR_SECONDS: f64 = 365.0 * 86_400.0;
 
-/// What a size of a limit guarantees.
+/// The guarantee of one quota of a limit.
 #[derive(Debug, Serialize)]
 pub(crate) struct Guarantee<'a> {
     limit: &'a str,
-    /// Whose size; none = of everybody who has no other.
+    /// The tier. None: the default quota.
     tier: Option<&'a str>,
-    /// No more than this in any window, or in flight.
+    /// Maximum cost admitted in any window, or requests in flight.
     max_admitted: u64,
-    /// The length of the window; none = at the same time.
+    /// Length of the window. None: concurrency limit.
     window_seconds: Option<f64>,
     capacity: u64,
-    /// So many more for each gateway, taken ahead.
+    /// Additional cost per gateway because of prefetched tokens.
     prefetch: u64,
-    /// Whether the last responses may cost more than is left.
+    /// Whether the cost is charged after the response and may exceed the remaining tokens.
     overdraft: bool,
     shadow: bool,
 }
 
-/// Those of all sizes of a limit.
+/// The guarantees of all quotas of a limit.
 pub(crate) fn guarantees(compiled: &CompiledLimit) -> impl Iterator<Item = Guarantee<'_>> {
     let limit = &compiled.limit;
     limit.variants().map(|(tier, variant)| Guarantee {
@@ -275,13 +276,14 @@ fn window_seconds(variant: &LimitVariant) -> Option<f64> {
     }
 }
 
-/// What a limit gives up by what gateways take ahead; nothing where units end with their window.
+/// Additional cost per gateway because of prefetched tokens. 0 for fixed windows: prefetched tokens end with the
+/// window.
 fn prefetch_per_gateway(limit: &LimitSpec, variant: &LimitVariant) -> u64 {
     if matches!(variant.rule, Rule::FixedWindow(_)) { 0 } else { limit.prefetch }
 }
 
 impl Guarantee<'_> {
-    /// In words.
+    /// Format the guarantee for the terminal.
     pub(crate) fn text(&self) -> String {
         let mut text = self.limit.to_owned();
         if let Some(tier) = self.tier {
@@ -308,15 +310,16 @@ impl Guarantee<'_> {
     }
 }
 
-// What a reload of the running gateway would refuse: keys whose values need a restart.
+// Comparison with the running gateway: changed keys that need a restart.
 
 /// Maximum time to ask the gateway. A file can be valid while no gateway runs.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The names of restart-only keys that differ from those of the gateway at `[admin]`; none if no gateway answers there.
+/// Return the restart-only keys that differ from the gateway at `[admin]`. Empty if no gateway responds there. Only
+/// salted digests are sent, no values.
 ///
 /// # Errors
-/// The gateway refuses the token.
+/// The gateway rejects the token.
 pub(crate) fn restart_only_differences(path: &Path, config: &CompiledConfig) -> anyhow::Result<Vec<String>> {
     if config.admin.is_none() {
         return Ok(Vec::new());
@@ -331,17 +334,17 @@ pub(crate) fn restart_only_differences(path: &Path, config: &CompiledConfig) -> 
     Ok(keys.filter_map(Value::as_str).map(str::to_owned).collect())
 }
 
-/// The warning about a key.
+/// The warning about a changed restart-only key.
 pub(crate) fn restart_required_warning(key: &str, parsed: &Config, text: &str) -> Issue {
-    let message = format!("a reload will refuse this: `{key}` differs from the running gateway");
+    let message = format!("a reload will reject this: `{key}` differs from the running gateway");
     let span = match key {
         "listener.address" => parsed.listener.first().map(|listener| listener.span()),
         key => key_span(key, text),
     };
-    Issue { span, message, hint: Some("restart the gateway, or leave the key as it was".to_owned()) }
+    Issue { span, message, hint: Some("restart the gateway, or restore the value".to_owned()) }
 }
 
-/// The place of a key, else of its table, in the file.
+/// The span of a key in the file; of its table if the key is missing.
 fn key_span(key: &str, text: &str) -> Option<Range<usize>> {
     let file = DeTable::parse(text).ok()?;
     let (table, key) = key.split_once('.')?;

@@ -1,4 +1,4 @@
-//! `sluicegate doctor`: examines the Redis of the configuration and says what to do about what it finds.
+//! `sluicegate doctor`: checks the Redis servers of the configuration and advises what to change.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -27,7 +27,7 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
                 .extend(redis_servers.iter().map(|server| tokio_runtime.block_on(examine(server, &requirements)))),
             Err(error) => servers.push(ServerReport::unreachable(store_addresses(&config.store.name), &error)),
         }
-        // A name that is being looked up on a thread of its own is not waited for.
+        // Do not wait for a blocking DNS lookup.
         tokio_runtime.shutdown_background();
     }
     let ok = servers.iter().flat_map(|report| &report.checks).all(|check| check.status != Status::Failed);
@@ -37,13 +37,13 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
     } else if diagnosis.servers.is_empty() {
         writeln!(std::io::stdout(), "store: {}: there is no Redis to examine", config.store.name)?;
     } else {
-        // Colours on a terminal only, and none where NO_COLOR asks for it.
+        // anstream writes colors only to a terminal, and not if NO_COLOR is set.
         write_table(&diagnosis, &mut anstream::stdout().lock())?;
     }
     Ok(if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What the gateway needs of the servers of a configuration.
+/// What a configuration requires of its servers.
 pub(super) fn requirements(config: &CompiledConfig, settings: &RedisSettings) -> Requirements {
     Requirements {
         prefix: settings.prefix.clone(),
@@ -54,7 +54,7 @@ pub(super) fn requirements(config: &CompiledConfig, settings: &RedisSettings) ->
     }
 }
 
-/// What stands behind "at" in the name of a store.
+/// The addresses in the name of a store: the part after ` at `.
 fn store_addresses(name: &str) -> &str {
     name.split_once(" at ").map_or(name, |(_, addresses)| addresses)
 }

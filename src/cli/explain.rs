@@ -1,4 +1,4 @@
-//! `sluicegate explain`: what the gateway would do with a request, and why; nothing is sent, nothing is charged.
+//! `sluicegate explain`: explains what the gateway would do with a request, without sending or charging it.
 
 mod admin_client;
 mod output;
@@ -21,7 +21,7 @@ use crate::tools::explain::Explainer;
 use crate::tools::explain::limits::{Counters, CountersUnavailable, RedisCounters};
 use crate::tools::explain::report::Explanation;
 
-/// So many other routes are explained without `--all`.
+/// Maximum number of other routes without `--all`.
 const MAX_OTHER_ROUTES: usize = 10;
 
 pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &Path) -> anyhow::Result<ExitCode> {
@@ -47,92 +47,92 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
     if arguments.json {
         writeln!(stdout(), "{}", serde_json::to_string_pretty(&explanation)?)?;
     } else {
-        // Colours on a terminal only, and none where NO_COLOR asks for it.
+        // anstream writes colors only to a terminal, and not if NO_COLOR is set.
         output::write(&explanation, &mut anstream::stdout().lock())?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-// The arguments of `sluicegate explain`, and the request that they describe.
+// The arguments, and the request that they describe.
 
 /// The arguments.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
-    /// GET, POST, …
+    /// The method: GET, POST, …
     #[arg(value_name = "METHOD")]
     method: String,
 
-    /// As clients call it: https://api.example.com/v1/users/7
+    /// The URL that the client requests: https://api.example.com/v1/users/7
     #[arg(value_name = "URL")]
     url: String,
 
-    /// A header field of the request, as for curl; again for each further one
+    /// A request header, as for curl; repeatable
     #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
     headers: Vec<String>,
 
-    /// The address that connects: the client, or a proxy that says in a header for whom
+    /// The address of the peer: the client, or a proxy that reports the client in a header
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     ip: String,
 
-    /// The client speaks TLS, whatever the URL says
+    /// Assume a TLS connection, whatever the URL says
     #[arg(long)]
     tls: bool,
 
-    /// Explain all other routes, not only the nearest 10
+    /// Explain all other routes, not only the closest 10
     #[arg(long)]
     pub(crate) all: bool,
 
-    /// Do not look where identities stand
+    /// Do not read the counters
     #[arg(long)]
     pub(crate) offline: bool,
 
-    /// As a JSON object, for programs
+    /// Print a JSON object
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// A request, and who sends it.
+/// A request and the peer that sends it.
 #[derive(Debug)]
 pub(crate) struct ClientRequest {
     pub(crate) request: Request<()>,
     pub(crate) peer: Peer,
 }
 
-/// What is wrong with the arguments, in words that say what to do.
+/// Why the arguments are invalid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ArgumentError {
     #[error("methods are in upper case: {}", .0.to_ascii_uppercase())]
     LowercaseMethod(String),
     #[error("`{0}` is not a method; first the method, then the URL: explain GET {EXAMPLE_URL}")]
     InvalidMethod(String),
-    #[error("`{0}` says no host: write the URL as clients call it, such as http://localhost{0}")]
+    #[error("`{0}` has no host: give the whole URL, such as http://localhost{0}")]
     MissingHost(String),
     #[error("`{0}` has no scheme: http://{0} or https://{0}")]
     MissingScheme(String),
     #[error("the scheme of a URL is http or https, not `{0}`")]
     UnsupportedScheme(String),
-    #[error("an IPv6 address stands in brackets in a URL: http://[2001:db8::1]/")]
+    #[error("an IPv6 address needs brackets in a URL: http://[2001:db8::1]/")]
     MissingBrackets,
     #[error("leave user and password out of the URL; clients send them as -H 'Authorization: Basic …'")]
     UserInfo,
     #[error("`{0}` is not a URL: spaces and letters beyond ASCII are percent-encoded there (%20)")]
     InvalidUrl(String),
-    #[error("-H '{0}' is not a header field: -H 'name: value'")]
+    #[error("-H '{0}' is not a header: -H 'name: value'")]
     InvalidHeader(String),
     #[error("--ip {0} is not an address: 192.0.2.7 or 2001:db8::7, without port and prefix")]
     InvalidAddress(String),
 }
 
-/// For examples.
+/// URL in the examples of error messages.
 const EXAMPLE_URL: &str = "http://localhost/";
 
 impl Arguments {
-    /// The request that they describe.
+    /// Build the request that the arguments describe.
     pub(crate) fn to_request(&self, config: &CompiledConfig) -> Result<ClientRequest, ArgumentError> {
         let method = parse_method(&self.method)?;
         let uri = parse_url(&self.url)?;
         let scheme = if self.tls || uri.scheme() == Some(&Scheme::HTTPS) { "https" } else { "http" };
-        // As clients send it to a server: path and query in the first line, the host in a field.
+        // Origin form, as HTTP/1.1 clients send it (RFC 9112 §3.2.1): the host is in the Host header.
         let target = uri.path_and_query().cloned().unwrap_or(PathAndQuery::from_static("/"));
         let mut request = Request::new(());
         *request.method_mut() = method;
@@ -182,7 +182,7 @@ fn parse_url(text: &str) -> Result<Uri, ArgumentError> {
     text.parse().map_err(|_| ArgumentError::InvalidUrl(text.to_owned()))
 }
 
-/// `name: value`, or `name;` for an empty one, as curl has them.
+/// Parse `name: value`, or `name;` for an empty value, as curl does.
 fn parse_header(line: &str) -> Option<(HeaderName, HeaderValue)> {
     let (name, value) = line.split_once(':').or_else(|| Some((line.strip_suffix(';')?, "")))?;
     Some((name.trim().parse().ok()?, HeaderValue::from_str(value.trim()).ok()?))

@@ -1,4 +1,4 @@
-//! `sluicegate completions` and `sluicegate man`: what a package installs beside the binary.
+//! `sluicegate completions`, `man` and `schema`: generated files for packages and editors.
 
 use std::io::{Write, stdout};
 use std::path::Path;
@@ -10,28 +10,28 @@ use clap_complete::Shell;
 use crate::cli::Arguments;
 use crate::config::schema;
 
-/// Completions of a shell, to standard output.
+/// Print the completions of a shell.
 pub(super) fn print_completions(shell: Shell) -> std::io::Result<()> {
-    // To memory first: what writes them gives up where nobody reads on.
+    // Generate into memory first: clap_complete panics on a broken pipe.
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Arguments::command(), "sluicegate", &mut script);
     stdout().write_all(&script)
 }
 
-/// The page of the program to standard output, or a page for each command into a folder.
+/// Print the manual page, or write one page per command into a folder.
 pub(super) fn write_man_pages(folder: Option<&Path>) -> anyhow::Result<()> {
     let command = Arguments::command();
     match folder {
         None => clap_mangen::Man::new(command).render(&mut stdout())?,
         Some(folder) => clap_mangen::generate_to(command, folder)
-            .with_context(|| format!("the pages cannot be written to {}", folder.display()))?,
+            .with_context(|| format!("cannot write the manual pages to {}", folder.display()))?,
     }
     Ok(())
 }
 
-// `sluicegate schema`: the JSON Schema of the configuration, for editors.
+// `sluicegate schema`
 
-/// Whose schema.
+/// The file that a schema describes.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(super) enum SchemaFile {
     /// gateway.toml

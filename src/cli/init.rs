@@ -1,4 +1,4 @@
-//! `sluicegate init`: a first configuration with comments, for one of a few situations.
+//! `sluicegate init`: writes a commented configuration from a template.
 
 use std::fs::File;
 use std::io::{ErrorKind, Write, stderr};
@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, bail};
 use clap::ValueEnum;
 
-/// What the gateway is for.
+/// The template.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(super) enum Template {
     /// One API, limited by client address
@@ -31,10 +31,10 @@ pub(super) fn run(config_path: &Path, template: Template, force: bool) -> anyhow
     if has_keys {
         files.push((config_path.with_file_name("consumers.toml"), include_str!("init/consumers.toml")));
     }
-    // Before anything is written: half of a configuration helps nobody.
+    // Check all files before the first one is written, so that no partial configuration remains.
     let existing: Vec<_> = files.iter().map(|(path, _)| path).filter(|path| path.symlink_metadata().is_ok()).collect();
     if let (Some(path), false) = (existing.first(), force) {
-        bail!("{} is there already: --force overwrites it, --config FILE names another", path.display());
+        bail!("{} exists already: use --force to overwrite it, or --config FILE for another file", path.display());
     }
     for (path, text) in &files {
         write_file(path, text, force).with_context(|| format!("{} cannot be written", path.display()))?;

@@ -1,4 +1,4 @@
-//! `sluicegate key`: makes API keys, and keeps their hashes in the file of consumers.
+//! `sluicegate key`: generates API keys and manages their hashes in the consumers file.
 
 mod consumers_file;
 
@@ -14,19 +14,19 @@ use clap::Subcommand;
 use crate::cli::key::consumers_file::{ConsumersDoc, ConsumersFile};
 use crate::identity::api_key::KeyHash;
 
-/// Hex digits of a hash by which people tell keys apart.
+/// Length of a fingerprint: the first hex digits of the hash of a key.
 const FINGERPRINT_DIGITS: usize = 12;
 
-/// A shorter one is as likely a slip as a choice.
+/// Minimum length of a fingerprint argument, to catch typing errors.
 const MIN_FINGERPRINT_DIGITS: usize = 6;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Action {
-    /// Make a key, print it once, and write its hash to the file of consumers
+    /// Create a key, print it once, and add its hash to the consumers file
     ///
-    /// Without --consumer nothing is written: the hash is printed as well.
+    /// Without --consumer no file is changed, and the hash is printed as well.
     New {
-        /// Whose key it is
+        /// The consumer of the key
         #[arg(long, value_name = "NAME")]
         consumer: Option<String>,
         /// Add the consumer to the file
@@ -35,19 +35,19 @@ pub(super) enum Action {
         /// The tier of the new consumer
         #[arg(long, requires = "create")]
         tier: Option<String>,
-        /// What the key begins with: lower-case letters, digits and _, with a _ at the end
+        /// The prefix of the key: lower-case letters, digits and _, with a _ at the end
         #[arg(long, default_value = "sg_live_", value_parser = KeyPrefix::parse)]
         prefix: KeyPrefix,
     },
     /// Print the hash of the key on standard input
     ///
-    /// A key is never an argument: all users of a machine see those, and shells remember them.
+    /// A key is never an argument: all users of a machine see arguments, and shells store them.
     Hash,
-    /// Show the consumers and the fingerprints of their keys
+    /// List the consumers and the fingerprints of their keys
     List,
-    /// Take a key out of the file of consumers: by its fingerprint, or the one on standard input
+    /// Remove a key from the consumers file: by its fingerprint, or the one on standard input
     Revoke {
-        /// The first digits of its hash, as `key list` shows them
+        /// The fingerprint: the first digits of the hash, as `key list` shows them
         fingerprint: Option<String>,
     },
 }
@@ -71,7 +71,7 @@ pub(super) fn run(config_path: &Path, action: &Action) -> anyhow::Result<()> {
             let path = file.path().display();
             writeln!(
                 stderr(),
-                "{path}: `{consumer}` has the key {}. This is the only time that it is shown:",
+                "{path}: added the key {} to `{consumer}`. It is shown only once:",
                 fingerprint(&secret.hash())
             )?;
             writeln!(stdout(), "{secret}")?;
@@ -88,13 +88,13 @@ pub(super) fn run(config_path: &Path, action: &Action) -> anyhow::Result<()> {
             let (consumer, hash) = document.revoke_key(&digits)?;
             file.replace(&document)?;
             let short = hash.get(..FINGERPRINT_DIGITS).unwrap_or(&hash);
-            writeln!(stderr(), "{}: the key {short} of `{consumer}` is out", file.path().display())?;
+            writeln!(stderr(), "{}: removed the key {short} of `{consumer}`", file.path().display())?;
         }
     }
     Ok(())
 }
 
-/// The key on standard input.
+/// Read the key from standard input.
 fn read_secret() -> anyhow::Result<Secret> {
     if stdin().is_terminal() {
         write!(stderr(), "key: ")?;
@@ -104,14 +104,14 @@ fn read_secret() -> anyhow::Result<Secret> {
     Secret::parse(line.trim_end_matches(['\r', '\n']))
 }
 
-/// What a fingerprint begins with.
+/// Validate a fingerprint argument and return its hex digits in lower case.
 fn parse_fingerprint(text: &str) -> anyhow::Result<String> {
     let digits = text.strip_prefix("sha256:").unwrap_or(text).to_ascii_lowercase();
     if !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) || digits.len() > 64 {
-        // It may be a key: it is not repeated.
+        // The argument may be a key: do not print it.
         bail!(
-            "this is no fingerprint, which has hex digits only\n  `sluicegate key list` shows them; a key is given to \
-             standard input, as all users of this machine see arguments"
+            "this is not a fingerprint, which has hex digits only\n  `sluicegate key list` shows them; give a key on \
+             standard input, because all users of this machine see arguments"
         );
     }
     if digits.len() < MIN_FINGERPRINT_DIGITS {
@@ -129,7 +129,7 @@ fn print_list(document: &ConsumersDoc) -> anyhow::Result<()> {
     let mut out = stdout().lock();
     writeln!(out, "{:name$}  {:tier$}  keys", "consumer", "tier")?;
     for row in &consumers {
-        // A line for each key: what `grep` and `awk` find is whole.
+        // One complete line per key, for `grep` and `awk`.
         let none = ["none".to_owned()];
         let keys = if row.keys.is_empty() { &none[..] } else { &row.keys };
         for key in keys {
@@ -152,27 +152,27 @@ fn to_hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-// Keys: random, with a prefix that says what they are and a checksum that tells them from chance.
+// Format of keys: a prefix, random characters and a checksum.
 //
-// The form is that of GitHub's tokens: the prefix, 30 random characters of base 62, and 6 with the CRC-32 of all before them. So who looks
-// for leaked keys finds `sg_live_[0-9A-Za-z]{36}`, and knows without asking anybody whether it is one.
+// The format is that of GitHub tokens: the prefix, 30 random base-62 characters, and 6 characters with the CRC-32 of
+// all characters before them. Secret scanners find `sg_live_[0-9A-Za-z]{36}` and verify a match offline by its checksum.
 
 const BASE62_DIGITS: &[u8; 62] = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
 
-/// 178 bits.
+/// Number of random characters: 178 bits.
 const RANDOM_CHARS: usize = 30;
 
-/// 62^6 is more than 2^32.
+/// Number of checksum characters: 62^6 > 2^32.
 const CHECKSUM_CHARS: usize = 6;
 
-/// What our own keys begin with, whatever comes then.
+/// Common prefix of generated keys with the default prefix, whose checksum is verified.
 const GATEWAY_KEY_PREFIX: &str = "sg_";
 
-/// What a key begins with.
+/// The prefix of a generated key.
 #[derive(Debug, Clone)]
 pub(in crate::cli) struct KeyPrefix(String);
 
-/// A key.
+/// An API key in clear text.
 pub(crate) struct Secret(String);
 
 impl KeyPrefix {
@@ -186,14 +186,14 @@ impl KeyPrefix {
 }
 
 impl Secret {
-    /// A new one.
+    /// Generate a random key.
     fn generate(KeyPrefix(prefix): &KeyPrefix) -> anyhow::Result<Self> {
         let mut text = prefix.clone();
         let random = SystemRandom::new();
         while text.len() < prefix.len() + RANDOM_CHARS {
             let mut byte = [0];
-            random.fill(&mut byte).map_err(|_| anyhow!("the system gives no random numbers"))?;
-            // 248 is four times 62: each character is as likely as the others.
+            random.fill(&mut byte).map_err(|_| anyhow!("the random number generator of the system failed"))?;
+            // 248 = 4 × 62: rejecting larger bytes makes all characters equally likely.
             if byte[0] < 248 {
                 text.push(char::from(BASE62_DIGITS[usize::from(byte[0]) % BASE62_DIGITS.len()]));
             }
@@ -202,17 +202,18 @@ impl Secret {
         Ok(Secret(text + &sum))
     }
 
-    /// Any key; one of ours that was cut or mistyped is refused.
+    /// Parse any key. A key with the gateway's prefix must have a valid checksum, which detects truncation and typing
+    /// errors.
     pub(crate) fn parse(text: &str) -> anyhow::Result<Self> {
         if text.is_empty() {
             bail!("there is no key on standard input: printf %s KEY | sluicegate key …");
         }
         if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
-            bail!("a key stands in a header field: it has no spaces, and letters of ASCII only");
+            bail!("a key is sent in a header: it must be ASCII without spaces");
         }
         let (body, found_checksum) = text.split_at(text.len().saturating_sub(CHECKSUM_CHARS));
         if text.starts_with(GATEWAY_KEY_PREFIX) && checksum(body) != found_checksum {
-            bail!("the checksum of this key is wrong: a character is missing, or another one");
+            bail!("the checksum of this key is wrong: a character is missing or mistyped");
         }
         Ok(Secret(text.to_owned()))
     }
@@ -230,14 +231,14 @@ impl fmt::Display for Secret {
     }
 }
 
-/// The CRC-32 of a text in base 62, the highest digit first.
+/// The CRC-32 of a text in base 62, most significant digit first.
 fn checksum(text: &str) -> String {
     let crc = crc32(text.as_bytes());
     let digit = |position: usize| BASE62_DIGITS[(u64::from(crc) / 62_u64.pow(position as u32) % 62) as usize];
     (0..CHECKSUM_CHARS).rev().map(|position| char::from(digit(position))).collect()
 }
 
-/// That of IEEE 802.3, zip and zlib.
+/// The CRC-32 of IEEE 802.3, as in zip and zlib.
 fn crc32(bytes: &[u8]) -> u32 {
     !bytes
         .iter()

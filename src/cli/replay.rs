@@ -1,4 +1,4 @@
-//! `sluicegate replay`: holds access logs against the limits of the configuration, or against proposed ones.
+//! `sluicegate replay`: replays access logs against the configured or proposed limits.
 
 use std::io::{IsTerminal, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
@@ -19,10 +19,10 @@ use crate::tools::replay::report::{ReplayReport, html, to_json};
 use crate::tools::replay::resolve::IdentityField;
 use crate::tools::replay::{Replay, ReplayObserver, ReplayOptions, report};
 
-/// Exit code of logs in which nothing can be read, and of arguments that do not fit.
+/// Exit code for unreadable logs and for arguments that do not fit the configuration.
 const EXIT_INVALID_INPUT: u8 = EXIT_INVALID_CONFIG;
 
-/// So often a spinner turns.
+/// Interval between frames of the spinner.
 const SPINNER_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<ExitCode> {
@@ -76,7 +76,7 @@ fn run_replay(
     Ok(ExitCode::SUCCESS)
 }
 
-/// The configuration, or one that has nothing but the proposed limits.
+/// Load the configuration, or with `--by` build one with only the proposed limits.
 fn load_config(
     arguments: &Arguments,
     config_path: &Path,
@@ -100,7 +100,7 @@ fn load_config(
     CompiledConfig::from_text(Path::new("(the command line)"), text, &env_var)
 }
 
-/// What is shown while logs are read, where somebody looks on.
+/// The progress bar on standard error. Hidden if standard error is not a terminal.
 struct ProgressDisplay {
     bar: ProgressBar,
     progress: ReadProgress,
@@ -130,37 +130,37 @@ impl ReplayObserver for ProgressDisplay {
 
     fn on_quota_search(&mut self, limit: &str) {
         self.bar.set_style(ProgressStyle::default_spinner());
-        self.bar.set_message(format!("which quota {limit} would need"));
+        self.bar.set_message(format!("searching a quota for {limit}"));
         self.bar.enable_steady_tick(SPINNER_INTERVAL);
     }
 }
 
-// The arguments of `sluicegate replay`.
+// The arguments.
 
 /// The arguments.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
-    /// Access logs, compressed with gzip or not; `-` is standard input
+    /// Access logs, plain or gzipped; `-` is standard input
     #[arg(required = true, value_name = "LOG")]
     pub(crate) logs: Vec<PathBuf>,
 
-    /// Another quota for a limit: per-ip=600/min, or per-ip=600/min,burst=50
+    /// A proposed quota for a limit: per-ip=600/min, or per-ip=600/min,burst=50
     #[arg(long = "limit", value_name = "NAME=QUOTA")]
     pub(crate) limits: Vec<NamedValue<QuotaProposal>>,
 
-    /// Without a configuration: what the proposed limits are by, on all requests (ip, header:NAME, global, …)
+    /// Without a configuration: the identity of the proposed limits, on all requests (ip, header:NAME, global, …)
     #[arg(long, value_name = "IDENTITY", requires = "limits")]
     pub(crate) by: Vec<String>,
 
-    /// Without a configuration: how the proposed limits count (token-bucket, fixed-window, …)
+    /// Without a configuration: the algorithm of the proposed limits (token-bucket, fixed-window, …)
     #[arg(long, value_name = "NAME", requires = "by", default_value = "token-bucket")]
     pub(crate) algorithm: String,
 
-    /// The format: common, combined, caddy, alb, cloudfront, sluicegate, or a log_format of nginx in quotes
+    /// The format: common, combined, caddy, alb, cloudfront, sluicegate, or an nginx log_format in quotes
     #[arg(long, value_name = "FORMAT")]
     pub(crate) format: Option<String>,
 
-    /// The field of the log that tells the identities of a limit apart
+    /// The log field that identifies clients for a limit
     #[arg(long = "identity", value_name = "LIMIT=FIELD")]
     pub(crate) identities: Vec<NamedValue<IdentityField>>,
 
@@ -168,15 +168,15 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "SHARE", default_value = "0.1%")]
     pub(crate) target: Share,
 
-    /// Suggest nothing, and keep no request in memory
+    /// Suggest no quotas, and keep no requests in memory
     #[arg(long, conflicts_with = "target")]
     pub(crate) no_suggest: bool,
 
-    /// As a JSON object, for programs
+    /// Print a JSON object
     #[arg(long)]
     pub(crate) json: bool,
 
-    /// Write a page with charts
+    /// Write an HTML page with charts
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
 }
@@ -191,7 +191,7 @@ pub(crate) struct Share(pub(crate) f64);
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ArgumentError {
-    #[error("it has the form {0}")]
+    #[error("expected {0}")]
     InvalidForm(&'static str),
     #[error("a share is a number from 0 % to 100 %, such as 0.1%")]
     InvalidShare,

@@ -1,4 +1,4 @@
-//! `sluicegate run`: serves until SIGTERM, ctrl-c, or until another process has taken its place.
+//! `sluicegate run`: serves until SIGTERM, SIGINT or a hot restart.
 
 use anyhow::Context;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -27,7 +27,7 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
         signal_runtime.block_on(async {
             signals.handle(&config_handle, hot_restart).await;
             let drain = config_handle.active().config.server.drain_timeout;
-            info!("stopping: running requests have {drain:?}; a second signal ends them at once");
+            info!(drain_timeout = ?drain, "stopping: draining requests; a second signal stops at once");
             stop_token.cancel();
             signals.stop.recv().await;
             std::process::exit(1);
@@ -38,14 +38,14 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the process may be told.
+/// The signals that the process handles.
 struct Signals {
     stop: StopSignal,
     hangup: Signal,
     user2: Signal,
 }
 
-/// No new requests are wanted.
+/// The signals that stop the process: SIGTERM and SIGINT.
 struct StopSignal {
     term: Signal,
     interrupt: Signal,
@@ -64,25 +64,25 @@ impl Signals {
         Ok(Signals { stop: StopSignal { term, interrupt }, hangup, user2 })
     }
 
-    /// Does what it is told, until no new requests are wanted.
+    /// Handle signals until a stop signal arrives or a hot restart has succeeded.
     async fn handle(&mut self, config_handle: &ConfigHandle, hot_restart: HotRestart) {
         loop {
             tokio::select! {
                 () = self.stop.recv() => return sd_notify::notify_stopping(),
-                // How it goes is told by whoever does it.
+                // The reload logs its own result.
                 _ = self.hangup.recv() => drop(config_handle.reload(ReloadCause::Requested)),
                 _ = self.user2.recv() => {
-                    info!("another process is started with the sockets of this one");
+                    info!("hot restart: starting a new process with the listening sockets");
                     let started = tokio::select! {
                         started = hot_restart.start() => started,
                         () = self.stop.recv() => return sd_notify::notify_stopping(),
                     };
                     match started {
                         Ok(id) => {
-                            info!("process {id} serves in the place of this one");
+                            info!(pid = id, "hot restart: the new process is serving");
                             return hot_restart.finish(id);
                         }
-                        Err(error) => error!("this process stays: {error}"),
+                        Err(error) => error!(%error, "hot restart failed; keeping the current process"),
                     }
                 }
             }

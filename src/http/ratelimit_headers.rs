@@ -6,8 +6,8 @@ use bytes::BytesMut;
 use http::HeaderMap;
 use http::header::{HeaderName, HeaderValue, RETRY_AFTER};
 
-use crate::limiter::algorithm::Rule;
-use crate::limiter::decision::LimitResult;
+use crate::limiter::algorithm::{Rule, Status};
+use crate::limiter::decision::{Decision, LimitResult};
 
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -96,6 +96,47 @@ impl HeaderStyle {
             HeaderStyle::Github => "X-RateLimit-Limit, X-RateLimit-Remaining, X-RateLimit-Reset",
         }
     }
+}
+
+/// Append the RateLimit headers of a decision. A denial lists the violated limits with their waits, and sets
+/// `Retry-After` if the same request can pass later. `policy` is the value of `RateLimit-Policy` if it is known;
+/// `None` derives it from the decision.
+pub fn append_decision_headers(
+    headers: &mut HeaderMap,
+    styles: &[HeaderStyle],
+    policy: Option<&HeaderValue>,
+    decision: &Decision<'_>,
+) {
+    let statuses = || decision.results.iter().map(limit_status);
+    let policy = policy.cloned().or_else(|| ratelimit_policy(statuses()));
+    let (effective, now_us) = (effective_limit(decision), decision.now_us);
+    if decision.admitted {
+        append_ratelimit_headers(headers, styles, policy, statuses(), effective, now_us);
+        return;
+    }
+    append_ratelimit_headers(headers, styles, policy, violated_statuses(decision), effective, now_us);
+    if let Some(retry_us) = decision.retry_us() {
+        set_retry_after(headers, retry_us);
+    }
+}
+
+/// Return the limit shown by older header styles: the violated limit with the longest wait, otherwise the limit with
+/// the smallest remaining share of its quota.
+pub fn effective_limit<'a>(decision: &Decision<'a>) -> Option<LimitStatus<'a>> {
+    let violated = violated_statuses(decision).max_by_key(|status| status.reset_us);
+    let statuses = decision.results.iter().map(limit_status);
+    // Compare r1/q1 < r2/q2 without division.
+    let product = |one: &LimitStatus<'_>, other: &LimitStatus<'_>| u128::from(one.remaining) * u128::from(other.quota);
+    violated.or_else(|| statuses.min_by(|one, other| product(one, other).cmp(&product(other, one))))
+}
+
+/// Return the violated limits with their waits. Waits are rounded up to whole seconds, so that the largest equals
+/// `Retry-After`.
+fn violated_statuses<'a, 'b>(decision: &'b Decision<'a>) -> impl Iterator<Item = LimitStatus<'a>> + use<'a, 'b> {
+    decision.violated().filter(|result| result.outcome.status != Status::CostTooLarge).map(|result| {
+        let wait_us = if result.outcome.status == Status::Saturated { 0 } else { result.outcome.retry_us };
+        LimitStatus { reset_us: ceil_seconds(wait_us).max(1) * 1_000_000, ..limit_status(result) }
+    })
 }
 
 /// Append the headers to those that the upstream sent about its own limits. Draft 11 lists all `limits`. The older

@@ -224,13 +224,13 @@ impl WriteWatchdog {
         if let Poll::Ready(output) = served.poll(cx) {
             return Poll::Ready(Some(output));
         }
-        // If the client reads, the body itself aborts the response at the deadline.
-        if self.flow.is_past_deadline() {
-            return Poll::Ready(None);
-        }
         let counter = self.flow.chunk_counter.load(Ordering::Relaxed);
         if counter & 1 == 0 {
+            // The client reads: the body itself aborts the response at the deadline.
             return Poll::Pending;
+        }
+        if self.flow.is_past_deadline() {
+            return Poll::Ready(None);
         }
         if self.seen_counter != counter {
             self.seen_counter = counter;

@@ -45,12 +45,14 @@ pub struct ResetResult {
 
 /// Why something is not done.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum AdminError {
+    /// The store did not answer.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// The quota is invalid, or the limit does not support it.
     #[error(transparent)]
     Quota(#[from] QuotaError),
+    /// There are [`MAX_OVERRIDES`] other overrides.
     #[error(
         "there are {MAX_OVERRIDES} overrides, which is as many as there may be; remove one, or wait until one is over"
     )]

@@ -69,6 +69,15 @@ pub struct Decision<'a> {
     pub debts_before_us: Box<[(usize, u64)]>,
 }
 
+impl<'a> LimitCheck<'a, 'a> {
+    /// Create a check of the default variant with a cost of 1. If a request has several checks, give each its own
+    /// `limit_index`, in ascending order from 0: `LimitCheck { limit_index: 1, ..LimitCheck::new(limit, identity) }`.
+    pub fn new(limit: &'a LimitSpec, identity: Identity) -> Self {
+        let (variant, deferred) = (&limit.default_variant, Deferred::Nothing);
+        LimitCheck { limit_index: 0, limit, variant, identity, cost: 1, deferred }
+    }
+}
+
 impl<'a> LimitCheck<'a, '_> {
     /// Return the key of the state.
     pub fn key(&self) -> Key<'_> {

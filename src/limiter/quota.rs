@@ -21,38 +21,70 @@ pub struct Quota {
 
 /// Units of time whose windows follow the calendar with `fixed-window`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum CalendarUnit {
+    /// From midnight to midnight.
     Day,
+    /// From Monday to Sunday (ISO 8601).
     Week,
+    /// A calendar month.
     Month,
+    /// A calendar year.
     Year,
 }
 
 /// The reason why a quota is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum QuotaError {
+    /// The text is not of the form `COUNT/UNIT`. Contains the text.
     #[error("`{0}` is not a quota")]
     Syntax(String),
+    /// The count is not a positive integer. Contains the text.
     #[error("`{0}` is not a whole number of at least 1")]
     Count(String),
+    /// The unit is neither a unit of time nor a duration. Contains the text.
     #[error("`{0}` is not a unit of time")]
     Unit(String),
+    /// A parameter is 0. Contains its name.
     #[error("a {0} of zero would deny every request")]
     Zero(&'static str),
+    /// The algorithm would need integers of 2^53 or more, which are not exact in Redis' Lua.
     #[error("a quota of {count} cannot be counted exactly with this algorithm: products would reach 2^53")]
-    Inexact { count: u64 },
+    Inexact {
+        /// Tokens per window.
+        count: u64,
+    },
+    /// A sliding log stores one timestamp for each token, and the quota has too many tokens.
     #[error("a sliding log of {count} units is too long: at most {max} are kept")]
-    LongLog { count: u64, max: u64 },
+    LongLog {
+        /// Tokens per window.
+        count: u64,
+        /// Maximum number of tokens.
+        max: u64,
+    },
+    /// The window is not a multiple of the number of sliding buckets.
     #[error("the window cannot be divided into {buckets} parts of whole microseconds")]
-    Buckets { buckets: u64 },
+    Buckets {
+        /// Number of buckets.
+        buckets: u64,
+    },
+    /// The algorithm requires a window of fixed length, and the quota is per month or year.
     #[error("months and years have no fixed length: they exist only with fixed-window")]
     NoFixedWindow,
+    /// The local share of one gateway needs integers of more than 64 bits.
     #[error("the share of one of {gateway_count} gateways cannot be counted exactly")]
-    LocalShare { gateway_count: u64 },
+    LocalShare {
+        /// Number of gateways.
+        gateway_count: u64,
+    },
+    /// The limit prefetches more tokens than a variant ever has.
     #[error("a prefetch of {prefetch} tokens does not fit: there are never more than {capacity}")]
-    Prefetch { prefetch: u64, capacity: u64 },
+    Prefetch {
+        /// Maximum number of prefetched tokens.
+        prefetch: u64,
+        /// Capacity of the variant.
+        capacity: u64,
+    },
+    /// The IANA time zone database has no such zone. Contains the name.
     #[error("there is no time zone `{0}`")]
     TimeZone(String),
 }

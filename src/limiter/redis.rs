@@ -12,6 +12,7 @@ mod probe;
 pub mod script;
 pub mod server;
 pub mod server_store;
+pub mod url;
 
 use std::time::Duration;
 
@@ -41,6 +42,20 @@ pub struct RedisSettings {
     pub algorithms: AlgorithmSet,
     /// Clock of this process, for the boundaries of calendar windows.
     pub clock: Clock,
+}
+
+impl Default for RedisSettings {
+    /// Return the defaults of `[store]` in the configuration. No script is loaded before it is used.
+    fn default() -> Self {
+        RedisSettings {
+            prefix: "rl".to_owned(),
+            connections: 1,
+            timeout: Duration::from_millis(50),
+            connect_timeout: Duration::from_secs(1),
+            algorithms: AlgorithmSet::default(),
+            clock: Clock::Store,
+        }
+    }
 }
 
 /// A single Redis server or a Redis Cluster.

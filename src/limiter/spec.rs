@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::limiter::algorithm::Rule;
 use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::key::{IdentityHasher, StateName};
 use crate::limiter::quota::{Quota, QuotaError};
 
@@ -55,6 +56,13 @@ pub struct LocalShare {
     pub max_cost: u64,
 }
 
+impl Default for LocalShare {
+    /// One gateway, and requests that cost 1.
+    fn default() -> Self {
+        LocalShare { gateway_count: 1, max_cost: 1 }
+    }
+}
+
 /// Parameters of a wait queue for requests that would be denied.
 #[derive(Debug, Clone, Copy)]
 pub struct QueuePolicy {
@@ -77,6 +85,44 @@ pub enum OnStoreError {
 }
 
 impl LimitSpec {
+    /// Create a limit without tiers, queue and prefetching. It denies, and falls back to its local share if the store
+    /// fails. Set the other fields to change this.
+    ///
+    /// `name` is part of keys and response headers: 1 to 64 ASCII letters, digits, `-`, `_` or `.`. `rule` must be the
+    /// rule for `quota`.
+    ///
+    /// # Errors
+    /// The local share cannot be counted exactly.
+    pub fn new(
+        hasher: &IdentityHasher,
+        name: &str,
+        quota: Quota,
+        rule: Rule,
+        local_share: LocalShare,
+    ) -> Result<Self, QuotaError> {
+        let default_variant = Arc::new(LimitVariant::new(hasher, name, quota, rule, local_share)?);
+        Ok(LimitSpec {
+            name: name.into(),
+            default_variant,
+            tiers: BTreeMap::new(),
+            on_store_error: OnStoreError::Local,
+            shadow: false,
+            queue_policy: None,
+            prefetch: 0,
+            local_share,
+        })
+    }
+
+    /// Create a limit with the default algorithm: a token bucket whose burst is the quota's count. See
+    /// [`LimitSpec::new`].
+    ///
+    /// # Errors
+    /// The quota has no fixed length of time, or cannot be counted exactly.
+    pub fn token_bucket(hasher: &IdentityHasher, name: &str, quota: Quota) -> Result<Self, QuotaError> {
+        let rule = Rule::TokenBucket(TokenBucket::new(quota, quota.count)?);
+        LimitSpec::new(hasher, name, quota, rule, LocalShare::default())
+    }
+
     /// Create another variant of the limit. Without `burst`, the burst is the quota's count.
     ///
     /// # Errors

@@ -66,6 +66,13 @@ impl RedisStore {
         }
     }
 
+    /// Open the connections in the background. Return when they are open, or after `max_wait`.
+    pub async fn connect_within(&self, max_wait: Duration) {
+        let store = self.clone();
+        let connecting = tokio::spawn(async move { store.connect().await });
+        let _ = timeout(max_wait, connecting).await;
+    }
+
     /// Return the signal that fires each time a server answers again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         match self {

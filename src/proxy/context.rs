@@ -11,6 +11,7 @@ use http::{HeaderMap, HeaderValue, Method, Request, Response, Version};
 use tracing::{debug, warn};
 
 use crate::http::body::{Body, OnComplete};
+use crate::http::ratelimit_headers;
 use crate::http::request_body::RequestBody;
 use crate::http::write_watchdog::StreamFlow;
 use crate::limiter::clock::monotonic;
@@ -20,7 +21,7 @@ use crate::limiter::settlement::ConcurrencyPermits;
 use crate::proxy::client::{Peer, RequestId};
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::LimitDecision;
-use crate::proxy::{ConfigSnapshot, early_response, local_reply};
+use crate::proxy::{ConfigSnapshot, early_response};
 use crate::snapshot::routes::Route;
 use crate::telemetry::access_log::{
     DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, RequestStart, TelemetrySinks, UpstreamInfo,
@@ -276,7 +277,7 @@ fn decision_info(checks: &[LimitCheck<'_, '_>], decision: Option<&Decision<'_>>)
         limit_index: check.limit_index,
     });
     let limits: Vec<_> = limits.collect();
-    let effective_limit = decision.and_then(local_reply::effective_limit).and_then(|status| {
+    let effective_limit = decision.and_then(ratelimit_headers::effective_limit).and_then(|status| {
         let info = limits.iter().find(|info| &*info.limit == status.name)?;
         Some(EffectiveLimit { limit: info.limit.clone(), remaining: status.remaining, identity: info.identity })
     });

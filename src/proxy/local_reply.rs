@@ -11,11 +11,10 @@ use crate::http::body::Body;
 use crate::http::headers::X_REQUEST_ID;
 use crate::http::problem::{NO_STORE, Problem};
 use crate::http::ratelimit_headers;
-use crate::http::ratelimit_headers::{HeaderStyle, LimitStatus, limit_status};
+use crate::http::ratelimit_headers::HeaderStyle;
 use crate::http::target::PathError;
 use crate::identity::IdentityError;
 use crate::identity::descriptor::Descriptor;
-use crate::limiter::algorithm::Status;
 use crate::limiter::decision::Decision;
 use crate::limiter::fallback::StoreUnavailable;
 use crate::snapshot::cost::CostError;
@@ -226,28 +225,8 @@ pub fn upstream_status(error: &UpstreamError) -> StatusCode {
     upstream_failure(error).0
 }
 
-/// Return the limit shown by older header styles: the violated limit with the longest wait, otherwise the limit with
-/// the smallest remaining share of its quota.
-pub fn effective_limit<'a>(decision: &Decision<'a>) -> Option<LimitStatus<'a>> {
-    let violated = violated_statuses(decision).max_by_key(|status| status.reset_us);
-    let statuses = decision.results.iter().map(limit_status);
-    // Compare r1/q1 < r2/q2 without division.
-    let product = |one: &LimitStatus<'_>, other: &LimitStatus<'_>| u128::from(one.remaining) * u128::from(other.quota);
-    violated.or_else(|| statuses.min_by(|one, other| product(one, other).cmp(&product(other, one))))
-}
-
-/// Return the violated limits with their waits. Waits are rounded up to whole seconds, so that the largest equals
-/// `Retry-After`.
-fn violated_statuses<'a, 'b>(decision: &'b Decision<'a>) -> impl Iterator<Item = LimitStatus<'a>> + use<'a, 'b> {
-    decision.violated().filter(|result| result.outcome.status != Status::CostTooLarge).map(|result| {
-        let wait_us = if result.outcome.status == Status::Saturated { 0 } else { result.outcome.retry_us };
-        LimitStatus { reset_us: ratelimit_headers::ceil_seconds(wait_us).max(1) * 1_000_000, ..limit_status(result) }
-    })
-}
-
 fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle], is_grpc: bool) -> Response<Body> {
-    let retry_us = decision.retry_us();
-    let detail = match retry_us {
+    let detail = match decision.retry_us() {
         Some(us) => format!("try again in {} s", ratelimit_headers::ceil_seconds(us).max(1)),
         None => "the request costs more than the limit ever allows".to_owned(),
     };
@@ -260,19 +239,7 @@ fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle],
         request_id: None,
     };
     let mut response = if is_grpc { resource_exhausted_response(&detail) } else { problem.into_response() };
-    let headers = response.headers_mut();
-    let policy = ratelimit_headers::ratelimit_policy(decision.results.iter().map(limit_status));
-    ratelimit_headers::append_ratelimit_headers(
-        headers,
-        header_styles,
-        policy,
-        violated_statuses(decision),
-        effective_limit(decision),
-        decision.now_us,
-    );
-    if let Some(retry_us) = retry_us {
-        ratelimit_headers::set_retry_after(headers, retry_us);
-    }
+    ratelimit_headers::append_decision_headers(response.headers_mut(), header_styles, None, decision);
     response
 }
 
@@ -301,9 +268,8 @@ fn problem_response_with_id(
     detail: &str,
     request_id: Option<HeaderValue>,
 ) -> Response<Body> {
-    let title = status.canonical_reason().unwrap_or("Error");
     let id = request_id.as_ref().and_then(|id| id.to_str().ok());
-    let problem = Problem { kind, title, status, detail, violated_policies: Vec::new(), request_id: id };
+    let problem = Problem { kind, request_id: id, ..Problem::new(status, detail) };
     let mut response = problem.into_response();
     response.headers_mut().extend(request_id.map(|id| (X_REQUEST_ID, id)));
     response

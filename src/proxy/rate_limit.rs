@@ -7,8 +7,7 @@ use http::{HeaderMap, Request, Response};
 use tracing::warn;
 
 use crate::http::body::Body;
-use crate::http::ratelimit_headers;
-use crate::http::ratelimit_headers::limit_status;
+use crate::http::ratelimit_headers::append_decision_headers;
 use crate::http::request_body::RequestBody;
 use crate::identity::api_key::{Caller, Consumers};
 use crate::identity::jwt::BearerToken;
@@ -20,7 +19,7 @@ use crate::limiter::key::{Identity, IdentityEncoder};
 use crate::limiter::settlement::{Deferred, SettleAction};
 use crate::proxy::ConfigSnapshot;
 use crate::proxy::context::RequestContext;
-use crate::proxy::local_reply::{Rejection, effective_limit, upstream_status};
+use crate::proxy::local_reply::{Rejection, upstream_status};
 use crate::proxy::target::RequestTarget;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::cost::{CostError, RefundOn};
@@ -139,22 +138,10 @@ pub fn append_ratelimit_headers(headers: &mut HeaderMap, route: &Route, decision
     if decision.results.is_empty() {
         return;
     }
-    let statuses = || decision.results.iter().map(limit_status);
     let is_standard = decision.results.len() == route.rate_limits.advertised
         && decision.results.iter().all(|judged| judged.quota == judged.limit.default_variant.quota);
-    let policy = if is_standard {
-        route.rate_limits.policy_header.clone()
-    } else {
-        ratelimit_headers::ratelimit_policy(statuses())
-    };
-    ratelimit_headers::append_ratelimit_headers(
-        headers,
-        &route.rate_limits.header_styles,
-        policy,
-        statuses(),
-        effective_limit(decision),
-        decision.now_us,
-    );
+    let policy = route.rate_limits.policy_header.as_ref().filter(|_| is_standard);
+    append_decision_headers(headers, &route.rate_limits.header_styles, policy, decision);
     if let Some(expose) = &route.rate_limits.expose_header {
         headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
     }

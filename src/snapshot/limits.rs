@@ -84,22 +84,12 @@ pub(super) fn limits(
         let Some((quota, rule)) = rule(limit, &span, permit_ttl(config, name, upstreams), reader) else { continue };
         check_conflicts(limit, cost.as_ref(), &rule, reader);
         let division = LocalShare { gateway_count: instances, max_cost: max_cost(config, name, cost.as_ref()) };
-        let standard = match LimitVariant::new(hasher, name, quota, rule, division) {
-            Ok(plan) => Arc::new(plan),
+        let mut compiled = match LimitSpec::new(hasher, name, quota, rule, division) {
+            Ok(spec) => LimitSpec { on_store_error, shadow: limit.shadow, queue_policy: wait, prefetch, ..spec },
             Err(error) => {
                 reader.push_issue(Issue::new(span, error.to_string()).with_hint(quota_hint(&error)));
                 continue;
             }
-        };
-        let mut compiled = LimitSpec {
-            name: name.as_str().into(),
-            default_variant: standard,
-            tiers: BTreeMap::new(),
-            on_store_error,
-            shadow: limit.shadow,
-            queue_policy: wait,
-            prefetch,
-            local_share: division,
         };
         if let (Err(error), Some(written)) = (compiled.validate_prefetch(&compiled.default_variant), &limit.prefetch) {
             reader.push_issue(Issue::new(written.span(), error.to_string()).with_hint(quota_hint(&error)));

@@ -195,7 +195,7 @@ impl AccessLog {
         self.writer.dropped()
     }
 
-    /// Wait until the queued records are written, at most [`FLUSH_TIMEOUT`].
+    /// Wait until the queued records are written, at most 1 s.
     pub fn flush(&self) {
         self.writer.flush(FLUSH_TIMEOUT);
     }

@@ -180,7 +180,7 @@ impl TraceExporter {
         self.0.dropped()
     }
 
-    /// Wait until the queued spans are exported, at most [`FLUSH_TIMEOUT`].
+    /// Wait until the queued spans are exported, at most 2 s.
     pub fn flush(&self) {
         self.0.flush(FLUSH_TIMEOUT);
     }

@@ -1,4 +1,4 @@
-//! What a configuration says that works, but hardly as it was meant: warnings, each with its place in the file.
+//! Lints of a valid configuration: settings that probably do not do what was intended, each with its span in the file.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -23,13 +23,13 @@ use crate::snapshot::routes::{Route, RouteAction};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::upstream::UpstreamSettings;
 
-/// A configuration as written, and the same ready to use.
+/// A configuration as parsed and as compiled.
 struct LintInput<'a> {
     parsed: &'a Config,
     config: &'a CompiledConfig,
 }
 
-/// All warnings, in no order.
+/// Return all warnings, unsorted. `now` is the time since the Unix epoch, for the expiry of certificates.
 pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<Issue> {
     let input = LintInput { parsed, config };
     let mut issues: Vec<_> =
@@ -40,7 +40,7 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
     issues
 }
 
-/// What a start would refuse, and the configuration by itself does not show.
+/// Return errors that only binding the listeners would show: listeners whose addresses conflict.
 pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> {
     let address = |index: usize| file.value.listener.get(index).and_then(|each| each.get_ref().address.as_ref());
     let issue = |(earlier, later): (usize, usize)| {
@@ -49,13 +49,13 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
         let (line, _) = Issue::new(earlier, "").position(&file.text)?;
         let message = format!("{later_address} is taken by the [[listener]] on {earlier_address} in line {line}");
         Some(Issue::new(later, message).with_hint(
-            "one of both, or another port: an unspecified address is every address; [::] may be IPv4 as well",
+            "remove one of them or set another port: an unspecified address covers every address, [::] possibly IPv4 as well",
         ))
     };
     config.address_conflicts().filter_map(issue).collect()
 }
 
-/// What is neither wrong nor surprising, but good to know.
+/// Return notes: properties of a correct configuration that operators should know.
 pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     route_notes(&LintInput { parsed, config })
 }
@@ -66,12 +66,12 @@ impl<'a> LintInput<'a> {
         limits.get(name)
     }
 
-    /// A route as it is written; none are left out, so that places are the same.
+    /// The parsed route at `index`. Compiling drops no route, so parsed and compiled routes have the same indices.
     fn route(&self, index: usize) -> Option<&'a Spanned<config::tables::Route>> {
         self.parsed.route.get(index)
     }
 
-    /// The place of a value of a limit, else of the limit itself.
+    /// The span of a value of a limit; the span of the limit if the value is not set.
     fn span_of<T>(&self, name: &str, value: impl Fn(&config::tables::Limit) -> Option<&Spanned<T>>) -> Range<usize> {
         let Some(limit) = self.limit(name) else { return 0..0 };
         value(limit.get_ref()).map_or(limit.span(), |value| value.span())
@@ -91,9 +91,10 @@ impl<'a> LintInput<'a> {
     }
 }
 
-// Warnings about who is believed to be whom.
+// Client identification: trusted proxies, client addresses and the secret of the store.
 
-/// Wider than every network that somebody runs proxies in: 10.0.0.0/8 and fc00::/7 are the widest.
+/// Shortest prefix (IPv4, IPv6) that a network of proxies plausibly has: 10.0.0.0/8 and fc00::/7 are the widest
+/// private networks.
 const MIN_PREFIX_LENGTHS: (u8, u8) = (8, 7);
 
 fn client_warnings(input: &LintInput<'_>) -> Vec<Issue> {
@@ -103,7 +104,7 @@ fn client_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Proxies that could be anybody.
+/// Trusted proxies whose networks include public clients.
 fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let proxies = input.parsed.client_ip.trusted_proxies.iter().flatten();
     proxies.zip(&input.config.client_ip.trusted_proxies).filter_map(|(proxy, network)| {
@@ -115,15 +116,17 @@ fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
         let extent = if prefix_length == 0 { "the whole internet" } else { "much of the internet" };
         let proxy_text = proxy.get_ref();
         let message = format!(
-            "`{proxy_text}` is {extent}: whoever connects from there says who he is, and gets around every limit by address"
+            "`{proxy_text}` covers {extent}: clients there can claim any address and evade every limit by address"
         );
         Some(
-            Issue::new(proxy.span(), message).with_hint("the networks of your own proxies only, such as \"10.0.0.0/8\""),
+            Issue::new(proxy.span(), message)
+                .with_hint("list only the networks of your own proxies, such as \"10.0.0.0/8\""),
         )
     })
 }
 
-/// Limits by address where all requests seem to come from one: nobody but a proxy reaches a private address.
+/// A limit by `ip` behind an unconfigured proxy. If every listener has a private address, clients reach it through a
+/// proxy only, and without `trusted_proxies` all requests have the address of that proxy.
 fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
     let all_private = input.config.listeners.iter().all(|listener| is_private(listener.address.ip()));
     if !all_private || input.parsed.client_ip.trusted_proxies.is_some() {
@@ -131,7 +134,7 @@ fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
     }
     let used = input.config.routes.iter().flat_map(|route| &route.rate_limits.limits);
     let used: Vec<_> = used.map(|metered| &*metered.limit.name).collect();
-    // In the order of the file.
+    // Report the first such limit of the file.
     let by_address =
         input.config.limits.values().filter(|compiled| compiled.identity_spec.descriptors.contains(&Descriptor::Ip));
     let by_address = by_address.filter(|compiled| used.contains(&&*compiled.limit.name));
@@ -139,10 +142,9 @@ fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
         .map(|compiled| (input.span_of(&compiled.limit.name, |limit| limit.by.as_ref()), &compiled.limit.name));
     let (span, name) = spans.min_by_key(|(span, _)| span.start)?;
     let message = format!(
-        "`{name}` is by address, and only a proxy reaches a private address: without `trusted_proxies` all its clients share one bucket"
+        "`{name}` is by address, and only a proxy reaches a private address: without `trusted_proxies` all clients share one bucket"
     );
-    let hint =
-        "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the proxy's address; [] if clients connect directly";
+    let hint = "set trusted_proxies in [client_ip] to the proxy's address, such as [\"10.0.0.0/8\"]; [] if clients connect directly";
     Some(Issue::new(span, message).with_hint(hint))
 }
 
@@ -153,20 +155,19 @@ fn is_private(address: IpAddr) -> bool {
     }
 }
 
-/// Keys in Redis that tell addresses to who can guess.
+/// A Redis store without `secret`: an attacker who reads the keys can recover client addresses by hashing guesses.
 fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     let store = &input.parsed.store;
     let is_empty = store.secret.as_ref().is_none_or(|secret| secret.get_ref().is_empty());
     let is_redis_without_secret = input.config.store.redis.is_some() && is_empty;
     let span = store.secret.as_ref().or(store.url.as_ref()).filter(|_| is_redis_without_secret)?.span();
-    let message = "the store has no `secret`: who reads the keys in Redis can guess the addresses in them";
-    Some(
-        Issue::new(span, message)
-            .with_hint("secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways: openssl rand -hex 32"),
-    )
+    let message = "the store has no `secret`: a reader of the keys in Redis can guess the client addresses in them";
+    Some(Issue::new(span, message).with_hint(
+        "set secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways; generate it with openssl rand -hex 32",
+    ))
 }
 
-// Warnings about routes: those that no request takes, and retries without time for them.
+// Routes: conditions that no request meets, and retries without time for them.
 
 fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unreachable_methods(input).collect();
@@ -177,35 +178,36 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Routes of which another one takes what they were written for.
+/// Routes that never get some methods because another route takes precedence.
 fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     input.config.table.unreachable_routes().filter_map(|(route, other, methods)| {
         let parsed = input.route(route.index)?;
         let methods: Vec<_> = methods.iter().map(Method::as_str).collect();
         let message = format!(
-            "`{}` never gets {}: they go to `{}`, as routes that list methods come before those that do not, whatever their headers",
+            "`{}` never gets {}: they match `{}` first, because routes with `methods` precede routes without, whatever their headers",
             route.name,
             methods.join(", "),
             other.name
         );
         let span = parsed.get_ref().name.as_ref().map_or(parsed.span(), |name| name.span());
-        Some(Issue::new(span, message).with_hint(format!("methods = {methods:?} here as well: then the route with more headers comes first")))
+        Some(Issue::new(span, message).with_hint(format!("set methods = {methods:?} here as well: then the route with more headers comes first")))
     })
 }
 
-/// Routes that ask for what no request has.
+/// Routes with conditions that no request meets: CONNECT and TRACE, which the gateway rejects, and header values with
+/// leading or trailing whitespace, which the HTTP parser strips.
 fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
     let mut issues = Vec::new();
     let is_refused = |text: &str| matches!(text, "CONNECT" | "TRACE");
     let methods = parsed.methods.iter().flatten().filter(|text| is_refused(text.get_ref()));
     for text in methods {
-        let message = format!("`{}` never gets {}: the gateway refuses it on all routes", route.name, text.get_ref());
-        issues.push(Issue::new(text.span(), message).with_hint("leave it out"));
+        let message = format!("`{}` never gets {}: the gateway rejects it on all routes", route.name, text.get_ref());
+        issues.push(Issue::new(text.span(), message).with_hint("remove it"));
     }
     for (name, value) in &parsed.headers {
         if value.get_ref().trim() != value.get_ref() {
-            let message = format!("`{}` never matches: the value of a field has no spaces around it", route.name);
+            let message = format!("`{}` never matches: a header value has no leading or trailing spaces", route.name);
             issues
                 .push(Issue::new(value.span(), message).with_hint(format!("{name} = \"{}\"", value.get_ref().trim())));
         }
@@ -213,7 +215,7 @@ fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     issues
 }
 
-/// Retries for which a slow first attempt leaves no time.
+/// Retries that a slow first attempt leaves no time for: `response_timeout` is at least the `timeout` of the route.
 fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let (timeout, RouteAction::Forward(weighted_upstreams)) = (route.timeout?, &route.action) else { return None };
     let is_slow = |upstream: &&UpstreamSettings| upstream.retries > 0 && upstream.response_timeout >= timeout;
@@ -231,7 +233,7 @@ fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     )))
 }
 
-/// What a cluster makes of routes with several identities.
+/// Routes with several identities on a Redis Cluster: a check is one call per master, not one atomic call.
 fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
     let is_cluster = input
         .config
@@ -243,8 +245,8 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
         input.config.routes.iter().filter(|route| is_cluster && route.rate_limits.identities.len() > 1);
     let notes = affected_routes.map(|route| {
         let message = format!(
-            "route `{}` is up to {} calls at the same time, as its identities are kept by several masters: a request \
-             that one denies holds units of the others for about a round trip",
+            "route `{}` makes up to {} calls at the same time, because several masters hold its identities: a request \
+             that one master denies holds tokens of the others for about a round trip",
             route.name,
             route.rate_limits.identities.len()
         );
@@ -253,9 +255,9 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
     notes.collect()
 }
 
-// Warnings about limits: without effect, without room, or open when they matter most.
+// Limits: without effect, too small for the cost of a request, or failing open on credential routes.
 
-/// Words of names and paths where somebody who guesses is held off by a limit alone.
+/// Words in names and paths of routes on which a limit protects credentials against guessing.
 const CREDENTIAL_WORDS: &[&str] = &[
     "login",
     "logon",
@@ -296,7 +298,7 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Units that are never taken ahead.
+/// Limits whose `prefetch` has no effect: with the memory store, or next to a limit without `prefetch`.
 fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue> {
     let limit = &compiled.limit;
     if limit.prefetch == 0 {
@@ -304,15 +306,14 @@ fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue
     }
     let span = input.span_of(&limit.name, |parsed| parsed.prefetch.as_ref());
     if input.config.store.redis.is_none() {
-        let message =
-            format!("the `prefetch` of `{}` does nothing: no call is saved with the memory store", limit.name);
+        let message = format!("the `prefetch` of `{}` has no effect: the memory store needs no calls", limit.name);
         return vec![Issue::new(span, message)];
     }
     let routes = input.config.routes.iter().filter(|route| route.has_limit(limit));
     let issues = routes.filter_map(|route| {
         let other = route.rate_limits.limits.iter().find(|metered| metered.limit.prefetch == 0)?;
         let message = format!(
-            "the `prefetch` of `{}` does nothing for requests of `{}` that meet `{}`, which has none",
+            "the `prefetch` of `{}` has no effect on requests of `{}` that meet `{}`, which has no `prefetch`",
             limit.name, route.name, other.limit.name
         );
         Some(Issue::new(span.clone(), message))
@@ -320,7 +321,8 @@ fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue
     issues.collect()
 }
 
-/// The sizes of a limit that the costs of its requests may never fit into. Costs that always are too much are errors.
+/// Quotas whose capacity is below the maximum cost of a request. A cost that always exceeds the capacity is an error
+/// at compile time.
 fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue> {
     let limit = &compiled.limit;
     let uses = input.config.routes.iter().flat_map(|route| &route.rate_limits.limits);
@@ -345,16 +347,16 @@ fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec
     let span = input.span_of(&limit.name, |parsed| parsed.cost.as_ref());
     let issues = capacities.filter(|(_, capacity)| *capacity < max_cost).map(|(owner, capacity)| {
         let message = format!(
-            "a cost may be more than `{}` ever has{owner} ({capacity}): such a request is denied for good, with 429 and \
+            "a cost can exceed the capacity of `{}`{owner} ({capacity}): such a request is always denied, with 429 and \
              no Retry-After",
             limit.name
         );
-        Issue::new(span.clone(), message).with_hint("a larger burst or quota, or a smaller cost")
+        Issue::new(span.clone(), message).with_hint("set a larger burst or quota, or a smaller cost")
     });
     issues.collect()
 }
 
-/// A burst that was asked for, where every route has another limit that stops it before.
+/// A configured `burst` that is unreachable because every route has a stricter limit for the same requests.
 fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &compiled.limit;
     let parsed_burst = input.limit(&limit.name)?.get_ref().burst.as_ref()?;
@@ -377,18 +379,18 @@ fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[
     let stricter_limits: Option<Vec<Arc<LimitSpec>>> = routes.iter().map(|route| stricter(route)).collect();
     let other = stricter_limits?.into_iter().max_by_key(|other| other.default_variant.rule.capacity())?;
     let message = format!(
-        "the burst of `{}` cannot be reached: `{}` stops the same requests after {} at once",
+        "the burst of `{}` cannot be reached: `{}` denies the same requests after {} at once",
         limit.name,
         other.name,
         other.default_variant.rule.capacity()
     );
     Some(
         Issue::new(parsed_burst.span(), message)
-            .with_hint(format!("a burst below {}, or a larger one there", other.default_variant.rule.capacity())),
+            .with_hint(format!("set a burst below {}, or a larger one there", other.default_variant.rule.capacity())),
     )
 }
 
-/// A limit that holds off who guesses passwords, and lets everybody try while the store is down.
+/// A limit that protects credentials against guessing, and fails open while the store is unavailable.
 fn login_fails_open(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &compiled.limit;
     if limit.on_store_error != OnStoreError::Allow || limit.shadow {
@@ -407,18 +409,21 @@ fn login_fails_open(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&
         None => return None,
     };
     let span = input.span_of(&limit.name, |parsed| parsed.on_store_error.as_ref());
-    let text = format!("{subject} does not hold off who guesses while the store is down");
-    Some(Issue::new(span, text).with_hint("\"local\" goes on with this gateway's share, \"deny\" refuses with 503"))
+    let text = format!("{subject} does not protect against guessing while the store is unavailable");
+    Some(
+        Issue::new(span, text)
+            .with_hint("\"local\" falls back to this gateway's share, \"deny\" fails closed with 503"),
+    )
 }
 
-/// A turn that comes when the time of the route is over.
+/// A `max_wait` that is at least the `timeout` of a route: the request times out in the wait queue.
 fn wait_exceeds_timeout(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let queue_policy = compiled.limit.queue_policy?;
     let route = routes.iter().find(|route| route.timeout.is_some_and(|timeout| timeout <= queue_policy.max_wait))?;
     let span = input.span_of(&compiled.limit.name, |parsed| parsed.max_wait.as_ref());
     let message = format!(
-        "a request may wait for `{}` longer than the `timeout` of the route `{}`: it is charged, and answered with 504",
+        "a request may be queued for `{}` longer than the `timeout` of the route `{}`: it is charged, and gets 504",
         compiled.limit.name, route.name
     );
-    Some(Issue::new(span, message).with_hint("a shorter `max_wait`, or a longer `timeout`"))
+    Some(Issue::new(span, message).with_hint("set a shorter `max_wait`, or a longer `timeout`"))
 }

@@ -1,4 +1,4 @@
-//! Examines the Redis of a configuration: whether it can decide, and what will bite later.
+//! Diagnostics of the Redis servers of a configuration: whether they can decide limits, and which settings are risky.
 
 mod permissions;
 mod server;
@@ -20,21 +20,21 @@ use crate::limiter::redis::server::{ConnectError, RedisEndpoint as Target};
 use crate::telemetry::pluralize;
 use crate::tools::doctor::server::database_key_count;
 
-/// One of the servers that hold the counters.
+/// A Redis server that holds counters.
 #[derive(Debug)]
 pub struct RedisServer {
-    /// How it is called in the report.
+    /// Name in the report: the address.
     pub name: String,
-    /// How it is reached, and as whom.
+    /// Client with the address and credentials.
     pub client: Client,
-    /// The same, as the gateway reaches it.
+    /// The same server as an endpoint of the store.
     pub endpoint: Target,
-    /// One that it keeps, and nobody has.
+    /// Identity whose keys this server owns and that no client has.
     pub probe_identity: Identity,
 }
 
 impl RedisServer {
-    /// A key that it would keep, and that does not exist.
+    /// A key in a slot of this server that does not exist.
     fn probe_key(&self, prefix: &str) -> Vec<u8> {
         let state_name = StateName::new(&IdentityHasher::new(""), "doctor", "none");
         let mut key = Vec::new();
@@ -43,10 +43,10 @@ impl RedisServer {
     }
 }
 
-/// All servers that a configuration makes decide.
+/// Return all masters that decide limits in this deployment.
 ///
 /// # Errors
-/// In words, why that cannot be found out.
+/// No seed node of the cluster returns its slots, or a server has no usable address.
 pub async fn resolve_servers(deployment: &RedisDeployment) -> Result<Vec<RedisServer>, ConnectError> {
     let mut redis_servers = Vec::new();
     for (server, identity) in deployment.masters(CALL_TIMEOUT).await? {
@@ -58,63 +58,63 @@ pub async fn resolve_servers(deployment: &RedisDeployment) -> Result<Vec<RedisSe
 }
 
 impl ServerReport {
-    /// Of servers that cannot be found.
+    /// Report servers that cannot be found.
     pub fn unreachable(name: &str, error: &ConnectError) -> Self {
         let check = Check { name: "reachable", status: Status::Failed, message: error.to_string(), advice: None };
         ServerReport { address: name.to_owned(), checks: vec![check] }
     }
 }
 
-/// What the gateway wants of its servers.
+/// What the configuration requires of its servers.
 #[derive(Debug)]
 pub struct Requirements {
-    /// First part of every key.
+    /// First part of every key (`store.prefix`).
     pub prefix: String,
-    /// Bound of a decision.
+    /// Maximum time of a check (`store.timeout`).
     pub timeout: Duration,
-    /// What the scripts of routes must know.
+    /// The algorithms that the scripts contain.
     pub algorithms: AlgorithmSet,
-    /// The algorithms of the limits.
+    /// The rules of the limits.
     pub rules: Vec<Rule>,
     /// Whether operators can set overrides: the admin listener has a token.
     pub can_set_overrides: bool,
 }
 
-/// What was found on a server.
+/// The results for one server.
 #[derive(Debug, Serialize)]
 pub struct ServerReport {
-    /// How the server is called.
+    /// Name of the server.
     pub address: String,
-    /// What was looked at, in the order of looking. A server that stops answering is asked no more.
+    /// Results in the order of the checks. The first connection failure ends the examination.
     pub checks: Vec<Check>,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Debug, Serialize)]
 pub struct Check {
-    /// What.
+    /// Name of the check.
     pub name: &'static str,
-    /// How it is.
+    /// The status.
     pub status: Status,
-    /// What was found, figures with their units.
+    /// The finding, with units.
     pub message: String,
-    /// What to do, if anything.
+    /// What to do. None: nothing.
     pub advice: Option<String>,
 }
 
-/// How something is.
+/// Status of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum Status {
-    /// As it should be.
+    /// Nothing to do.
     #[serde(rename = "ok")]
     Ok,
-    /// It works, and may not always.
+    /// Works now, but is at risk.
     #[serde(rename = "warning")]
     Warning,
-    /// Limits cannot be decided, or not rightly.
+    /// Limits cannot be decided, or are decided wrongly.
     #[serde(rename = "failed")]
     Failed,
-    /// The user may not look.
+    /// Not checked: the Redis user lacks a permission, or the server lacks the command.
     #[serde(rename = "skipped")]
     Skipped,
 }
@@ -128,11 +128,11 @@ impl Check {
         Check { name, status: Status::Skipped, message: found.into(), advice: None }
     }
 
-    /// The server refused to be looked at, or to work.
+    /// Classify an error reply: skipped without permission or command, failed otherwise.
     fn from_redis_error(name: &'static str, error: &RedisError) -> Self {
         if let Some(permission) = missing_permission(error) {
-            return Check::skipped(name, format!("the user lacks the right {permission}"))
-                .with_advice("examine with a user for that: docs/how-to/redis.md has one");
+            return Check::skipped(name, format!("the user lacks the permission {permission}"))
+                .with_advice("run doctor with a user that has it: docs/how-to/redis.md has one");
         }
         match error.detail() {
             Some(detail) if detail.contains("unknown command") => {
@@ -152,7 +152,7 @@ impl Check {
 }
 
 impl ServerReport {
-    /// Adds what came of a look; a server that was lost ends the examination.
+    /// Add the result of a check. `Abort` if the connection is lost.
     fn record(&mut self, name: &'static str, result: Result<Check, CallError>) -> Result<(), Abort> {
         let (check, outcome) = match result {
             Ok(check) => (check, Ok(())),
@@ -166,19 +166,19 @@ impl ServerReport {
     }
 }
 
-/// There is no point in going on.
+/// The connection is lost: run no further checks.
 struct Abort;
 
-/// Looks at everything on one server. It takes some seconds at most, also if the server hangs.
+/// Run all checks on one server. Every call is bounded by [`CALL_TIMEOUT`], and the first timeout ends the examination.
 pub async fn examine(server: &RedisServer, requirements: &Requirements) -> ServerReport {
     let mut report = ServerReport { address: server.name.clone(), checks: Vec::new() };
-    // What was lost stands in the report.
+    // The report has the cause of an abort.
     let _ = run_checks(server, requirements, &mut report).await;
     report
 }
 
-/// Check a server for `sluicegate check`: its round trip, and what it does with overrides. Return the checks that warn or
-/// fail; a command that Redis refuses is left out.
+/// Check a server for `sluicegate check`: round trip, persistence of overrides and cluster coverage. Return the checks
+/// that warn or fail. A check whose command Redis rejects is omitted.
 ///
 /// # Errors
 /// The server cannot be reached.
@@ -216,7 +216,7 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     let connection: &mut DiagnosticConnection = &mut connection;
     report.record("version", server::check_version(connection, hello.as_ref()).await)?;
     if let Some(found) = hello.as_ref().and_then(|hello| hello.mismatch(server.endpoint.mode(), address)) {
-        // What else is wrong with the wrong server is nobody's concern.
+        // The other checks say nothing about a server of the wrong kind.
         report.checks.push(Check { name: "role", status: Status::Failed, message: found, advice: None });
         return Err(Abort);
     }
@@ -239,22 +239,22 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     report.record("decisions", permissions::check_decisions(server, requirements).await)
 }
 
-// A connection to examine a server by: every call is bounded, and an error says whether to go on.
+// Diagnostic connection: every call has a timeout, and errors say whether the connection is lost.
 
-/// Bound of connecting, and of each reply: far more than a gateway would wait, so that a slow server is told from a dead one.
+/// Timeout of connecting and of each reply. Much longer than `store.timeout`, to tell a slow server from a dead one.
 pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The connection.
+/// A connection that runs one command at a time.
 pub(crate) struct DiagnosticConnection {
     pub(crate) multiplexed: MultiplexedConnection,
     pub(crate) address: ConnectionAddr,
 }
 
-/// Why there is no answer.
+/// Why a call failed.
 pub(crate) enum CallError {
-    /// The server answered with an error; other calls may do.
+    /// The server replied with an error. Other calls may succeed.
     ErrorReply(RedisError),
-    /// There will be no more answers; in words for people.
+    /// The connection is lost or timed out, with the diagnosis for operators.
     ConnectionLost(String),
 }
 
@@ -270,14 +270,14 @@ impl DiagnosticConnection {
         }
     }
 
-    /// Calls one command.
+    /// Run one command.
     pub(crate) async fn call<T: FromRedisValue>(&mut self, command: &Cmd) -> Result<T, CallError> {
         let reply = self.multiplexed.send_packed_command(command).await;
         let reply = reply.and_then(Value::extract_error).map_err(|error| self.classify_error(error))?;
         redis::from_redis_value(reply).map_err(|error| CallError::ErrorReply(error.into()))
     }
 
-    /// Whether to go on after an error.
+    /// Tell lost connections from error replies.
     pub(crate) fn classify_error(&self, error: RedisError) -> CallError {
         if error.is_timeout() {
             CallError::ConnectionLost(diagnose_timeout(&self.address))
@@ -288,13 +288,13 @@ impl DiagnosticConnection {
         }
     }
 
-    /// A section of `INFO`.
+    /// Read a section of `INFO`.
     pub(crate) async fn info(&mut self, section: &str) -> Result<InfoSection, CallError> {
         self.call(redis::cmd("INFO").arg(section)).await.map(InfoSection)
     }
 }
 
-/// What `INFO` says.
+/// The text of a section of `INFO`.
 pub(crate) struct InfoSection(String);
 
 impl InfoSection {
@@ -307,17 +307,17 @@ impl InfoSection {
     }
 }
 
-// The keys of the limits: each must expire. The search is bounded and says how far it came.
+// Keys of the limits: each must have a TTL. The scan is bounded; the message says how much of the database it covered.
 
-/// Keys of the database that a call looks at.
+/// `COUNT` of each SCAN call: keys that Redis examines per call.
 const SCAN_COUNT: u64 = 1000;
-/// Calls: 100,000 keys in all.
+/// Maximum number of SCAN calls, thus about 100,000 keys.
 const MAX_SCAN_CALLS: u64 = 100;
-/// And no longer than this.
+/// Maximum duration of the scan.
 const SCAN_TIMEOUT: Duration = Duration::from_secs(3);
-/// Keys whose size is asked for.
+/// Number of keys whose size is read.
 const SIZE_SAMPLE_KEYS: usize = 50;
-/// Keys that are named in the report.
+/// Maximum number of keys without TTL that the report names.
 const MAX_NAMED_KEYS: usize = 3;
 
 #[derive(Default)]
@@ -334,7 +334,7 @@ pub(crate) async fn check_keys(
     prefix: &str,
 ) -> Result<Check, CallError> {
     let pattern = format!("{}:*", escape_glob(prefix));
-    // Of a pipeline it would not be known which right is missing.
+    // An error of the pipeline below does not name the missing permission: try PTTL alone first.
     connection.call::<Value>(redis::cmd("PTTL").arg(server.probe_key(prefix))).await?;
     let started_at = monotonic();
     let (mut cursor, mut steps, mut statistics) = (0, 0, KeyStatistics::default());
@@ -354,9 +354,9 @@ pub(crate) async fn check_keys(
         Err(error) => return Err(error),
     };
     let coverage = if is_complete {
-        format!("the whole database{total} was looked at")
+        format!("the whole database{total} was scanned")
     } else {
-        format!("about {} keys of the database{total} were looked at", steps * SCAN_COUNT)
+        format!("about {} keys of the database{total} were scanned", steps * SCAN_COUNT)
     };
     statistics.sizes_bytes.sort_unstable();
     let size = statistics
@@ -369,7 +369,7 @@ pub(crate) async fn check_keys(
     let check = Check::ok("keys", summary.clone());
     Ok(if without_ttl > 0 {
         let found = format!("{summary}; such as {}", examples.join(", "));
-        let advice = "the gateway never writes such keys, and they never go: find out who does, delete them, or choose another store.prefix";
+        let advice = "the gateway never writes such keys, and they never expire: find the client that does, delete them, or set another store.prefix";
         Check { message: found, ..check }.with_status(Status::Failed).with_advice(advice)
     } else {
         check
@@ -391,7 +391,7 @@ async fn inspect_keys(
     let ttls: Vec<i64> =
         pipeline.query_async(&mut connection.multiplexed).await.map_err(|error| connection.classify_error(error))?;
     statistics.key_count += keys.len() as u64;
-    // -1 is a key without a TTL, -2 one that has gone meanwhile.
+    // PTTL returns -1 for a key without a TTL and -2 for a missing key.
     for (key, _) in keys.iter().zip(ttls).filter(|(_, ttl)| *ttl == -1) {
         statistics.without_ttl += 1;
         if statistics.examples.len() < MAX_NAMED_KEYS {
@@ -401,7 +401,7 @@ async fn inspect_keys(
     for key in keys.iter().take(SIZE_SAMPLE_KEYS.saturating_sub(statistics.sizes_bytes.len())) {
         match connection.call::<Option<u64>>(redis::cmd("MEMORY").arg("USAGE").arg(key)).await {
             Ok(bytes) => statistics.sizes_bytes.extend(bytes),
-            // A figure less.
+            // MEMORY USAGE is not permitted: omit the size.
             Err(CallError::ErrorReply(_)) => break,
             Err(error) => return Err(error),
         }
@@ -409,7 +409,7 @@ async fn inspect_keys(
     Ok(())
 }
 
-/// A pattern that matches exactly this text.
+/// Escape the metacharacters of a glob pattern.
 fn escape_glob(text: &str) -> String {
     let is_special = |character| matches!(character, '*' | '?' | '[' | ']' | '\\');
     text.chars().flat_map(|character| is_special(character).then_some('\\').into_iter().chain([character])).collect()

@@ -1,4 +1,4 @@
-//! Explains what the gateway would do with a request, by what the gateway itself asks: nothing is sent, nothing is charged.
+//! Explanation of a request: calls the functions of the request path, but sends nothing and charges nothing.
 
 pub mod limits;
 pub mod report;
@@ -19,19 +19,19 @@ use crate::snapshot::routes::RouteAction;
 use crate::tools::explain::limits::{Counters, CountersUnavailable};
 use crate::tools::explain::report::{ClientReport, Explanation, ResponseReport};
 
-/// A configuration, and where its counters are looked at.
+/// A configuration and its counters.
 #[derive(Debug)]
 pub struct Explainer<'a, C: ?Sized> {
     /// The configuration.
     pub config: &'a CompiledConfig,
-    /// Where identities stand.
+    /// Read access to the counters of the limits.
     pub counters: &'a C,
-    /// So many of the routes that do not take the request are explained, the nearest first.
+    /// Maximum number of other routes to explain, closest match first.
     pub max_other_routes: usize,
 }
 
 impl<C: Counters + ?Sized> Explainer<'_, C> {
-    /// What the gateway would do with a request from this peer.
+    /// Explain what the gateway would do with a request from this peer.
     pub fn explain(&self, request: &Request<()>, peer: &Peer) -> Explanation {
         let client = peer.client_address(request.headers());
         let mut explanation = Explanation {
@@ -62,7 +62,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         explanation
     }
 
-    /// The way of a request through the gateway, with a note at each step.
+    /// Run the steps of the request path and record each result in `explanation`.
     fn evaluate(
         &self,
         request: &Request<()>,
@@ -151,7 +151,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
     }
 }
 
-/// Bytes of a body, as the head says; none if it does not.
+/// The length of the body in bytes, by Content-Length. None if it is unknown (Transfer-Encoding) or invalid.
 fn body_length(headers: &HeaderMap) -> Option<u64> {
     if headers.contains_key(http::header::TRANSFER_ENCODING) {
         return None;

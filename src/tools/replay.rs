@@ -1,5 +1,5 @@
-//! Yesterday's access log against tomorrow's limits: requests of logs are decided in virtual time, by the route table, the
-//! identities, the store and the algorithms of the gateway.
+//! Replay of access logs against limits: each logged request is decided in virtual time, with the route table, the
+//! identities, the memory store and the algorithms of the gateway.
 
 pub mod format;
 pub mod log_input;
@@ -18,77 +18,85 @@ use crate::tools::replay::resolve::{
 };
 use crate::tools::replay::simulator::{LimitStats, ReplayDecision, RequestMeta, Simulation};
 
-/// Why there is nothing to replay.
+/// Why logs cannot be replayed.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum ReplayError {
+    /// `--format` is neither a name nor a valid `log_format`.
     #[error(transparent)]
     Format(#[from] FormatError),
-    #[error("{0}: the format of its lines is not known; --format says which it is")]
+    /// No format matches the first lines of this log.
+    #[error("{0}: the format of the lines is unknown; name it with --format")]
     UnknownFormat(String),
+    /// The options do not fit the configuration.
     #[error(transparent)]
     Config(#[from] ReplayConfigError),
+    /// The log lacks a field that `--identity` names.
     #[error("the log has no field `{field}`; it has {}", all.join(", "))]
-    UnknownField { field: String, all: Vec<String> },
+    UnknownField {
+        /// The name of the field.
+        field: String,
+        /// The fields of the log.
+        all: Vec<String>,
+    },
 }
 
-/// How logs are to be read and judged.
+/// Options of a replay.
 #[derive(Debug, Default)]
 pub struct ReplayOptions {
-    /// The format; none = what their first lines look like.
+    /// The format of the logs. None: detect it from the first lines.
     pub format: Option<String>,
-    /// Other sizes.
+    /// Quotas to use instead of the configured ones.
     pub proposals: Vec<QuotaProposal>,
-    /// Fields that stand for identities.
+    /// Log fields that identify clients for a limit.
     pub identity_fields: Vec<IdentityField>,
 }
 
-/// Logs, and the configuration that they are held against.
+/// A prepared replay: the configuration and the format of the logs.
 #[derive(Debug)]
 pub struct Replay {
     /// The configuration.
     pub config: ReplayConfig,
-    /// What the format is called.
+    /// Name of the format.
     pub format_name: &'static str,
     line_format: Format,
     capabilities: FormatCapabilities,
 }
 
-/// What came of it.
+/// The result of a replay. The vectors have one element per limit, in the order of [`ReplayConfig::limits`].
 #[derive(Debug)]
 pub struct ReplayResult {
-    /// What was in the logs.
+    /// Statistics about the lines of the logs.
     pub statistics: LogStatistics,
-    /// Lines whose peer is a trusted proxy that does not say for whom it speaks.
+    /// Number of lines from trusted proxies without the client address header.
     pub missing_client_count: u64,
-    /// By subject.
+    /// Decisions by limit.
     pub limit_stats: Vec<LimitStats>,
-    /// By subject: who was denied most, with their requests and denials.
+    /// Top denied identities by limit: label, requests, denials.
     pub top_denied: Vec<Vec<(String, u32, u32)>>,
-    /// By subject.
+    /// Suggested quota by limit. None: not requested, or the limit has no requests.
     pub suggestions: Vec<Option<Suggestion>>,
 }
 
-/// Looks on while logs are replayed.
+/// Callbacks during a replay.
 pub trait ReplayObserver {
-    /// Some requests later.
+    /// Called every 4096 requests.
     fn on_progress(&mut self) {}
 
-    /// A request was decided, in the order of their instants.
+    /// Called for each decided request, in the order of decisions.
     fn on_decision(&mut self, _event: &ReplayRequest, _said: &[ReplayDecision]) {}
 
-    /// Other sizes of this limit are tried.
+    /// Called before the search for a quota of this limit.
     fn on_quota_search(&mut self, _limit: &str) {}
 }
 
-/// Nobody looks on.
+/// No callbacks.
 impl ReplayObserver for () {}
 
-/// So many requests are "some".
+/// Number of requests between calls of [`ReplayObserver::on_progress`].
 const PROGRESS_INTERVAL_REQUESTS: u64 = 4096;
 
 impl Replay {
-    /// Prepares a configuration for the format of these logs.
+    /// Prepare a replay of these logs.
     ///
     /// # Errors
     /// See [`ReplayError`].
@@ -100,7 +108,7 @@ impl Replay {
                 let builtin_name = format::FORMAT_NAMES.into_iter().find(|name| name == text);
                 (builtin_name.unwrap_or("log_format"), Format::from_name(text)?)
             }
-            // There is nothing in them: any format will do.
+            // All logs are empty: any format fits.
             None if sample.is_empty() => ("combined", Format::from_name("combined")?),
             None => Format::detect(&sample).ok_or_else(|| {
                 let unknown = inputs.iter().find(|source| !source.sample_lines().is_empty());
@@ -114,7 +122,8 @@ impl Replay {
         Ok(Replay { config, format_name: name, line_format: format, capabilities })
     }
 
-    /// Replays logs, which are those that it was prepared for, and suggests quotas that deny fewer than the share `target`.
+    /// Replay the logs that this replay was prepared for. With `target`, suggest for each limit the smallest quota that
+    /// denies less than this share of its requests.
     pub fn run(&self, inputs: Vec<LogInput>, target: Option<f64>, observer: &mut impl ReplayObserver) -> ReplayResult {
         let mut resolver = LineResolver::new(&self.config);
         let mut merge = KWayMerge::new(inputs, &self.line_format);
@@ -155,7 +164,7 @@ impl Replay {
         }
     }
 
-    /// Which parts of requests the logs have.
+    /// The parts of requests that the logs contain.
     pub fn capabilities(&self) -> &FormatCapabilities {
         &self.capabilities
     }

@@ -107,7 +107,11 @@ fn record_has_the_outcome_of_the_request_and_its_reason() {
     );
     assert_ne!(of(line, 1)["identity"], of(line, 0)["identity"]);
     assert_eq!(of(&lines[1], 0)["identity"], of(line, 0)["identity"]);
-    assert_eq!((&of(line, 3)["limit"], &of(line, 3)["cost"]), (&json!("tokens"), &json!(7)), "what the response said");
+    assert_eq!(
+        (&of(line, 3)["limit"], &of(line, 3)["cost"]),
+        (&json!("tokens"), &json!(7)),
+        "the cost of the response"
+    );
     // A shadow limit.
     assert_eq!((&lines[1]["decision"], &lines[1]["shadow_denied"]), (&json!("shadow_denied"), &json!(["trial"])));
     assert_eq!(of(&lines[1], 2)["decision"], "shadow_denied");
@@ -269,7 +273,7 @@ fn stuck_reader_drops_records_that_are_counted_and_fails_no_request() {
     reading.join().unwrap();
     let text = String::from_utf8(text.lock().unwrap().clone()).unwrap();
     let whole = text.lines().filter(|line| serde_json::from_str::<Value>(line).is_ok()).count() as u64;
-    assert_eq!(whole + counted, requests, "no line is torn");
+    assert_eq!(whole + counted, requests, "no record is split");
 }
 
 #[test]

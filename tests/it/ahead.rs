@@ -86,7 +86,7 @@ fn three_gateways_with_prefetch_admit_exactly_a_fixed_window_with_few_calls() {
         assert_eq!(charged(&redis), UNITS);
         redis.assert_every_key_expires();
     }
-    assert!(calls[1] * 3 < calls[0], "calls without a lease, and with one: {calls:?}");
+    assert!(calls[1] * 3 < calls[0], "calls without and with prefetch: {calls:?}");
 }
 
 /// The times at which admitted requests were sent and answered.
@@ -239,7 +239,7 @@ fn returned_tokens_admit_an_identity_that_was_denied() {
     let config = config(&redis, "algorithm = \"sliding-log\"\nquota = \"2000/24h\"\nprefetch = 2000");
     let (hot, other) = (Gateway::start(&config), Gateway::start(&config));
     let (total, counted) = until_tokens_are_prefetched(&redis, &hot);
-    assert_eq!(counted, 2000, "all of it was taken");
+    assert_eq!(counted, 2000, "all tokens were taken");
     let mut left = 2000 - total;
     // The other gateway denies at first and caches the denial.
     let mut client = other.client();
@@ -326,7 +326,7 @@ fn check_reports_the_cost_of_prefetch_and_where_it_has_no_effect() {
     }
     assert_eq!(said.matches("does nothing").count(), 1, "{said}");
     let said = check("memory:");
-    assert!(said.contains("the `prefetch` of `bucket` does nothing: no call is saved with the memory store"), "{said}");
+    assert!(said.contains("the `prefetch` of `bucket` has no effect: the memory store needs no calls"), "{said}");
 }
 
 /// Redis denies a request with another limit, as all tokens are prefetched. This denial is cached.
@@ -381,7 +381,7 @@ fn prefetched_tokens_are_used_before_the_denial_cache() {
         let in_time = prefetched.elapsed() < Duration::from_secs(1);
         if in_time {
             assert_eq!((denied, denied_again, called), (429, 429, 0), "the denial is cached");
-            assert_eq!(status, 200, "a prefetched unit is there");
+            assert_eq!(status, 200, "a prefetched token is available");
         }
         in_time
     });

@@ -376,6 +376,6 @@ fn hyper_handles_hostile_http2_as_expected() {
         let response = sender.send_request(request.unwrap()).await.unwrap();
         String::from_utf8(response.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap()
     };
-    let said = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("HTTP/2 is answered") });
+    let said = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("a response over HTTP/2") });
     assert_eq!(said, "GET http://b/x|host=a|cookie=a=1|cookie=b=2|x_a=1|body=");
 }

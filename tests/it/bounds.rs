@@ -127,7 +127,7 @@ async fn redis_clock_set_back_locks_out_no_longer_than_a_full_state() {
             spend(1).await;
             stores.clock.set(back);
             let locked_out = ask(1, 10).await;
-            assert_ne!(locked_out.status, Status::Ok, "{name}: nothing is given away");
+            assert_ne!(locked_out.status, Status::Ok, "{name}: nothing is gained");
             // Another identity uses its whole quota at this instant.
             spend(2).await;
             let spent = ask(2, 10).await;

@@ -10,7 +10,6 @@ use sluicegate::limiter::clock::{Clock, monotonic};
 use sluicegate::limiter::key::{Identity, Key};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::redis::RedisSettings;
-use sluicegate::limiter::redis::script::AlgorithmSet;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::settlement::{OwnedCharge, StoreHandle};
@@ -41,14 +40,7 @@ async fn connected(fake: &FakeRedis, timeout: Duration) -> ServerStore {
 
 /// Return a store with this number of connections, used in turn.
 async fn store_with_connections(fake: &FakeRedis, timeout: Duration, connections: u32) -> ServerStore {
-    let settings = RedisSettings {
-        prefix: "rl".to_owned(),
-        connections,
-        timeout,
-        connect_timeout: MAX_WAIT,
-        algorithms: AlgorithmSet::default(),
-        clock: Clock::Store,
-    };
+    let settings = RedisSettings { connections, timeout, connect_timeout: MAX_WAIT, ..RedisSettings::default() };
     let server = RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap());
     let store = ServerStore::new(&settings, server, Arc::default(), Arc::default());
     store.maintain_connections().await;
@@ -178,7 +170,7 @@ async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
     assert!(all(in_flight).await);
     for (identity, task) in (8..18).zip(waiting) {
         if !cancelled.contains(&identity) {
-            let remaining = timeout(MAX_WAIT, task).await.expect("the call is answered").unwrap();
+            let remaining = timeout(MAX_WAIT, task).await.expect("a reply").unwrap();
             assert_eq!(remaining, [2 * identity, 2 * identity + 1], "identity {identity} has its own reply");
         }
     }
@@ -210,7 +202,7 @@ async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
         let by: Vec<_> = calls.iter().map(|call| (call.connection, call.requests().len())).collect();
         let repeated = if all_fail { 3 } else { 1 };
         assert_eq!(by[0], (1, 3), "one call for all");
-        assert!(by[1..].iter().all(|(connection, _)| *connection == 2), "the replica is not asked again: {by:?}");
+        assert!(by[1..].iter().all(|(connection, _)| *connection == 2), "no further call to the replica: {by:?}");
         assert_eq!(by[1..].iter().map(|(_, requests)| requests).sum::<usize>(), repeated, "each failure once more");
         assert_eq!(fake.connections(), 2);
     }
@@ -239,7 +231,7 @@ async fn call_for_a_hot_key_coalesces_checks_of_a_busy_worker() {
     let second = tokio::spawn(another());
     yield_now().await;
     drop(words);
-    let later = timeout(MAX_WAIT, first).await.expect("it is answered").unwrap();
+    let later = timeout(MAX_WAIT, first).await.expect("a response").unwrap();
     assert!(all([second].into_iter().chain(later).collect()).await);
     assert_eq!(fake.calls()[1].cost(), 5, "the one that waited, and those of four rounds");
 }

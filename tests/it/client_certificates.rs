@@ -227,7 +227,7 @@ fn reload_of_client_ca_file_ends_sessions_of_removed_ones() {
         assert!(line.contains(reason) && line.contains("ca.pem") && line.contains("WARN"), "{reason}: {line}");
         assert!(gets_in(&of_new) && !gets_in(&of_old), "{reason}: the authorities stay");
     }
-    assert_eq!(running.get("/who").status, 200, "a running connection goes on");
+    assert_eq!(running.get("/who").status, 200, "an open connection continues");
 }
 
 #[test]

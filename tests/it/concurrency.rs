@@ -168,7 +168,7 @@ fn requests_that_made_no_store_call_release_nothing_in_the_store() {
     gateway.terminate();
     gateway.wait();
     let releases = redis.calls("zrem");
-    assert!(releases < 100, "{releases} releases of what was never asked for");
+    assert!(releases < 100, "{releases} releases of permits that were never acquired");
 }
 
 #[test]
@@ -291,5 +291,5 @@ fn permit_is_charged_together_with_other_limits() {
     drop(hold(&gateway));
     eventually("the permit is free again", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
     assert_eq!(gateway.get("/r").json()["violated-policies"], serde_json::json!(["log"]));
-    assert_eq!(gateway.get("/quick").header("ratelimit"), Some("\"places\";r=1"), "who is denied holds no place");
+    assert_eq!(gateway.get("/quick").header("ratelimit"), Some("\"places\";r=1"), "a denied request holds no permit");
 }

@@ -142,7 +142,7 @@ fn colours_are_only_written_to_terminals() {
             String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
         };
         assert!(!said(&[]).contains('\x1b'), "into a pipe");
-        assert!(said(&[("CLICOLOR_FORCE", "1")]).contains('\x1b'), "where they are asked for");
+        assert!(said(&[("CLICOLOR_FORCE", "1")]).contains('\x1b'), "if requested");
         assert!(!said(&[("CLICOLOR_FORCE", "1"), ("NO_COLOR", "1")]).contains('\x1b'), "where they are not wanted");
     }
 }

@@ -127,7 +127,7 @@ fn doctor_passes_a_healthy_server_and_leaves_no_keys() {
     for (name, expected) in [
         ("role", "master with 0 replicas"),
         ("policy", "noeviction"),
-        ("keys", "0 keys under rl:, 0 without a TTL; the whole database (0 keys) was looked at"),
+        ("keys", "0 keys under rl:, 0 without a TTL; the whole database (0 keys) was scanned"),
         ("persistence", "none; 0 overrides stored"),
         ("round trip", "of 50 calls; store.timeout is 5000 ms"),
         ("clock", "no decision depends on it"),
@@ -138,7 +138,7 @@ fn doctor_passes_a_healthy_server_and_leaves_no_keys() {
         let found = &checks.iter().find(|check| check.0 == name).unwrap().2;
         assert!(found.contains(expected), "{name}: {found}");
     }
-    assert_eq!(redis.keys(), Vec::<String>::new(), "what was tried is given back");
+    assert_eq!(redis.keys(), Vec::<String>::new(), "the trial leaves no key");
     let table = examine(&redis.url(), "5s", &[], &[]);
     assert_eq!(table.code, Some(0), "{}", table.out);
     assert!(
@@ -178,7 +178,7 @@ fn key_scan_is_bounded_and_reports_how_far_it_came() {
     assert_eq!((code, status.as_str()), (Some(0), "ok"), "{found}");
     let looked = found.split("about ").nth(1).and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
     assert!(looked.is_some_and(|looked| looked <= 100_000), "{found}");
-    assert!(found.contains("keys of the database (150000 keys) were looked at"), "{found}");
+    assert!(found.contains("keys of the database (150000 keys) were scanned"), "{found}");
 }
 
 #[test]
@@ -189,7 +189,7 @@ fn eviction_policy_and_evicted_keys_are_reported() {
     assert_eq!((code, status.as_str()), (Some(0), "warning"), "nothing is evicted without maxmemory: {found}");
     command(&redis, &["CONFIG", "SET", "maxmemory", "8mb"]);
     for (policy, why) in
-        [("allkeys-lru", "any key"), ("volatile-ttl", "expires soonest"), ("volatile-lru", "with a TTL")]
+        [("allkeys-lru", "any key"), ("volatile-ttl", "expire soonest"), ("volatile-lru", "with a TTL")]
     {
         command(&redis, &["CONFIG", "SET", "maxmemory-policy", policy]);
         let (code, status, found) = check(&redis.url(), "policy");
@@ -233,7 +233,7 @@ fn checks_without_permission_are_skipped_for_the_gateway_user() {
     assert_eq!(left_out.len(), expected.len(), "{left_out:?}");
     for (check, (name, right)) in left_out.iter().zip(expected) {
         assert_eq!((check.0.as_str(), check.1.as_str()), (name, "skipped"), "{check:?}");
-        assert_eq!(check.2, format!("the user lacks the right {right}"));
+        assert_eq!(check.2, format!("the user lacks the permission {right}"));
     }
 }
 
@@ -310,7 +310,7 @@ fn replica_and_old_server_fail() {
         assert_eq!(status, expected, "{version}: {found}");
         assert!(found.starts_with(&format!("redis {version} ")), "{found}");
         let (_, status, found) = check(&fake.url(), "role");
-        assert_eq!((status.as_str(), found.as_str()), ("failed", "sentinel give the address of a master"));
+        assert_eq!((status.as_str(), found.as_str()), ("failed", "sentinel set store.url to the address of a master"));
     }
 }
 
@@ -389,7 +389,7 @@ fn overrides_without_persistence_are_a_warning() {
         let check = checks.iter().find(|check| check["name"] == "persistence").unwrap();
         let checked = run("check", begin, url, "5s", &[], &[]).out;
         let warns = check["status"] == "warning";
-        assert_eq!(checked.contains("persistence: none"), warns, "check says the same: {checked}");
+        assert_eq!(checked.contains("persistence: none"), warns, "check reports the same: {checked}");
         if warns {
             let advice = check["advice"].as_str().unwrap();
             assert!(advice.contains("write back the overrides") && advice.contains("all gateways restart"), "{advice}");

@@ -215,8 +215,12 @@ fn denied_request_with_a_small_body_keeps_the_connection() {
         for _ in 0..10 {
             let head = format!("POST /limited HTTP/1.1\r\nHost: a.test\r\nContent-Length: {size}\r\n\r\n");
             client.send(head.as_bytes());
-            let reply = client.reply().expect("the connection goes on");
-            assert_eq!((reply.status, reply.header("connection")), (429, None), "{size} bytes, sent after the answer");
+            let reply = client.reply().expect("the connection continues");
+            assert_eq!(
+                (reply.status, reply.header("connection")),
+                (429, None),
+                "{size} bytes, sent after the response"
+            );
             client.send(&vec![b'x'; size]);
         }
     }
@@ -230,7 +234,7 @@ fn complete_request_keeps_the_connection() {
     let mut client = gateway.client();
     for _ in 0..3 {
         client.send(b"POST /up/ HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n");
-        let reply = client.reply().expect("the connection goes on");
+        let reply = client.reply().expect("the connection continues");
         assert_eq!((reply.status, reply.header("connection")), (200, None), "in chunks");
         let reply = client.request("POST", "/up/", &[], b"hi");
         assert_eq!((reply.status, reply.header("connection")), (200, None), "by length");
@@ -277,7 +281,7 @@ fn body_larger_than_max_body_is_413() {
     assert_eq!(client.request("POST", "/small", &[], &vec![b'x'; exact]).status, 200, "as much as may be");
     assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), Some(exact));
     client.send(format!("POST /small HTTP/1.1\r\nHost: a.test\r\nContent-Length: {}\r\n\r\n", exact + 1).as_bytes());
-    client.reply().unwrap().assert_problem(413, "by its length, before any of it came");
+    client.reply().unwrap().assert_problem(413, "by Content-Length, before the body");
     for pieces in [exact + 1, 1000, 10] {
         // Chunked bodies have no length in advance.
         let mut client = gateway.client();
@@ -288,7 +292,7 @@ fn body_larger_than_max_body_is_413() {
                 break;
             }
         }
-        let reply = client.reply().expect("an answer");
+        let reply = client.reply().expect("a response");
         reply.assert_problem(413, &format!("chunks of {pieces}"));
         assert_eq!(reply.header("connection"), Some("close"));
         assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), None, "the upstream sees a request that breaks off");
@@ -299,7 +303,7 @@ fn body_larger_than_max_body_is_413() {
     for _ in 0..3 {
         client.send(&frame(DATA, 0, 1, &vec![b'x'; 16 << 10])).unwrap();
     }
-    let head = client.until(HEADERS, 1).expect("an answer");
+    let head = client.until(HEADERS, 1).expect("a response");
     // The status is the first field, a literal with an indexed name (RFC 7541 §6.2.2, Appendix A).
     assert_eq!(head.payload[0] & 0x0f, 8, "{head:?}");
     assert_eq!(
@@ -319,7 +323,7 @@ fn is_closed(stream: &mut TcpStream, within: Duration) -> bool {
     stream.set_read_timeout(Some(within)).unwrap();
     match stream.read(&mut [0; 1024]) {
         Ok(0) => true,
-        Ok(_) => panic!("something came"),
+        Ok(_) => panic!("unexpected bytes"),
         Err(error) => !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
     }
 }
@@ -339,12 +343,12 @@ fn connections_beyond_max_connections_wait() {
         }
         eventually("the event is logged", || gateway.log().contains("max_connections"));
         let stream = waiting[0].stream.get_mut();
-        assert!(!is_closed(stream, Duration::from_millis(300)), "{layout}: neither answered nor refused");
+        assert!(!is_closed(stream, Duration::from_millis(300)), "{layout}: neither a response nor a close");
         stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         // One free connection serves all of them, one after the other.
         open.pop();
         for client in &mut waiting {
-            assert_eq!(client.reply().expect("an answer").status, 200, "{layout}");
+            assert_eq!(client.reply().expect("a response").status, 200, "{layout}");
         }
         assert_eq!(open[0].get("/").status, 200);
         gateway.terminate();
@@ -533,7 +537,7 @@ fn stalled_request_body_is_408_at_body_idle_timeout() {
             client.send(piece);
         }
         let begun = Instant::now();
-        client.reply().expect("an answer").assert_problem(408, what);
+        client.reply().expect("a response").assert_problem(408, what);
         let time = begun.elapsed();
         assert!(time >= IDLE.mul_f64(0.9) && time < IDLE + LATE, "{what}: {time:?}");
         client.assert_closed(what);
@@ -563,7 +567,7 @@ fn client_that_does_not_read_is_reset() {
     let mut client = gateway.client();
     let begun = Instant::now();
     client.send(b"GET /up/ HTTP/1.1\r\nHost: a.test\r\n\r\n");
-    ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
+    ended.recv_timeout(MAX_WAIT).expect("the upstream request is cancelled");
     let time = begun.elapsed();
     assert!(time >= IDLE.mul_f64(0.9) && time < IDLE + LATE, "{time:?}");
     let mut sink = vec![0; 1 << 20];
@@ -586,7 +590,7 @@ fn slow_reader_is_served() {
     let begun = Instant::now();
     let mut piece = vec![0; 4 << 20];
     while begun.elapsed() < 6 * IDLE {
-        client.stream.read_exact(&mut piece).expect("it goes on");
+        client.stream.read_exact(&mut piece).expect("the body continues");
         std::thread::park_timeout(IDLE / 4);
     }
 }
@@ -600,7 +604,7 @@ fn unread_http2_stream_is_reset_alone() {
         let begun = Instant::now();
         client.get(1, "/up/");
         client.get(3, "/respond");
-        ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
+        ended.recv_timeout(MAX_WAIT).expect("the upstream request is cancelled");
         // Without any window a response of two bytes is blocked as well.
         let mut stuck = if window == 0 { vec![1, 3] } else { vec![1] };
         while !stuck.is_empty() {
@@ -649,7 +653,7 @@ fn slow_uploads_hold_no_request_permit_of_an_upstream() {
             client.send(&rest);
             assert_eq!(client.reply().unwrap().status, 200, "{what}");
             assert_eq!(upstream.last().body.len(), length, "{what}");
-            assert_eq!(client.get("/up/").status, 200, "{what}: the connection goes on");
+            assert_eq!(client.get("/up/").status, 200, "{what}: the connection continues");
         }
     }
 }
@@ -700,7 +704,7 @@ fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
                 if framing.starts_with("Transfer") {
                     let _ = client.stream.get_mut().write_all(b"0\r\n\r\n");
                 }
-                assert_eq!(client.reply().expect("an answer").status, expected, "{what}");
+                assert_eq!(client.reply().expect("a response").status, expected, "{what}");
             });
         }
     });
@@ -761,7 +765,7 @@ fn stream_continues_beside_unread_ones_that_exhaust_max_buffered() {
         client.send(&frame(WINDOW_UPDATE, 0, 199, &(1u32 << 30).to_be_bytes())).unwrap();
         let mut received = 0;
         while received < 8 << 20 {
-            received += client.until(DATA, 199).expect("the stream goes on").payload.len();
+            received += client.until(DATA, 199).expect("the stream continues").payload.len();
         }
     }
 }

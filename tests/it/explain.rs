@@ -436,15 +436,12 @@ fn output_of_each_request_matches_its_file() {
 #[test]
 fn invalid_arguments_are_reported() {
     for (arguments, expected) in [
-        (
-            &["GET", "/v1/users"][..],
-            "says no host: write the URL as clients call it, such as http://localhost/v1/users",
-        ),
+        (&["GET", "/v1/users"][..], "has no host: give the whole URL, such as http://localhost/v1/users"),
         (&["GET", "api.example.com/v1"], "has no scheme: http://api.example.com/v1 or https://api.example.com/v1"),
         (&["get", "http://a/"], "methods are in upper case: GET"),
         (&["http://a/", "GET"], "first the method, then the URL"),
-        (&["GET", "http://a/", "-H", "x-api-key"], "-H 'x-api-key' is not a header field: -H 'name: value'"),
-        (&["GET", "http://2001:db8::1/"], "an IPv6 address stands in brackets in a URL"),
+        (&["GET", "http://a/", "-H", "x-api-key"], "-H 'x-api-key' is not a header: -H 'name: value'"),
+        (&["GET", "http://2001:db8::1/"], "an IPv6 address needs brackets in a URL"),
         (&["GET", "http://a/", "--ip", "192.0.2.7:80"], "--ip 192.0.2.7:80 is not an address: 192.0.2.7"),
         (&["GET", "http://a/", "--ip", "localhost"], "--ip localhost is not an address"),
     ] {

@@ -10,9 +10,8 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::resp::{Answer, Command, FakeRedis, error};
 use crate::support::stores::{Limit, SECOND, bucket, call};
-use sluicegate::limiter::clock::{Clock, monotonic};
+use sluicegate::limiter::clock::monotonic;
 use sluicegate::limiter::redis::RedisSettings;
-use sluicegate::limiter::redis::script::AlgorithmSet;
 use sluicegate::limiter::redis::server::{Address, RedisEndpoint};
 use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::verdict::{Operation, StoreError};
@@ -121,7 +120,7 @@ fn retryable_error_is_retried_and_charged_once() {
         assert_eq!(log_count(&gateway, "the store"), 0, "nothing is said of it: {}", gateway.log());
         let connections = if text.starts_with("READONLY") { 2 } else { 1 };
         assert_eq!(fake.connections(), connections, "a replica is left for the master at the same address: {text}");
-        println!("fault 19: {text}: made again, charged once");
+        println!("fault 19: {text}: retried, charged once");
     }
 }
 
@@ -224,7 +223,7 @@ fn assert_breaker_opens_once(reply: &str, reason: &str) {
     *fault.lock().unwrap() = None;
     decides(&gateway);
     eventually("it is logged", || log_count(&gateway, "the store answers again") == 1);
-    println!("fault 19: {reason}: given up, said once, used again");
+    println!("fault 19: {reason}: breaker opened, logged once, closed again");
 }
 
 #[test]
@@ -281,7 +280,7 @@ fn store_that_rejects_writes_still_decides_denials() {
             assert_eq!(get(&gateway, "/local", "a").status, 200, "{text}");
             assert_eq!(get(&gateway, "/deny", "over").status, 429, "{text}: denied by the store");
         }
-        assert_eq!(fake.calls().len() - calls, 120, "{text}: the breaker stays closed, nothing is made again");
+        assert_eq!(fake.calls().len() - calls, 120, "{text}: the breaker stays closed, no call is retried");
         eventually("the change is logged", || log_count(&gateway, "the store takes no writes") > 0);
         assert_eq!(log_count(&gateway, "the store takes no writes"), 1, "{text}: {}", gateway.log());
         full.store(false, Ordering::SeqCst);
@@ -293,7 +292,7 @@ fn store_that_rejects_writes_still_decides_denials() {
         full.store(true, Ordering::SeqCst);
         get(&gateway, "/allow", "a");
         eventually("the next change is logged as well", || log_count(&gateway, "the store takes no writes") == 2);
-        println!("fault 19: {text}: as on_store_error says, denials by the store, said once");
+        println!("fault 19: {text}: by on_store_error, denials by the store, logged once");
     }
 }
 
@@ -527,14 +526,7 @@ async fn redirects_of_a_cluster_node_do_not_open_its_breaker() {
 }
 
 fn settings(timeout: Duration) -> RedisSettings {
-    RedisSettings {
-        prefix: "rl".to_owned(),
-        connections: 1,
-        timeout,
-        connect_timeout: Duration::from_secs(1),
-        algorithms: AlgorithmSet::default(),
-        clock: Clock::Store,
-    }
+    RedisSettings { timeout, ..RedisSettings::default() }
 }
 
 fn endpoint(fake: &FakeRedis) -> RedisEndpoint {

@@ -177,7 +177,7 @@ fn broken_safe_requests_are_retried_on_another_server() {
         let id = format!("post-{number}");
         let posted = gateway.client().request("POST", "/", &[("x-id", &id)], b"body");
         *statuses.entry(posted.status).or_default() += 1;
-        assert_eq!(gateway.client().get("/").status, 200, "GET {number} comes through");
+        assert_eq!(gateway.client().get("/").status, 200, "GET {number} succeeds");
     }
     assert_eq!(statuses.keys().copied().max(), Some(502), "{statuses:?}: some of the POSTs met the broken server");
     let mut ids = HashMap::new();
@@ -360,7 +360,7 @@ fn full_wait_queue_is_503_and_a_cancelled_request_leaves_it() {
         client.stream.get_ref().set_nonblocking(false).unwrap();
         assert_eq!(client.reply().unwrap().status, 200);
     }
-    assert_eq!(server.count(), 3, "who left is not asked for");
+    assert_eq!(server.count(), 3, "a cancelled request is not sent");
 }
 
 #[test]
@@ -391,7 +391,7 @@ fn request_permit_is_held_until_the_body_ends() {
     let mut client = gateway.client();
     client.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 200);
-    gateway.get("/").assert_problem(503, "the answer is not over");
+    gateway.get("/").assert_problem(503, "the response is not complete");
     drop(client);
     eventually("a disconnected client releases its permit", || {
         let mut client = gateway.client();

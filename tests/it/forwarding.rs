@@ -350,7 +350,8 @@ fn http2_requests_are_forwarded_as_http1() {
         let status = response.status().as_u16();
         (status, response.into_body().collect().await.unwrap().to_bytes())
     };
-    let answer = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("HTTP/2 is answered") });
+    let answer =
+        runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("a response over HTTP/2") });
     assert_eq!(answer, (200, Bytes::from_static(b"ok")));
     let seen = upstream.last();
     assert!(seen.head.starts_with("POST /b?x=%2f HTTP/1.1\r\n"), "{}", seen.head);
@@ -459,7 +460,7 @@ fn responses_without_a_body_have_none() {
         assert_eq!((reply.status, reply.header("transfer-encoding")), (304, None), "{method}");
         assert!(matches!(reply.header("content-length"), None | Some("12345")), "{method}: {:?}", reply.headers);
     }
-    assert_eq!(client.get("/empty").status, 200, "nothing is left over");
+    assert_eq!(client.get("/empty").status, 200, "nothing remains");
 }
 
 #[test]
@@ -874,7 +875,7 @@ fn upstream_that_stops_reading_is_504() {
         // The client never stops.
         while stream.write_all(&chunk[..chunk.len() - "0\r\n\r\n".len()]).is_ok() {}
     });
-    let reply = client.head().expect("an answer while the upload is stuck");
+    let reply = client.head().expect("a response while the upload is blocked");
     give_up.send(()).unwrap();
     drop(client.stream.into_inner().shutdown(std::net::Shutdown::Both));
     upload.join().unwrap();
@@ -976,7 +977,7 @@ fn truncated_response_never_looks_complete() {
                 Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{what}: the connection ends"),
             }
             let text = String::from_utf8_lossy(&seen);
-            assert!(text.contains("hello"), "{what}: what came is passed on: {text:?}");
+            assert!(text.contains("hello"), "{what}: received bytes are forwarded: {text:?}");
             match reply.header("content-length") {
                 Some(length) => assert!(seen.len() < length.parse().unwrap(), "{what}: {text:?}"),
                 None => {
@@ -1083,7 +1084,7 @@ fn upstream_that_closes_idle_connections_fails_no_get() {
         let reply = client.get(&format!("/{index}"));
         assert_eq!((reply.status, reply.text()), (200, "ok"), "GET {index}");
     }
-    assert_eq!(seen.lock().unwrap().len(), 50, "each was answered once");
+    assert_eq!(seen.lock().unwrap().len(), 50, "each got one response");
 }
 
 #[test]
@@ -1100,7 +1101,7 @@ fn upstream_that_closes_idle_connections_receives_no_post_twice() {
         }
     }
     let mut bodies: Vec<_> = seen.lock().unwrap().iter().map(|seen| seen.body.clone()).collect();
-    assert_eq!(bodies.len(), answered, "what was answered was seen");
+    assert_eq!(bodies.len(), answered, "each request with a response was seen");
     bodies.sort();
     bodies.dedup();
     assert_eq!(bodies.len(), answered, "nothing was seen twice");
@@ -1234,5 +1235,5 @@ fn request_with_an_invalid_response_is_not_retried() {
     assert_eq!(client.get("/good").status, 200, "the connection is now a reused one");
     assert_eq!(client.get("/bad").status, 502);
     let bad = upstream.seen.lock().unwrap().iter().filter(|seen| seen.target() == "/bad").count();
-    assert_eq!(bad, 1, "the upstream did answer");
+    assert_eq!(bad, 1, "the upstream responded");
 }

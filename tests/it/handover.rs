@@ -18,7 +18,7 @@ struct Successor(String);
 impl Successor {
     /// Return the process that has replaced a gateway.
     fn of(gateway: &Gateway) -> Successor {
-        let id = || Some(gateway.log().split_once(" serves in the place")?.0.rsplit_once("process ")?.1.to_owned());
+        let id = || new_process_id(&gateway.log());
         eventually("another process serves", || id().is_some());
         Successor(id().unwrap())
     }
@@ -26,6 +26,12 @@ impl Successor {
     fn signal(&self, name: &str) {
         assert!(Command::new("kill").args([&format!("-{name}"), &self.0]).status().unwrap().success());
     }
+}
+
+/// The process id in the last log message of a hot restart.
+fn new_process_id(log: &str) -> Option<String> {
+    let (_, rest) = log.rsplit_once("the new process is serving pid=")?;
+    rest.split_whitespace().next().map(str::to_owned)
 }
 
 impl Drop for Successor {
@@ -117,7 +123,7 @@ fn old_process_finishes_its_requests_and_the_new_one_serves_the_admin_listener()
     idle.assert_closed("it was the last");
     for _ in 0..50 {
         assert_eq!(gateway.get("/says").status, 200);
-        assert_eq!(ask(&gateway, "GET", "/readyz").json()["status"], "ready", "the one that ends is not asked");
+        assert_eq!(ask(&gateway, "GET", "/readyz").json()["status"], "ready", "the old process gets no request");
     }
     eventually("the old process accepts no connections", || (0..20).all(|_| gateway.get("/says").text() == "new"));
     let config = ask(&gateway, "GET", "/api/config").json();
@@ -158,9 +164,8 @@ fn hot_restart_may_change_the_number_of_workers_and_be_repeated() {
         };
         all("the second process");
         first.signal("USR2");
-        let of = |log: String| Some(log.rsplit_once(" serves in the place")?.0.rsplit_once("process ")?.1.to_owned());
-        eventually("a third one", || of(gateway.log()).is_some_and(|id| id != first.0));
-        let third = Successor(of(gateway.log()).unwrap());
+        eventually("a third one", || new_process_id(&gateway.log()).is_some_and(|id| id != first.0));
+        let third = Successor(new_process_id(&gateway.log()).unwrap());
         eventually("the second has ended", || gateway.log().matches("stopped").count() == 2);
         all("the third process");
         third.signal("TERM");
@@ -196,7 +201,7 @@ fn systemd_socket_is_served_with_its_queued_connections() {
     }
     let _successor = hot_restart(&mut gateway);
     for _ in 0..20 {
-        assert_eq!(gateway.get("/says").status, 200, "the socket goes on with the next process");
+        assert_eq!(gateway.get("/says").status, 200, "the next process uses the socket");
     }
 }
 

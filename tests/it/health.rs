@@ -32,7 +32,7 @@ fn share(gateway: &Gateway, server: &Server, count: usize) -> usize {
 fn unhealthy_server_gets_no_requests_until_it_is_healthy() {
     let [ill, well] = &Server::start_many();
     let gateway = gateway(&[ill, well], 2, QUICK, "");
-    assert_eq!(share(&gateway, ill, 20), 10, "before the first check it is believed to be well");
+    assert_eq!(share(&gateway, ill, 20), 10, "healthy before the first check");
     ill.set(Behaviour::Respond(500));
     eventually("it is detected as unhealthy", || gateway.log().contains("server is unhealthy"));
     assert!(gateway.log().contains("unexpected status 500"), "{}", gateway.log());
@@ -195,7 +195,7 @@ fn reload_without_health_check_restores_unhealthy_servers() {
         let before = ill.count();
         let mut client = gateway.client();
         let failed = (0..30).filter(|_| client.get("/").status == 500).count();
-        assert_eq!((failed, ill.count() - before), (30 / servers.len(), 30 / servers.len()), "its turn comes again");
+        assert_eq!((failed, ill.count() - before), (30 / servers.len(), 30 / servers.len()), "it is used again");
         assert!(!gateway.log().contains("healthy again"), "{}", gateway.log());
     }
 }

@@ -502,7 +502,7 @@ fn http2_protocol_violations_end_the_stream_or_connection() {
         upstream.seen.lock().unwrap().iter().filter(|seen| seen.target() != "/probe").map(|seen| seen.body.len()).max();
     assert!(whole.is_none_or(|length| length == 0), "no body of a broken stream is completed");
     assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
-    println!("fault 5: {} broken sequences of frames, 0 panics", cases.len());
+    println!("fault 5: {} protocol violations, 0 panics", cases.len());
 }
 
 /// Method, fields after the pseudo-fields, body, and the header fields that the upstream must receive.
@@ -581,7 +581,7 @@ fn http2_request_is_forwarded_as_one_valid_http1_request() {
     let seen = upstream.last();
     assert_eq!((seen.target(), &seen.body[..]), ("/spoiled", &b"hello"[..]), "{}", seen.head);
     assert_eq!((seen.headers("host"), seen.headers("x-trailer")), (vec!["a.test"], vec![]), "{}", seen.head);
-    println!("fault 5: {} requests from HTTP/2 to HTTP/1.1, 0 second requests", DOWNGRADES.len());
+    println!("fault 5: {} requests forwarded as HTTP/1.1, 0 second requests", DOWNGRADES.len());
 }
 
 /// Spaces before and after a value, which are not part of it in HTTP/1.1 (RFC 9110 §5.5).
@@ -759,9 +759,9 @@ fn control_frames_of_normal_traffic_do_not_end_the_connection() {
     let mut received = 0;
     while received < 32 << 20 {
         let mut head = [0; 9];
-        connection.stream.read_exact(&mut head).expect("the connection goes on");
+        connection.stream.read_exact(&mut head).expect("the connection continues");
         let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
-        connection.stream.read_exact(&mut payload).expect("the connection goes on");
+        connection.stream.read_exact(&mut payload).expect("the connection continues");
         assert_ne!(head[3], GOAWAY);
         if head[3] == DATA {
             received += payload.len();

@@ -44,7 +44,7 @@ fn admitted(client: &mut Client, requests: &[Vec<u8>]) -> usize {
     for batch in requests.chunks(50) {
         client.send(&batch.concat());
         for _ in batch {
-            let status = client.reply().expect("an answer").status;
+            let status = client.reply().expect("a response").status;
             assert!(matches!(status, 200 | 429), "{status}");
             admitted += usize::from(status == 200);
         }
@@ -102,7 +102,8 @@ fn all_spellings_of_a_path_share_one_bucket() {
         }
         admitted
     };
-    let second = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("HTTP/2 is answered") });
+    let second =
+        runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("a response over HTTP/2") });
     let third = admitted(&mut client, &requests);
     let total = first as u64 + second + third as u64;
     println!("fault 9: {} spellings, {total} of {} admitted", SPELLINGS.len(), requests.len() + 52);
@@ -475,8 +476,8 @@ fn api_keys_share_no_bucket_and_do_not_appear_in_redis() {
     let mut client = gateway.client();
     client.send(&[&b"GET /keyed HTTP/1.1\r\nHost: a.test\r\nX-Api-Key: "[..], &[b'x'; 64 << 10], b"\r\n\r\n"].concat());
     assert_eq!(client.reply().unwrap().status, 431);
-    assert_eq!(redis.keys().len(), keys.len(), "who is refused leaves nothing");
-    println!("fault 12: {} keys, {refused} refused requests, 0 shared buckets, key length {lengths:?}", keys.len());
+    assert_eq!(redis.keys().len(), keys.len(), "a rejected request leaves no key");
+    println!("fault 12: {} keys, {refused} rejected requests, 0 shared buckets, key length {lengths:?}", keys.len());
 }
 
 #[test]
@@ -617,7 +618,7 @@ fn aliases_of_headers_that_the_gateway_uses_are_not_forwarded() {
     for (name, value) in [("x_other", "1"), ("x.api", "2"), ("xapikey", "3"), ("x-api-key-", "4")] {
         assert_eq!(upstream.last().headers(name), [value], "{name}");
     }
-    println!("fault 13: {aliases} requests with aliases, none forwarded");
+    println!("fault 6: {aliases} requests with aliases, 0 forwarded");
 }
 
 /// Headers that the gateway sets or trusts stay, even if `Connection` names them (RFC 9110 §7.6.1): a proxy in front
@@ -718,6 +719,6 @@ fn connection_header_and_aliases_do_not_alter_gateway_headers() {
         assert_ne!(seen.headers("x-request-id"), ["of-the-proxy"], "{lines}");
         assert_eq!(seen.headers("x-request-id").len(), 1, "{lines}");
     }
-    println!("fault 6: {} ways to name, double or alias, ours arrive intact", variants.len());
+    println!("fault 6: {} variants, the headers of the gateway arrive unchanged", variants.len());
     assert!(variants.len() >= 40);
 }

@@ -125,7 +125,7 @@ async fn client(gateway: &Gateway) -> h2::client::SendRequest<Bytes> {
 
 fn block_on<T>(talk: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("an answer in time") })
+    runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("a response in time") })
 }
 
 // ---- forwarding ----------------------------------------------------------------------------------

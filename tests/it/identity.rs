@@ -252,7 +252,7 @@ fn user_headers_are_read_from_trusted_proxies_only() {
     for (name, remaining) in [("alice", 99), ("alice", 98), ("bob", 99), ("Alice", 99), ("alice", 97)] {
         let reply = proxy.get_with("/strict", &user(name));
         assert_eq!(reply.remaining("per-user"), remaining, "{name}");
-        assert_eq!(upstream.last().headers("x-user-id"), [name], "the upstream is told the user");
+        assert_eq!(upstream.last().headers("x-user-id"), [name], "the upstream receives the user");
     }
     for (what, lines) in [
         ("none", &[][..]),
@@ -293,7 +293,7 @@ fn user_headers_are_read_from_trusted_proxies_only() {
     let seen = upstream.last();
     assert_eq!(seen.headers("x-user-id"), ["bob"]);
     for name in ["x_user_id", "x.user.id", "x-user_id"] {
-        assert_eq!(seen.headers(name), [""; 0], "{name} is gone from the proxy's request");
+        assert_eq!(seen.headers(name), [""; 0], "{name} is removed from the proxy's request");
     }
 }
 
@@ -570,7 +570,7 @@ fn missing_part_is_rejected_skipped_or_replaced_by_the_address() {
         let reply = client.get("/limited");
         assert_eq!((reply.status, reply.remaining("per-ip")), (200, 100 - n), "the other limit still counts");
         let policy = reply.header("ratelimit-policy").unwrap();
-        assert!(!policy.contains("tenant"), "a limit that was skipped is not told: {policy}");
+        assert!(!policy.contains("tenant"), "a skipped limit is not advertised: {policy}");
     }
     assert_eq!([0; 2].map(|_| client.get_with("/limited", &named).remaining("tenant")), [1, 0]);
     assert_denied(&client.get_with("/limited", &named), "tenant", "a named tenant is limited");

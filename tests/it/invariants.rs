@@ -217,7 +217,7 @@ impl Trial {
         for (charge, outcome) in charges.iter().zip(&verdict.outcomes) {
             let (same, charge) = match operation {
                 Operation::TakeUpTo => {
-                    assert!(verdict.granted <= wanted, "invariant 10, more than was asked for: {verdict:?}");
+                    assert!(verdict.granted <= wanted, "invariant 10, more than the cost: {verdict:?}");
                     let cost = verdict.granted.max(wanted.min(1));
                     let mode = if charge.mode.is_shadow() { ChargeMode::Shadow } else { ChargeMode::Enforced };
                     let same = if wanted == 0 { Operation::Peek } else { Operation::Check };
@@ -666,13 +666,13 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
     let [with, without] = [0, 1].map(|who| limit.charge(who, 0));
     let with = owed_us(&call(now, Operation::Peek, with).await?);
     let without = owed_us(&call(now, Operation::Peek, without).await?);
-    assert!(with >= without, "invariant 11, a refund mints nothing: {case:?}: {with} and {without} µs");
+    assert!(with >= without, "invariant 11, a refund gains nothing: {case:?}: {with} and {without} µs");
     // For tokens taken together, a refund of an earlier one ignores that the later ones keep the bucket from filling.
     let last = !matches!(case.how, How::One(1..));
     if last && between.iter().all(|(_, cost)| *cost == 0) {
         // Rounded to whole µs, against the client.
         let most = without + 2 * refunds.len() as u64;
-        assert!(with <= most, "invariant 11, all that may be is given back: {case:?}: {with} and {without} µs");
+        assert!(with <= most, "invariant 11, the refund is complete: {case:?}: {with} and {without} µs");
     }
     if case.how == How::AtOnce {
         assert_eq!(with, owed_us(&before), "invariant 11, a refund at once leaves no trace: {case:?}");
@@ -681,7 +681,7 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
         now += full_us * parts / 1000;
         let with = owed_us(&call(now, Operation::Charge, limit.charge(0, *cost)).await?);
         let without = owed_us(&call(now, Operation::Charge, limit.charge(1, *cost)).await?);
-        assert!(with >= without, "invariant 11, nothing is minted later: {case:?}: {with} and {without} µs");
+        assert!(with >= without, "invariant 11, nothing is gained later: {case:?}: {with} and {without} µs");
     }
     Some(operations)
 }
@@ -960,7 +960,7 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
     if lowered && denied.status == Status::Exceeded {
         for (wait, granted) in [(denied.retry_us - 1, 0), (denied.retry_us, 1)] {
             let answer = &stores.peek(now + wait, &[whole.to_vec()]).await[0];
-            assert_eq!(answer.granted, granted, "invariant 15, the retry is told for the new rate: {case:?}");
+            assert_eq!(answer.granted, granted, "invariant 15, the retry delay follows the new rate: {case:?}");
         }
     }
     call(&mut keys, now, Operation::Charge, after.charge(0, 0)).await?;

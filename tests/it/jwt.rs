@@ -164,7 +164,7 @@ fn invalid_tokens_are_rejected_and_never_charged() {
     let other = client.get_with("/limited", &[("Authorization", &line), ("authorization", "Basic YTpi")]);
     other.assert_problem(400, "two fields of different schemes");
 
-    assert_eq!(remaining(&get(&mut client, &valid)), (999, 999), "who was refused has used nothing");
+    assert_eq!(remaining(&get(&mut client, &valid)), (999, 999), "a rejected request uses no quota");
 }
 
 #[test]
@@ -237,7 +237,7 @@ fn missing_token_or_claim_is_rejected_skipped_or_replaced_by_the_address() {
                 }
             }
         }
-        assert_eq!(remaining(&get(&mut client, &alice)).0, 999, "{on_missing}: who has a name has a bucket");
+        assert_eq!(remaining(&get(&mut client, &alice)).0, 999, "{on_missing}: a subject has its own bucket");
         assert_invalid(
             &get(&mut client, &forged),
             "signature",

@@ -96,7 +96,7 @@ fn generated_keys_have_a_format_and_a_sha256_hash() {
     for (arguments, input, expected) in [
         (&["hash"][..], &secret[..43], "the checksum of this key is wrong"),
         (&["hash"], "", "there is no key on standard input"),
-        (&["hash"], "two words", "it has no spaces"),
+        (&["hash"], "two words", "it must be ASCII without spaces"),
         (&["new", "--prefix", "No-"], "", "lower-case letters, digits and _"),
         (&["new", "--tier", "pro"], "", "--create"),
     ] {
@@ -138,7 +138,7 @@ fn edits_keep_comments_order_and_file_mode() {
     assert_eq!(read(&path), format!("{expected}\n[[consumer]]\nname = \"c\"\nkeys = [\"{fifth}\"]\n"));
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o640);
     let files: Vec<_> = std::fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(files.len(), 2, "nothing is left over: {files:?}");
+    assert_eq!(files.len(), 2, "no temporary file remains: {files:?}");
     let list = key(directory.path(), &["list"], "");
     let fingerprint = &fifth["sha256:".len()..][..12];
     let expected = format!(
@@ -161,7 +161,7 @@ fn edit_through_a_symlink_changes_its_target() {
 fn missing_file_is_created_and_inline_tables_are_edited() {
     let (directory, path) = folder(None);
     assert_eq!(key(directory.path(), &["new", "--consumer", "a", "--create"], "").code, Some(0));
-    assert!(read(&path).starts_with("# Who has which API keys") && read(&path).contains("name = \"a\""));
+    assert!(read(&path).starts_with("# The API keys of consumers") && read(&path).contains("name = \"a\""));
     let (directory, path) = folder(Some(&format!("consumer = [{{ name = \"a\", keys = [\"{}\"] }}]\n", hash('1'))));
     assert_eq!(key(directory.path(), &["new", "--consumer", "a"], "").code, Some(0));
     assert_eq!(key(directory.path(), &["revoke", "111111"], "").code, Some(0));
@@ -179,7 +179,7 @@ fn invalid_file_or_name_changes_nothing() {
         ("[[consumer]\n", &["new", "--consumer", "acme"][..], 2, "consumers.toml:1:"),
         ("[[consumer]]\nname = \"acme\"\nkeys = [\"acme-key\"]\n", &["list"], 2, "this is not the hash of a key"),
         (&good, &["new", "--consumer", "amce"], 1, "did you mean `acme`? --create adds one"),
-        (&good, &["new", "--consumer", "acme", "--create"], 1, "there is a consumer `acme` already"),
+        (&good, &["new", "--consumer", "acme", "--create"], 1, "the consumer `acme` exists already"),
         (&good, &["new", "--consumer", "b", "--create", "--tier", "por"], 2, "did you mean `pro`?"),
         (&good, &["revoke", "111111"], 1, "several keys begin with 111111"),
         (&good, &["revoke", "222222"], 1, "no key has a hash that begins with 222222"),
@@ -192,7 +192,7 @@ fn invalid_file_or_name_changes_nothing() {
         assert!(said.err.contains(expected), "{arguments:?}: {}", said.err);
         assert!(!said.err.contains("sg_live_0123"), "a key is not repeated: {}", said.err);
         assert_eq!(read(&path), consumers, "{arguments:?}");
-        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "nothing is left over");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "nothing remains");
     }
     // Neither does a configuration with another error, or without a consumers file.
     let (directory, path) = folder(None);
@@ -201,7 +201,7 @@ fn invalid_file_or_name_changes_nothing() {
     assert_eq!(key(directory.path(), &["new", "--consumer", "a", "--create"], "").code, Some(2));
     assert!(!path.exists());
     std::fs::write(&gateway, read(&gateway).replace("consumers = \"consumers.toml\"", "")).unwrap();
-    assert!(key(directory.path(), &["list"], "").err.contains("names no file of consumers"));
+    assert!(key(directory.path(), &["list"], "").err.contains("names no consumers file"));
 }
 
 /// Concurrent edits do not lose keys.

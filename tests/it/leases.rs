@@ -95,7 +95,7 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
                 if verdict.granted > 0 {
                     in_flight.insert(next, now + LEASE);
                 } else if now == latest {
-                    assert_eq!(dump(&mut connection), before, "who is denied changes nothing: {what}");
+                    assert_eq!(dump(&mut connection), before, "a denied request changes nothing: {what}");
                 }
                 if slot.status == Status::Saturated {
                     assert!(
@@ -103,7 +103,7 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
                         "leases end by themselves, also when the clock was set back: {what}"
                     );
                     let later = stores.peek(now + slot.retry_us, &[vec![held(slots, 1)]]).await;
-                    assert_eq!(later[0].granted, 1, "and then there is room: {what}");
+                    assert_eq!(later[0].granted, 1, "and then a permit is free: {what}");
                 }
             }
             Act::Force => {
@@ -121,7 +121,7 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
                 if !back {
                     let live = stores.call(Operation::Peek, &[held(slots, 1)]).await.outcomes[0];
                     let left = most.saturating_sub(in_flight.len() as u64);
-                    assert_eq!(live.remaining, left, "one that was lost is added: {what}");
+                    assert_eq!(live.remaining, left, "a lost permit is added: {what}");
                 }
             }
             Act::Peek | Act::Resize(_) => {
@@ -129,7 +129,7 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
                 if !back {
                     assert_eq!(outcome.remaining, most.saturating_sub(in_flight.len() as u64), "{what}");
                 }
-                assert_eq!(dump(&mut connection), before, "a look changes nothing: {what}");
+                assert_eq!(dump(&mut connection), before, "a peek changes nothing: {what}");
             }
         }
         let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).unwrap();

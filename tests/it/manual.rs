@@ -34,7 +34,7 @@ const SHOWN: &[(&str, &str)] = &[
     ("logrotate", "of logrotate"),
     ("js", "of Node"),
     ("sh", "builds and runs the tests"),
-    ("rust", "an example of a test"),
+    ("rust", "an example of a test, or a doctest: src/lib.rs"),
 ];
 
 /// Write the files that the reader of a page has.

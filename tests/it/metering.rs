@@ -70,7 +70,11 @@ fn consumer_has_the_quota_of_its_tier_or_its_own() {
             assert_eq!(admitted(&gateway, key, 12), expected, "{key:?}");
         }
         let told = gateway.client().get_with("/r", &[("x-api-key", "special")]);
-        assert_eq!(told.header("ratelimit-policy"), Some("\"l\";q=8;w=3600"), "the caller is told its own size");
+        assert_eq!(
+            told.header("ratelimit-policy"),
+            Some("\"l\";q=8;w=3600"),
+            "the header has the quota of the consumer"
+        );
     }
 }
 
@@ -101,7 +105,7 @@ fn reloaded_consumers_keep_their_usage() {
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
     replace(&consumer("c", ""));
     eventually("a valid file is used again", || gateway.client().get_with("/r", &[("x-api-key", "c")]).status == 200);
-    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401, "who is gone is not known");
+    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401, "a removed consumer is unknown");
 }
 
 #[test]
@@ -122,7 +126,7 @@ fn cost_header_is_read_from_trusted_proxies_only() {
         81,
         "the header of an untrusted client is ignored"
     );
-    assert_eq!(upstream.last().headers("x-cost"), [""; 0], "and his word goes no further");
+    assert_eq!(upstream.last().headers("x-cost"), [""; 0], "and the header is not forwarded");
     let seen = upstream.count();
     proxy.get_with("/r", &[("x-cost", "a lot")]).assert_problem(400, "no number");
     assert_eq!((upstream.count(), proxy.get_with("/r", &[("x-cost", "0")]).remaining("l")), (seen, 81));
@@ -151,10 +155,10 @@ fn response_cost_becomes_debt_of_the_next_requests() {
             let mut client = gateway.client();
             let mut ask = |lines: &[(&str, &str)]| client.get_with("/r", &[&[("x-who", "me")], lines].concat());
             let first = ask(&[("x-line", "x-used: 30")]);
-            assert_eq!((first.status, first.remaining("l")), (200, 70), "{algorithm}: told after the charge");
+            assert_eq!((first.status, first.remaining("l")), (200, 70), "{algorithm}: the header follows the charge");
             assert_eq!(ask(&[]).remaining("l"), 69, "{algorithm}: without a word it costs one");
             let failed = ask(&[("x-status", "503 Down"), ("x-line", "x-used: 50")]);
-            assert_eq!(failed.remaining("l"), 69, "{algorithm}: what failed costs nothing");
+            assert_eq!(failed.remaining("l"), 69, "{algorithm}: a failure is refunded");
             assert_eq!(ask(&[("x-line", "x-used: 100000000000000000")]).remaining("l"), 0, "{algorithm}: a debt");
             let seen = upstream.count();
             assert_eq!(ask(&[]).status, 429, "{algorithm}");
@@ -279,7 +283,7 @@ fn wait_queue_is_bounded_and_a_disconnected_client_leaves_it() {
     drop(waiting);
     let mut next = gateway.client();
     next.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-    assert_eq!(next.reply().unwrap().status, 200, "the place was free");
+    assert_eq!(next.reply().unwrap().status, 200, "the queue slot was free");
 }
 
 #[test]
@@ -294,10 +298,10 @@ fn request_rejected_by_a_full_queue_takes_no_tokens() {
     eventually("the queue is full", || redis.calls("evalsha") == 3);
     for _ in 0..10 {
         let full = gateway.get("/r");
-        full.assert_problem(429, "the line is full");
-        assert_eq!(full.header("retry-after"), Some("20"), "then those in the line are gone");
+        full.assert_problem(429, "the queue is full");
+        assert_eq!(full.header("retry-after"), Some("20"), "then the queue is empty");
     }
-    assert_eq!(redis.calls("evalsha"), 3, "nothing was asked for them");
+    assert_eq!(redis.calls("evalsha"), 3, "no call was made for them");
     assert_eq!(waiting.reply().unwrap().status, 200);
 }
 

@@ -508,7 +508,7 @@ fn changes_need_a_token() {
         Client::connect(gateway.admin()).request(method, path, headers, body)
     };
     let here = ("host", "localhost");
-    assert_eq!(send(&gateway, "GET", "/api/top", &[here], b"").status, 200, "who may look may look");
+    assert_eq!(send(&gateway, "GET", "/api/top", &[here], b"").status, 200, "reading is allowed");
     for (method, path) in [("POST", "/api/reset"), ("POST", "/api/overrides"), ("DELETE", "/api/overrides")] {
         let reply = send(&gateway, method, path, &[here, json_type, ("authorization", "Bearer x")], body.as_bytes());
         reply.assert_problem(403, path);
@@ -575,7 +575,7 @@ fn admin_api_reports_a_store_that_does_not_reply() {
     request(&gateway, "POST", "/api/overrides", body.to_string().as_bytes()).assert_problem(503, "an override");
     let all = get(&gateway, "/api/overrides");
     assert_eq!((&all["overrides"][0]["quota"], all["store_error"].is_string()), (&json!("9/day"), true), "{all}");
-    assert_eq!(get(&gateway, "/api/top")["window_seconds"], 300, "what this gateway saw it can tell");
+    assert_eq!(get(&gateway, "/api/top")["window_seconds"], 300, "this gateway lists what it denied");
 }
 
 #[test]

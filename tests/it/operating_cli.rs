@@ -56,7 +56,7 @@ fn words<'a>(text: &'a str, word: &str) -> Vec<&'a str> {
 #[test]
 fn commands_find_and_help_a_limited_client() {
     let gateway = start();
-    assert!(output(&gateway, &["top"]).contains("nobody was denied in the last 5 minutes: net, one"));
+    assert!(output(&gateway, &["top"]).contains("no denials in the last 5 minutes: net, one"));
     assert_eq!(statuses(&gateway, "alice", 5), [200, 200, 429, 429, 429]);
     let top = output(&gateway, &["top"]);
     assert!(top.starts_with("one: denied 3 in the last 5 minutes\n"), "{top}");
@@ -76,7 +76,7 @@ fn commands_find_and_help_a_limited_client() {
     assert_eq!(said_json(&gateway, &["inspect", "--limit", "one", "header:x-id=alice"])["limits"][0]["remaining"], 0);
 
     let reset = output(&gateway, &["reset", "--limit", "one", "header:x-id=alice"]);
-    assert_eq!(reset, format!("{hash} of `one` starts afresh\n"));
+    assert_eq!(reset, format!("{hash} of `one` was reset\n"));
     assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429]);
 
     let set = [
@@ -100,7 +100,7 @@ fn commands_find_and_help_a_limited_client() {
     assert_eq!((&list["overrides"][0]["identity"], &list["max_overrides"]), (&json!(hash), &json!(1000)), "{list}");
     assert_eq!(words(&output(&gateway, &["inspect", "--limit", "one", &hash]), "one")[4], "of");
     let removed = output(&gateway, &["override", "remove", "--limit", "one", &hash]);
-    assert!(removed.contains("has the quota of everybody again"), "{removed}");
+    assert!(removed.contains("has its standard quota again"), "{removed}");
     assert!(output(&gateway, &["override", "list"]).contains("no identity"), "{removed}");
 }
 
@@ -123,10 +123,10 @@ fn errors_of_admin_commands_are_one_sentence() {
     let proxy = format!("http://{}", gateway.address);
     for (arguments, token, code, expected) in [
         (&["--config", &plain, "top"][..], "", 1, "has no [admin]"),
-        (&["--config", &elsewhere, "top"], "", 1, "nobody answers at http://127.0.0.1:"),
+        (&["--config", &elsewhere, "top"], "", 1, "cannot connect to http://127.0.0.1:"),
         (&["--config", &bad, "top"], "", 2, "bad.toml"),
-        (&["top", "--admin", &unreachable], "", 1, "nobody answers at"),
-        (&["top", "--admin", &admin], "", 1, "refuses the token"),
+        (&["top", "--admin", &unreachable], "", 1, "cannot connect to"),
+        (&["top", "--admin", &admin], "", 1, "rejects the token"),
         (&["top", "--admin", &admin], "wrong", 1, "SLUICEGATE_ADMIN_TOKEN"),
         (&["top", "--admin", &admin], TOKEN, 0, ""),
         (&["top", "--admin", &proxy], TOKEN, 1, &proxy[7..]),
@@ -151,7 +151,7 @@ fn errors_of_admin_commands_are_one_sentence() {
     // Reading needs no token here, changes do.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let open = Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\n")));
-    assert!(output(&open, &["top"]).contains("nobody was denied"));
+    assert!(output(&open, &["top"]).contains("no denials"));
     let output = run(&open, &["reset", "--limit", "one", "header:x-id=alice"]);
     assert!(String::from_utf8(output.stderr).unwrap().contains("set admin.token"));
 }

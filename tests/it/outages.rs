@@ -44,7 +44,7 @@ fn missing_store_at_start_delays_no_response() {
             }
         }
     }
-    assert!(slowest <= Duration::from_secs(1), "the first answer after {slowest:?}");
+    assert!(slowest <= Duration::from_secs(1), "the first response after {slowest:?}");
     println!("fault 16: first answer after {slowest:?} at most");
 }
 
@@ -97,7 +97,7 @@ fn store_killed_under_load_causes_no_client_error() {
         let slowest = each.iter().map(|(slowest, _)| *slowest).max().unwrap();
         (back, slowest, each.iter().map(|(_, total)| *total).sum::<usize>())
     });
-    println!("fault 17: 0 errors of {total}, slowest {slowest:?}, the store decides {back:?} after it is there");
+    println!("fault 17: 0 errors of {total}, slowest {slowest:?}, the store decides {back:?} after its start");
     // The timeout, and 1 s for a busy machine.
     assert!(slowest <= TIMEOUT + Duration::from_secs(1), "{slowest:?}");
     assert!(back <= Duration::from_millis(1500), "{back:?}");
@@ -176,7 +176,7 @@ fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
     assert!(gateway.get("/r").header("ratelimit").is_some());
     signal(&redis.child, "STOP");
     let asked = monotonic();
-    gateway.get("/r").assert_problem(503, "it is not known yet whether the store is late or gone");
+    gateway.get("/r").assert_problem(503, "the breaker is still closed");
     // No further request: the gateway probes the store by itself.
     eventually("the breaker is open", || gateway.log().contains("the store fails"));
     let opened = asked.elapsed();

@@ -295,7 +295,7 @@ fn permit_whose_grant_was_lost_is_released_when_the_store_answers_again() {
     ));
     signal(&redis.child, "STOP");
     for _ in 0..3 {
-        assert_eq!(gateway.get("/r").status, 503, "the check is written, and not answered");
+        assert_eq!(gateway.get("/r").status, 503, "the check is written and has no reply");
     }
     signal(&redis.child, "CONT");
     let answers = sluicegate::limiter::clock::monotonic();
@@ -333,7 +333,7 @@ fn denied_flood_across_masters_leaves_other_clients_their_quota() {
                             200 => admitted += 1,
                             // The check was late, or coalesced with others that took the tokens.
                             503 => assert_eq!(wait, 1, "{reply:?}"),
-                            429 if admitted < OWN => assert_eq!(wait, 1, "a unit is there: {reply:?}"),
+                            429 if admitted < OWN => assert_eq!(wait, 1, "a token is available: {reply:?}"),
                             429 => assert!(wait > 86400, "its own limit is used up: {reply:?}"),
                             status => panic!("{status}"),
                         }

@@ -115,7 +115,7 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
     redis.child.wait().unwrap();
     let newest = expected(&[(1, "10/day"), (3, "20/day")]);
     let without_store = all(&gateways[0]);
-    assert_eq!(quotas(&without_store), newest, "in force without the store");
+    assert_eq!(quotas(&without_store), newest, "applies without the store");
     assert!(without_store["store_error"].as_str().unwrap().contains("store"), "{without_store}");
     // The second gateway comes first, alone, with its old records.
     signal(&gateways[0].child, "STOP");
@@ -222,7 +222,7 @@ fn all_overrides_are_written_back_and_removals_are_bounded() {
     plant(&redis, (2000..3002).map(|identity| (identity, [0, identity as u64, FAR])));
     eventually("all are known", || quotas(&all(&gateway)).len() == 1000);
     assert_eq!(set(&gateway, 1500, "5/day", "1h").status, 409, "removals do not count, overrides do");
-    assert_eq!(set(&gateway, 999, "6/day", "1h").status, 200, "another one in its place");
+    assert_eq!(set(&gateway, 999, "6/day", "1h").status, 200, "another record in its place");
     assert!(remove(&gateway, 7));
     let removed = |redis: &Redis| {
         let removed = stored(redis).into_iter().filter(|(_, value)| value.starts_with("0 "));

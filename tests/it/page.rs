@@ -49,7 +49,7 @@ impl Events {
     }
 
     fn second(&mut self) -> Value {
-        let (name, data) = self.next().expect("the stream goes on");
+        let (name, data) = self.next().expect("the stream continues");
         assert_eq!(name, "second", "{data}");
         data
     }

@@ -83,7 +83,7 @@ fn response_header_rules_apply_to_the_response() {
     assert_eq!(all(&reply, "ratelimit").len(), 1, "ours is added after theirs is removed: {reply:?}");
     assert_eq!(reply.remaining("l"), 93, "what is removed was counted before");
     let own = gateway.get("/own");
-    assert_eq!((own.text(), own.header("x-new")), ("own", Some("1")), "own answers follow the rules");
+    assert_eq!((own.text(), own.header("x-new")), ("own", Some("1")), "direct responses follow the rules");
     // The quota of a hundred is used up. The rules do not apply to rejections.
     let refused = (0..30).map(|_| gateway.get("/r/1")).find(|reply| reply.status == 429).expect("a denial");
     assert_eq!((refused.header("x-new"), refused.header("cache-control")), (None, Some("no-store")));
@@ -231,6 +231,6 @@ fn protocol_is_detected_from_the_first_bytes_in_any_pieces() {
     for pieces in [bytes.len(), 1, 23, 25] {
         let mut client = Http2 { stream: gateway.client().stream.into_inner() };
         bytes.chunks(pieces).for_each(|piece| client.send(piece).unwrap());
-        assert_eq!(client.until(DATA, 1).expect("an answer").payload, b"own", "in pieces of {pieces}");
+        assert_eq!(client.until(DATA, 1).expect("a response").payload, b"own", "in pieces of {pieces}");
     }
 }

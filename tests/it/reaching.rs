@@ -90,7 +90,7 @@ fn each_reason_of_an_outage_is_logged_once() {
         Redis::start_with(port, &["--port", &text, "--requirepass", "secret"]).expect("a server that wants more");
     eventually("a password is wanted", || gateway.log().contains("the store still fails, for another reason"));
     drop(redis);
-    let _redis = Redis::start_on(port).expect("a server that wants nothing");
+    let _redis = Redis::start_on(port).expect("a server without client authentication");
     eventually("it responds", || gateway.log().contains("the store answers again"));
     assert_eq!(gateway.log().matches("for another reason").count(), 1, "{}", gateway.log());
 }
@@ -223,7 +223,7 @@ fn store_errors_say_what_to_do() {
         ),
         (
             format!("rediss://{}", at(&redis)),
-            format!("{} does not answer the TLS handshake in time; a Redis without TLS", at(&redis)),
+            format!("{} does not answer the TLS handshake in time; if Redis does not use TLS", at(&redis)),
         ),
         (format!("redis://{web}"), format!("the server at {web} is a web server; correct the address")),
         (format!("redis://:secret@{web}"), format!("the server at {web} is a web server; correct the address")),
@@ -244,7 +244,7 @@ fn store_errors_say_what_to_do() {
             (output.status.code(), String::from_utf8(output.stdout).unwrap())
         };
         let (code, said) = run("check");
-        assert_eq!(code, Some(0), "the file is right: {said}");
+        assert_eq!(code, Some(0), "the file is valid: {said}");
         assert!(said.contains("warning: store: ") && said.contains(&expected), "{url}: {said}\nlacks {expected}");
         let (code, said) = run("doctor");
         assert_eq!(code, Some(1), "{said}");

@@ -109,7 +109,7 @@ fn invalid_file_changes_nothing_and_is_reported() {
     assert_eq!(gateway.get("/says").text(), "one");
     assert_eq!((successful("successful"), successful("success_timestamp_seconds")), (0.0, since));
     assert!(metric(&gateway, "config_reloads_total{result=\"error\"}") >= 1.0);
-    assert_eq!(shown()["configuration"]["route"][0]["respond"]["body"], "one", "what is in force is shown");
+    assert_eq!(shown()["configuration"]["route"][0]["respond"]["body"], "one", "the active configuration is shown");
 
     reloads(&gateway, &says("three"));
     assert_eq!(successful("successful"), 1.0);
@@ -117,7 +117,7 @@ fn invalid_file_changes_nothing_and_is_reported() {
     assert_eq!(shown()["configuration"]["route"][0]["respond"]["body"], "three");
     std::fs::remove_file(gateway.directory().join("gateway.toml")).unwrap();
     let reply = ask(&gateway, "POST", "/api/reload");
-    assert_eq!(reply.status, 422, "a file that is gone");
+    assert_eq!(reply.status, 422, "a missing file");
     assert!(reply.text().contains("cannot be read"), "{}", reply.text());
     assert_eq!(gateway.get("/says").text(), "three");
 }
@@ -206,7 +206,7 @@ fn checked(gateway: &Gateway, config: &str, arguments: &[&str]) -> (Option<i32>,
     (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
 }
 
-const REFUSED: &str = "warning: a reload will refuse this: ";
+const REFUSED: &str = "warning: a reload will reject this: ";
 
 #[test]
 fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
@@ -218,7 +218,7 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
         says("one")
     );
     let gateway = Gateway::start_with(&base, &[("ca.pem", &Authority::new("store").pem())]);
-    assert!(!checked(&gateway, &base, &[]).1.contains(REFUSED), "nothing differs");
+    assert!(!checked(&gateway, &base, &[]).1.contains(REFUSED), "no difference");
     let add = |table: &str, line: &str| base.replacen(&format!("[{table}]\n"), &format!("[{table}]\n{line}\n"), 1);
     let change = |from: &str, to: &str| base.replacen(from, to, 1);
     let rows = [
@@ -368,7 +368,7 @@ fn reload_of_trusted_proxies_applies_to_open_connections() {
     let proxy: IpAddr = "127.0.0.9".parse().unwrap();
     let mut client = Client::connect_from(proxy, gateway.address);
     let mut from = |address: &str| client.get_with("/says", &[("x-forwarded-for", address)]).status;
-    assert_eq!((from("192.0.2.1"), from("192.0.2.2")), (200, 429), "it is not believed");
+    assert_eq!((from("192.0.2.1"), from("192.0.2.2")), (200, 429), "it is not trusted");
     reloads(&gateway, &config("\"127.0.0.9\""));
     assert_eq!((from("192.0.2.1"), from("192.0.2.2"), from("192.0.2.1")), (200, 200, 429), "it is");
     reloads(&gateway, &config(""));

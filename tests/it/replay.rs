@@ -332,13 +332,13 @@ fn invalid_arguments_are_reported() {
             "has no field `nothing`; it has remote_addr, ident, remote_user",
         ),
         (&["common.log", "--identity", "nobody=status"], "there is no limit `nobody`"),
-        (&["common.log", "--format", "iis"], "`iis` is not a format: there are common, combined"),
-        (&["common.log", "--format", "$remote_addr$status"], "nothing tells where one ends"),
+        (&["common.log", "--format", "iis"], "`iis` is not a format: use one of common, combined"),
+        (&["common.log", "--format", "$remote_addr$status"], "are adjacent: separate them by text"),
         (&["common.log", "--format", "$remote_addr $status"], "the format has no time"),
         (&["common.log", "--by", "ip"], "--limit"),
         (&["common.log", "--by", "up", "--limit", "a=1/s"], "`up`"),
         (&["common.log", "--target", "200%"], "a share is a number from 0 % to 100 %"),
-        (&["gateway.toml"], "the format of its lines is not known"),
+        (&["gateway.toml"], "the format of the lines is unknown"),
         (&["gateway.toml", "--format", "common"], "no line could be read"),
     ] {
         let said = replay(arguments);
@@ -372,7 +372,7 @@ fn logs_of_any_form_are_read_and_unreadable_lines_counted() {
     let (_directory, path) = log(&gzip(&lines(3000, 3).concat().into_bytes())[..4000]);
     let said = replay(&[&[path.as_str()], &PROPOSED[..]].concat());
     assert_eq!(said.code, Some(0), "{}", said.err);
-    assert!(said.out.contains("access.log ends before its end"), "{}", said.out);
+    assert!(said.out.contains("access.log cannot be read to its end"), "{}", said.out);
     let (_directory, path) = log(format!("{whole}junk\n").as_bytes());
     let said = replay(&[&[path.as_str()], &PROPOSED[..]].concat());
     assert!(said.out.replace("\n    ", " ").contains("access.log:61: not a line of this format"), "{}", said.out);
@@ -438,7 +438,7 @@ fn suggested_quota_is_the_smallest_within_the_target() {
         let count: u64 = quota.strip_suffix("/min").unwrap().parse().unwrap();
         assert!(count > 10, "{algorithm}: {quota}");
         let (enough, ..) = denied(&quota);
-        assert_eq!(Some(enough), suggestion["denied"].as_u64(), "{algorithm}: as it was said");
+        assert_eq!(Some(enough), suggestion["denied"].as_u64(), "{algorithm}: as reported");
         assert!((enough as f64) < 0.005 * requests, "{algorithm}: {quota} denies {enough}");
         let (too_many, _, again) = denied(&format!("{}/min", count - 1));
         assert!(too_many as f64 >= 0.005 * requests, "{algorithm}: one less denies {too_many}");
@@ -475,7 +475,7 @@ fn refunds_and_permits_apply_when_requests_end() {
     assert_eq!(with_times["limits"]["paid"]["denied"], 1, "{with_times}");
     let without =
         report(&[path.as_str(), "--config", arguments[2], "--format", "$msec $x $remote_addr \"$request\" $s"]);
-    assert_eq!(without["limits"]["at-once"]["skipped"], "how long requests took", "{without}");
+    assert_eq!(without["limits"]["at-once"]["skipped"], "the duration of requests", "{without}");
     assert_eq!(without["limits"]["paid"]["denied"], 3, "nothing fails: {without}");
 }
 

@@ -78,7 +78,7 @@ fn all_resolved_addresses_are_endpoints_and_changes_are_followed() {
     let kept = member(&fleets[0], "192.0.2.2").unwrap();
     dns.set_addresses("api.test", &["192.0.2.3", "192.0.2.2"], 1);
     eventually("the new addresses", || has(&fleets[0], &["192.0.2.2", "192.0.2.3"]));
-    assert!(Arc::ptr_eq(&kept, &member(&fleets[0], "192.0.2.2").unwrap()), "who stays is the same");
+    assert!(Arc::ptr_eq(&kept, &member(&fleets[0], "192.0.2.2").unwrap()), "remaining endpoints are the same");
 }
 
 #[test]

@@ -91,7 +91,7 @@ fn route_timeout_before_the_response_head_is_504() {
         let reply = client.request(method, "/slow", &[], body);
         reply.assert_problem(504, method);
         assert_in_time(method, begun);
-        let seen = ended.recv_timeout(MAX_WAIT).expect("it was asked");
+        let seen = ended.recv_timeout(MAX_WAIT).expect("a request");
         assert!(ended.try_recv().is_err(), "{method}: once");
         let problem = reply.json();
         assert!(problem["detail"].as_str().unwrap().contains("its route allows"), "{problem}");
@@ -131,7 +131,7 @@ fn route_timeout_truncates_the_response() {
         }
         assert_in_time(what, begun);
         assert_ne!(tail, b"0\r\n\r\n", "{what}: it does not end like something whole");
-        ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
+        ended.recv_timeout(MAX_WAIT).expect("the upstream request is cancelled");
     }
 }
 
@@ -143,7 +143,7 @@ fn route_timeout_applies_to_a_client_that_does_not_read() {
     let begun = monotonic();
     client.send(b"GET / HTTP/1.1\r\nHost: a.test\r\n\r\n");
     // Far below `body_idle_timeout`.
-    ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
+    ended.recv_timeout(MAX_WAIT).expect("the upstream request is cancelled");
     assert_in_time("a client that does not read", begun);
     let mut sink = vec![0; 1 << 20];
     let end = loop {
@@ -169,7 +169,7 @@ fn route_timeout_resets_its_http2_stream_alone() {
         client.get(1, "/");
         while client.next().expect(what).kind != RST_STREAM {}
         assert_in_time(what, begun);
-        ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
+        ended.recv_timeout(MAX_WAIT).expect("the upstream request is cancelled");
         // The connection continues.
         client.get(3, "/quick");
         assert!(client.until(HEADERS, 3).is_some(), "{what}");
@@ -226,7 +226,7 @@ fn websocket_outlives_route_timeout() {
     while begun.elapsed() < 2 * TIMEOUT {
         client.send(b"x");
         let mut byte = [0];
-        client.stream.read_exact(&mut byte).expect("it goes on");
+        client.stream.read_exact(&mut byte).expect("the body continues");
         std::thread::park_timeout(TIMEOUT / 10);
     }
 }

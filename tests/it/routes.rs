@@ -29,7 +29,7 @@ fn request(gateway: &Gateway, method: &str, target: &str) -> Reply {
     let mut client = gateway.client();
     client.send([method.as_bytes(), b" ", target.as_bytes(), b" HTTP/1.1\r\nHost: a.test\r\n\r\n"].concat().as_slice());
     let reply = if method == "HEAD" { client.head() } else { client.reply() };
-    reply.unwrap_or_else(|| panic!("no answer to {method} {target}"))
+    reply.unwrap_or_else(|| panic!("no response to {method} {target}"))
 }
 
 // ---- paths ---------------------------------------------------------------------------------------

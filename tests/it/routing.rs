@@ -482,7 +482,7 @@ fn http2_by_prior_knowledge_is_routed_alike() {
             ("file", &http::HeaderValue::from_static("\"hourly\";r=98;t=3600"))
         );
     };
-    runtime.block_on(async { timeout(MAX_WAIT, talk).await.expect("HTTP/2 is answered") });
+    runtime.block_on(async { timeout(MAX_WAIT, talk).await.expect("a response over HTTP/2") });
     let mut client = Client::connect(gateway.address);
     assert_eq!(client.get("/limited").remaining("hourly"), 97, "HTTP/1.1 on the same port counts in the same bucket");
 }

@@ -189,7 +189,7 @@ fn thousand_secrets_of_requests_appear_nowhere() {
             let headers: Vec<_> = planted.headers.iter().map(|(name, value)| (*name, &**value)).collect();
             let reply = Client::connect(gateway.address).get_with(&planted.target, &headers);
             statuses.insert(reply.status);
-            seen.reply("an answer", &reply);
+            seen.reply("a response", &reply);
         };
         requests.iter().for_each(|planted| send(planted, &mut seen));
         let token = |said: &str| [("authorization", format!("Bearer {said}"))];

@@ -557,11 +557,11 @@ fn upgrade_is_never_tunnelled_without_websocket_on_the_route() {
     }
     let bytes = bytes.lock().unwrap();
     let text = String::from_utf8_lossy(&bytes).to_lowercase();
-    assert_eq!(text.matches("get /chat").count(), UPGRADES.len(), "all requests came");
+    assert_eq!(text.matches("get /chat").count(), UPGRADES.len(), "all requests arrived");
     for tunnelled in ["tunnelled", "upgrade:", "\r\nconnection:"] {
         assert!(!text.contains(tunnelled), "the upstream saw {tunnelled:?}:\n{text}");
     }
-    println!("fault 7: {} ways to ask for another protocol, 0 tunnelled", UPGRADES.len());
+    println!("fault 7: {} upgrade requests, 0 tunnelled", UPGRADES.len());
 }
 
 #[test]

@@ -177,7 +177,7 @@ fn refund_invalidates_a_cached_denial() {
     assert_eq!(["/ok", "/ok", "/ok"].map(|path| gateway.get(path).status), [200, 429, 429]);
     fail.send(()).unwrap();
     assert_eq!(slow.reply().unwrap().status, 500);
-    assert_eq!(["/ok", "/ok"].map(|path| gateway.get(path).status), [200, 429], "one was given back");
+    assert_eq!(["/ok", "/ok"].map(|path| gateway.get(path).status), [200, 429], "one was refunded");
 }
 
 #[test]

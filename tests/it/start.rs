@@ -136,7 +136,7 @@ fn requests_in_flight_finish_after_sigterm_and_new_connections_are_refused() {
         release.send(()).unwrap();
     }
     for client in &mut clients {
-        let reply = client.reply().expect("a running request is answered");
+        let reply = client.reply().expect("a response to the running request");
         assert_eq!((reply.status, reply.text()), (200, "done"));
     }
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());

@@ -578,7 +578,7 @@ async fn large_batch_is_split_into_several_calls() {
     let verdicts = all((0..300).map(|_| call(&store, Operation::Check, &charge))).await;
     let mut remaining: Vec<_> = verdicts.into_iter().map(|verdict| verdict.unwrap().outcomes[0].remaining).collect();
     remaining.sort_unstable();
-    assert_eq!(remaining, (699..999).collect::<Vec<_>>(), "each unit was given once");
+    assert_eq!(remaining, (699..999).collect::<Vec<_>>(), "each token was granted once");
     assert_eq!(server.calls("evalsha") - before, 3, "of at most 128 keys");
 }
 

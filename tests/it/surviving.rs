@@ -51,7 +51,7 @@ fn requests_in_flight_finish_on_the_old_configuration() {
     reloads(&gateway, &upstream("stays", &stays));
     assert_eq!(gateway.get("/gone").status, 404);
     gone.set(Behaviour::Respond(200));
-    assert_eq!(client.reply().unwrap().status, 200, "what ran has its answer");
+    assert_eq!(client.reply().unwrap().status, 200, "the running request gets its response");
     assert_eq!(client.get("/gone").status, 404);
     // One health check may be in flight.
     let (checks, before) = (gone.checks(), stays.checks());
@@ -96,7 +96,7 @@ fn reload_keeps_ejected_servers_and_pooled_connections() {
             assert_eq!(client.get("/").status, 200);
         }
     }
-    assert_eq!(bad.count(), asked, "it is asked nothing");
+    assert_eq!(bad.count(), asked, "it gets no request");
     assert_eq!(good.accepted(), connections, "and no new connection is made to the other");
     assert!(new.count() > 0, "the new one takes part");
 }
@@ -164,9 +164,9 @@ fn reload_keeps_cached_denials_and_an_open_breaker() {
     let (before, connected) = (remembered(), redis.info_number("stats", "total_connections_received:"));
     reloads(&gateway, &config("two", "1/day"));
     assert_eq!(client.get("/says").status, 429);
-    assert_eq!(remembered(), before + 1.0, "Redis is not asked again");
+    assert_eq!(remembered(), before + 1.0, "no further call to Redis");
     reloads(&gateway, &config("three", "2/day"));
-    assert_eq!((client.get("/says").text(), client.get("/says").status), ("three", 429), "another size is asked for");
+    assert_eq!((client.get("/says").text(), client.get("/says").status), ("three", 429), "another quota needs a call");
     // The connection of the test is one more.
     let now = redis.info_number("stats", "total_connections_received:");
     assert_eq!(now, connected + 1, "with the connection of before");

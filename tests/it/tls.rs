@@ -97,7 +97,7 @@ fn http2_over_tls_without_alpn_is_rejected() {
     let mut answer = Vec::new();
     // Closed or reset, without a frame of HTTP/2 before.
     let _ = std::io::Read::read_to_end(&mut client.stream, &mut answer);
-    assert_eq!(answer, b"", "what HTTP/2 would answer");
+    assert_eq!(answer, b"", "an HTTP/2 response");
 }
 
 /// A ClientHello for an old version: TLS 1.0 is 3.1, TLS 1.1 is 3.2 (RFC 5246 §7.4.1.2).

@@ -73,9 +73,9 @@ fn renamed_certificate_files_are_used_and_connections_and_sessions_continue() {
     assert!(!is_used(&gateway, &old));
     eventually("it is logged", || gateway.log().contains("reloaded"));
 
-    assert_eq!(running.get("/hello").status, 200, "a running connection goes on");
+    assert_eq!(running.get("/hello").status, 200, "an open connection continues");
     let resumed = TlsClient::handshake(&client, gateway.address, NAME).unwrap();
-    assert_eq!(kind(&resumed), HandshakeKind::Resumed, "a session goes on");
+    assert_eq!(kind(&resumed), HandshakeKind::Resumed, "a session is resumed");
 }
 
 #[test]
@@ -154,8 +154,8 @@ fn invalid_certificate_is_rejected_and_the_old_one_stays() {
     eventually("the loss is detected", || {
         gateway.log().lines().any(|line| line.contains("cannot read the file") && line.contains("server.key"))
     });
-    assert!(is_used(&gateway, &old), "a file that is gone");
-    assert_eq!(running.get("/hello").status, 200, "a running connection goes on");
+    assert!(is_used(&gateway, &old), "a missing file");
+    assert_eq!(running.get("/hello").status, 200, "an open connection continues");
 }
 
 #[test]

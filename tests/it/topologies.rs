@@ -240,7 +240,7 @@ fn killed_cluster_master_is_replaced_and_the_others_keep_deciding() {
             alive += 1;
         }
     }
-    assert!(cluster.calls("evalsha") - before >= alive, "the others are asked as ever");
+    assert!(cluster.calls("evalsha") - before >= alive, "the other masters get their calls");
     cluster.wait_for_promotion();
     eventually("the replica decides", || {
         let before = cluster.calls("evalsha");

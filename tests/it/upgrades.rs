@@ -172,7 +172,7 @@ fn websocket_messages_pass_both_ways_until_the_client_closes() {
         assert_eq!(socket.read().unwrap(), message);
     }
     let written = || std::fs::read_to_string(gateway.directory().join("access.log")).unwrap();
-    assert_eq!(written(), "", "the line is written when it is over");
+    assert_eq!(written(), "", "the record is written at the end");
     socket.close(None).unwrap();
     assert_closed_well(&mut socket);
     drop(socket);
@@ -282,7 +282,7 @@ fn upgrade_without_websocket_on_the_route_is_an_ordinary_request() {
     ] {
         let mut client = gateway.client();
         client.send(format!("{request}Host: a.test\r\n\r\n{body}").as_bytes());
-        let reply = client.reply().unwrap_or_else(|| panic!("{what}: no answer"));
+        let reply = client.reply().unwrap_or_else(|| panic!("{what}: no response"));
         assert_eq!((reply.status, reply.text()), (200, "ok"), "{what}");
         let seen = upstream.last();
         for name in ["upgrade", "connection", "http2-settings"] {
@@ -339,7 +339,7 @@ fn upgrade_over_the_limit_is_429() {
     assert_eq!(gateway.get("/quick").status, 200);
     let mut client = gateway.client();
     client.get_with("/ws", &SWITCH).assert_problem(429, "over the limit");
-    assert_eq!(client.get("/nowhere").status, 404, "the connection goes on as it was");
+    assert_eq!(client.get("/nowhere").status, 404, "the connection continues");
     assert_eq!(upstream.count(), 0);
 }
 

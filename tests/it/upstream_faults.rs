@@ -288,7 +288,7 @@ fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due
         client.send(b"GET /bad HTTP/1.1\r\nHost: a.test\r\n\r\n");
     }
     assert_eq!(other.get("/good").status, 200, "{what}: others are served");
-    let reply = client.reply().unwrap_or_else(|| panic!("{what}: no answer"));
+    let reply = client.reply().unwrap_or_else(|| panic!("{what}: no response"));
     assert_due(what, due, begun);
     let _ = client.stream.get_ref().shutdown(Shutdown::Both);
     reply.assert_problem(status, what);
@@ -513,7 +513,7 @@ fn connections_closed_at_random_fail_no_get_and_repeat_no_post() {
                             let body = if method == "POST" { &b"an order"[..] } else { b"" };
                             let reply = client.request(method, &target, &[], body);
                             match (method, reply.status) {
-                                (_, 200) => assert_eq!(reply.text(), target, "the answer to this request"),
+                                (_, 200) => assert_eq!(reply.text(), target, "the response to this request"),
                                 ("GET", status) => failed_gets.push(status),
                                 (_, status) => reply.assert_problem(status.min(502), &target),
                             }
@@ -644,7 +644,7 @@ fn disconnected_clients_leave_no_descriptor_and_no_permit() {
     });
     eventually("all permits are free", || quick.get("/quick").remaining("places") == 1999);
     println!(
-        "fault 25: {} left, upstreams heard of it after {median:?}, the last after {last:?}; {open} files, before {base}",
+        "fault 25: {} disconnected, upstream requests cancelled after {median:?}, the last after {last:?}; {open} descriptors, {base} before",
         times.len()
     );
     assert!(median <= Duration::from_secs(1) && last <= Duration::from_secs(1) + LATE, "{median:?}, {last:?}");

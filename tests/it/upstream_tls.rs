@@ -131,8 +131,8 @@ fn upstream_tls_verifies_the_host_and_reuses_connections() {
     for version in [&TLS12, &TLS13] {
         let upstream =
             answering(server(&ca.server(&["localhost"], NOW), None, &["h2", "http/1.1"], &[version]), |seen| {
-                assert_eq!(seen.headers("host"), ["gateway.test"], "the client's host goes on");
-                assert_eq!(seen.headers("x-forwarded-proto"), ["http"], "how the client came");
+                assert_eq!(seen.headers("host"), ["gateway.test"], "the client's host is forwarded");
+                assert_eq!(seen.headers("x-forwarded-proto"), ["http"], "the scheme of the client");
                 OK.to_vec()
             });
         let gateway = gateway(&url("localhost", upstream.address), CA, &ca);
@@ -302,7 +302,7 @@ fn upstream_http2_by_alpn_forwards_grpc_trailers() {
         assert_eq!(body.data().await.unwrap().unwrap(), "\0\0\0\0\x02hi");
         body.trailers().await.unwrap().unwrap()
     };
-    let trailers = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, call).await.expect("an answer") });
+    let trailers = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, call).await.expect("a response") });
     assert_eq!((&trailers["grpc-status"], &trailers["x-sum"]), (&"0".parse().unwrap(), &"5".parse().unwrap()));
     assert_eq!(gateway.get("/x?y").status, 200);
     let seen = seen.lock().unwrap();

@@ -56,9 +56,9 @@ impl Gateway {
             prefix: PREFIX.to_owned(),
             connections: schedule.connections,
             timeout: schedule.timeout,
-            connect_timeout: std::time::Duration::from_secs(1),
             algorithms: AlgorithmSet::for_rules(schedule.limits.iter().map(ScheduledLimit::rule)),
             clock,
+            ..RedisSettings::default()
         };
         let deployment = match schedule.nodes {
             2.. => {
@@ -179,14 +179,8 @@ impl LoadGenerator {
         let check = |(limit_index, index): (usize, &usize)| {
             let ScheduledLimit { limit, cost, .. } = &self.schedule.limits[*index];
             let identity = self.schedule.limits[*index].identity(client);
-            LimitCheck {
-                limit_index,
-                limit,
-                variant: &limit.default_variant,
-                identity,
-                cost: *cost,
-                deferred: self.deferred(*index),
-            }
+            let (cost, deferred) = (*cost, self.deferred(*index));
+            LimitCheck { limit_index, cost, deferred, ..LimitCheck::new(limit, identity) }
         };
         route.iter().enumerate().map(check).collect()
     }

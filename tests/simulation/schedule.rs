@@ -1,6 +1,5 @@
 //! A schedule: gateways, limits, requests and faults, all derived from a seed.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use sluicegate::limiter::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::key::{Identity, IdentityHasher};
 use sluicegate::limiter::quota::{CalendarUnit, Quota};
-use sluicegate::limiter::spec::{LimitSpec, LimitVariant, LocalShare, OnStoreError};
+use sluicegate::limiter::spec::{LimitSpec, LocalShare, OnStoreError};
 
 use crate::overrides::{self, Change};
 use crate::random::Random;
@@ -405,12 +404,8 @@ impl Schedule {
             };
             let local_share = LocalShare { gateway_count: self.gateways as u64, max_cost: cost };
             let (name, hasher) = (format!("limit{index}"), IdentityHasher::new("simulation"));
-            let variant =
-                LimitVariant::new(&hasher, &name, quota, rule, local_share).expect("the share can be counted");
+            let limit = LimitSpec::new(&hasher, &name, quota, rule, local_share).expect("the share can be counted");
             let limit = LimitSpec {
-                name: name.into(),
-                default_variant: Arc::new(variant),
-                tiers: BTreeMap::new(),
                 on_store_error: random.pick(&[
                     OnStoreError::Local,
                     OnStoreError::Local,
@@ -418,9 +413,8 @@ impl Schedule {
                     OnStoreError::Deny,
                 ]),
                 shadow: theme != Theme::Prefetch && random.is_chosen(8),
-                queue_policy: None,
                 prefetch,
-                local_share,
+                ..limit
             };
             self.limits.push(ScheduledLimit { limit: Arc::new(limit), cost_mode, is_global, cost });
         }
@@ -599,17 +593,9 @@ fn heartbeat_limit(gateways: u64) -> ScheduledLimit {
     let quota = Quota { count: 1_000_000, window_us: Some(1_000_000), calendar: None };
     let rule = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 }).unwrap());
     let local_share = LocalShare { gateway_count: gateways, max_cost: 1 };
-    let variant = LimitVariant::new(&IdentityHasher::new("simulation"), "heartbeat", quota, rule, local_share).unwrap();
-    let limit = LimitSpec {
-        name: "heartbeat".into(),
-        default_variant: Arc::new(variant),
-        tiers: BTreeMap::new(),
-        on_store_error: OnStoreError::Deny,
-        shadow: false,
-        queue_policy: None,
-        prefetch: 0,
-        local_share,
-    };
+    let hasher = IdentityHasher::new("simulation");
+    let limit = LimitSpec::new(&hasher, "heartbeat", quota, rule, local_share).expect("the share can be counted");
+    let limit = LimitSpec { on_store_error: OnStoreError::Deny, ..limit };
     ScheduledLimit { limit: Arc::new(limit), cost_mode: CostMode::Upfront, is_global: true, cost: 1 }
 }
 

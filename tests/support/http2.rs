@@ -96,5 +96,5 @@ pub fn ask(address: SocketAddr, requests: impl IntoIterator<Item = Request<&'sta
         }
         answers
     };
-    runtime.block_on(async { tokio::time::timeout(super::MAX_WAIT, talk).await.expect("HTTP/2 is answered") })
+    runtime.block_on(async { tokio::time::timeout(super::MAX_WAIT, talk).await.expect("a response over HTTP/2") })
 }

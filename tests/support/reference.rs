@@ -63,8 +63,7 @@ fn rows(prefix: &str, schema: &Value, out: &mut String) {
             Value::Null => "–".to_owned(),
             default => format!("`{default}`"),
         };
-        let meaning =
-            value["description"].as_str().unwrap_or_else(|| panic!("nothing says what `{prefix}{key}` means"));
+        let meaning = value["description"].as_str().unwrap_or_else(|| panic!("`{prefix}{key}` has no description"));
         let cells = [format!("`{prefix}{key}`"), kind(value), default, meaning.to_owned()];
         out.push_str(&format!("| {} |\n", cells.map(|cell| cell.replace('|', "\\|")).join(" | ")));
         let (joint, table) = inner(value);

@@ -18,7 +18,6 @@ use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarWindows;
 use sluicegate::limiter::quota::{CalendarUnit, EXACT_INTEGER_LIMIT, Quota};
 use sluicegate::limiter::redis::RedisSettings;
-use sluicegate::limiter::redis::script::AlgorithmSet;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
@@ -102,11 +101,10 @@ pub async fn all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Outp
 pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> ServerStore {
     let settings = RedisSettings {
         prefix: prefix.to_owned(),
-        connections: 1,
         timeout: MAX_WAIT,
         connect_timeout: MAX_WAIT,
-        algorithms: AlgorithmSet::default(),
         clock,
+        ..RedisSettings::default()
     };
     ServerStore::new(&settings, RedisEndpoint::Single(server.client()), Arc::default(), Arc::default())
 }

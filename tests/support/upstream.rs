@@ -62,7 +62,7 @@ impl Upstream {
 
     /// Return the last request.
     pub fn last(&self) -> Seen {
-        self.seen.lock().unwrap().last().expect("no request came").clone()
+        self.seen.lock().unwrap().last().expect("a request").clone()
     }
 
     pub fn count(&self) -> usize {

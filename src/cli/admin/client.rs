@@ -1,4 +1,4 @@
-//! Finds the admin listener of a running gateway, and asks it.
+//! Client of the admin API of a running gateway.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
@@ -18,13 +18,13 @@ use tokio::time::timeout;
 
 use crate::snapshot::CompiledConfig;
 
-/// Within this time the gateway has answered; it may wait for its store.
+/// Timeout of a request. The gateway may wait for its store.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Bytes of an answer: a thousand overrides are a twentieth of it.
+/// Maximum size of a response, bytes. 1000 overrides take about 5 % of it.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// The port of a URL that names none.
+/// Port of a URL without a port.
 const DEFAULT_HTTP_PORT: u16 = 80;
 
 /// The admin listener of a gateway.
@@ -34,7 +34,7 @@ pub(crate) struct AdminClient {
 }
 
 impl AdminClient {
-    /// The one at this URL. The token is in the environment.
+    /// Create a client for a URL. The token is `SLUICEGATE_ADMIN_TOKEN`.
     pub(crate) fn from_url(url: &str) -> anyhow::Result<Self> {
         let uri: Uri = url.parse().with_context(|| format!("--admin {url} is not a URL"))?;
         match (uri.scheme(), uri.authority(), uri.path()) {
@@ -45,17 +45,17 @@ impl AdminClient {
         }
     }
 
-    /// The one of this configuration.
+    /// Create a client for the `[admin]` listener of a configuration.
     pub(crate) fn from_config(config_path: &Path, config: &CompiledConfig) -> anyhow::Result<Self> {
         let Some(admin) = &config.admin else {
             bail!(
-                "{} has no [admin]: a gateway with it cannot be asked. Add [admin] with address = \"127.0.0.1:9180\" and a \
-                 token, and restart it; or name another one with --admin",
+                "{} has no [admin]: add [admin] with address = \"127.0.0.1:9180\" and a \
+                 token, and restart the gateway; or name another gateway with --admin",
                 config_path.display()
             );
         };
         let mut address = admin.address;
-        // Whoever listens everywhere listens here.
+        // A listener on the unspecified address is reachable on loopback.
         match address.ip() {
             IpAddr::V4(Ipv4Addr::UNSPECIFIED) => address.set_ip(Ipv4Addr::LOCALHOST.into()),
             IpAddr::V6(Ipv6Addr::UNSPECIFIED) => address.set_ip(Ipv6Addr::LOCALHOST.into()),
@@ -65,19 +65,19 @@ impl AdminClient {
         Ok(AdminClient { authority: address.to_string().parse()?, token: auth_header(configured)? })
     }
 
-    /// Asks, and reads the answer.
+    /// Send a request and parse the JSON response.
     ///
     /// # Errors
-    /// In words that say what to do.
+    /// The gateway is unreachable or returns an error. The message says what to do.
     pub(crate) fn request(&self, method: Method, target: &str, body: Option<&Value>) -> anyhow::Result<Value> {
         let (status, body) = self.send(REQUEST_TIMEOUT, method, target, body)?;
         self.parse_response(status, &body)
     }
 
-    /// Asks; none if no gateway of this version answers within this time.
+    /// Send a request to a gateway that may not be running. None if none responds in time, or not as expected.
     ///
     /// # Errors
-    /// The gateway refuses the token.
+    /// The gateway rejects the token.
     pub(crate) fn try_request(
         &self,
         request_timeout: Duration,
@@ -105,14 +105,14 @@ impl AdminClient {
         let result =
             tokio_runtime.block_on(async { timeout(request_timeout, self.exchange(method, target, body)).await });
         tokio_runtime.shutdown_background();
-        result.map_err(|_| anyhow!("the gateway at {} does not answer", self.authority))?
+        result.map_err(|_| anyhow!("the gateway at {} does not respond", self.authority))?
     }
 
     fn parse_response(&self, status: StatusCode, body: &[u8]) -> anyhow::Result<Value> {
         let json = serde_json::from_slice::<Value>(body).ok().filter(Value::is_object);
         match (status, json) {
             (StatusCode::UNAUTHORIZED, _) => bail!(
-                "the gateway at {} refuses the token: SLUICEGATE_ADMIN_TOKEN, or admin.token of the configuration, must be that of \
+                "the gateway at {} rejects the token: SLUICEGATE_ADMIN_TOKEN, or admin.token of the configuration, must be that of \
                  the gateway",
                 self.authority
             ),
@@ -121,7 +121,7 @@ impl AdminClient {
                 bail!("{} (http://{})", json["detail"].as_str().unwrap_or_default(), self.authority)
             }
             (StatusCode::FORBIDDEN, _) => bail!("{}", String::from_utf8_lossy(body).trim()),
-            _ => bail!("what answers at {} is not the admin listener of a Sluicegate ({status})", self.authority),
+            _ => bail!("the server at {} is not a Sluicegate admin listener ({status})", self.authority),
         }
     }
 
@@ -135,7 +135,7 @@ impl AdminClient {
         let host = authority.host().trim_start_matches('[').trim_end_matches(']');
         let stream =
             TcpStream::connect((host, authority.port_u16().unwrap_or(DEFAULT_HTTP_PORT))).await.with_context(|| {
-                format!("nobody answers at http://{authority}; is the gateway running, with this configuration?")
+                format!("cannot connect to http://{authority}: is the gateway running with this configuration?")
             })?;
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
         tokio::spawn(connection);
@@ -151,7 +151,7 @@ impl AdminClient {
             }
             None => Bytes::new(),
         };
-        let connection_error = || format!("the gateway at {authority} breaks off; is it an http port?");
+        let connection_error = || format!("the gateway at {authority} closed the connection: is it an HTTP port?");
         let response = sender.send_request(request.body(Full::new(body))?).await.with_context(connection_error)?;
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect().await;
@@ -159,12 +159,12 @@ impl AdminClient {
     }
 }
 
-/// The field that shows the token: the one of the environment, or the one that is configured.
+/// The Authorization header: with the token of the environment, else the configured one.
 fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>> {
     let from_env = std::env::var("SLUICEGATE_ADMIN_TOKEN").ok().filter(|text| !text.is_empty()).map(String::into_bytes);
     let Some(token) = from_env.or_else(|| configured.map(<[u8]>::to_vec)) else { return Ok(None) };
     let mut value = HeaderValue::from_bytes(&[b"Bearer ", &token[..]].concat())
-        .map_err(|_| anyhow!("the admin token has characters that a header field cannot have"))?;
+        .map_err(|_| anyhow!("the admin token has characters that are invalid in a header"))?;
     value.set_sensitive(true);
     Ok(Some(value))
 }

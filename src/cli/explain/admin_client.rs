@@ -1,4 +1,4 @@
-//! Where identities stand in the memory of a running gateway: its admin listener says.
+//! Counters in the memory of a running gateway, read over its admin API.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,19 +17,20 @@ use crate::limiter::verdict::Verdict;
 use crate::snapshot::CompiledConfig;
 use crate::tools::explain::limits::{Counters, CountersUnavailable, empty_overrides};
 
-/// The gateway of a configuration, if it can be asked.
+/// The counters of a running gateway.
 pub(super) struct AdminCounters {
     client: Result<AdminClient, CountersUnavailable>,
     overrides: Overrides,
 }
 
 impl AdminCounters {
-    /// That of this configuration; what operators decided is asked at once.
+    /// Connect to the gateway of the configuration and read its overrides. `peek` reports a failure.
     pub(super) fn open(config_path: &Path, config: &CompiledConfig) -> Self {
         let overrides = empty_overrides(config);
         let client = match &config.admin {
             None => Err(CountersUnavailable(
-                "the counters are in the memory of the running gateway; with [admin] it can be asked".to_owned(),
+                "the counters are in the memory of the running gateway; add [admin], so that explain can read them"
+                    .to_owned(),
             )),
             Some(_) => AdminClient::from_config(config_path, config)
                 .and_then(|client| {
@@ -48,7 +49,7 @@ impl AdminCounters {
 }
 
 fn counters_unavailable(error: &anyhow::Error) -> CountersUnavailable {
-    // What stands behind is the system's.
+    // Only the outermost context: the causes are errors of the operating system.
     CountersUnavailable(format!("the counters are in the memory of the running gateway: {error}"))
 }
 
@@ -60,7 +61,7 @@ fn add_override(overrides: &Overrides, config: &CompiledConfig, entry: &Value) {
         let ttl = Duration::from_secs(entry["expires_in_seconds"].as_u64()?);
         overrides.compile(&compiled.limit, identity, quota, ttl).ok()
     };
-    // One of another configuration is none here.
+    // Ignore overrides of limits that this configuration does not have.
     if let Some(parsed) = parse() {
         overrides.put(parsed);
     }
@@ -75,12 +76,12 @@ impl Counters for AdminCounters {
         let client = self.client.as_ref().map_err(CountersUnavailable::clone)?;
         let (mut outcomes, mut granted) = (Vec::new(), 1);
         for check in checks {
-            // Names of limits and hashes need no encoding.
+            // Limit names and identity hashes need no percent-encoding.
             let cost = check.required().max(1);
             let target = format!("/api/identities?limit={}&identity={}&cost={cost}", check.limit.name, check.identity);
             let response = client.request(Method::GET, &target, None).map_err(|error| counters_unavailable(&error))?;
             let outcome = parse_outcome(&response["limits"][0])
-                .ok_or_else(|| CountersUnavailable("the running gateway is of another version".to_owned()))?;
+                .ok_or_else(|| CountersUnavailable("the running gateway has another version".to_owned()))?;
             if outcome.status != Status::Ok && !check.limit.shadow {
                 granted = 0;
             }
@@ -90,7 +91,7 @@ impl Counters for AdminCounters {
     }
 }
 
-/// A standing as `/api/identities` has it.
+/// Parse the usage of an identity in a response of `/api/identities`.
 fn parse_outcome(usage: &Value) -> Option<Outcome> {
     let us = |value: &Value| value.as_f64().map(|seconds| (seconds * 1e6) as u64);
     let status = match usage["decision"].as_str()? {

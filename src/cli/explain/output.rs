@@ -1,4 +1,4 @@
-//! What is found out about a request, as people read it in a terminal.
+//! Terminal output of `sluicegate explain`.
 
 use std::io;
 use std::io::Write;
@@ -11,17 +11,17 @@ use crate::tools::explain::report::{
     ResponseReport, UpstreamReport,
 };
 
-/// Columns of a line, if words allow.
+/// Maximum width of a line, unless a single word is longer.
 const LINE_WIDTH: usize = 80;
 
-/// Columns of the names at the left, at the most.
+/// Maximum width of the name column.
 const MAX_NAME_WIDTH: usize = 18;
 
 const HEADING_STYLE: Style = Style::new().bold();
 const SUCCESS_STYLE: Style = AnsiColor::Green.on_default();
 const ERROR_STYLE: Style = AnsiColor::Red.on_default();
 
-/// Writes all of it.
+/// Write an explanation.
 pub(super) fn write(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
     write_request(explanation, out)?;
     write_routes(explanation, out)?;
@@ -36,13 +36,13 @@ fn write_request(explanation: &Explanation, out: &mut impl Write) -> io::Result<
         &format!("{} {}{}", explanation.method, explanation.host.as_deref().unwrap_or(""), explanation.raw_path),
     )?;
     if let Some(path) = explanation.path.as_ref().filter(|path| **path != explanation.raw_path) {
-        write_item(out, 6, "path", &[format!("{path}, its canonical form")])?;
+        write_item(out, 6, "path", &[format!("{path} (canonical form)")])?;
     }
     let ClientReport { address, peer, trusted, header } = &explanation.client;
     let text = match (header, trusted) {
-        (Some(header), _) => format!("{address}, as the trusted proxy {peer} says in {header}"),
-        (None, true) => format!("{address}, a trusted proxy that names nobody else"),
-        (None, false) => format!("{address}, which connects; it is no trusted proxy"),
+        (Some(header), _) => format!("{address}, from {header} of the trusted proxy {peer}"),
+        (None, true) => format!("{address}, a trusted proxy that reports no client"),
+        (None, false) => format!("{address}, the peer, which is not a trusted proxy"),
     };
     write_item(out, 6, "client", &[text])
 }
@@ -58,7 +58,7 @@ fn write_routes(explanation: &Explanation, out: &mut impl Write) -> io::Result<(
     }
     match explanation.other_routes_omitted {
         0 => Ok(()),
-        more => writeln!(out, "  {more} more: --all"),
+        more => writeln!(out, "  {more} more with --all"),
     }
 }
 
@@ -68,20 +68,20 @@ fn write_limits(explanation: &Explanation, out: &mut impl Write) -> io::Result<(
     }
     write_heading(out, &format!("\nLimits; store: {}", explanation.store))?;
     if let Some(reason) = explanation.counters_unavailable.as_ref() {
-        write_paragraph(out, "  ", 2, &format!("where identities stand is not known: {reason}"))?;
+        write_paragraph(out, "  ", 2, &format!("usage is unknown: {reason}"))?;
     }
     let width = max_width(explanation.limits.iter().map(|limit| &*limit.limit));
     explanation.limits.iter().try_for_each(|limit| write_item(out, width, &limit.limit, &limit_lines(limit)))
 }
 
-/// What is said of a limit.
+/// The lines about a limit.
 fn limit_lines(limit: &LimitReport) -> Vec<String> {
     let shadow = if limit.shadow { " (shadow: it never denies)" } else { "" };
     if let Some(reason) = &limit.skipped {
-        return vec![format!("has no say: {reason}{shadow}")];
+        return vec![format!("does not apply: {reason}{shadow}")];
     }
     if let Some(error) = &limit.error {
-        return vec![format!("refuses it: {error}")];
+        return vec![format!("rejects the request: {error}")];
     }
     let mut lines = Vec::new();
     if let (Some(usage), Some(quota)) = (&limit.usage, &limit.effective_quota) {
@@ -90,7 +90,7 @@ fn limit_lines(limit: &LimitReport) -> Vec<String> {
     if let (Some(EffectiveQuota { source, quota, capacity }), Some(cost)) = (&limit.effective_quota, limit.cost) {
         let source_note = if source == "standard" { String::new() } else { format!(" ({source})") };
         let cost_text =
-            if limit.post_paid { "its cost is in the response".to_owned() } else { format!("costs {cost}") };
+            if limit.post_paid { "the cost comes with the response".to_owned() } else { format!("costs {cost}") };
         lines.push(format!("{quota}{source_note}, {capacity} at once; {cost_text}"));
     }
     let part = |IdentityPartReport { part, value, source }: &IdentityPartReport| {
@@ -105,22 +105,22 @@ fn usage_text(usage: &LimitUsage, effective_quota: &EffectiveQuota) -> String {
     let LimitUsage { decision, remaining, remaining_after, reset_seconds, retry_seconds, max_wait_seconds } = usage;
     let label = match decision {
         Some(word) => word.replace('_', " "),
-        None => "would allow it".to_owned(),
+        None => "would allow".to_owned(),
     };
-    let mut text = format!("{label}: {remaining} of {} left", effective_quota.capacity);
+    let mut text = format!("{label}: {remaining} of {} remaining", effective_quota.capacity);
     if let Some(remaining_after) = remaining_after {
-        text += &format!(", {remaining_after} after it");
+        text += &format!(", {remaining_after} after this request");
     }
     if *reset_seconds > 0.0 {
         text += &format!("; resets in {}", format_duration(*reset_seconds));
     }
     match (retry_seconds, decision) {
-        (Some(retry), _) => text += &format!("; would pass in {}", format_duration(*retry)),
-        (None, Some("denied" | "shadow_denied")) => text += "; never passes: it costs more than there can be",
+        (Some(retry), _) => text += &format!("; retry in {}", format_duration(*retry)),
+        (None, Some("denied" | "shadow_denied")) => text += "; never allowed: the cost exceeds the capacity",
         (None, _) => {}
     }
     if let Some(max_wait) = max_wait_seconds {
-        text += &format!("; may wait {} for its turn", format_duration(*max_wait));
+        text += &format!("; may be queued for {}", format_duration(*max_wait));
     }
     text
 }
@@ -133,11 +133,11 @@ fn write_response(explanation: &Explanation, out: &mut impl Write) -> io::Result
         (None, _) => "the upstream's".to_owned(),
     };
     let condition = if explanation.counters_unavailable.is_some() && explanation.decision.is_none() {
-        ", if its limits let it pass"
+        ", if the limits allow it"
     } else {
         ""
     };
-    writeln!(out, "\n{HEADING_STYLE}Answer:{HEADING_STYLE:#} {style}{status_text}{style:#}{condition}")?;
+    writeln!(out, "\n{HEADING_STYLE}Response:{HEADING_STYLE:#} {style}{status_text}{style:#}{condition}")?;
     write_headers(out, "+", headers)?;
     removed_headers.iter().try_for_each(|name| writeln!(out, "  - {name}"))?;
     body.iter().flat_map(|body| body.lines()).try_for_each(|line| write_paragraph(out, "  ", 2, line))
@@ -166,7 +166,7 @@ fn max_width<'a>(names: impl Iterator<Item = &'a str>) -> usize {
     names.map(|name| name.chars().count()).max().unwrap_or(0).min(MAX_NAME_WIDTH)
 }
 
-/// A name at the left, what is said of it at the right.
+/// Write an item: the name in the left column, its lines in the right one.
 fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) -> io::Result<()> {
     let mut first = format!("  {name:width$}  ");
     for line in lines {
@@ -176,7 +176,7 @@ fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) 
     Ok(())
 }
 
-/// A text in lines that fit, with `first` before the first one and as many spaces as `indent` says before others.
+/// Write a text wrapped at [`LINE_WIDTH`]: `first` precedes the first line, `indent` spaces the others.
 fn write_paragraph(out: &mut impl Write, first: &str, indent: usize, text: &str) -> io::Result<()> {
     let mut line = first.to_owned();
     let mut is_empty = true;

@@ -1,4 +1,4 @@
-//! The text of a file of consumers, changed in place: comments, order and spaces stay.
+//! The consumers file: edits keep comments, order and whitespace, and replace the file atomically.
 
 use std::fs::File;
 use std::io::{ErrorKind, Write};
@@ -15,14 +15,14 @@ use crate::config::file as config;
 use crate::config::file::closest_name;
 use crate::snapshot::CompiledConfig;
 
-/// The consumers as they are written.
+/// The parsed consumers file with its formatting.
 pub(super) struct ConsumersDoc(DocumentMut);
 
-/// A consumer as it is shown.
+/// A consumer in the output of `key list`.
 pub(super) struct ConsumerRow {
     pub(super) name: String,
     pub(super) tier: String,
-    /// As written.
+    /// Hashes as written.
     pub(super) keys: Vec<String>,
 }
 
@@ -51,10 +51,10 @@ impl ConsumersDoc {
         }
     }
 
-    /// Adds a consumer without keys.
+    /// Add a consumer without keys.
     pub(super) fn add_consumer(&mut self, name: &str, tier: Option<&str>) -> anyhow::Result<()> {
         if self.rows().iter().any(|row| row.name == name) {
-            bail!("there is a consumer `{name}` already: leave --create out to give it one more key");
+            bail!("the consumer `{name}` exists already: omit --create to add a key to it");
         }
         let mut table = Table::new();
         table.insert("name", value(name));
@@ -62,7 +62,7 @@ impl ConsumersDoc {
             table.insert("tier", value(tier));
         }
         table.insert("keys", value(Array::new()));
-        // What stands behind all tables stays before the new one.
+        // Keep comments at the end of the file before the new table.
         let trailing = decor_text(Some(self.0.trailing()));
         self.0.set_trailing("");
         table.decor_mut().set_prefix(format!("{trailing}\n"));
@@ -70,22 +70,22 @@ impl ConsumersDoc {
         match consumers {
             Item::ArrayOfTables(tables) => tables.push(table),
             Item::Value(Value::Array(tables)) => tables.push(table.into_inline_table()),
-            _ => bail!("`consumer` is no list"),
+            _ => bail!("`consumer` is not a list"),
         }
         Ok(())
     }
 
-    /// Gives a consumer one more key.
+    /// Add the hash of a key to a consumer.
     pub(super) fn add_key(&mut self, name: &str, hash: &str) -> anyhow::Result<()> {
         let table = self.consumer_tables().into_iter().find(|table| consumer_name(&**table) == Some(name));
         let Some(table) = table else { return Err(self.unknown_consumer(name)) };
         let keys = table.entry("keys").or_insert(value(Array::new()));
-        let keys = keys.as_array_mut().ok_or_else(|| anyhow!("`keys` of `{name}` is no list"))?;
+        let keys = keys.as_array_mut().ok_or_else(|| anyhow!("`keys` of `{name}` is not a list"))?;
         push_key(keys, hash);
         Ok(())
     }
 
-    /// Takes the one key out whose hash begins with these digits; gives its consumer and its hash.
+    /// Remove the only key whose hash begins with these digits. Return its consumer and hash.
     pub(super) fn revoke_key(&mut self, digits: &str) -> anyhow::Result<(String, String)> {
         let mut matches = Vec::new();
         for row in self.rows() {
@@ -140,7 +140,7 @@ fn consumer_name(table: &dyn TableLike) -> Option<&str> {
     table.get("name")?.as_str()
 }
 
-/// Adds a key as the last one of its list is written: on the same line, or on one of its own.
+/// Append a key in the style of the last key of the list: on the same line, or on its own line.
 fn push_key(keys: &mut Array, hash: &str) {
     let mut key = Value::from(hash);
     let has_trailing_comma = keys.trailing_comma();
@@ -148,7 +148,7 @@ fn push_key(keys: &mut Array, hash: &str) {
         let prefix = decor_text(last.decor().prefix());
         let suffix = decor_text(last.decor().suffix());
         last.decor_mut().set_suffix("");
-        // Behind the last comma stands the comment on the last key.
+        // The comment on the last key follows the last comma.
         let tail = suffix + &decor_text(Some(keys.trailing()));
         if let Some((comment, _)) = tail.rsplit_once('\n') {
             let indentation = prefix.rsplit('\n').next().unwrap_or_default();
@@ -164,7 +164,7 @@ fn push_key(keys: &mut Array, hash: &str) {
     keys.push_formatted(key);
 }
 
-/// Takes a key out, and the comment behind it; the comment on the key before stays.
+/// Remove a key and the comment after it. Keep the comment on the previous key.
 fn remove_key(keys: &mut Array, index: usize) {
     let prefix = keys.get(index).map_or_else(String::new, |key| decor_text(key.decor().prefix()));
     let suffix = keys.get(index).map_or_else(String::new, |key| decor_text(key.decor().suffix()));
@@ -191,36 +191,36 @@ fn decor_text(text: Option<&toml_edit::RawString>) -> String {
     text.and_then(toml_edit::RawString::as_str).unwrap_or_default().to_owned()
 }
 
-// The file of consumers on disk: read, changed as a whole or not at all, and refused where the gateway would refuse it.
+// The file on disk: replaced atomically, and only by content that the gateway accepts.
 
 const EMPTY_FILE: &str =
-    "# Who has which API keys; only hashes stand here. `sluicegate key new` makes keys and adds them.\n";
+    "# The API keys of consumers, as hashes. `sluicegate key new` creates keys and adds their hashes.\n";
 
-/// The file of consumers, which nobody else of us changes meanwhile.
+/// The consumers file, locked against other `sluicegate key` commands.
 pub(super) struct ConsumersFile {
     path: PathBuf,
     text: String,
     config: CompiledConfig,
-    /// Of the folder: the file itself is replaced.
+    /// Lock of the folder, because the file itself is replaced.
     _lock: File,
 }
 
 impl ConsumersFile {
-    /// The file that a configuration names; an empty one is made if there is none.
+    /// Open and lock the file that a configuration names. Create an empty one if it is missing.
     ///
     /// # Errors
-    /// One of the two files is wrong.
+    /// The configuration or the consumers file is invalid, or the file cannot be opened, created or locked.
     pub(super) fn open(config_path: &Path) -> anyhow::Result<Self> {
         let gateway_file = config::read_gateway(config_path, &env_var)
             .map_err(|file_issues| ConfigError { files: vec![file_issues] })?;
         let Some(name) = &gateway_file.value.api_key.consumers else {
             bail!(
-                "{} names no file of consumers\n  add: [api_key] with consumers = \"consumers.toml\"",
+                "{} names no consumers file\n  add: [api_key] with consumers = \"consumers.toml\"",
                 config_path.display()
             );
         };
         let path = config_path.parent().unwrap_or(Path::new("")).join(name.get_ref());
-        // What a link leads to is replaced, not the link.
+        // Replace the target of a symbolic link, not the link.
         let path =
             if path.is_symlink() { path.canonicalize().with_context(|| path.display().to_string())? } else { path };
         let lock = File::open(parent_dir(&path)).and_then(|folder| folder.lock().map(|()| folder));
@@ -230,10 +230,10 @@ impl ConsumersFile {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
             Err(error) => Err(error),
         };
-        let new = new.with_context(|| format!("{} cannot be made", path.display()))?;
+        let new = new.with_context(|| format!("{} cannot be created", path.display()))?;
         let config = CompiledConfig::load(config_path, &env_var).inspect_err(|_| {
             if new {
-                // It was not there before; what is wrong is told.
+                // Remove the file that was created above. The error of the configuration is returned.
                 let _ = fs::remove_file(&path);
             }
         })?;
@@ -249,17 +249,17 @@ impl ConsumersFile {
         ConsumersDoc::parse(&self.text).with_context(|| format!("{} cannot be read", self.path.display()))
     }
 
-    /// Puts what the book says in the place of the file: whole, and only if a running gateway would take it over.
+    /// Replace the file atomically with the document, if a running gateway would accept it.
     ///
     /// # Errors
-    /// It would not, or the file cannot be written; it stays as it was.
+    /// The document is invalid or the file cannot be written. The file is unchanged.
     pub(super) fn replace(&mut self, document: &ConsumersDoc) -> anyhow::Result<()> {
         let text = document.to_string();
         self.config.reload_consumers(&self.path, text.as_bytes(), &env_var)?;
         let new_path = self.path.with_added_extension(format!("{}.new", std::process::id()));
         let result = self.write_new(&new_path, &text);
         if result.is_err() {
-            // It may not have been made.
+            // The new file may not exist.
             let _ = fs::remove_file(&new_path);
         }
         result.with_context(|| format!("{} cannot be replaced", self.path.display()))
@@ -268,7 +268,7 @@ impl ConsumersFile {
     fn write_new(&self, new_path: &Path, text: &str) -> std::io::Result<()> {
         let previous = fs::metadata(&self.path)?;
         let mut file = File::create_new(new_path)?;
-        // First for nobody else to read: its owner is another one until here.
+        // Until `fchown`, the owner may differ from that of the previous file: no access for others.
         file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
         let metadata = file.metadata()?;
         if (metadata.uid(), metadata.gid()) != (previous.uid(), previous.gid()) {
@@ -278,7 +278,7 @@ impl ConsumersFile {
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
         fs::rename(new_path, &self.path)?;
-        // So that the new name outlives a crash as well.
+        // fsync the folder, so that the rename survives a crash.
         File::open(parent_dir(&self.path))?.sync_all()
     }
 }

@@ -1,4 +1,4 @@
-//! What the user may do: every command that the gateway would call for these limits, without calling one.
+//! Checks of permissions, scripts and decisions: whether the Redis user may run what these limits need, and it works.
 
 use std::sync::Arc;
 
@@ -17,8 +17,8 @@ use crate::telemetry::pluralize;
 use crate::tools::doctor::server::format_elapsed;
 use crate::tools::doctor::{CALL_TIMEOUT, CallError, Check, DiagnosticConnection, RedisServer, Requirements, Status};
 
-/// Replies with the places of the commands in ARGV that the user may not call; KEY in them stands for KEYS[1].
-/// False = the server cannot tell: `acl_check_cmd` came with Redis 7.0.
+/// Return the indices of the commands in ARGV that the user may not call; KEY in them stands for KEYS[1].
+/// False if the server lacks `redis.acl_check_cmd`, which needs Redis 7.0.
 const ACL_CHECK_SCRIPT: &str = "if not redis.acl_check_cmd then return false end
 local refused = {}
 for i = 1, #ARGV do
@@ -28,9 +28,9 @@ for i = 1, #ARGV do
 end
 return refused";
 
-/// The commands that the gateway calls itself, as one would write them; what scripts call comes on top.
+/// The commands that the gateway calls for every limit. Those that the scripts call are in the lists below.
 const BASE_COMMANDS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
-/// What operators decide about single identities.
+/// The commands for overrides.
 const OVERRIDE_COMMANDS: &[&str] = &["hgetall KEY", "hset KEY x x", "hdel KEY x", "pexpire KEY 1", "del KEY"];
 const STRING_COMMANDS: &[&str] = &["get KEY", "set KEY x px 1", "setrange KEY 0 x", "del KEY"];
 const LOG_COMMANDS: &[&str] = &[
@@ -62,7 +62,7 @@ pub(super) async fn check_permissions(
     eval.arg(ACL_CHECK_SCRIPT).arg(1).arg(server.probe_key(&requirements.prefix)).arg(&commands);
     let refused = match connection.call::<Value>(&eval).await {
         Err(CallError::ErrorReply(error)) => {
-            // Not left out: the gateway would be refused as well.
+            // Failed, not skipped: the gateway needs EVAL as well.
             return Ok(Check::from_redis_error("permissions", &error)
                 .with_status(Status::Failed)
                 .with_advice(ACL_ADVICE));
@@ -70,10 +70,10 @@ pub(super) async fn check_permissions(
         reply => reply?,
     };
     let Ok(refused) = redis::from_redis_value::<Option<Vec<usize>>>(refused) else {
-        return Ok(Check::skipped("permissions", "the server's answer is not understood"));
+        return Ok(Check::skipped("permissions", "the server's reply is not understood"));
     };
     let Some(refused) = refused else {
-        return Ok(Check::skipped("permissions", "this server cannot tell; Redis can from 7.0 on"));
+        return Ok(Check::skipped("permissions", "this server cannot check permissions; Redis can from 7.0 on"));
     };
     let missing: Vec<_> =
         refused.iter().filter_map(|position| commands.get(position - 1)).map(|words| acl_rule(words)).collect();
@@ -84,7 +84,7 @@ pub(super) async fn check_permissions(
         )
     } else {
         let found = format!(
-            "refused: {} (of {} that these limits need)",
+            "missing: {} (of {} that these limits need)",
             missing.join(" "),
             pluralize(commands.len() as u64, "command")
         );
@@ -92,7 +92,8 @@ pub(super) async fn check_permissions(
     })
 }
 
-const ACL_ADVICE: &str = "give the user these rights with ACL SETUSER: docs/how-to/redis.md has the line for the gateway";
+const ACL_ADVICE: &str =
+    "grant the user these permissions with ACL SETUSER: docs/how-to/redis.md has the line for the gateway";
 
 fn required_commands(rules: &[Rule]) -> Vec<&'static str> {
     let mut commands = [BASE_COMMANDS, OVERRIDE_COMMANDS].concat();
@@ -113,7 +114,7 @@ fn required_commands(rules: &[Rule]) -> Vec<&'static str> {
     commands
 }
 
-/// A command as `ACL SETUSER` takes it.
+/// Format a command as a rule of `ACL SETUSER`.
 fn acl_rule(command_words: &str) -> String {
     let mut command_words = command_words.split(' ');
     match (command_words.next().unwrap_or_default(), command_words.next()) {
@@ -122,12 +123,12 @@ fn acl_rule(command_words: &str) -> String {
     }
 }
 
-// Scripts and decisions: what the gateway does for a request, tried out on keys that go away.
+// Scripts and decisions: run what the gateway runs for a request, on keys that expire.
 
-/// The SHA-1 of no script.
+/// A SHA-1 that no script has.
 const UNKNOWN_SCRIPT_SHA: &str = "0000000000000000000000000000000000000000";
 
-/// Whether the scripts of the configuration are taken and run, and a forgotten one is told.
+/// Check that the scripts load and run, and that EVALSHA with an unknown digest returns NOSCRIPT.
 pub(super) async fn check_scripts(
     connection: &mut DiagnosticConnection,
     algorithms: AlgorithmSet,
@@ -137,34 +138,40 @@ pub(super) async fn check_scripts(
         let mut load = redis::cmd("SCRIPT");
         let sha: String = connection.call(load.arg("LOAD").arg(&script.source)).await?;
         if sha != script.sha {
-            let found = format!("a script is called {sha}, not {}", script.sha);
+            let found = format!("the digest of a script is {sha}, not {}", script.sha);
             return Ok(Check::ok("scripts", found)
                 .with_status(Status::Failed)
-                .with_advice("this is not Redis, or not its SHA-1"));
+                .with_advice("the server is not Redis, or does not use SHA-1"));
         }
-        // Without keys a script does nothing but say so.
+        // Called without keys, each script replies with the error RLARG and does nothing.
         match connection.call::<Value>(redis::cmd("EVALSHA").arg(&sha).arg(0)).await {
             Err(CallError::ErrorReply(error)) if error.code() == Some("RLARG") => {}
             Err(failure) => return Err(failure),
-            Ok(_) => return Ok(Check::ok("scripts", "a script answers what it should not").with_status(Status::Failed)),
+            Ok(_) => {
+                return Ok(Check::ok("scripts", "a script without keys did not reply with the error RLARG")
+                    .with_status(Status::Failed));
+            }
         }
     }
-    // A restarted Redis has forgotten all of them, and this is how the gateway learns it.
+    // Redis loses all scripts at a restart. The gateway loads them again when it receives NOSCRIPT.
     match connection.call::<Value>(redis::cmd("EVALSHA").arg(UNKNOWN_SCRIPT_SHA).arg(0)).await {
         Err(CallError::ErrorReply(error)) if error.code() == Some("NOSCRIPT") => {}
         Err(failure) => return Err(failure),
-        Ok(_) => return Ok(Check::ok("scripts", "a script that was never loaded answers").with_status(Status::Failed)),
+        Ok(_) => {
+            return Ok(Check::ok("scripts", "a script that was never loaded did not reply with NOSCRIPT")
+                .with_status(Status::Failed));
+        }
     }
     Ok(Check::ok(
         "scripts",
         format!(
-            "loaded and answering: {}; one that was forgotten is told",
+            "{} loaded and replying; an unknown one gets NOSCRIPT",
             pluralize(ScriptVariant::ALL.len() as u64, "script")
         ),
     ))
 }
 
-/// One decision of each algorithm of the configuration, charged and given back. The keys expire, whatever happens.
+/// Make one decision with each algorithm of the configuration, and refund it. The keys expire in any case.
 pub(super) async fn check_decisions(server: &RedisServer, requirements: &Requirements) -> Result<Check, CallError> {
     let settings = RedisSettings {
         prefix: requirements.prefix.clone(),
@@ -174,7 +181,7 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
     };
-    // It was seen to be of the right kind before.
+    // `run_checks` has verified that the server is of the configured kind.
     let store = ServerStore::new(&settings, server.endpoint.clone(), Arc::default(), Arc::default());
     let hasher = IdentityHasher::new("doctor");
     let identity = server.probe_identity;
@@ -207,7 +214,7 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         }
     }
     let found = format!(
-        "{} tried: charged and given back, the slowest in {}",
+        "{} tried: charged and refunded, the slowest in {}",
         pluralize(kinds.len() as u64, "algorithm"),
         format_elapsed(slowest)
     );
@@ -219,7 +226,8 @@ fn decision_failed(error: &StoreError) -> Check {
     Check::ok("decisions", found).with_status(Status::Failed)
 }
 
-/// The same algorithm for a second, so that a key that is not given back is soon gone; calendars and leases have their own time.
+/// The rule with a window of one second, so that its key expires soon if the refund fails. Calendar windows and permits
+/// keep their own times.
 fn with_short_window(rule: &Rule) -> Rule {
     let quota = rule.parse_quota(if let Rule::Concurrency(_) = rule { "1" } else { "1/s" });
     quota.and_then(|quota| rule.with_quota(quota, None)).unwrap_or_else(|_| rule.clone())

@@ -1,4 +1,4 @@
-//! The server itself: whether it answers, which one it is, how fast and at what time.
+//! Checks of the server: reachability, version, role, latency, clock, memory, persistence and cluster coverage.
 
 use std::time::Duration;
 
@@ -11,28 +11,28 @@ use crate::limiter::redis::overrides;
 use crate::telemetry::pluralize;
 use crate::tools::doctor::{CALL_TIMEOUT, CallError, Check, DiagnosticConnection, InfoSection, Status};
 
-/// Nothing older has all that the scripts use.
+/// Oldest version with all commands and options that the scripts use.
 const MIN_VERSION: (u32, u32) = (6, 2);
-/// The one that the tests run.
+/// Version that the tests use.
 const TESTED_VERSION: (u32, u32) = (7, 0);
 const PING_COUNT: usize = 50;
 const CLOCK_READINGS: usize = 5;
-/// `store.timeout` must be this many times the round trip: a call may wait for another one, and for the script itself.
+/// `store.timeout` must be at least this many median round trips: a call may wait for another call and for the script.
 const TIMEOUT_HEADROOM: u32 = 4;
 /// The default of `store.timeout`.
 const MIN_TIMEOUT: Duration = Duration::from_millis(50);
-/// Connecting takes several round trips. Half of the default of `store.connect_timeout`.
+/// Connect time that causes a warning: half of the default of `store.connect_timeout`.
 const SLOW_CONNECT: Duration = Duration::from_millis(500);
 
-/// Connects and asks for a sign of life.
+/// Connect and send HELLO.
 ///
 /// # Errors
-/// In words, why the server cannot be used at all.
+/// The diagnosis if the connection or the authentication fails.
 pub(super) async fn connect(client: &Client) -> Result<(DiagnosticConnection, Option<HelloReply>, Check), String> {
     let started_at = monotonic();
     let mut connection = DiagnosticConnection::open(client).await?;
     let elapsed = started_at.elapsed();
-    // Without a password to check, connecting alone proves little: what listens may be anything.
+    // Connecting alone does not prove that the server is Redis: without a password nothing has been exchanged.
     let hello: Result<Value, _> = connection.call(&redis::cmd("HELLO")).await;
     let hello = match hello {
         Ok(reply) => HelloReply::read(&reply),
@@ -66,7 +66,7 @@ pub(super) async fn check_version(
     Ok(if number < MIN_VERSION {
         check.with_status(Status::Failed).with_advice("6.2 or newer is needed")
     } else if server != "redis" || number != TESTED_VERSION {
-        check.with_advice("the gateway is tested with Redis 7.0; this one should do")
+        check.with_advice("the gateway is tested with Redis 7.0; this version should work")
     } else {
         check
     })
@@ -80,9 +80,9 @@ pub(super) async fn check_role(
     let reply_fields = match (reply, hello) {
         (Ok(Value::Array(fields)), _) => fields,
         (Err(CallError::ConnectionLost(error)), _) => return Err(CallError::ConnectionLost(error)),
-        // What it said at first is enough; only the replicas are not counted.
+        // Without permission for ROLE, use the role of the HELLO reply, which has no number of replicas.
         (_, Some(hello)) => {
-            let role = if hello.role == Some(ServerRole::Master) { "master" } else { "no master" };
+            let role = if hello.role == Some(ServerRole::Master) { "master" } else { "not a master" };
             return Ok(Check::ok("role", role));
         }
         (Err(error), None) => return Err(error),
@@ -96,7 +96,7 @@ pub(super) async fn check_role(
         }
         (role, _) => Check::ok("role", if role.is_empty() { "unknown" } else { role })
             .with_status(Status::Failed)
-            .with_advice("give the address of a master"),
+            .with_advice("set store.url to the address of a master"),
     })
 }
 
@@ -132,24 +132,24 @@ pub(super) async fn check_round_trip(
             .with_status(Status::Warning)
             .with_advice(format!("store.timeout leaves too little headroom: {advised_timeout}"))
     } else if max * 2 > store_timeout {
-        let advice = "some decisions will be made without Redis: raise store.timeout, or see what keeps Redis or the network busy";
+        let advice = "some checks will time out: raise store.timeout, or find what keeps Redis or the network busy";
         check.with_status(Status::Warning).with_advice(advice)
     } else {
         check
     })
 }
 
-/// `store.timeout` for a round trip: [`HEADROOM`] times as long, and at least [`LEAST_TIMEOUT`].
+/// The `store.timeout` for a median round trip: [`TIMEOUT_HEADROOM`] times as long, at least [`MIN_TIMEOUT`].
 fn required_timeout(round_trip: Duration) -> Duration {
     (round_trip * TIMEOUT_HEADROOM).max(MIN_TIMEOUT)
 }
 
-/// A duration as the configuration has it, rounded up.
+/// Format a duration for the configuration, in milliseconds, rounded up.
 fn config_duration(duration: Duration) -> String {
     format!("{}ms", duration.as_micros().div_ceil(1000))
 }
 
-/// How far its clock is from ours. A note: limits go by Redis' time alone.
+/// Compare the clock of Redis with the local clock. Never a warning: limits use the time of Redis only.
 pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let mut best: Option<(Duration, i64)> = None;
     for _ in 0..CLOCK_READINGS {
@@ -168,19 +168,21 @@ pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result
     let check = Check::ok(
         "clock",
         format!(
-            "{} {direction} this machine's, give or take {}; no decision depends on it",
+            "{} {direction} the local clock, ± {}; no decision depends on it",
             format_elapsed(offset),
             format_elapsed(round_trip / 2)
         ),
     );
     Ok(if offset > Duration::from_secs(1) {
-        check.with_advice("calendar windows and the dialect `github` tell the time of Redis: set both clocks by NTP")
+        check.with_advice(
+            "calendar windows and the header style `github` use the time of Redis: synchronize both clocks by NTP",
+        )
     } else {
         check
     })
 }
 
-/// A duration with a unit that suits it.
+/// Format a duration with a suitable unit.
 pub(super) fn format_elapsed(duration: Duration) -> String {
     match duration.as_micros() {
         us if us < 10_000 => format!("{:.2} ms", us as f64 / 1000.0),
@@ -189,14 +191,14 @@ pub(super) fn format_elapsed(duration: Duration) -> String {
     }
 }
 
-// The memory of the server: how much is left, and what it does when there is none.
+// Memory: usage, eviction policy and past evictions.
 
 pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let info = connection.info("memory").await?;
     let used = info.number("used_memory").unwrap_or(0);
     Ok(match info.number("maxmemory").unwrap_or(0) {
         0 => Check::ok("memory", format!("{} used; no maxmemory", format_mib(used)))
-            .with_advice("set maxmemory, so that Redis refuses before the machine runs out"),
+            .with_advice("set maxmemory, so that Redis rejects writes before the machine runs out of memory"),
         max_bytes => {
             let percent = used.saturating_mul(100) / max_bytes;
             let check =
@@ -204,7 +206,7 @@ pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Resul
             if percent >= 80 {
                 check
                     .with_status(Status::Warning)
-                    .with_advice("raise maxmemory: a full Redis admits nobody whose state it would have to write")
+                    .with_advice("raise maxmemory: a full Redis rejects every request whose state it must write")
             } else {
                 check
             }
@@ -212,7 +214,7 @@ pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Resul
     })
 }
 
-/// What Redis does when its memory is full: every limit's state has a TTL, so each policy but `noeviction` may take it.
+/// Check the eviction policy. Every limit's state has a TTL, so each policy except `noeviction` may evict it.
 pub(super) async fn check_policy(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let info = match connection.info("memory").await {
         Err(CallError::ErrorReply(_)) => return policy_from_config(connection).await,
@@ -237,18 +239,18 @@ fn assess_policy(policy: &str, max_bytes: u64) -> Check {
     if policy == "noeviction" {
         return check;
     }
-    let advice = "limits want noeviction, on an instance of their own: CONFIG SET maxmemory-policy noeviction";
+    let advice = "use noeviction, on an instance for limits only: CONFIG SET maxmemory-policy noeviction";
     if max_bytes == 0 {
         let found = format!("{policy}, which evicts nothing while there is no maxmemory");
         return Check { message: found, ..check }.with_status(Status::Warning).with_advice(advice);
     }
     let effect = match policy {
-        "volatile-ttl" => "takes what expires soonest first, which is short limits",
-        "volatile-lru" | "volatile-lfu" | "volatile-random" => "takes keys with a TTL, which all limits have",
-        _ => "takes any key",
+        "volatile-ttl" => "evicts the keys that expire soonest, which are short limits",
+        "volatile-lru" | "volatile-lfu" | "volatile-random" => "evicts keys with a TTL, which all limits have",
+        _ => "evicts any key",
     };
     let found = format!(
-        "{policy} with maxmemory {}: it {effect}, and whose limit is evicted has a fresh one",
+        "{policy} with maxmemory {}: Redis {effect}, and an evicted limit has its full quota again",
         format_mib(max_bytes)
     );
     Check { message: found, ..check }.with_status(Status::Failed).with_advice(advice)
@@ -269,7 +271,7 @@ pub(super) async fn check_evictions(connection: &mut DiagnosticConnection) -> Re
     })
 }
 
-/// How many keys a database has.
+/// Number of keys of a database, from the `keyspace` section of `INFO`.
 pub(super) fn database_key_count(info: &InfoSection, database: i64) -> u64 {
     let counted = info.text(&format!("db{database}")).and_then(|figures| figures.strip_prefix("keys="));
     counted.and_then(|figures| figures.split(',').next()?.parse().ok()).unwrap_or(0)
@@ -279,12 +281,12 @@ fn format_mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-// What a restart or the loss of a master costs: overrides without persistence, and slots without a master.
+// Restarts and outages: overrides without persistence, and the slots of a failed master.
 
 const PERSISTENCE_ADVICE: &str = "after a restart the gateways write back the overrides that they know; overrides are lost if no gateway \
     is running then, or all gateways restart as well: CONFIG SET appendonly yes";
 
-/// Whether Redis keeps overrides over a restart. `wanted`: operators can set overrides.
+/// Check whether overrides survive a restart of Redis. A warning only if overrides exist or can be set.
 pub(super) async fn check_persistence(
     connection: &mut DiagnosticConnection,
     prefix: &str,
@@ -313,7 +315,7 @@ pub(super) async fn check_persistence(
     })
 }
 
-/// The number of overrides in force; none if another node keeps the hash or the user cannot read it.
+/// The number of overrides in force. None if another node owns the hash.
 async fn override_count(connection: &mut DiagnosticConnection, prefix: &str) -> Result<Option<u64>, CallError> {
     let time: Value = connection.call(&overrides::time_command()).await?;
     let entries: Value = match connection.call(&overrides::read_command(&overrides::hash_key(prefix))).await {

@@ -1,4 +1,4 @@
-//! What the limits of a route have to do with a request.
+//! The limits of a route for a request: identities, quotas and usage, read from the counters without a charge.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,7 +26,7 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::tools::explain::report::{EffectiveQuota, IdentityPartReport, LimitReport, LimitUsage};
 
-/// The decision that a look comes to. What limits would charge is gone from what they say is left.
+/// Turn the verdict of a peek into the decision of a check: if admitted, the cost is subtracted from `remaining`.
 pub(super) fn simulated_decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, '_>]) -> Decision<'a> {
     let admitted = verdict.granted > 0;
     let after_charge =
@@ -40,17 +40,17 @@ pub(super) fn simulated_decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, 
 
 fn remaining_after(check: &LimitCheck<'_, '_>, outcome: &Outcome) -> u64 {
     let tokens = match check.deferred {
-        // Charged when the response is there.
+        // Charged after the response.
         Deferred::Charge => 0,
-        // Whatever its cost, a charge is one lease.
+        // A charge is one concurrency permit, whatever its cost.
         Deferred::Nothing | Deferred::Refund if check.is_concurrency() => check.cost.min(1),
         Deferred::Nothing | Deferred::Refund => check.cost,
     };
     outcome.remaining.saturating_sub(tokens)
 }
 
-/// What each limit of a route asks of a request and what it would say; `checks` are those that have a say, none where the
-/// request is refused.
+/// Report each limit of a route. `checks` are the checks of the limits that apply; empty if the request is rejected
+/// before they are built.
 pub(super) fn limit_reports(
     config: &CompiledConfig,
     route: &Route,
@@ -71,9 +71,9 @@ pub(super) fn limit_reports(
                 (None, Some(format!("it is for {} only", methods.join(", "))), None)
             }
             Ok(IdentityLookup::Missing(missing)) => {
-                (None, Some(format!("{missing}, and who lacks it is left out")), None)
+                (None, Some(format!("{missing}: requests without it are skipped")), None)
             }
-            Ok(IdentityLookup::Exempt) => (None, Some("who asks is exempt".to_owned()), None),
+            Ok(IdentityLookup::Exempt) => (None, Some("the client is exempt".to_owned()), None),
             Err(error) => (None, None, Some(error.to_string())),
         };
         let index = checks.iter().position(|check| check.limit_index == limit_index);
@@ -110,7 +110,9 @@ fn identity_part_reports(
     let name = identity_spec.display(attributes, &config.api_key_settings, &config.client_ip);
     let to_report = |(descriptor, display): (&Descriptor, &DisplayPart)| {
         let source = match descriptor {
-            _ if *display.label != *descriptor.label() => format!("the client's address, for want of the {descriptor}"),
+            _ if *display.label != *descriptor.label() => {
+                format!("the client's address, because the {descriptor} is missing")
+            }
             Descriptor::ApiKey => format!("the header `{}`", config.api_key_settings.header),
             Descriptor::Ip => "the client's address".to_owned(),
             Descriptor::Global => "all requests".to_owned(),
@@ -134,7 +136,7 @@ fn identity_part_reports(
     identity_spec.descriptors.iter().zip(&*name.0).map(to_report).collect()
 }
 
-/// Whose size it is, and how much.
+/// The quota that applies to a check, and where it comes from.
 fn effective_quota(check: &LimitCheck<'_, '_>, attributes: &RequestAttributes<'_>) -> EffectiveQuota {
     let LimitCheck { limit, variant, .. } = check;
     let caller = attributes.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
@@ -173,29 +175,29 @@ fn limit_usage(
     }
 }
 
-// Where identities stand: looked up in Redis, without a charge.
+// Counters: read access to the usage of identities.
 
-/// It is asked once, and by a person: the bound of a decision would be too narrow.
+/// Timeout of a read. An interactive command can wait longer than `store.timeout`.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Whoever can look.
+/// Read access to the counters of the limits.
 pub trait Counters {
-    /// The sizes that operators gave single identities.
+    /// The overrides in force. None: unknown, or there are none.
     fn overrides(&self) -> Option<Arc<OverrideTable>>;
 
-    /// Where the identities of these checks stand.
+    /// Decide checks without charging them.
     ///
     /// # Errors
-    /// Why that cannot be seen.
+    /// The counters cannot be read.
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable>;
 }
 
-/// Why it is not known where identities stand.
+/// Why the counters cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CountersUnavailable(pub String);
 
-/// Nobody is asked.
+/// Counters that are never read: each peek returns this reason.
 impl Counters for CountersUnavailable {
     fn overrides(&self) -> Option<Arc<OverrideTable>> {
         None
@@ -206,14 +208,14 @@ impl Counters for CountersUnavailable {
     }
 }
 
-/// Overrides of the limits of a configuration; none as yet.
+/// An empty set of overrides for the limits of a configuration.
 pub fn empty_overrides(config: &CompiledConfig) -> Overrides {
     let limits = config.limits.iter().map(|(name, compiled)| (name.clone(), compiled.limit.clone()));
     let limits: BTreeMap<_, _> = limits.collect();
     Overrides::new(config.hasher.clone(), move |name| limits.get(name).cloned(), None)
 }
 
-/// The Redis of a configuration.
+/// The counters in the Redis of a configuration.
 #[derive(Debug)]
 pub struct RedisCounters {
     tokio_runtime: Reactor,
@@ -222,10 +224,10 @@ pub struct RedisCounters {
 }
 
 impl RedisCounters {
-    /// That of this configuration, which has one; what operators decided is read at once.
+    /// Open the Redis of the configuration and read its overrides. None if the configuration has no Redis.
     ///
     /// # Errors
-    /// No reactor.
+    /// The tokio runtime cannot be created.
     pub fn open(config: &CompiledConfig) -> io::Result<Option<Self>> {
         let Some((servers, settings)) = &config.store.redis else { return Ok(None) };
         let key = overrides::hash_key(&settings.prefix);
@@ -234,7 +236,7 @@ impl RedisCounters {
         let (store, overrides) = tokio_runtime.block_on(async {
             let store = RedisStore::new(&redis, Arc::default(), Arc::default(), Arc::default());
             let overrides = empty_overrides(config);
-            // A store that does not answer is spoken of where it is asked for counters.
+            // If the store is unreachable, `peek` reports it.
             let _ = overrides.refresh(&store, &key).await;
             (store, overrides)
         });
@@ -248,7 +250,7 @@ impl Counters for RedisCounters {
     }
 
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {
-        // Of what is paid afterwards a unit must be there.
+        // Limits that are charged after the response require one available token.
         let charge = |check| Charge { cost: LimitCheck::required(check), ..check.charge(DecidedBy::Store, 0) };
         let charges: Vec<_> = checks.iter().map(charge).collect();
         let deadline = monotonic() + self.store.timeout();

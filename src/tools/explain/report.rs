@@ -1,176 +1,177 @@
-//! What is found out about a request, for people and programs. Values that may be secrets are left out, as everywhere.
+//! The explanation of a request, for text and JSON output. Values that may be secrets are omitted.
 
 use std::net::IpAddr;
 
 use serde::Serialize;
 
-/// What the gateway would do with a request.
+/// What the gateway would do with a request. The fields are those of `explain --json`.
 #[derive(Debug, Serialize)]
 pub struct Explanation {
-    /// Its method.
+    /// The method.
     pub method: String,
-    /// The host that it is routed on; none = it has no valid one.
+    /// The canonical host that routes are matched with. None: missing or invalid.
     pub host: Option<String>,
-    /// Its path in canonical form; none = it has none.
+    /// The path in canonical form. None: invalid.
     pub path: Option<String>,
-    /// Its path as it came.
+    /// The path as received.
     pub raw_path: String,
-    /// Who asks.
+    /// The client.
     pub client: ClientReport,
-    /// The route that takes it.
+    /// The matched route.
     pub route: Option<MatchedRoute>,
-    /// Other routes, the nearest first.
+    /// Other routes, closest match first.
     pub other_routes: Vec<OtherRoute>,
-    /// So many more are there.
+    /// Number of further routes that are not listed.
     pub other_routes_omitted: usize,
-    /// Where the counters are.
+    /// Name of the store.
     pub store: String,
-    /// Why they were not looked at; none = they were.
+    /// Why the counters were not read. None: they were read.
     pub counters_unavailable: Option<String>,
     /// The limits of the route.
     pub limits: Vec<LimitReport>,
-    /// `allowed` or `denied`; none if limits were not asked, or the counters not looked at.
+    /// `allowed` or `denied`. None: no limit was checked, or the counters were not read.
     pub decision: Option<&'static str>,
-    /// The answer.
+    /// The response.
     pub response: ResponseReport,
-    /// What would be sent on; none = nothing.
+    /// The request that an upstream would receive. None: nothing is forwarded.
     pub upstream: Option<UpstreamReport>,
 }
 
-/// Who asks.
+/// The client of the request.
 #[derive(Debug, Serialize)]
 pub struct ClientReport {
-    /// Its address.
+    /// The address of the client.
     pub address: IpAddr,
-    /// The other end of the connection.
+    /// The address of the peer of the connection.
     pub peer: IpAddr,
-    /// Whether that is a trusted proxy.
+    /// Whether the peer is a trusted proxy.
     pub trusted: bool,
-    /// The field that says the address; none = it is that of the peer.
+    /// The header that the client address comes from. None: it is the peer's address.
     pub header: Option<String>,
 }
 
-/// The route that takes the request.
+/// The route that matches the request.
 #[derive(Debug, Serialize)]
 pub struct MatchedRoute {
-    /// Its name.
+    /// The name.
     pub route: String,
-    /// Its path, as configured.
+    /// The path as configured.
     pub path: String,
 }
 
-/// A route that does not take the request.
+/// A route that was not chosen.
 #[derive(Debug, Serialize)]
 pub struct OtherRoute {
-    /// Its name.
+    /// The name.
     pub route: String,
-    /// Its path, as configured.
+    /// The path as configured.
     pub path: String,
-    /// What of the request is otherwise than it wants; `specific` where it only is less specific.
+    /// The condition that does not match: `host`, `path`, `method` or `header`. `specific` if the route matches, but
+    /// another one is more specific.
     pub mismatch: &'static str,
-    /// In words.
+    /// The reason as text.
     pub reason: String,
 }
 
 /// A limit of the route.
 #[derive(Debug, Serialize)]
 pub struct LimitReport {
-    /// Its name.
+    /// The name.
     pub limit: String,
-    /// Whether it is on trial.
+    /// Whether the limit runs in shadow mode.
     pub shadow: bool,
-    /// Why it has no say; none = it has.
+    /// Why the limit does not apply. None: it applies.
     pub skipped: Option<String>,
-    /// Why it refuses the request whatever is left; none = it does not.
+    /// Why the identity cannot be determined, so that the request is rejected. None: no error.
     pub error: Option<String>,
-    /// Whose units: a keyed hash, as in the access log.
+    /// The identity: a keyed hash, as in the access log.
     pub identity: Option<String>,
-    /// What that is made of.
+    /// The parts of the identity.
     pub parts: Vec<IdentityPartReport>,
-    /// The size that it has for the request.
+    /// The quota that applies to this request.
     pub effective_quota: Option<EffectiveQuota>,
-    /// Units that must be there.
+    /// The tokens that must be available.
     pub cost: Option<u64>,
-    /// Whether the response says what is charged.
+    /// Whether the cost is charged after the response.
     pub post_paid: bool,
-    /// Where the identity stands; none = it was not looked.
+    /// The usage of the identity. None: the counters were not read.
     pub usage: Option<LimitUsage>,
 }
 
 /// A part of an identity.
 #[derive(Debug, Serialize)]
 pub struct IdentityPartReport {
-    /// Its word in `by`, or of what stands in for it.
+    /// The descriptor in `by`, or the one that replaces it.
     pub part: String,
-    /// Its value; none = it may be a secret, or there is none.
+    /// The value. None: it may be a secret, or there is none.
     pub value: Option<String>,
-    /// Where the value comes from.
+    /// The source of the value.
     pub source: String,
 }
 
-/// A size of a limit.
+/// The quota of a limit for a request.
 #[derive(Debug, Serialize)]
 pub struct EffectiveQuota {
-    /// Whose it is: `standard`, `tier NAME`, `consumer NAME` or `override`.
+    /// Where the quota comes from: `standard`, `tier NAME`, `consumer NAME` or `override`.
     pub source: String,
-    /// Units per time.
+    /// Tokens per time.
     pub quota: String,
-    /// Units at once.
+    /// The largest cost that can ever fit.
     pub capacity: u64,
 }
 
-/// Where an identity stands.
+/// The usage of an identity.
 #[derive(Debug, Serialize)]
 pub struct LimitUsage {
-    /// What the limit has to do with the decision, as in the access log; none if another limit denies.
+    /// The decision of the limit, as in the access log. None: another limit denies the request.
     pub decision: Option<&'static str>,
-    /// Units that are left now.
+    /// Remaining tokens now.
     pub remaining: u64,
-    /// Units that are left after the request, if it is allowed.
+    /// Remaining tokens after the request, if it is allowed.
     pub remaining_after: Option<u64>,
-    /// Seconds until all is back, without this request.
+    /// Seconds until the quota is fully available again, without this request.
     pub reset_seconds: f64,
-    /// Seconds until it would pass, where it is denied; none if never.
+    /// Seconds until a denied request would be allowed. None: allowed now, or never.
     pub retry_seconds: Option<f64>,
-    /// Seconds for which the gateway would let it wait for that.
+    /// Seconds that a denied request may wait in the wait queue.
     pub max_wait_seconds: Option<f64>,
 }
 
-/// The answer.
+/// The response to the request.
 #[derive(Debug, Default, Serialize)]
 pub struct ResponseReport {
-    /// Who gives it: `gateway` or `upstream`.
+    /// Origin of the response: `gateway` or `upstream`.
     pub source: &'static str,
-    /// Its status; none = the upstream's.
+    /// The status. None: the upstream's.
     pub status: Option<u16>,
-    /// As in the access log.
+    /// The outcome, as in the access log.
     pub outcome: &'static str,
-    /// Its fields; of an upstream's answer those that are added.
+    /// The headers; of an upstream's response only those that the gateway adds.
     pub headers: Vec<HeaderReport>,
-    /// Fields that the route removes.
+    /// Headers that the route removes.
     pub removed_headers: Vec<String>,
-    /// Its body; none = the upstream's.
+    /// The body. None: the upstream's.
     pub body: Option<String>,
 }
 
-/// A field of a header section.
+/// A header.
 #[derive(Debug, Serialize)]
 pub struct HeaderReport {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// Its value; none = the configuration says it, and it may be a secret.
+    /// The value. None: it is from the configuration and may be a secret.
     pub value: Option<String>,
 }
 
-/// What would be sent on.
+/// The request as an upstream would receive it.
 #[derive(Debug, Serialize)]
 pub struct UpstreamReport {
-    /// The upstreams that share the requests of the route.
+    /// The upstreams of the route.
     pub upstreams: Vec<String>,
-    /// Path and query.
+    /// The path and query.
     pub target: String,
-    /// Fields that are not as they came.
+    /// Headers that the gateway adds or changes.
     pub set_headers: Vec<HeaderReport>,
-    /// Fields that came and do not go on.
+    /// Received headers that are not forwarded.
     pub removed_headers: Vec<String>,
 }

@@ -1,4 +1,4 @@
-//! Which route takes a request, and why the others do not.
+//! The matched route, the mismatches of the other routes, and the requests and responses that the route produces.
 
 use futures_util::FutureExt;
 use http::uri::PathAndQuery;
@@ -21,12 +21,12 @@ use crate::tools::explain::report::{HeaderReport, MatchedRoute, OtherRoute, Resp
 
 type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
-/// The route that takes it.
+/// Report the matched route.
 pub(super) fn matched_route(route: &Route) -> MatchedRoute {
     MatchedRoute { route: route.name.to_string(), path: route.path.to_string() }
 }
 
-/// The routes that do not take a request, the nearest of them first, up to `most`; and how many more there are.
+/// Return at most `max` routes that were not chosen, closest match first, and the number of further ones.
 pub(super) fn other_routes(
     config: &CompiledConfig,
     request: &Request<()>,
@@ -47,20 +47,20 @@ pub(super) fn other_routes(
     (others.iter().take(max).map(other).collect(), others_left_out)
 }
 
-/// The criterion, and what the route wants.
+/// The condition that does not match, and the explanation.
 fn mismatch_reason(other: &RouteCandidate<'_>, winner: Option<&RouteCandidate<'_>>) -> (&'static str, String) {
     match other.mismatch {
         Some(MismatchReason::Host) => ("host", format!("it is for the host {}", other.host.as_deref().unwrap_or("*"))),
         Some(MismatchReason::Path) => ("path", format!("its path is {}", other.target.path)),
         Some(MismatchReason::Method) => ("method", format!("it is for {} only", method_list(other))),
         Some(MismatchReason::Header(name)) => {
-            ("header", format!("it wants `{}`", required_header(other.headers, name)))
+            ("header", format!("it requires `{}`", required_header(other.headers, name)))
         }
         None => ("specific", winner.map_or_else(String::new, |winner| specificity_reason(other, winner))),
     }
 }
 
-/// In what another route is more specific, where both match: hosts come before paths, and these before methods and fields.
+/// Why `winner` is more specific than `other`, which matches as well: by host, then path, then methods and headers.
 fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -> String {
     let better = &winner.target.name;
     if other.host != winner.host {
@@ -72,7 +72,7 @@ fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -
     if other.methods.is_empty() != winner.methods.is_empty() {
         return format!("it matches, but {better} lists the method");
     }
-    format!("it matches, but {better} wants more fields")
+    format!("it matches, but {better} requires more headers")
 }
 
 fn method_list(other: &RouteCandidate<'_>) -> String {
@@ -84,12 +84,12 @@ fn required_header(headers: &[(HeaderName, HeaderValue)], name: &HeaderName) -> 
     format!("{name}: {}", String::from_utf8_lossy(value.unwrap_or_default()))
 }
 
-// What an upstream would be sent.
+// The forwarded request.
 
-/// What stands for an id that the gateway would make.
+/// Placeholder for a request id that the gateway would generate.
 const GENERATED_ID_PLACEHOLDER: HeaderValue = HeaderValue::from_static("(a new one for each request)");
 
-/// The request as the upstreams of a route would be sent it, for this target and with so many bytes of body.
+/// Report the request that an upstream of the route would receive, for this target and body length in bytes.
 pub(super) fn upstream_report(
     config: &CompiledConfig,
     route: &Route,
@@ -103,7 +103,7 @@ pub(super) fn upstream_report(
         RequestId::Generated(_) => GENERATED_ID_PLACEHOLDER,
     };
     let upstreams = || weighted_upstreams.upstreams().map(|index| &config.upstreams[index]);
-    // Where requests name no host all servers are told the one of the first upstream, for the sake of the example.
+    // A request without a host gets the authority of its server as `Host`. The report shows that of the first server.
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
     let mut forwarded_request = request.clone();
     let request_info = UpstreamRequestInfo { forwarded: &peer.forwarded, request_id, trace: None, authority, length };
@@ -134,15 +134,15 @@ pub(super) fn upstream_report(
     }
 }
 
-// What the client would be answered.
+// The response.
 
-/// To a request that is turned down.
+/// Report the response to a rejected request.
 pub(super) fn rejection_response(rejection: Rejection<'_>) -> ResponseReport {
     let (response, outcome) = rejection.into_response(None);
     gateway_response(response, outcome, |_| false)
 }
 
-/// To a request that passes.
+/// Report the response to an admitted request.
 pub(super) fn admitted_response(
     route: &Route,
     request: &Request<()>,
@@ -183,7 +183,7 @@ fn gateway_response(
     is_configured: impl Fn(&str) -> bool,
 ) -> ResponseReport {
     let (parts, body) = response.into_parts();
-    // A body of our own is there at once.
+    // Bodies that the gateway generates are complete at once: one poll suffices.
     let body = body.collect().now_or_never().and_then(Result::ok).map(|body| body.to_bytes());
     ResponseReport {
         source: "gateway",
@@ -195,7 +195,7 @@ fn gateway_response(
     }
 }
 
-/// The fields of a section, those that the configuration sets without their values.
+/// Report headers; without the values of those that the configuration sets.
 pub(super) fn header_reports(headers: &HeaderMap, is_configured: impl Fn(&str) -> bool) -> Vec<HeaderReport> {
     let to_report = |(name, value): (&http::HeaderName, &http::HeaderValue)| HeaderReport {
         name: name.to_string(),

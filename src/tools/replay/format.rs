@@ -1,4 +1,4 @@
-//! The formats of access logs, and what each says of a request.
+//! Formats of access logs: detection and parsing.
 
 pub(crate) mod caddy;
 pub(crate) mod cloudfront;
@@ -16,72 +16,78 @@ use crate::tools::replay::format::cloudfront::CloudFrontFormat;
 use crate::tools::replay::format::native::NativeFormat;
 use crate::tools::replay::format::nginx::{FormatError, NginxFormat};
 
-/// What a line says of a request. Whatever it does not say is empty.
+/// A parsed log line. Parts that the line lacks are empty.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct LogEntry<'l> {
-    /// When it came, or was decided, µs since the Unix epoch.
+    /// Start of the request or time of its decision, µs since the Unix epoch.
     pub time_us: u64,
-    /// How long it took, µs.
+    /// Duration, µs.
     pub duration_us: Option<u64>,
-    /// Who sent it.
+    /// Address of the client or of the last proxy.
     pub client: Option<IpAddr>,
-    /// Its method.
+    /// The method.
     pub method: &'l [u8],
-    /// Its target.
+    /// The request target.
     pub target: Cow<'l, [u8]>,
-    /// The host that it was sent to.
+    /// The requested host.
     pub host: Option<Cow<'l, [u8]>>,
-    /// The status of its answer.
+    /// The status of the response.
     pub status: Option<u16>,
-    /// The subject of the client's certificate.
+    /// The subject of the client certificate.
     pub certificate_subject: Option<Cow<'l, [u8]>>,
-    /// Fields of its header section, and what [`Mapped`] stands for.
+    /// Request headers, and the headers of [`FieldMapping`]s.
     pub headers: Vec<(HeaderName, Cow<'l, [u8]>)>,
-    /// Whether `client` is whose request it is, proxies before it being seen through.
+    /// Whether `client` is the resolved client address rather than the peer address.
     pub is_client_resolved: bool,
-    /// The route that it took.
+    /// The logged route.
     pub route: Option<Cow<'l, str>>,
-    /// What it cost each of its limits.
+    /// The logged costs by limit.
     pub costs: Vec<(Cow<'l, str>, u64)>,
 }
 
-/// A field of the log that stands for a header of the request.
+/// A log field that becomes a header of the replayed request.
 #[derive(Debug, Clone)]
 pub struct FieldMapping {
-    /// How the log calls it.
+    /// The name of the field in the log.
     pub field: String,
     /// The header.
     pub header: HeaderName,
 }
 
-/// Which parts of requests a format has.
+/// The parts of a request that a log contains.
 #[derive(Debug, Clone)]
-#[allow(missing_docs)]
 pub struct FormatCapabilities {
+    /// The address of the client or of the last proxy.
     pub client: bool,
+    /// The requested host.
     pub host: bool,
+    /// The query string.
     pub query: bool,
+    /// The subject of the client certificate.
     pub certificate_subject: bool,
+    /// The duration.
     pub duration: bool,
+    /// The status of the response.
     pub status: bool,
+    /// The request headers.
     pub headers: LoggedHeaders,
-    /// Which route a request took.
+    /// The matched route.
     pub route: bool,
-    /// Whether each line has the hashes of whoever asked its limits.
+    /// The identity hashes of the limits.
     pub identity_hashes: bool,
 }
 
-/// Which header fields a format has.
+/// The request headers that a log contains.
 #[derive(Debug, Clone)]
 pub enum LoggedHeaders {
-    /// These.
+    /// Only these headers.
     Listed(Vec<HeaderName>),
-    /// All but those that carry secrets.
+    /// All headers except those that carry credentials.
     NonSecret,
 }
 
 impl LoggedHeaders {
-    /// Whether a field that the client sent would be there.
+    /// Whether the log has this header if the client sent it.
     pub fn contains(&self, name: &HeaderName) -> bool {
         match self {
             LoggedHeaders::Listed(names) => names.contains(name),
@@ -90,44 +96,47 @@ impl LoggedHeaders {
     }
 }
 
-/// What Caddy replaces by REDACTED unless it is told to log credentials.
+/// Headers that Caddy logs as REDACTED unless `log_credentials` is set.
 const SECRET_HEADERS: [&str; 4] = ["authorization", "cookie", "proxy-authorization", "set-cookie"];
 
-/// Why a line says nothing of a request.
+/// Why a line cannot be parsed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum LineError {
+    /// The line does not match the format.
     #[error("not a line of this format")]
     Malformed,
-    #[error("no time that can be read")]
+    /// The time is missing or invalid.
+    #[error("missing or invalid time")]
     InvalidTime,
+    /// A CloudFront line before the `#Fields` line.
     #[error("a `#Fields` line is missing before it")]
     MissingFieldsLine,
-    #[error("longer than a mebibyte")]
+    /// The line is longer than 1 MiB.
+    #[error("longer than 1 MiB")]
     TooLong,
 }
 
-/// A format, with what it remembers from line to line.
+/// A format, with the state of its parser.
 #[derive(Debug, Clone)]
 pub enum Format {
-    /// Common, combined, ALB, or a `log_format` of nginx.
+    /// Common, combined, ALB, or an nginx `log_format`.
     Template(Box<NginxFormat>),
-    /// Standard logs of CloudFront.
+    /// CloudFront standard logs.
     CloudFront(CloudFrontFormat),
-    /// Caddy's JSON.
+    /// Caddy JSON logs.
     Caddy(CaddyFormat),
-    /// Our own JSON.
+    /// JSON logs of this gateway.
     Native(NativeFormat),
 }
 
-/// The names of formats, and what they are, as `--format` takes them.
+/// The names of formats that `--format` accepts.
 pub const FORMAT_NAMES: [&str; 6] = ["common", "combined", "caddy", "alb", "cloudfront", "sluicegate"];
 
 impl Format {
-    /// The format of this name, or the one that a `log_format` of nginx describes.
+    /// Return the format of this name, or parse an nginx `log_format`.
     ///
     /// # Errors
-    /// It is neither, or lacks a time or a request.
+    /// The text is neither, or the `log_format` lacks the time or the request.
     pub fn from_name(name: &str) -> Result<Format, FormatError> {
         let template = |text| NginxFormat::new(text).map(|template| Format::Template(Box::new(template)));
         match name {
@@ -142,9 +151,9 @@ impl Format {
         }
     }
 
-    /// The first format, and its name, that reads most of these lines.
+    /// Detect the format: the one that parses most of these lines, and more than half of them. Return its name as well.
     pub fn detect(lines: &[&[u8]]) -> Option<(&'static str, Format)> {
-        // Combined before common, which reads its lines as well.
+        // Combined before common, which parses combined lines as well.
         let order = ["sluicegate", "caddy", "cloudfront", "alb", "combined", "common"];
         let try_format = |name: &'static str| {
             let mut format = Format::from_name(name).ok()?;
@@ -158,20 +167,20 @@ impl Format {
             }
             (read_count * 2 > total).then_some((read_count, name, format))
         };
-        // On equal terms the first one.
+        // `max_by_key` returns the last maximum: reversed, that is the first format of the order.
         let best = order.into_iter().rev().filter_map(try_format).max_by_key(|(read_count, _, _)| *read_count);
         best.map(|(_, name, format)| (name, format))
     }
 
-    /// Lets fields of the log stand for headers. `sample` is the beginning of the log.
+    /// Map log fields to headers. `sample` is the first lines of the log.
     ///
     /// # Errors
-    /// The log has no field of this name: the name, and those that it has.
+    /// The log has no field of this name: the name, and the fields of the log.
     pub fn map_fields(&mut self, mappings: &[FieldMapping], sample: &[&[u8]]) -> Result<(), (String, Vec<String>)> {
         match self {
             Format::Template(template) => template.map_fields(mappings),
             Format::CloudFront(cloudfront) => cloudfront.map_fields(mappings, sample),
-            // Fields of JSON come and go: each line is looked at.
+            // Lines of JSON logs may have different fields: look up the fields in each line.
             Format::Caddy(CaddyFormat { mappings: own_mappings, .. })
             | Format::Native(NativeFormat { mappings: own_mappings, .. }) => {
                 own_mappings.extend_from_slice(mappings);
@@ -180,7 +189,7 @@ impl Format {
         }
     }
 
-    /// Which parts of requests there are. `sample` is the beginning of the log.
+    /// The parts of requests that the log contains. `sample` is the first lines of the log.
     pub fn capabilities(&self, sample: &[&[u8]]) -> FormatCapabilities {
         match self {
             Format::Template(template) => template.capabilities(),
@@ -190,10 +199,10 @@ impl Format {
         }
     }
 
-    /// Reads a line without its end; none if it is a comment.
+    /// Parse a line without its line ending. None if it is a comment.
     ///
     /// # Errors
-    /// Why it cannot be read.
+    /// The line does not match the format.
     pub fn parse<'l>(&mut self, line: &'l [u8]) -> Result<Option<LogEntry<'l>>, LineError> {
         match self {
             Format::Template(template) => template.parse(line).map(Some),
@@ -205,7 +214,7 @@ impl Format {
 }
 
 impl<'l> LogEntry<'l> {
-    /// Takes `GET /path HTTP/1.1` apart; what is no such line leaves method and target empty.
+    /// Split a request line `GET /path HTTP/1.1`. Method and target stay empty if the line is invalid.
     fn set_request_line(&mut self, line: Cow<'l, [u8]>) {
         let Some((method, target)) = split_request_line(&line) else { return };
         match line {
@@ -214,7 +223,7 @@ impl<'l> LogEntry<'l> {
                 self.target = Cow::Borrowed(&line[target]);
             }
             Cow::Owned(mut line) => {
-                // Escapes are in the target; a method that has one is no method.
+                // Only the target can have escapes. Methods must outlive `line`, hence known ones only.
                 let Some(method) = known_method(&line[..method]) else { return };
                 self.method = method;
                 line.truncate(target.end);
@@ -225,7 +234,7 @@ impl<'l> LogEntry<'l> {
     }
 }
 
-/// Where the method ends, and where the target stands. Without a version it is HTTP/0.9, or none of it at all.
+/// The end of the method and the range of the target. None without a version: HTTP/0.9 or invalid.
 fn split_request_line(line: &[u8]) -> Option<(usize, std::ops::Range<usize>)> {
     let method = memchr::memchr(b' ', line)?;
     let version = memchr::memrchr(b' ', line)?;
@@ -238,7 +247,7 @@ fn known_method(text: &[u8]) -> Option<&'static [u8]> {
     KNOWN_METHODS.into_iter().find(|method| *method == text)
 }
 
-/// An address, with a port or without; IPv4-mapped ones as IPv4.
+/// Parse an address with an optional port. IPv4-mapped addresses become IPv4.
 fn parse_address(text: &[u8]) -> Option<IpAddr> {
     let text = std::str::from_utf8(text).ok()?;
     let plain = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
@@ -251,9 +260,9 @@ fn parse_status(text: &[u8]) -> Option<u16> {
     text.parse().ok().filter(|status| (100..1000).contains(status))
 }
 
-// Fields of text lines: where they end, and what their escapes stand for.
+// Quoting and escapes of text logs.
 
-/// The place of the next quote that no backslash stands before.
+/// The position of the next quote that is not escaped.
 pub(crate) fn closing_quote(text: &[u8]) -> Option<usize> {
     let mut from = 0;
     loop {
@@ -268,7 +277,7 @@ pub(crate) fn closing_quote(text: &[u8]) -> Option<usize> {
     }
 }
 
-/// What a field says: `\"`, `\\`, `\n`, `\t`, `\xHH` of nginx and Apache, `\uHHHH` of JSON.
+/// Decode escapes: `\"`, `\\`, `\n`, `\t`, `\xHH` of nginx and Apache, `\uHHHH` of JSON.
 pub(crate) fn unescape(text: &[u8]) -> Cow<'_, [u8]> {
     let Some(first) = memchr::memchr(b'\\', text) else { return Cow::Borrowed(text) };
     let mut out = text[..first].to_vec();
@@ -308,7 +317,7 @@ fn parse_hex(text: &[u8], digits: usize) -> Option<u32> {
     text.iter().try_fold(0, |number, digit| Some(number * 16 + char::from(*digit).to_digit(16)?))
 }
 
-/// A field that says something: `-` and nothing are nothing.
+/// The value of a field. None if it is empty or `-`.
 pub(crate) fn non_empty(text: &[u8]) -> Option<&[u8]> {
     (!text.is_empty() && text != b"-").then_some(text)
 }

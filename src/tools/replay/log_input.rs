@@ -1,4 +1,4 @@
-//! Logs as lines: files and standard input, compressed or not.
+//! Log input: lines of files and standard input, gzipped or plain, merged in the order of time.
 
 use std::cell::Cell;
 use std::cmp::Reverse;
@@ -14,21 +14,21 @@ use flate2::bufread::MultiGzDecoder;
 use crate::tools::replay::format::{Format, LineError};
 use crate::tools::replay::resolve::{LineResolver, RejectReason, ReplayRequest, ResolvedLine};
 
-/// Bytes of a line; what is longer is no line of a log.
+/// Maximum length of a line in bytes. A longer line is reported as unreadable.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
-/// Bytes that are read at a time; the first of them tell the format.
+/// Size of a read buffer, and of the sample for format detection, in bytes.
 const READ_BUFFER_BYTES: usize = 64 << 10;
 
 /// The first bytes of a gzip stream (RFC 1952 §2.3.1).
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 
-/// Bytes read so far, as they lie on the disk, of all logs together.
+/// Bytes read so far from all logs, before decompression.
 #[derive(Debug, Clone, Default)]
 pub struct ReadProgress(Rc<Cell<u64>>);
 
 impl ReadProgress {
-    /// Bytes so far.
+    /// The number of bytes read so far.
     pub fn bytes(&self) -> u64 {
         self.0.get()
     }
@@ -44,25 +44,25 @@ impl<R: Read> Read for CountingReader<R> {
     }
 }
 
-/// A log that is being read.
+/// An open log.
 pub struct LogInput {
     name: String,
     reader: Box<dyn BufRead>,
-    /// Its beginning, to tell the format.
+    /// The beginning of the log, for format detection.
     sample: Vec<u8>,
     line_number: u64,
     line: Vec<u8>,
     error: Option<io::Error>,
 }
 
-/// What comes next in a log.
+/// The next line of a log.
 #[derive(Debug, PartialEq, Eq)]
 pub enum NextLine<'a> {
-    /// A line, without its end.
+    /// A line without its line ending.
     Line(&'a [u8]),
-    /// A line that is too long to be one.
+    /// A line longer than 1 MiB, which was skipped.
     TooLong,
-    /// Nothing.
+    /// End of the log, or a read error: see [`LogInput::error`].
     End,
 }
 
@@ -73,10 +73,10 @@ impl std::fmt::Debug for LogInput {
 }
 
 impl LogInput {
-    /// Opens a log; `-` is standard input.
+    /// Open a log file; `-` is standard input.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// The file cannot be opened or read.
     pub fn open(path: &Path, progress: &ReadProgress) -> io::Result<LogInput> {
         if path.as_os_str() == "-" {
             return LogInput::from_reader("stdin", Box::new(io::stdin().lock()), progress);
@@ -84,41 +84,41 @@ impl LogInput {
         LogInput::from_reader(&path.display().to_string(), Box::new(File::open(path)?), progress)
     }
 
-    /// Reads what somebody else has opened.
+    /// Read a log from an open reader. Detect gzip by its magic bytes.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// The first read fails.
     pub fn from_reader(name: &str, input: Box<dyn Read>, progress: &ReadProgress) -> io::Result<LogInput> {
         let mut raw = BufReader::with_capacity(READ_BUFFER_BYTES, CountingReader(input, progress.clone()));
         let compressed = raw.fill_buf()?.starts_with(&GZIP_MAGIC);
         let input: Box<dyn Read> = if compressed { Box::new(MultiGzDecoder::new(raw)) } else { Box::new(raw) };
         let mut rest = BufReader::with_capacity(READ_BUFFER_BYTES, input);
         let mut sample = Vec::new();
-        // What was read before it failed is there.
+        // After an error, the lines before it are still read.
         let failure = (&mut rest).take(READ_BUFFER_BYTES as u64).read_to_end(&mut sample).err();
         let reader = Box::new(Cursor::new(sample.clone()).chain(rest));
         Ok(LogInput { name: name.to_owned(), reader, sample, line_number: 0, line: Vec::new(), error: failure })
     }
 
-    /// How it is called.
+    /// The name of the log: its path, or `stdin`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The number of the line that was read last, from 1 on.
+    /// The number of the last line that was read, from 1.
     pub fn line_number(&self) -> u64 {
         self.line_number
     }
 
-    /// Why it ended before its end.
+    /// The read error that ended the log early.
     pub fn error(&self) -> Option<&io::Error> {
         self.error.as_ref()
     }
 
-    /// Its first lines that are not empty, without their ends.
+    /// The first non-empty lines of the log, without line endings.
     pub fn sample_lines(&self) -> Vec<&[u8]> {
         let mut lines: Vec<_> = self.sample.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii_end).collect();
-        // The last one may be half a line.
+        // The sample may end within a line.
         if lines.len() > 1 {
             lines.pop();
         }
@@ -126,7 +126,7 @@ impl LogInput {
         lines
     }
 
-    /// The next line that is not empty.
+    /// Read the next non-empty line.
     pub fn next_line(&mut self) -> NextLine<'_> {
         loop {
             self.line.clear();
@@ -140,7 +140,7 @@ impl LogInput {
                 }
             }
             if self.line.len() as u64 == MAX_LINE_BYTES && self.line.last() != Some(&b'\n') {
-                // Only its end is looked for.
+                // Skip the rest of the line.
                 let _ = self.reader.skip_until(b'\n');
                 return NextLine::TooLong;
             }
@@ -152,43 +152,43 @@ impl LogInput {
     }
 }
 
-/// The size of a file on the disk; none of what is no file.
+/// The size of a regular file in bytes. None for anything else.
 pub fn file_size(path: &Path) -> Option<u64> {
     std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file).map(|file| file.len())
 }
 
-// Requests of several logs in the order of their time.
+// K-way merge of the requests of several logs in the order of time.
 //
-// Servers write a line when its request is over, and each worker for itself, so that lines are out of order. Of each log the
-// earliest of so many lines comes first; the earliest of all logs is next.
+// Servers write a line at the end of a request, and each worker writes independently, so lines are out of order. Each
+// log is read ahead into a heap of `REORDER_WINDOW_LINES` requests; the earliest request of all heaps comes next.
 
-/// Lines of a log that are put in order at a time: what comes more than so many lines late is out of order.
+/// Number of requests of each log that are sorted at a time. A request that is later by more lines is out of order.
 pub const REORDER_WINDOW_LINES: usize = 32_768;
 
-/// What was found in the logs.
+/// Statistics about the lines of the logs.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct LogStatistics {
-    /// Lines that say something of a request.
+    /// Lines with a request.
     pub requests: u64,
-    /// Those that no limit has a say in.
+    /// Requests that no limit applies to.
     pub unlimited: u64,
-    /// Those that the gateway would turn down before it asks a limit, by [`Refused`].
+    /// Requests that the gateway rejects before it checks limits, indexed by [`RejectReason`].
     pub rejected: [u64; 4],
-    /// Lines that cannot be read.
+    /// Lines that cannot be parsed.
     pub unreadable: u64,
-    /// The first of them: its log, its number, and what is wrong with it.
+    /// The first unreadable line: log, line number and error.
     pub first_error: Option<(String, u64, LineError)>,
-    /// Logs that ended before their end, and why.
+    /// Logs that ended with a read error, and the error.
     pub read_errors: Vec<(String, String)>,
-    /// Requests that came later in the log than their time by more than [`WINDOW`] lines.
+    /// Requests that are decided late because they are out of order by more than [`REORDER_WINDOW_LINES`] lines.
     pub out_of_order: u64,
-    /// The first and the last instant, µs since the Unix epoch.
+    /// Time of the first and the last request, µs since the Unix epoch.
     pub time_range: Option<(u64, u64)>,
-    /// Whether some instant is finer than a second.
+    /// Whether a time has a fraction of a second.
     pub has_subsecond: bool,
 }
 
-/// A log, with the requests of it that wait for their turn.
+/// A log and the heap of its requests that were read ahead.
 struct LogStream {
     input: LogInput,
     format: Format,
@@ -228,16 +228,16 @@ impl HeapEntry {
     }
 }
 
-/// All requests that meet limits, in order.
+/// Merge of the limited requests of all logs, in the order of time.
 pub struct KWayMerge {
     streams: Vec<LogStream>,
-    /// What was found so far.
+    /// The statistics so far.
     pub statistics: LogStatistics,
     now_us: u64,
 }
 
 impl KWayMerge {
-    /// Of logs in this format.
+    /// Merge logs of this format.
     pub fn new(inputs: Vec<LogInput>, format: &Format) -> Self {
         let to_stream = |input| LogStream {
             input,
@@ -253,7 +253,7 @@ impl KWayMerge {
         }
     }
 
-    /// The next request.
+    /// Return the next limited request. None at the end of all logs.
     pub fn next_request(&mut self, resolver: &mut LineResolver<'_>) -> Option<ReplayRequest> {
         for stream in &mut self.streams {
             while !stream.is_at_end && stream.heap.len() < REORDER_WINDOW_LINES {
@@ -308,12 +308,12 @@ impl LogStream {
 }
 
 impl LogStatistics {
-    /// Requests that were turned down for a reason.
+    /// The number of requests rejected for this reason.
     pub fn rejected_for(&self, reason: RejectReason) -> u64 {
         self.rejected[reason as usize]
     }
 
-    /// Requests that limits had a say in.
+    /// The number of requests that limits apply to.
     pub fn limited_requests(&self) -> u64 {
         self.requests - self.unlimited - self.rejected.iter().sum::<u64>()
     }

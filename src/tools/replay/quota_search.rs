@@ -1,4 +1,4 @@
-//! The smallest quota that denies fewer than a share of the requests of a log, found by replaying it.
+//! Quota search: replays recorded requests with different quotas to find the smallest one below a share of denials.
 
 use std::sync::Arc;
 
@@ -10,38 +10,38 @@ use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::tools::replay::resolve::{LineResolver, ReplayCheck, ReplayConfig, ReplayLimit};
 use crate::tools::replay::simulator::{LimitStats, ReplayDecision, RequestMeta, Simulation};
 
-/// The requests of a log that limits had a say in.
+/// The limited requests of the logs, recorded for the search.
 #[derive(Debug, Default)]
 pub struct Recording {
-    /// Each with the place behind its last [`Asked`].
+    /// Each request with the end index of its checks in `checks`.
     pub requests: Vec<(RequestMeta, usize)>,
-    /// What limits were asked.
+    /// The checks of all requests.
     pub checks: Vec<ReplayCheck>,
 }
 
-/// A size that would do.
+/// The result of a search.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Suggestion {
-    /// No smaller one does. Other limits stay as they are.
+    /// The smallest quota below the target, with all other limits unchanged.
     Smallest {
-        /// Its quota.
+        /// The quota.
         quota: String,
-        /// Its burst, where that is another number.
+        /// The burst, if it differs from the count of the quota.
         burst: Option<u64>,
-        /// What it denies.
+        /// Requests that it denies.
         denied: u64,
     },
-    /// However large it is, it denies too many.
+    /// No quota of this kind is below the target.
     None,
 }
 
-/// Counts up to this are tried one by one; larger ones have three digits.
+/// Counts below this are tried exactly; larger ones with three significant digits.
 const MAX_EXACT_COUNT: u64 = 1000;
 
-/// The number of the largest count: beyond that none can be counted exactly.
+/// The index of the largest count to try; larger counts exceed the exact integers.
 const MAX_COUNT_INDEX: u64 = MAX_EXACT_COUNT + 900 * 13;
 
-/// The count with this number: 1, 2, … 999, 1000, 1010, … 9990, 10000, 10100, …
+/// The count with this index: 1, 2, … 999, 1000, 1010, … 9990, 10000, 10100, …
 fn count_at(number: u64) -> u64 {
     match number.checked_sub(MAX_EXACT_COUNT) {
         None => number,
@@ -49,7 +49,7 @@ fn count_at(number: u64) -> u64 {
     }
 }
 
-/// The number of the smallest such count that is at least this one.
+/// The index of the smallest such count that is at least `min_count`.
 fn index_of_count(min_count: u64) -> u64 {
     let (mut below, mut above) = (0, MAX_COUNT_INDEX);
     while above - below > 1 {
@@ -60,7 +60,8 @@ fn index_of_count(min_count: u64) -> u64 {
 }
 
 impl Recording {
-    /// The smallest quota of a subject that denies fewer than `target` of those who asked, to three digits.
+    /// Find the smallest quota of a limit that denies less than the share `target` of its requests, to three
+    /// significant digits: exponential search from the configured quota, then binary search.
     pub(super) fn suggest(
         &self,
         config: &ReplayConfig,
@@ -103,7 +104,7 @@ impl Recording {
         Suggestion::Smallest { quota: variant.quota.to_string(), burst, denied }
     }
 
-    /// The subject in another size, its burst in proportion; none if it cannot have it.
+    /// A variant of the limit with another count, and the burst in proportion. None if it is invalid.
     fn variant_with_count(config: &ReplayConfig, limit_index: usize, count: u64) -> Option<Arc<LimitVariant>> {
         let ReplayLimit { limit, variant: configured, .. } = &config.limits[limit_index];
         let burst = match &configured.rule {
@@ -116,7 +117,7 @@ impl Recording {
         resized_variant(&config.compiled, limit, configured.quota, count, burst)
     }
 
-    /// What a subject denies in this size; none if that is more than `most`.
+    /// Count the requests that a limit denies with this variant. None if more than `max_denied`.
     fn count_denied(
         &self,
         config: &ReplayConfig,
@@ -144,33 +145,41 @@ impl Recording {
     }
 }
 
-// Other sizes of limits: proposed ones, and those that are tried to suggest one.
+// Variants of limits: proposed ones, and those of the search.
 
-/// Leases of requests in flight are renewed until they end: in a log, they last as long as that. Ten years.
+/// Permit TTL in a replay: ten years. The gateway renews permits until a request ends, so they must not expire.
 const REPLAY_PERMIT_TTL_US: u64 = 3650 * 86_400 * 1_000_000;
 
-/// Another size for a limit.
+/// A proposed quota for a limit (`--limit`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QuotaProposal {
     /// The limit.
     pub limit: String,
-    /// Its quota, as it would stand in the configuration.
+    /// The quota in the syntax of the configuration.
     pub quota: String,
-    /// Its burst, if it is another one.
+    /// The burst. None: the configured one, or the count of the quota if none is configured.
     pub burst: Option<u64>,
 }
 
-/// Why a limit cannot have a size.
+/// Why a proposed quota is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum ProposalError {
+    /// The quota does not parse, or does not fit the algorithm.
     #[error("`{name}={quota}`: {error}")]
-    Quota { name: String, quota: String, error: QuotaError },
-    #[error("`{0}` has no burst: it goes with token-bucket only")]
+    Quota {
+        /// The name of the limit.
+        name: String,
+        /// The proposed quota.
+        quota: String,
+        /// The cause.
+        error: QuotaError,
+    },
+    /// A burst for a limit that is not a token bucket.
+    #[error("`{0}` has no burst: only token-bucket limits do")]
     NoBurst(String),
 }
 
-/// The size that is proposed.
+/// Build the variant of a proposal.
 pub(super) fn proposed_variant(
     config: &CompiledConfig,
     compiled: &CompiledLimit,
@@ -179,7 +188,7 @@ pub(super) fn proposed_variant(
     let QuotaProposal { limit: name, quota: text, burst } = proposal;
     let standard = &compiled.limit.default_variant;
     let burst = match (&standard.rule, burst) {
-        // What was written stays; what followed the quota still does.
+        // Keep a configured burst. A burst equal to the count of the quota follows the new quota.
         (Rule::TokenBucket(bucket), None) => Some(bucket.burst).filter(|burst| *burst != standard.quota.count),
         (Rule::TokenBucket(_), Some(burst)) => Some(*burst),
         (_, Some(_)) => return Err(ProposalError::NoBurst(name.clone())),
@@ -190,7 +199,7 @@ pub(super) fn proposed_variant(
     variant.map(Arc::new).map_err(|error| ProposalError::Quota { name: name.clone(), quota: text.clone(), error })
 }
 
-/// The same with leases that do not end before their requests.
+/// The variant with a permit TTL that no request exceeds; unchanged if it is not a concurrency limit.
 pub(super) fn with_unbounded_permit_ttl(
     config: &CompiledConfig,
     limit: &LimitSpec,
@@ -202,7 +211,7 @@ pub(super) fn with_unbounded_permit_ttl(
     long_variant.map_or(variant, Arc::new)
 }
 
-/// A limit whose size is `now` with another count and burst; none if it cannot have them.
+/// Build a variant with the window of `quota`, another count and another burst. None if it is invalid.
 pub(super) fn resized_variant(
     config: &CompiledConfig,
     limit: &LimitSpec,

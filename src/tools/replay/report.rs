@@ -1,4 +1,4 @@
-//! What came of a replay, for people and for programs.
+//! The report of a replay: JSON and terminal output.
 
 pub mod html;
 
@@ -15,40 +15,51 @@ use crate::tools::replay::quota_search::Suggestion;
 use crate::tools::replay::resolve::RejectReason;
 use crate::tools::replay::{Replay, ReplayResult};
 
-/// A replay, as `--json` has it.
+/// The report of a replay. The fields are those of `replay --json`.
 #[derive(Debug, Serialize)]
-#[allow(missing_docs)]
 pub struct ReplayReport {
+    /// The names of the logs.
     pub logs: Vec<String>,
+    /// The name of their format.
     pub format: &'static str,
-    /// The first and the last instant of the logs.
+    /// Time of the first request, RFC 3339.
     pub from: Option<String>,
+    /// Time of the last request, RFC 3339.
     pub to: Option<String>,
+    /// Counts of lines.
     pub lines: LineCounts,
-    /// What has to be said of all of it.
+    /// Notes about the whole replay.
     pub notes: Vec<String>,
-    /// The share of denials that suggestions stay below.
+    /// The share of denials that suggested quotas stay below. None: no suggestions.
     pub target: Option<f64>,
+    /// The limits.
     pub limits: LimitSummaries,
 }
 
-/// What the lines of the logs were.
+/// Counts of lines by their result.
 #[derive(Debug, Serialize)]
-#[allow(missing_docs)]
 pub struct LineCounts {
+    /// Lines with a request.
     pub requests: u64,
-    /// Requests that limits had a say in.
+    /// Requests that limits apply to.
     pub limited: u64,
+    /// Requests that no limit applies to.
     pub unlimited: u64,
+    /// Requests that no route matches.
     pub no_route: u64,
+    /// Requests without the identity of a limit.
     pub no_identity: u64,
+    /// Requests with an invalid path, host, method or cost.
     pub malformed: u64,
+    /// Lines that are not valid HTTP requests.
     pub not_http: u64,
+    /// Lines that cannot be parsed.
     pub unreadable: u64,
+    /// Requests that are out of order by more than the reorder window.
     pub late: u64,
 }
 
-/// Limits by name, in the order of their names.
+/// Limits in the order of their names, serialized as a map.
 #[derive(Debug)]
 pub struct LimitSummaries(pub Vec<LimitSummary>);
 
@@ -58,70 +69,89 @@ impl Serialize for LimitSummaries {
     }
 }
 
-/// One limit.
+/// The results of one limit.
 #[derive(Debug, Serialize)]
-#[allow(missing_docs)]
 pub struct LimitSummary {
+    /// The name.
     #[serde(skip)]
     pub name: String,
+    /// The replayed quota.
     pub quota: String,
+    /// The burst, if it differs from the count of the quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
-    /// The quota of the configuration, where another one is proposed.
+    /// The configured quota, if another one is proposed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub configured_quota: Option<String>,
+    /// Whether the limit runs in shadow mode.
     pub shadow: bool,
-    /// What the log does not say; the limit was not replayed.
+    /// The information that the log lacks, so that the limit was not replayed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
+    /// Checked requests.
     pub requests: u64,
+    /// Allowed requests.
     pub allowed: u64,
+    /// Requests that this limit denied, or would have denied in shadow mode.
     pub denied: u64,
+    /// Requests that only other limits denied.
     pub denied_by_others: u64,
+    /// Number of identities.
     pub identities: usize,
+    /// Number of identities with denials.
     pub identities_denied: usize,
+    /// The identities with the most denials.
     pub top_denied: Vec<TopIdentity>,
-    /// Seconds of a step of the series.
+    /// Length of a step of `series`, seconds.
     pub step_seconds: u64,
+    /// Requests and denials over time.
     pub series: Vec<SeriesPoint>,
-    /// A quota that denies fewer than the target; null if none does.
+    /// The smallest quota below the target; null if there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub suggestion: Option<Option<SuggestedQuota>>,
+    /// Notes about this limit.
     pub notes: Vec<String>,
 }
 
-/// An identity.
+/// An identity with denials.
 #[derive(Debug, Serialize)]
-#[allow(missing_docs)]
 pub struct TopIdentity {
+    /// The label of the identity.
     pub identity: String,
+    /// Its requests.
     pub requests: u32,
+    /// Its denied requests.
     pub denied: u32,
 }
 
-/// A step of a series.
+/// A step of a time series.
 #[derive(Debug, Serialize)]
-#[allow(missing_docs)]
 pub struct SeriesPoint {
+    /// Start of the step, RFC 3339.
     pub time: String,
+    /// Start of the step, seconds since the Unix epoch.
     #[serde(skip)]
     pub second: u64,
+    /// Requests in the step.
     pub requests: u64,
+    /// Denied requests in the step.
     pub denied: u64,
 }
 
-/// A quota that would do.
+/// A suggested quota.
 #[derive(Debug, Serialize)]
-#[allow(missing_docs)]
 pub struct SuggestedQuota {
+    /// The quota.
     pub quota: String,
+    /// The burst, if it differs from the count of the quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
+    /// Requests that it denies.
     pub denied: u64,
 }
 
 impl ReplayReport {
-    /// Of the replay of these logs.
+    /// Build the report of a replay of these logs.
     pub fn new(replay: &Replay, result: &ReplayResult, logs: Vec<String>, target: Option<f64>) -> ReplayReport {
         let statistics = &result.statistics;
         let to_rfc3339 =
@@ -194,12 +224,12 @@ impl LimitSummary {
         }
     }
 
-    /// The share of requests that it denied, percent.
+    /// The share of denied requests in percent.
     pub fn denied_percent(&self) -> f64 {
         100.0 * self.denied as f64 / self.requests.max(1) as f64
     }
 
-    /// Its quota, with the burst if that is another number.
+    /// The quota, with the burst if it differs from the count.
     pub fn quota_text(&self) -> String {
         format_quota(&self.quota, self.burst)
     }
@@ -209,15 +239,15 @@ fn format_quota(quota: &str, burst: Option<u64>) -> String {
     burst.map_or_else(|| quota.to_owned(), |burst| format!("{quota}, burst {burst}"))
 }
 
-/// As JSON.
+/// Serialize a report as JSON.
 ///
 /// # Errors
-/// None: a report is plain data.
+/// Never: a report has only strings and numbers.
 pub fn to_json(report: &ReplayReport) -> serde_json::Result<String> {
     serde_json::to_string_pretty(report)
 }
 
-/// A count with commas between thousands.
+/// Format a count with commas between thousands.
 pub fn group_digits(count: u64) -> String {
     let digits = count.to_string();
     let mut out = String::new();
@@ -230,7 +260,7 @@ pub fn group_digits(count: u64) -> String {
     out
 }
 
-/// A share in percent, with as many digits as say something.
+/// Format a share given in percent, with significant digits only.
 pub fn format_percent(share: f64) -> String {
     let digits = match share {
         0.0 => 0,
@@ -243,12 +273,12 @@ pub fn format_percent(share: f64) -> String {
     format!("{text} %")
 }
 
-/// `1 request`, `2,000 requests`.
+/// Format a count with its noun: `1 request`, `2,000 requests`.
 pub fn format_count(count: u64, one: &str, many: &str) -> String {
     format!("{} {}", group_digits(count), if count == 1 { one } else { many })
 }
 
-/// A number of seconds in words: `5 min`, `2 h`.
+/// Format a number of seconds: `5 min`, `2 h`.
 pub fn format_span(seconds: u64) -> String {
     let units = [("weeks", 604_800), ("days", 86_400), ("h", 3600), ("min", 60)];
     let large = units.into_iter().find(|(_, unit)| seconds >= 2 * unit || seconds == *unit);
@@ -258,12 +288,12 @@ pub fn format_span(seconds: u64) -> String {
     }
 }
 
-// What a reader of a report has to know to believe the right things.
+// Notes: properties of the logs that make the results less accurate.
 
-/// A limit with a window below this is sensitive to instants of whole seconds.
+/// Limits with a window below this are inaccurate if log times are whole seconds. 60 s.
 const COARSE_WINDOW_US: u64 = 60_000_000;
 
-/// What there is to say.
+/// Return the notes about a replay.
 pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String> {
     let (statistics, config) = (&result.statistics, &replay.config);
     let mut notes = Vec::new();
@@ -272,7 +302,7 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
         notes.push(format!("{lines} cannot be read; the first is {log}:{line}: {error}"));
     }
     for (log, error) in &statistics.read_errors {
-        notes.push(format!("{log} ends before its end: {error}"));
+        notes.push(format!("{log} cannot be read to its end: {error}"));
     }
     if statistics.out_of_order > 0 {
         let out_of_order = format_count(statistics.out_of_order, "request", "requests");
@@ -294,29 +324,29 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
         limit.skip_reason.is_none() && limit.variant.quota.window_us.is_some_and(|window| window < COARSE_WINDOW_US)
     });
     if has_short_window && !statistics.has_subsecond && statistics.requests > 0 {
-        notes.push("instants in this log are whole seconds: short windows seem fuller than they were".to_owned());
+        notes.push("times in this log are whole seconds: short windows seem fuller than they were".to_owned());
     }
     notes
 }
 
-// A report in the terminal, at most 80 columns wide.
+// Terminal output, at most 80 columns wide.
 
-/// Columns of a terminal.
+/// Maximum width of a line.
 const TERMINAL_WIDTH: usize = 80;
 
-/// Columns of a chart.
+/// Width of a chart.
 const CHART_COLUMNS: usize = TERMINAL_WIDTH - 4;
 
-/// Heights of a column of a chart.
+/// Bars of a chart by height.
 const CHART_BARS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
-/// Identities that are named.
+/// Maximum number of identities to list.
 const MAX_NAMED_IDENTITIES: usize = 5;
 
-/// Writes a report.
+/// Write a report for the terminal.
 ///
 /// # Errors
-/// It cannot be written.
+/// `out` cannot be written.
 pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()> {
     let logs = match &report.logs[..] {
         [one] => one.clone(),
@@ -330,9 +360,9 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
     let skipped = [
         (unlimited, "meets no limit", "meet no limit"),
         (no_route, "matches no route", "match no route"),
-        (no_identity, "lacks the identity that a limit asks for", "lack the identity that a limit asks for"),
-        (malformed, "would be refused", "would be refused"),
-        (not_http, "is no valid request of HTTP", "are no valid requests of HTTP"),
+        (no_identity, "lacks the identity of a limit", "lack the identity of a limit"),
+        (malformed, "would be rejected", "would be rejected"),
+        (not_http, "is not a valid HTTP request", "are not valid HTTP requests"),
     ];
     for (count, one, many) in skipped.into_iter().filter(|(count, ..)| *count > 0) {
         writeln!(out, "  {}", format_count(count, one, many))?;
@@ -352,7 +382,7 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
         let name = &limit.name;
         writeln!(out)?;
         write_wrapped(out, "", &format!("{name}: not replayed: {skip_reason} is not in this log."))?;
-        write_wrapped(out, "  ", &format!("If another field tells them apart: --identity {name}=FIELD"))?;
+        write_wrapped(out, "  ", &format!("If another field identifies clients: --identity {name}=FIELD"))?;
     }
     for limit in known.into_iter().filter(|limit| limit.requests > 0) {
         write_details(limit, report.target, out)?;
@@ -396,7 +426,7 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut impl Write
     }
     if limit.denied > 0 {
         write_chart(limit, out)?;
-        let order_note = if limit.identities_denied > MAX_NAMED_IDENTITIES { ", most of all" } else { "" };
+        let order_note = if limit.identities_denied > MAX_NAMED_IDENTITIES { ", the top ones" } else { "" };
         let identities = format_count(limit.identities_denied as u64, "identity was", "identities were");
         writeln!(out, "  {identities} denied{order_note}:")?;
         for identity in limit.top_denied.iter().take(MAX_NAMED_IDENTITIES) {
@@ -422,14 +452,14 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut impl Write
     }
 }
 
-/// Denials over time, one column for each step.
+/// Write a chart of denials over time.
 fn write_chart(limit: &LimitSummary, out: &mut impl Write) -> io::Result<()> {
-    // Two steps or more are one column where there are too many.
+    // Combine steps into one column if there are more steps than columns.
     let steps_per_column = limit.series.len().div_ceil(CHART_COLUMNS).max(1);
     let columns: Vec<u64> =
         limit.series.chunks(steps_per_column).map(|steps| steps.iter().map(|step| step.denied).sum()).collect();
     let highest = columns.iter().copied().max().unwrap_or(1).max(1);
-    // What is more than nothing can be seen.
+    // Round up, so that every count above 0 is visible.
     let bar = |denied: &u64| CHART_BARS[(denied * 8).div_ceil(highest) as usize];
     let step = format_span(limit.step_seconds * steps_per_column as u64);
     writeln!(
@@ -450,7 +480,7 @@ fn shorten(text: &str, width: usize) -> String {
     printable.chars().take(width - 1).chain(['…']).collect()
 }
 
-/// Writes a text in lines of at most [`WIDTH`] columns; those after the first are indented as far as its mark.
+/// Write a text wrapped at [`TERMINAL_WIDTH`]. Indent further lines by the width of `mark`, at least 2.
 fn write_wrapped(out: &mut impl Write, mark: &str, text: &str) -> io::Result<()> {
     let mut line = mark.to_owned();
     let mut is_empty = true;

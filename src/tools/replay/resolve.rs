@@ -1,4 +1,4 @@
-//! From a line of a log to what its limits are asked: by the gateway's own route table, identities and costs.
+//! From a log line to the checks of its limits: with the route table, the identities and the costs of the gateway.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -27,92 +27,92 @@ use crate::tools::replay::format::native::identity_hash_field;
 use crate::tools::replay::format::{FieldMapping, FormatCapabilities, LogEntry};
 use crate::tools::replay::quota_search::{ProposalError, QuotaProposal, proposed_variant, with_unbounded_permit_ttl};
 
-/// What one limit is asked.
+/// The check of one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReplayCheck {
-    /// Which subject of the view.
+    /// Index into [`ReplayConfig::limits`].
     pub limit_index: u16,
-    /// Which of its sizes; the first one is the standard.
+    /// Index of the variant of the limit; 0 is the default variant.
     pub variant_index: u16,
-    /// Who, by the order in which they came.
+    /// Index of the identity, in the order of first appearance.
     pub identity_index: u32,
-    /// Units.
+    /// The cost of the request.
     pub cost: u64,
 }
 
-/// A request that meets limits.
+/// A request that limits apply to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReplayRequest {
-    /// When, µs since the Unix epoch.
+    /// Start of the request, µs since the Unix epoch.
     pub time_us: u64,
-    /// How long it took, µs.
+    /// Duration, µs. 0 if unknown.
     pub duration_us: u64,
-    /// The status that it got then; 0 where nobody knows.
+    /// The logged status. 0 if unknown.
     pub status: u16,
-    /// What its limits are asked.
+    /// The checks of its limits.
     pub checks: Box<[ReplayCheck]>,
 }
 
-/// What a line comes to.
+/// The result of resolving a line.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ResolvedLine {
-    /// Limits have a say.
+    /// At least one limit applies.
     Limited(ReplayRequest),
-    /// None has.
+    /// No limit applies.
     Unlimited,
-    /// The gateway would turn it down before it asks a limit.
+    /// The gateway would reject the request before it checks limits.
     Rejected(RejectReason),
 }
 
-/// Why it would.
+/// Why the gateway would reject a request before it checks limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RejectReason {
-    /// It is no request of HTTP/1.0 or later.
+    /// The line is not a request of HTTP/1.0 or later.
     NotHttp,
-    /// No route takes it.
+    /// No route matches.
     NoRoute,
-    /// It lacks the identity of a limit.
+    /// The identity of a limit is missing.
     NoIdentity,
-    /// Its path, its host, its method or its cost is not one.
+    /// The path, host, method or cost is invalid.
     Malformed,
 }
 
-/// Those who were seen by one limit.
+/// The identities that one limit has seen.
 #[derive(Debug, Default)]
 pub struct SeenIdentities {
     indices: HashMap<Identity, u32>,
-    /// By number.
+    /// The identities by index.
     pub identities: Vec<Identity>,
-    /// What to call them.
+    /// Their labels by index.
     pub labels: Vec<IdentityLabel>,
 }
 
-/// What to call an identity.
+/// The label of an identity in the report.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum IdentityLabel {
-    /// Its network.
+    /// The client network.
     Network(IpAddr),
-    /// In words.
+    /// The parts of the identity, the value of the mapped log field, or a hash.
     Text(Box<str>),
 }
 
-/// Resolves lines, and remembers whom they named.
+/// Turns log entries into checks and keeps an index of identities.
 #[derive(Debug)]
 pub struct LineResolver<'v> {
     config: &'v ReplayConfig,
-    /// The head of the line at hand; its parts are used again.
+    /// The request of the current line. Its allocations are reused.
     request: Request<()>,
-    /// By subject.
+    /// Identities by limit.
     pub seen: Vec<SeenIdentities>,
-    /// By subject, its sizes.
+    /// Variants by limit.
     pub variants: Vec<Vec<Arc<LimitVariant>>>,
     host_cache: (Vec<u8>, Option<HeaderValue>),
-    /// Lines whose peer is a trusted proxy that does not say for whom it speaks.
+    /// Number of lines from trusted proxies without the client address header.
     pub missing_client_count: u64,
 }
 
 impl<'v> LineResolver<'v> {
-    /// A resolver that has seen nobody.
+    /// Create a resolver without identities.
     pub fn new(config: &'v ReplayConfig) -> Self {
         LineResolver {
             config,
@@ -124,7 +124,7 @@ impl<'v> LineResolver<'v> {
         }
     }
 
-    /// Finds out what the gateway would ask its limits about a request.
+    /// Build the checks that the gateway would make for a logged request.
     pub fn resolve(&mut self, entry: &LogEntry<'_>) -> ResolvedLine {
         if !self.build_request(entry) {
             return ResolvedLine::Rejected(RejectReason::NotHttp);
@@ -207,7 +207,7 @@ impl<'v> LineResolver<'v> {
                     variants.len() - 1
                 })
             });
-            // What only the response or a proxy said may be in the log.
+            // A cost that is not fixed depends on the request or its response: use the logged one.
             let logged_cost = entry.costs.iter().find(|(name, _)| **name == *check.limit.name).map(|(_, cost)| *cost);
             let is_from_request = !matches!(replay_route.limits[check.limit_index].cost, Cost::Fixed(_));
             let cost = logged_cost.filter(|_| is_from_request).unwrap_or(check.cost);
@@ -221,12 +221,12 @@ impl<'v> LineResolver<'v> {
         })
     }
 
-    /// Makes the head of a request of what a line says; whether it is one.
+    /// Build `self.request` from a log entry. Return whether it is a valid request.
     fn build_request(&mut self, entry: &LogEntry<'_>) -> bool {
         let Ok(method) = Method::from_bytes(entry.method) else { return false };
         let Ok(uri) = Uri::try_from(&*entry.target) else { return false };
         let host = entry.host.as_deref().or_else(|| uri.authority().map(|authority| authority.as_str().as_bytes()));
-        // Without a host it is routed as HTTP/1.0 without one is.
+        // Without a host, route it like an HTTP/1.0 request: HTTP/1.1 requires a host.
         *self.request.version_mut() = if host.is_some() { Version::HTTP_11 } else { Version::HTTP_10 };
         let value = host.map(|host| {
             if self.host_cache.1.is_none() || self.host_cache.0 != host {
@@ -271,81 +271,92 @@ impl SeenIdentities {
     }
 }
 
-// Which limits a log can be held against, and in which sizes.
+// The configuration of a replay: which limits a log can be replayed against, and with which quotas.
 
-/// What a field of the log is to be: the identity of a limit.
+/// A log field to use as the identity of a limit (`--identity`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IdentityField {
     /// The limit.
     pub limit: String,
-    /// The field, as the log calls it.
+    /// The name of the field in the log.
     pub field: String,
 }
 
-/// Why the arguments do not fit the configuration.
+/// Why the options do not fit the configuration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum ReplayConfigError {
+    /// An option names a limit that the configuration does not have.
     #[error("there is no limit `{name}`; there are {}", all.join(", "))]
-    UnknownLimit { name: String, all: Vec<String> },
+    UnknownLimit {
+        /// The name.
+        name: String,
+        /// The names of the configured limits.
+        all: Vec<String>,
+    },
+    /// A proposed quota is invalid.
     #[error(transparent)]
     Proposal(#[from] ProposalError),
 }
 
-/// A limit as it is replayed.
+/// A limit in a replay.
 #[derive(Debug)]
 pub struct ReplayLimit {
     /// The limit.
     pub limit: Arc<LimitSpec>,
-    /// Its standard size, proposed or as configured.
+    /// The default variant: the proposed quota, or the configured one.
     pub variant: Arc<LimitVariant>,
-    /// The quota that the configuration has, where another one is proposed.
+    /// The configured quota, if another one is proposed.
     pub configured_quota: Option<Quota>,
-    /// Why the log does not say whose requests they are.
+    /// The information that the log lacks, so that the limit is not replayed. None: replayed.
     pub skip_reason: Option<String>,
-    /// What has to be said about it.
+    /// Notes for the report.
     pub notes: Vec<String>,
-    /// What remains to be done when a response is known.
+    /// Whether responses charge or refund.
     pub deferred: Deferred,
-    /// The sizes of consumers who have others, by what stands for them in the log: their name, or the hash of their identity.
+    /// Variants of consumers other than the default variant, by the value of the mapped log field: the name of the
+    /// consumer, or the hash of its identity.
     pub consumer_variants: HashMap<Box<[u8]>, Arc<LimitVariant>>,
-    /// Whether what stands for its identities may be a key.
+    /// Whether the mapped log field may contain secrets, so that the report shows hashes.
     pub is_secret: bool,
     refund_on: RefundOn,
 }
 
 impl ReplayLimit {
-    /// Whether a response of this status gives the charge back.
+    /// Whether a response with this status refunds the charge.
     pub fn is_refunded(&self, status: u16) -> bool {
         StatusCode::from_u16(status).is_ok_and(|status| self.refund_on.contains(status))
     }
 }
 
-/// A limit of a route that the log says enough about.
+/// The limits of a route that can be replayed.
 #[derive(Debug)]
 pub struct ReplayRoute {
-    /// The identities of its limits.
+    /// The identities of the limits.
     pub identity_specs: Vec<IdentitySpec>,
-    /// Its limits.
+    /// The limits.
     pub limits: Vec<RouteLimit>,
-    /// Which subject each of them is.
+    /// For each of them, the index into [`ReplayConfig::limits`].
     pub limit_indices: Vec<usize>,
-    /// Whether one is by API key.
+    /// Whether a limit is by API key.
     pub uses_api_key: bool,
 }
 
-/// A configuration as a log can be held against it.
+/// The configuration of a replay.
 #[derive(Debug)]
 pub struct ReplayConfig {
     /// The configuration.
     pub compiled: CompiledConfig,
-    /// The limits that routes use, in the order of their names.
+    /// All limits, in the order of their names.
     pub limits: Vec<ReplayLimit>,
-    /// For each route, by index, the limits that are replayed.
+    /// The replayed limits of each route, by the index of the route.
     pub routes: Vec<ReplayRoute>,
 }
 
-/// Fields of the log that stand for identities, as headers that no client can send a request with: they are not in the log.
+/// Map log fields to the identities of limits: those of `identity_fields`, and the identity hashes of the log where
+/// it lacks the parts of an identity. Each is mapped to a header of its own (see `mapped_header`).
+///
+/// # Errors
+/// An option names an unknown limit.
 pub fn field_mappings(
     compiled: &CompiledConfig,
     identity_fields: &[IdentityField],
@@ -372,9 +383,9 @@ pub fn field_mappings(
     Ok(mappings.collect())
 }
 
-/// What stands for the identities of a subject.
+/// The synthetic header that carries the mapped log field of a limit.
 pub(super) fn mapped_header(index: usize) -> HeaderName {
-    // Letters and digits are a name.
+    // The conversion cannot fail: the name has only lowercase letters, digits and hyphens.
     HeaderName::try_from(format!("x-sluicegate-replay-{index}")).unwrap_or(http::header::FROM)
 }
 
@@ -383,10 +394,10 @@ fn unknown_limit(compiled: &CompiledConfig, name: &str) -> ReplayConfigError {
 }
 
 impl ReplayConfig {
-    /// Changes the configuration to what is proposed, and to what the log says.
+    /// Apply the proposals and the mapped log fields to a configuration.
     ///
     /// # Errors
-    /// The proposals do not fit.
+    /// A proposal names an unknown limit or has an invalid quota.
     pub fn new(
         compiled: CompiledConfig,
         proposals: &[QuotaProposal],
@@ -414,11 +425,11 @@ impl ReplayConfig {
             };
             let missing_input = missing_identity_input(compiled_limit, &compiled, capabilities).filter(|_| !is_mapped);
             let in_flight = matches!(variant.rule, Rule::Concurrency(_)) && !capabilities.duration;
-            let unknown = missing_input.or_else(|| in_flight.then(|| "how long requests took".to_owned()));
+            let unknown = missing_input.or_else(|| in_flight.then(|| "the duration of requests".to_owned()));
             let configured_quota =
                 proposal.map(|_| compiled_limit.limit.default_variant.quota).filter(|quota| *quota != variant.quota);
             let notes = limit_notes(compiled_limit, is_mapped, capabilities);
-            // A log may hold the key or the token itself.
+            // The mapped field may contain the API key or the token itself.
             let has_secret = |descriptor: &Descriptor| {
                 matches!(descriptor, Descriptor::ApiKey | Descriptor::Jwt(_)) || !descriptor.is_public()
             };
@@ -475,9 +486,9 @@ impl ReplayConfig {
     }
 }
 
-// What a log says of the limits of a configuration, and what it does not.
+// Which information a log has for the limits of a configuration.
 
-/// What the log would have to say to tell the identities of a limit, and does not.
+/// The first part of a limit's identity that the log lacks. None if it has all of them.
 pub(super) fn missing_identity_input(
     compiled: &CompiledLimit,
     config: &CompiledConfig,
@@ -494,20 +505,20 @@ pub(super) fn missing_identity_input(
         Descriptor::ClientCert => {
             (!capabilities.certificate_subject).then(|| "the subject of the client's certificate".to_owned())
         }
-        // A token that was good then is expired now, and logs that have them should not.
+        // Never from the log: tokens expire, and logs should not contain them.
         Descriptor::Jwt(name) => Some(format!("the claim `{name}` of the token")),
         Descriptor::Path(_) | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
     };
     compiled.identity_spec.descriptors.iter().find_map(missing_input)
 }
 
-/// What has to be said about a limit; `stands` if a field of the log stands for its identities.
+/// Notes about deviations of the replay from the gateway. `is_mapped`: a log field is the identity of the limit.
 pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilities: &FormatCapabilities) -> Vec<String> {
     let mut notes = Vec::new();
     let is_logged = |name: &HeaderName| capabilities.headers.contains(name) || capabilities.identity_hashes;
     match &compiled.cost {
         Some(Cost::Response { default, .. }) if !capabilities.identity_hashes => {
-            notes.push(format!("what responses cost is not in this log: each counts as {default}"));
+            notes.push(format!("the cost of responses is not in this log: each counts as {default}"));
         }
         Some(Cost::Request { header, default, .. }) if !is_logged(header) => {
             notes.push(format!("`{header}` is not in this log: each request counts as {default}"));
@@ -515,10 +526,10 @@ pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilitie
         _ => {}
     }
     if is_mapped && !compiled.limit.tiers.is_empty() {
-        notes.push("who is not known as a consumer has the standard size, whatever the tier".to_owned());
+        notes.push("clients that are not known consumers have the standard quota, whatever the tier".to_owned());
     }
     if compiled.limit.queue_policy.is_some() {
-        notes.push("whoever would wait for a turn (`max_wait`) counts as denied".to_owned());
+        notes.push("requests that would be queued (`max_wait`) count as denied".to_owned());
     }
     if !compiled.refund_on.is_empty() && !capabilities.status {
         notes.push("statuses are not in this log: nothing is refunded".to_owned());
@@ -526,7 +537,7 @@ pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilitie
     notes
 }
 
-/// Consumers with sizes of their own.
+/// Variants of consumers other than the default variant, by consumer name and by identity hash.
 pub(super) fn consumer_variants(
     config: &CompiledConfig,
     compiled: &CompiledLimit,

@@ -1,4 +1,4 @@
-//! Decides the requests of a log in virtual time, with the store and the algorithms of the gateway.
+//! Simulation: decides logged requests in virtual time, with the memory store and the algorithms of the gateway.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -15,34 +15,36 @@ use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation};
 use crate::tools::replay::resolve::{ReplayCheck, ReplayConfig, SeenIdentities};
 
-/// A shared store does not evict: as many states as there are identities.
+/// Capacity of the store: unlimited, so that the simulation evicts no state.
 const MAX_STATES: usize = 1 << 40;
 
-/// What a limit had to do with a request.
+/// The decision of one limit for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReplayDecision {
-    /// It let the request pass.
+    /// The limit allowed the request.
     Allowed,
-    /// It denied the request; on trial, it would have.
+    /// The limit denied the request, or would have denied it in shadow mode.
     Denied,
-    /// Another limit denied the request: nothing was charged.
+    /// Another limit denied the request: this one was not charged.
     DeniedByOther,
 }
 
-/// A request, apart from what its limits are asked.
+/// Time, duration and status of a request.
 #[derive(Debug, Clone, Copy)]
-#[allow(missing_docs)]
 pub struct RequestMeta {
+    /// Start, µs since the Unix epoch.
     pub time_us: u64,
+    /// Duration, µs. 0 if unknown.
     pub duration_us: u64,
+    /// The logged status. 0 if unknown.
     pub status: u16,
 }
 
-/// What is done when a request is over.
+/// A store operation at the end of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Scheduled {
     due_at_us: u64,
-    /// In the order in which they were owed.
+    /// Sequence number of the request: operations that are due at the same time run in this order.
     sequence: u64,
     limit_index: u16,
     variant_index: u16,
@@ -58,7 +60,7 @@ enum ScheduledKind {
     Refund { charged_at: u64, debt_before_us: u64 },
 }
 
-/// One run of a log through its limits.
+/// One pass over the requests of a log.
 #[derive(Debug)]
 pub struct Simulation<'a> {
     config: &'a ReplayConfig,
@@ -72,7 +74,7 @@ pub struct Simulation<'a> {
 }
 
 impl<'a> Simulation<'a> {
-    /// A run from nothing used.
+    /// Create a simulation with empty counters.
     pub fn new(config: &'a ReplayConfig) -> Self {
         let clock = Clock::manual(0);
         let store = MemoryStore::new(MAX_STATES, clock.clone());
@@ -89,19 +91,19 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Takes over sizes that have been met since; the first one of each subject is its standard.
+    /// Append variants that the resolver has added. The first variant of each limit is its default.
     pub fn add_variants(&mut self, variants: &[Vec<Arc<LimitVariant>>]) {
         for (own_variants, all_variants) in self.variants.iter_mut().zip(variants) {
             own_variants.extend_from_slice(&all_variants[own_variants.len().min(all_variants.len())..]);
         }
     }
 
-    /// Puts another standard size in the place of a subject's.
+    /// Replace the default variant of a limit.
     pub fn set_default_variant(&mut self, limit_index: usize, variant: Arc<LimitVariant>) {
         self.variants[limit_index][0] = variant;
     }
 
-    /// Decides a request. What comes too late to be decided in its turn is decided now.
+    /// Decide a request. A request that is out of order is decided at the current virtual time.
     pub fn decide(
         &mut self,
         meta: RequestMeta,
@@ -112,7 +114,7 @@ impl<'a> Simulation<'a> {
         self.run_scheduled(now_us);
         self.advance_clock(now_us);
         self.sequence += 1;
-        // A lease's id is that of its first one and its place.
+        // A permit id is `first_permit_id` plus the index of the limit; 8 bits are reserved for the index.
         let first_permit_id = self.sequence << 8;
         let checks: Vec<_> = replay_checks
             .iter()
@@ -179,7 +181,7 @@ impl<'a> Simulation<'a> {
         &self.decisions
     }
 
-    /// Does what is due up to an instant, each in its time.
+    /// Run the scheduled operations that are due until `until_us`, each at its own time.
     fn run_scheduled(&mut self, until_us: u64) {
         while let Some(Reverse(entry)) =
             self.scheduled.peek().copied().filter(|Reverse(entry)| entry.due_at_us <= until_us)
@@ -215,35 +217,35 @@ impl<'a> Simulation<'a> {
     }
 }
 
-// What a limit said to the requests of a log.
+// Statistics of the decisions of a limit.
 
-/// Seconds of a step of a series; each is a multiple of the one before it.
+/// Step lengths of a time series, seconds. Each is a multiple of the previous one.
 const STEP_SECONDS: [u64; 13] = [1, 5, 15, 60, 300, 900, 3600, 10_800, 21_600, 43_200, 86_400, 604_800, 31_449_600];
 
-/// Steps of a series at most.
+/// Maximum number of steps of a time series.
 const MAX_STEPS: u64 = 120;
 
-/// How many identities are named.
+/// Maximum number of top denied identities.
 pub const MAX_TOP_DENIED: usize = 10;
 
-/// What was said to whom, and when.
+/// Decisions of a limit: totals, by identity and over time.
 #[derive(Debug, Clone, Default)]
 pub struct LimitStats {
-    /// Requests that asked.
+    /// Checked requests.
     pub requests: u64,
-    /// Those that it let pass.
+    /// Allowed requests.
     pub allowed: u64,
-    /// Those that it denied.
+    /// Requests that this limit denied.
     pub denied: u64,
-    /// Those that another limit denied.
+    /// Requests that only other limits denied.
     pub denied_by_others: u64,
-    /// Requests and denials of each identity, by number.
+    /// Requests and denials by identity index.
     by_identity: Vec<(u32, u32)>,
-    /// The same over time.
+    /// Requests and denials over time.
     pub series: TimeSeries,
 }
 
-/// Requests and denials, by time.
+/// Requests and denials per step. Steps become wider when there are more than `MAX_STEPS`.
 #[derive(Debug, Clone, Default)]
 pub struct TimeSeries {
     step_index: usize,
@@ -251,7 +253,7 @@ pub struct TimeSeries {
 }
 
 impl LimitStats {
-    /// Counts an answer.
+    /// Count a decision.
     pub fn record(&mut self, time_us: u64, check: ReplayCheck, decision: ReplayDecision) {
         self.requests += 1;
         let counter = match decision {
@@ -270,22 +272,22 @@ impl LimitStats {
         self.series.record(time_us / 1_000_000, denied);
     }
 
-    /// The share of requests that it denied.
+    /// The share of denied requests, 0 to 1.
     pub fn denied_ratio(&self) -> f64 {
         self.denied as f64 / self.requests.max(1) as f64
     }
 
-    /// Identities that asked.
+    /// The number of identities with requests.
     pub fn identities(&self) -> usize {
         self.by_identity.iter().filter(|(requests, _)| *requests > 0).count()
     }
 
-    /// Identities that were denied.
+    /// The number of identities with denials.
     pub fn denied_identities(&self) -> usize {
         self.by_identity.iter().filter(|(_, denied)| *denied > 0).count()
     }
 
-    /// Who was denied most: what to call them, their requests, their denials.
+    /// The identities with the most denials: label, requests, denials.
     pub fn top_denied(&self, seen: &SeenIdentities) -> Vec<(String, u32, u32)> {
         let mut indices: Vec<_> = (0..self.by_identity.len()).filter(|index| self.by_identity[*index].1 > 0).collect();
         indices.sort_by(|left, right| {
@@ -321,16 +323,16 @@ impl TimeSeries {
             && ends.is_some_and(|((first, _), (last, _))| last - first >= MAX_STEPS)
     }
 
-    /// Seconds of a step.
+    /// Length of a step, seconds.
     pub fn step_seconds(&self) -> u64 {
         STEP_SECONDS[self.step_index]
     }
 
-    /// Each step from the first to the last: when it begins, seconds since the Unix epoch, its requests and its denials.
+    /// All steps from the first to the last: start in seconds since the Unix epoch, requests, denials.
     pub fn points(&self) -> Vec<(u64, u64, u64)> {
         let ends = self.steps.first_key_value().zip(self.steps.last_key_value());
         let Some(((first, _), (last, _))) = ends else { return Vec::new() };
-        // Beyond the widest step there may be a gap of centuries.
+        // At the widest step the length is not limited by `MAX_STEPS`: log times may span centuries.
         let steps = (*first..=*last).take(2 * MAX_STEPS as usize);
         let point = |step: u64| {
             let (requests, denied) = self.steps.get(&step).copied().unwrap_or_default();

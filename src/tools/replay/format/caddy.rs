@@ -1,4 +1,4 @@
-//! Caddy's access log in JSON (<https://caddyserver.com/docs/caddyfile/directives/log>).
+//! The JSON access log of Caddy (<https://caddyserver.com/docs/caddyfile/directives/log>).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -12,10 +12,10 @@ use crate::tools::replay::format::{
     FieldMapping, FormatCapabilities, LineError, LogEntry, LoggedHeaders, parse_address,
 };
 
-/// What replaces secrets.
+/// The value that Caddy logs instead of credentials.
 const REDACTED: &str = "REDACTED";
 
-/// Lines of Caddy.
+/// Parser of Caddy logs.
 #[derive(Debug, Clone, Default)]
 pub struct CaddyFormat {
     pub(super) mappings: Vec<FieldMapping>,
@@ -32,7 +32,7 @@ struct CaddyLine<'l> {
     status: Option<u16>,
 }
 
-/// A number of seconds, or a text, as `time_format` and `duration_format` say.
+/// Seconds or text, depending on `time_format` and `duration_format` of Caddy.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum CaddyTime<'l> {
@@ -87,7 +87,7 @@ impl CaddyFormat {
         if !self.mappings.is_empty() {
             extract_mapped_fields(&self.mappings, line, &mut headers);
         }
-        // A line is written when the request is over.
+        // Caddy writes the line at the end of the request.
         let at_us = end_us.ok_or(LineError::InvalidTime)?.saturating_sub(duration_us.unwrap_or(0));
         Ok(Some(LogEntry {
             time_us: at_us,
@@ -118,7 +118,7 @@ pub(super) fn capabilities() -> FormatCapabilities {
     }
 }
 
-/// What the paths of JSON fields, such as `request.headers.X-Api-Key`, lead to in a line.
+/// Read mapped fields by their JSON paths, such as `request.headers.X-Api-Key`, and append them as headers.
 pub(super) fn extract_mapped_fields(
     mappings: &[FieldMapping],
     line: &[u8],

@@ -1,4 +1,4 @@
-//! Standard logs of CloudFront: columns between tabs, named by a `#Fields` line
+//! Standard logs of CloudFront: tab-separated columns, named by a `#Fields` line
 //! (<https://docs.aws.amazon.com/AmazonCloudFront/latest/DeveloperGuide/standard-logs-reference.html>).
 
 use std::borrow::Cow;
@@ -12,7 +12,7 @@ use crate::tools::replay::format::{
     FieldMapping, FormatCapabilities, LineError, LogEntry, LoggedHeaders, non_empty, parse_address, parse_status,
 };
 
-/// What a column is of a request.
+/// The part of a request that a column contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ColumnRole {
     Other,
@@ -34,12 +34,12 @@ struct Column {
     headers: Vec<HeaderName>,
 }
 
-/// The columns of the last `#Fields` line.
+/// Parser of CloudFront logs, with the columns of the last `#Fields` line.
 #[derive(Debug, Clone, Default)]
 pub struct CloudFrontFormat {
     columns: Vec<Column>,
     mappings: Vec<FieldMapping>,
-    /// The second that was read last.
+    /// The last parsed date and time, and its µs since the Unix epoch.
     last_second: (Vec<u8>, u64),
 }
 
@@ -122,7 +122,7 @@ impl CloudFrontFormat {
             let us = parse_iso8601(&second).ok_or(LineError::InvalidTime)?;
             self.last_second = (second, us);
         }
-        // The time is that of the answer.
+        // CloudFront logs the time at which it finished the response.
         entry.time_us = self.last_second.1.saturating_sub(entry.duration_us.unwrap_or(0));
         if let Some(query) = query {
             entry.target = Cow::Owned([&*entry.target, b"?", query].concat());
@@ -140,7 +140,7 @@ impl Column {
             "cs-method" => ColumnRole::Method,
             "cs-uri-stem" => ColumnRole::Path,
             "cs-uri-query" => ColumnRole::Query,
-            // `cs(Host)` is the name of the distribution, not what the client asked for.
+            // `cs(Host)` is the domain name of the distribution, not the host that the client requested.
             "x-host-header" => ColumnRole::Host,
             "sc-status" => ColumnRole::Status,
             "time-taken" => ColumnRole::Duration,

@@ -1,4 +1,4 @@
-//! Our own access log in JSON (docs/how-to/operate.md). Fields are found by their names; those that are missing say nothing.
+//! The gateway's own access log in JSON (docs/how-to/operate.md).
 
 use std::borrow::Cow;
 
@@ -11,7 +11,7 @@ use crate::tools::replay::format::{
     FieldMapping, FormatCapabilities, LineError, LogEntry, LoggedHeaders, parse_address,
 };
 
-/// Lines of our own.
+/// Parser of the gateway's access log.
 #[derive(Debug, Clone, Default)]
 pub struct NativeFormat {
     pub(super) mappings: Vec<FieldMapping>,
@@ -19,9 +19,9 @@ pub struct NativeFormat {
 
 #[derive(Deserialize)]
 struct NativeLine<'l> {
-    /// When it came, seconds.
+    /// Receipt of the request, seconds since the Unix epoch.
     time: f64,
-    /// When its limits were asked.
+    /// Time of the rate limit check, seconds since the Unix epoch.
     decided_at: Option<f64>,
     duration_ms: Option<f64>,
     #[serde(borrow)]
@@ -46,7 +46,7 @@ struct NativeLimit<'l> {
     cost: Option<u64>,
 }
 
-/// What a mapped field begins with that is the hash of whoever asked a limit.
+/// Prefix of a mapped field that means the identity hash of a limit.
 pub(super) const HASH_FIELD_PREFIX: &str = "limits.";
 
 impl NativeFormat {
@@ -102,7 +102,7 @@ pub(super) fn capabilities(sample: &[&[u8]]) -> FormatCapabilities {
     }
 }
 
-/// The field with the hash of whoever asked a limit.
+/// The mapped field that means the identity hash of a limit.
 pub(in crate::tools::replay) fn identity_hash_field(limit: &str) -> String {
     format!("{HASH_FIELD_PREFIX}{limit}")
 }

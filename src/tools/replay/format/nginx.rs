@@ -1,4 +1,5 @@
-//! Lines with a fixed order of fields: common, combined, ALB, and whatever a `log_format` of nginx describes.
+//! Formats with a fixed order of fields, as templates in the syntax of nginx's `log_format`: common, combined, ALB, and
+//! user-defined ones.
 
 use std::borrow::Cow;
 
@@ -15,34 +16,38 @@ pub(super) const COMMON: &str = r#"$remote_addr $ident $remote_user [$time_local
 
 pub(super) const COMBINED: &str = r#"$remote_addr $ident $remote_user [$time_local] "$request" $status $body_bytes_sent "$http_referer" "$http_user_agent""#;
 
-/// <https://docs.aws.amazon.com/elasticloadbalancing/latest/application/load-balancer-access-logs.html>, as far as it is of use:
-/// fields have been added at the end before.
+/// Access logs of AWS Application Load Balancers:
+/// <https://docs.aws.amazon.com/elasticloadbalancing/latest/application/load-balancer-access-logs.html>.
+/// `$rest` takes the remaining fields: AWS adds new ones at the end.
 pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_port $request_processing_time $target_processing_time $response_processing_time $elb_status_code $target_status_code $received_bytes $sent_bytes "$request" "$http_user_agent" $ssl_cipher $ssl_protocol $target_group_arn "$trace_id" "$domain_name" "$chosen_cert_arn" $matched_rule_priority $request_creation_time $rest"#;
 
-/// Why a text describes no format.
+/// Why a text is not a format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum FormatError {
+    /// Neither the name of a format nor a template with variables.
     #[error(
-        "`{0}` is not a format: there are {names}, and nginx's, as its log_format has it: '$remote_addr …'",
+        "`{0}` is not a format: use one of {names}, or an nginx log_format such as '$remote_addr …'",
         names = crate::tools::replay::format::FORMAT_NAMES.join(", ")
     )]
     Unknown(String),
-    #[error("`{0}` and `{1}` stand next to each other: nothing tells where one ends")]
+    /// Two variables without text between them.
+    #[error("`{0}` and `{1}` are adjacent: separate them by text")]
     Adjacent(String, String),
+    /// No variable with the time of the request.
     #[error("the format has no time: $time_local, $time_iso8601 or $msec")]
     NoTime,
+    /// No variable with the request line, or with method and target.
     #[error("the format has no request: $request, or $request_method and $request_uri")]
     NoRequest,
 }
 
-/// What a variable is of a request.
+/// The part of a request that a variable contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum FieldRole {
     Other,
     Client,
     Time(TimestampFormat),
-    /// When it came; the time of the line is when it ended.
+    /// Start of the request; [`FieldRole::Time`] is its end.
     StartTime,
     Duration,
     Request,
@@ -58,20 +63,20 @@ enum FieldRole {
 struct Variable {
     name: String,
     role: FieldRole,
-    /// The cookie that it is.
+    /// The name of the cookie that it contains.
     cookie: Option<String>,
-    /// The headers that it stands for.
+    /// The headers that it becomes in the replayed request.
     headers: Vec<HeaderName>,
-    /// What follows it.
+    /// The text between this variable and the next one.
     delimiter: Vec<u8>,
 }
 
-/// Variables, each up to what follows it.
+/// Parser of a template: variables separated by fixed text.
 #[derive(Debug, Clone)]
 pub struct NginxFormat {
     prefix: Vec<u8>,
     variables: Vec<Variable>,
-    /// The style of the finest time that there is.
+    /// The most precise time format of the template; only variables of this format are read.
     time_format: TimestampFormat,
     timestamp_cache: TimestampCache,
 }
@@ -125,7 +130,7 @@ impl NginxFormat {
         let headers = self.variables.iter().flat_map(|variable| &variable.headers).cloned().collect();
         FormatCapabilities {
             client: self.has(FieldRole::Client),
-            // Load balancers write whole URLs.
+            // ALB logs absolute URLs.
             host: self.has(FieldRole::Host) || self.variables.iter().any(|variable| variable.name == "elb"),
             query: self.has(FieldRole::Request) || self.has(FieldRole::Target) || self.has(FieldRole::Query),
             certificate_subject: self.has(FieldRole::Subject),
@@ -182,7 +187,7 @@ impl NginxFormat {
             (Some(start_time_us), _) => {
                 (entry.time_us, entry.duration_us) = (start_time_us, Some(at.saturating_sub(start_time_us)))
             }
-            // A line is written when the request is over.
+            // Servers write the line at the end of the request.
             (None, Some(duration_us)) => entry.time_us = at.saturating_sub(duration_us),
             (None, None) => entry.time_us = at,
         }
@@ -222,7 +227,7 @@ impl Variable {
         Variable { name: name.to_owned(), role, cookie, headers, delimiter: delimiter.as_bytes().to_vec() }
     }
 
-    /// Its value at the beginning of `rest`, and what comes behind what follows it.
+    /// Split `rest` into the value of this variable and the text after the delimiter.
     fn split_value<'l>(&self, rest: &'l [u8], is_quoted: bool) -> Option<(&'l [u8], &'l [u8])> {
         if self.delimiter.is_empty() {
             return Some((rest, &[]));

@@ -1,4 +1,4 @@
-//! A report as one page: no script, nothing from the network; dark or light as the reader's system is; narrow screens too.
+//! The report as one self-contained HTML page: no scripts, no external resources, dark and light mode.
 
 use std::fmt;
 use std::fmt::Write;
@@ -9,11 +9,12 @@ use crate::tools::replay::report::{
 
 const STYLESHEET: &str = include_str!("report.css");
 
-/// The drawing of a chart, in its own units; it is as wide as the page.
+/// Width of a chart in units of its SVG view box, which scales to the width of the page.
 const CHART_WIDTH: f64 = 720.0;
+/// Height of a chart in units of its SVG view box.
 const CHART_HEIGHT: f64 = 160.0;
 
-/// Text that is no markup.
+/// Text with HTML metacharacters escaped and control characters replaced.
 struct Escaped<'a>(&'a str);
 
 impl fmt::Display for Escaped<'_> {
@@ -32,10 +33,10 @@ impl fmt::Display for Escaped<'_> {
     }
 }
 
-/// The page of a report.
+/// Render a report as an HTML page.
 pub fn render_page(report: &ReplayReport) -> String {
     let mut out = String::new();
-    // Writing to memory does not fail.
+    // Writing to a String cannot fail.
     let _ = write_page(report, &mut out);
     out
 }
@@ -53,7 +54,7 @@ fn write_page(report: &ReplayReport, out: &mut String) -> fmt::Result {
         Escaped(&logs)
     )?;
     let requests = format_count(requests, "request", "requests");
-    write!(out, "<p>{requests}, of which limits have a say in {}", group_digits(limited))?;
+    write!(out, "<p>{requests}; limits apply to {}", group_digits(limited))?;
     if let (Some(from), Some(to)) = (&report.from, &report.to) {
         write!(out, ", from <time>{from}</time> to <time>{to}</time>")?;
     }
@@ -127,7 +128,7 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut String) ->
     }
     writeln!(
         out,
-        "<p>{} denied; most of all:</p>\n<div class=\"scroll\"><table>\n\
+        "<p>{} denied; the top ones:</p>\n<div class=\"scroll\"><table>\n\
          <tr><th>identity<th class=\"n\">requests<th class=\"n\">denied<th class=\"share\">share",
         format_count(limit.identities_denied as u64, "identity was", "identities were")
     )?;
@@ -148,7 +149,7 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut String) ->
     writeln!(out, "</table></div>")
 }
 
-/// Requests over time, a bar for each step, and on each bar those that were denied.
+/// Write a chart of requests over time: one bar per step, with the denied part on top of it.
 fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
     let highest = limit.series.iter().map(|step| step.requests).max().unwrap_or(0).max(1);
     let width = CHART_WIDTH / limit.series.len().max(1) as f64;
@@ -165,7 +166,7 @@ fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
         }
         let height = |count: u64| CHART_HEIGHT * count as f64 / highest as f64;
         let (all, denied) = (height(point.requests), height(point.denied));
-        // A gap between bars, unless they are too thin for one.
+        // No gap between bars that are too narrow for one.
         let (left, bar_width) = (index as f64 * width, if width > 4.0 { width - 1.0 } else { width });
         writeln!(
             out,
