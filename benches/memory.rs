@@ -105,7 +105,7 @@ fn main() {
     for subject in subjects() {
         let name = subject.name;
         let (in_redis, key, value) = in_redis(&server, &Arc::new(subject));
-        // The least of three: pages that were freed and not given back yet only ever add.
+        // The least of three: pages that were freed and not returned yet only ever add.
         let embedded = [(); 3].map(|()| in_a_process_of_its_own(name)).into_iter().min().unwrap();
         let megabytes = |bytes: u64| format!("{} MB", (bytes + 500_000) / 1_000_000);
         println!("| {name} | {} | {key} + {value} | {} |", megabytes(in_redis), megabytes(embedded));

@@ -63,6 +63,9 @@ pub(crate) fn run(data: &[u8]) {
     if let Some(standing) = binding {
         set_retry_after(&mut headers, standing.reset_us);
         let told: u64 = headers["retry-after"].to_str().expect("digits").parse().expect("digits");
-        assert!(told >= 1 && told.saturating_mul(1_000_000) >= standing.reset_us, "nobody is told to come too early");
+        assert!(
+            told >= 1 && told.saturating_mul(1_000_000) >= standing.reset_us,
+            "the client must not retry too early"
+        );
     }
 }

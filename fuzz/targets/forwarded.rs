@@ -1,4 +1,4 @@
-//! Who a request comes from, as proxies tell it: nobody is believed beyond the trusted hops on the right.
+//! The client address of forwarded requests: only trusted hops, from the right, are skipped.
 
 use std::net::IpAddr;
 

@@ -1,4 +1,4 @@
-//! What an operator asks of limits: where an identity stands, that it starts afresh, that it has another size for a time.
+//! Administration of limits: show the usage of an identity, reset it, and override its quota.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -93,7 +93,7 @@ impl LimiterAdmin {
         for key in keys() {
             let mut name = Vec::new();
             key.write(prefix, &mut name);
-            // Made again it would do no harm, but whoever asks sees to that.
+            // Repeating it would be harmless; the caller may retry.
             let deleted = store.admin_command(identity_slot(identity), redis::cmd("DEL").arg(name)).await?;
             was_counted |= deleted == redis::Value::Int(1);
             // The share of an outage.

@@ -9,7 +9,7 @@ pub enum AnsweredBy {
     Store,
     /// The store, with a call for several.
     Coalesced,
-    /// Units that were taken ahead.
+    /// Prefetched tokens.
     Prefetch,
     /// The denial cache.
     DenialCache,

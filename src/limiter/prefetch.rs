@@ -277,7 +277,7 @@ mod tests {
     fn prefetched_tokens_are_taken_once_and_counted_as_remaining() {
         let advances = Arc::<PrefetchPool>::default();
         let start = monotonic();
-        assert!(fill(&advances, &log_rule(), 3, 40 * SECOND, start), "somebody has to see to its end");
+        assert!(fill(&advances, &log_rule(), 3, 40 * SECOND, start), "the caller must await its expiry");
         assert_eq!(advances.take(8, start), None, "of another set");
         let drawn = |after_ms: u64| advances.take(GROUP, start + Duration::from_millis(after_ms));
         for (after_ms, remaining, reset_us) in
@@ -307,9 +307,9 @@ mod tests {
         assert_eq!(
             advances.expire(GROUP, start + PREFETCH_TTL),
             Ok(UnusedTokens { tokens: 0, charged_at: 0, outcomes: vec![] }),
-            "given back once"
+            "refunded once"
         );
-        assert_eq!(advances.take(GROUP, start), None, "what is given back is nobody's");
+        assert_eq!(advances.take(GROUP, start), None, "refunded tokens cannot be taken");
     }
 
     #[test]

@@ -198,7 +198,7 @@ fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'stati
         }
         UpstreamError::Reset { .. } | UpstreamError::InvalidResponse { .. } => (
             StatusCode::BAD_GATEWAY,
-            "the upstream broke off before it answered, or sent no valid response",
+            "the upstream closed the connection before its response, or sent an invalid response",
             "upstream-reset",
         ),
         UpstreamError::UnexpectedUpgrade { .. } => {
@@ -216,7 +216,9 @@ fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'stati
             (StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time", "client-timeout")
         }
         UpstreamError::BodyTooLarge => BODY_TOO_LARGE,
-        UpstreamError::ClientAborted(_) => (StatusCode::BAD_REQUEST, "the request body broke off", "client-aborted"),
+        UpstreamError::ClientAborted(_) => {
+            (StatusCode::BAD_REQUEST, "the client aborted the request body", "client-aborted")
+        }
     }
 }
 

@@ -189,6 +189,6 @@ mod tests {
         assert_eq!((all, often[0].identity, &often[0].name), (1_100_000, Identity(7), &name("the one")));
         let (at_least, at_most) = (often[0].lower_bound, often[0].upper_bound);
         assert!(at_least <= 100_000 && at_most >= 100_000 && at_most - at_least <= 1_100_000 * 35 / 1280, "{often:?}");
-        assert!(names < 100, "the name of somebody who is known is not asked for: {names}");
+        assert!(names < 100, "the name of a known identity is not resolved again: {names}");
     }
 }

@@ -89,7 +89,7 @@ def patience(pool, address, name, waits, failures):
             expect(statuses in ([200], [429, 200]), f"statuses of request {number}: {statuses}")
             waits[name] = waits.get(name, 0) + statuses.count(429)
         expect(waits[name] >= 3, f"denied {waits[name]} times only")
-    except Exception as error:  # a thread has nobody else to tell
+    except Exception as error:  # the thread cannot raise to its caller
         failures.append(f"{name}: {error}")
 
 

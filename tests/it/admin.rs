@@ -29,7 +29,7 @@ fn metrics_count_requests_and_decisions() {
         upstream.url()
     )));
     let mut client = gateway.client();
-    let statuses: Vec<_> = (0..5).map(|_| client.get_with("/hello", &[("x-id", "somebody")]).status).collect();
+    let statuses: Vec<_> = (0..5).map(|_| client.get_with("/hello", &[("x-id", "alice")]).status).collect();
     assert_eq!(statuses, [200, 200, 200, 429, 429]);
     assert_eq!(client.get("/nowhere").status, 404);
     assert_eq!([client.get("/up/good").status, client.get("/up/bad").status], [204, 500]);
@@ -60,7 +60,7 @@ fn metrics_count_requests_and_decisions() {
         assert_eq!(metric(&gateway, &format!("sluicegate_{line}")), expected, "{line}");
     }
     let page = ask(&gateway, "/metrics");
-    assert!(!page.text().contains("somebody"), "no identity: {}", page.text());
+    assert!(!page.text().contains("alice"), "no identity: {}", page.text());
 }
 
 #[test]

@@ -53,7 +53,7 @@ async fn answer(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Inf
     if !parts.uri.path().starts_with("/early") {
         match body.collect().await {
             Ok(body) => said.push_str(&format!("|body={}", body.to_bytes().escape_ascii())),
-            Err(_) => said.push_str("|body broke off"),
+            Err(_) => said.push_str("|body aborted"),
         }
     }
     Ok(Response::new(Full::new(Bytes::from(said))))

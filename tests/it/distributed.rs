@@ -111,7 +111,7 @@ fn another_algorithm_or_window_has_its_own_state_and_another_quota_shares_it() {
     let longer = gateway("algorithm = \"sliding-log\"\nquota = \"10/2h\"");
     assert_eq!([left(&log), left(&window), left(&log), left(&window)], [9, 9, 8, 8], "each counts for itself");
     assert_eq!([left(&larger), left(&log)], [17, 6], "a size acts on the same state");
-    assert_eq!(left(&longer), 9, "another window starts afresh");
+    assert_eq!(left(&longer), 9, "another window starts empty");
     assert_eq!(redis.keys().len(), 3, "{:?}", redis.keys());
 }
 

@@ -295,7 +295,7 @@ fn body_larger_than_max_body_is_413() {
         let reply = client.reply().expect("a response");
         reply.assert_problem(413, &format!("chunks of {pieces}"));
         assert_eq!(reply.header("connection"), Some("close"));
-        assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), None, "the upstream sees a request that breaks off");
+        assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), None, "the upstream sees an aborted request");
     }
     // HTTP/2 without Content-Length.
     let mut client = Http2::connect(gateway.address, &[]);

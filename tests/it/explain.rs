@@ -66,7 +66,7 @@ const LIMITS: [(&str, &str); 9] = [
     ("all", "by = [\"host\", \"method\", \"route\"]\nquota = \"200/day\"\n"),
 ];
 
-const KEYS: [&str; 4] = ["key-of-alice", "key-of-bob", "key-of-nobody", ""];
+const KEYS: [&str; 4] = ["key-of-alice", "key-of-bob", "unknown-key", ""];
 
 fn consumers() -> String {
     let hash = |key: &str| {
@@ -412,7 +412,7 @@ fn output_of_each_request_matches_its_file() {
             "proxied",
             &["POST", "http://api.example.com/v1/users/7", "--ip", "10.0.0.1", "-H", "X-Forwarded-For: 192.0.2.7"],
         ),
-        ("refused", &["GET", "http://api.example.com/v1/search", "-H", "X-Api-Key: key-of-nobody"]),
+        ("refused", &["GET", "http://api.example.com/v1/search", "-H", "X-Api-Key: unknown-key"]),
         ("strange", &["DELETE", "http://[2001:db8::1]:8080/ping", "--ip", "2001:db8::7", "--all"]),
         ("moved", &["GET", "http://www.example.com/old/page"]),
     ] {
@@ -493,8 +493,8 @@ fn invalid_credentials_over_the_ip_limit_are_explained_as_answered() {
                 algorithm = \"fixed-window\"\nstart = \"first-request\"\n[limit.key]\nby = \"api-key\"\nquota = \"9/day\"\n\
                 tiers = { pro = { quota = \"60/day\" } }\n";
     for (what, limits, header) in [
-        ("unknown key", "\"ip\", \"key\"", Some(("x-api-key", "key-of-nobody"))),
-        ("the credential's limit first", "\"key\", \"ip\"", Some(("x-api-key", "key-of-nobody"))),
+        ("unknown key", "\"ip\", \"key\"", Some(("x-api-key", "unknown-key"))),
+        ("the credential's limit first", "\"key\", \"ip\"", Some(("x-api-key", "unknown-key"))),
         ("no key", "\"ip\", \"key\"", None),
     ] {
         let admin = format!("[admin]\naddress = \"127.0.0.1:{}\"\n", free_port());

@@ -147,7 +147,7 @@ fn behind_a_trusted_proxy_the_last_untrusted_hop_counts() {
             ],
         ),
         (
-            "trusted hops are passed over",
+            "trusted hops are skipped",
             &[
                 (&["198.51.100.4, 10.1.2.3"], 99),
                 (&["1.1.1.1, 198.51.100.4, 127.0.0.9, 10.1.2.3, fd00::1"], 98),

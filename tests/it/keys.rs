@@ -60,7 +60,7 @@ fn hash(digit: char) -> String {
 
 #[test]
 fn running_gateway_reads_new_keys() {
-    let gateway = Gateway::start_with(GATEWAY, &[("consumers.toml", "# nobody yet\n")]);
+    let gateway = Gateway::start_with(GATEWAY, &[("consumers.toml", "# no consumers yet\n")]);
     let status = |secret: &str| gateway.client().get_with("/r", &[("x-api-key", secret)]).status;
     let new = |arguments: &[&str]| {
         let said = key(gateway.directory(), &[&["new", "--consumer", "acme"], arguments].concat(), "");

@@ -9,7 +9,12 @@ use crate::support::walk::Walk;
 const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ("README.md", "cargo run --release", Some("sluicegate &"), "the tests have built it"),
     ("docs/tutorials/start.md", "cargo install", None, "takes minutes, and the tests have built it"),
-    ("docs/how-to/load-test.md", "oha ", None, "oha comes from crates.io only; its options are those of its own README"),
+    (
+        "docs/how-to/load-test.md",
+        "oha ",
+        None,
+        "oha comes from crates.io only; its options are those of its own README",
+    ),
     ("docs/how-to/operate.md", "kill -USR2", None, "tests/it/handover.rs does it under load"),
     ("docs/how-to/operate.md", "sluicegate top", None, DENIED),
     ("docs/how-to/operate.md", "sluicegate inspect", None, DENIED),
@@ -17,7 +22,12 @@ const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ("docs/how-to/operate.md", "sluicegate override", None, DENIED),
     ("docs/how-to/redis.md", "STORE_USER=doctor", None, "tests/it/doctor.rs makes that user and is him"),
     ("docs/how-to/redis.md", "sluicegate doctor", None, "shows a Redis with every fault: tests/it/doctor.rs"),
-    ("docs/how-to/tune-limits.md", "sluicegate replay /var/log", Some("sluicegate replay access.log*"), "there is no nginx here"),
+    (
+        "docs/how-to/tune-limits.md",
+        "sluicegate replay /var/log",
+        Some("sluicegate replay access.log*"),
+        "there is no nginx here",
+    ),
 ];
 
 const DENIED: &str = "needs a gateway that has denied requests: tests/it/operating_cli.rs";

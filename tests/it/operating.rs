@@ -135,7 +135,7 @@ fn top_denied_lists_clients_without_secrets() {
     );
     let only = get(&gateway, "/api/top?limit=user&count=1");
     assert_eq!((only["limits"].as_array().unwrap().len(), &only["limits"][0]["limit"]), (1, &json!("user")));
-    for wrong in ["limit=nobody", "count=0", "count=1000", "count=x", "what=1"] {
+    for wrong in ["limit=unknown", "count=0", "count=1000", "count=x", "what=1"] {
         request(&gateway, "GET", &format!("/api/top?{wrong}"), b"").assert_problem(400, wrong);
     }
 }
@@ -197,7 +197,7 @@ fn inspect_shows_usage_without_a_charge() {
         ] {
             request(&gateway, "GET", &format!("/api/identities?{wrong}"), b"").assert_problem(400, wrong);
         }
-        request(&gateway, "GET", "/api/identities?limit=nobody&header:x-id=a", b"").assert_problem(404, "no limit");
+        request(&gateway, "GET", "/api/identities?limit=unknown&header:x-id=a", b"").assert_problem(404, "no limit");
     }
 }
 
@@ -263,7 +263,7 @@ fn identity_is_found_by_its_value_or_hash() {
     let all = get(&gateway, "/api/identities?api-key=acme");
     let names: Vec<_> = all["limits"].as_array().unwrap().iter().map(|one| one["limit"].clone()).collect();
     assert_eq!(names, ["all", "calls"], "{all}");
-    request(&gateway, "GET", "/api/identities?limit=calls&api-key=nobody", b"").assert_problem(404, "no consumer");
+    request(&gateway, "GET", "/api/identities?limit=calls&api-key=unknown", b"").assert_problem(404, "no consumer");
     request(&gateway, "GET", "/api/identities?limit=calls&anonymous=here", b"").assert_problem(400, "no address");
 }
 
@@ -295,7 +295,7 @@ fn reset_reaches_all_gateways() {
     let hash = answer["identity"].clone();
     let again = post(&gateways[1], "/api/reset", &json!({"limit": "one", "identity": hash}));
     assert_eq!(again["removed"], true, "by its hash");
-    let nothing = post(&gateways[1], "/api/reset", &json!({"limit": "one", "identity": {"header:x-id": "nobody"}}));
+    let nothing = post(&gateways[1], "/api/reset", &json!({"limit": "one", "identity": {"header:x-id": "absent"}}));
     assert_eq!(nothing["removed"], false);
     redis.assert_every_key_expires();
 }

@@ -126,7 +126,7 @@ fn invalid_file_changes_nothing_and_is_reported() {
 fn invalid_file_is_tried_once_and_other_files_are_reloaded() {
     let keys = "[api_key]\nconsumers = \"consumers.toml\"\n";
     let config = |body: &str| with_admin(&format!("{keys}{}", says(body)));
-    let consumers = format!("[[consumer]]\nname = \"somebody\"\nkeys = [\"sha256:{}\"]\n", "0".repeat(64));
+    let consumers = format!("[[consumer]]\nname = \"alice\"\nkeys = [\"sha256:{}\"]\n", "0".repeat(64));
     let gateway = Gateway::start_with(&config("one"), &[("consumers.toml", &consumers)]);
     gateway.put(&config("two").replace("respond", "respnd"));
     assert_eq!(ask(&gateway, "POST", "/api/reload").status, 422);

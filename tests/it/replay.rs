@@ -331,7 +331,7 @@ fn invalid_arguments_are_reported() {
             &["common.log", "--identity", "per-key=nothing"],
             "has no field `nothing`; it has remote_addr, ident, remote_user",
         ),
-        (&["common.log", "--identity", "nobody=status"], "there is no limit `nobody`"),
+        (&["common.log", "--identity", "unknown=status"], "there is no limit `unknown`"),
         (&["common.log", "--format", "iis"], "`iis` is not a format: use one of common, combined"),
         (&["common.log", "--format", "$remote_addr$status"], "are adjacent: separate them by text"),
         (&["common.log", "--format", "$remote_addr $status"], "the format has no time"),

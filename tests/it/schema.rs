@@ -41,7 +41,10 @@ fn documents_match_the_configuration_types() {
         assert!(committed == text, "docs/{name} differs from the types; `make reference` writes it again");
     }
     let page = std::fs::read_to_string(root().join("docs/reference/configuration.md")).unwrap();
-    assert!(page == reference::filled(&page), "docs/reference/configuration.md differs from the types: `make reference`");
+    assert!(
+        page == reference::filled(&page),
+        "docs/reference/configuration.md differs from the types: `make reference`"
+    );
     let known = schema::gateway().to_value();
     let mut known: BTreeSet<_> = known["properties"].as_object().unwrap().keys().cloned().collect();
     known.insert("consumer".to_owned());

@@ -218,8 +218,8 @@ const FAULTS: &[Fault] = &[
         "before its response began",
         Due::After(TIMEOUT.saturating_mul(4)),
     ),
-    ("closes", drop, 502, "broke off", Due::AtOnce),
-    ("resets", |stream| reset(&stream), 502, "broke off", Due::AtOnce),
+    ("closes", drop, 502, "closed the connection", Due::AtOnce),
+    ("resets", |stream| reset(&stream), 502, "closed the connection", Due::AtOnce),
     (
         "closes its half",
         |mut stream| {
@@ -227,7 +227,7 @@ const FAULTS: &[Fault] = &[
             read_all(&mut stream);
         },
         502,
-        "broke off",
+        "closed the connection",
         Due::AtOnce,
     ),
     (

@@ -182,7 +182,7 @@ def resetting(browser, url):
     browser.press(ENTER)
     browser.until("he stands with one limit, and all share another", lambda: len(browser.rows("#usage")) == 2)
     browser.click("#usage button[aria-label='Reset per-user']")
-    browser.until("he starts afresh", lambda: "Usage of per-user reset" in browser.text("#inspect-result"))
+    browser.until("the usage is reset", lambda: "Usage of per-user reset" in browser.text("#inspect-result"))
     browser.until("and passes", lambda: status(url, "bob") == 200)
     browser.type("#identity", "nonsense")
     browser.press(ENTER)
@@ -253,7 +253,7 @@ def quiet(browser, admin):
     urls = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
     # The initial tab of the browser is chrome://.
     asked = {urlsplit(url).netloc for url in urls if not url.startswith(("data:", "chrome"))} - {""}
-    expect(asked == {urlsplit(admin).netloc}, f"somebody else was asked: {asked}")
+    expect(asked == {urlsplit(admin).netloc}, f"another host was contacted: {asked}")
 
 
 def main():
@@ -290,7 +290,7 @@ def main():
             "return document.querySelector('#rates .line')?.getAttribute('d') ?? ''"))
         quiet(browser, admin)
         gateway.process.kill()
-        browser.until("it says that nobody is there", lambda: "retrying" in browser.text("#status"))
+        browser.until("it says that the gateway is gone", lambda: "retrying" in browser.text("#status"))
     print("the dashboard: figures move, the denied are named, inspect and reset work; see", pictures)
 
 

@@ -396,7 +396,7 @@ impl History<'_> {
                 let message = format!(
                     "{state:x?}: {charged} units are charged in the end, {expected} were admitted and {uncertain} may have been"
                 );
-                violated("the charges of requests that are not admitted are given back", message);
+                violated("charges of rejected requests are refunded", message);
             }
             if spec.cost_mode == CostMode::Deferred || spec.limit.shadow || spec.limit.prefetch > 0 {
                 continue;
@@ -428,7 +428,7 @@ impl History<'_> {
             let least = if uncertain > 0 { 0 } else { least };
             if remaining > most || remaining < least {
                 let message = format!("{state:x?}: {remaining} units remain, expected {least} to {most}");
-                violated("refunds give back what was charged", message);
+                violated("refunds equal the charges", message);
             }
         }
     }

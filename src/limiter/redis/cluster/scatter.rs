@@ -269,7 +269,7 @@ mod tests {
                 let ran = || (&[][..], Ok(Verdict::new(1, 1, Vec::new())));
                 let failed = || (&[][..], Err(error.clone()));
                 let answers = if first { vec![failed(), ran()] } else { vec![ran(), failed()] };
-                assert_eq!(min_granted(&answers), 0, "{error}: nothing is granted, so that what ran is given back");
+                assert_eq!(min_granted(&answers), 0, "{error}: nothing is granted, so that what ran is refunded");
                 let merged = merge(answers, 0, 2).unwrap_err();
                 assert_eq!((merged.is_overload(), merged.is_outage()), (is_overload, is_outage), "{error}: {merged}");
                 assert!(!merged.is_not_executed(), "{error}: {merged}");
