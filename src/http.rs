@@ -3,13 +3,11 @@
 pub mod body;
 pub mod body_limits;
 pub mod buffer_budget;
+pub mod flow;
 pub mod header_mutation;
 pub mod headers;
-pub mod idle;
-pub mod lazy_timer;
 pub(crate) mod problem;
 pub mod ratelimit_headers;
 pub mod request_body;
 pub mod target;
 pub mod upgrade;
-pub mod write_watchdog;

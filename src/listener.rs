@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
-use crate::http::idle::ConnectionActivity;
+use crate::http::flow::ConnectionActivity;
 use crate::identity::client_cert;
 use crate::limiter::clock;
 use crate::listener::connection_limit::ConnectionLimits;

@@ -2,7 +2,6 @@
 
 pub mod client;
 mod context;
-mod early_response;
 pub mod forward;
 pub mod local_reply;
 pub mod metrics;
@@ -18,9 +17,10 @@ use http::{Request, Response};
 use http_body::Body as _;
 
 use crate::http::body::Body;
+use crate::http::flow::StreamFlow;
 use crate::http::headers::is_grpc_call;
+use crate::http::request_body;
 use crate::http::request_body::RequestBody;
-use crate::http::write_watchdog::StreamFlow;
 use crate::limiter::Limiter;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::Decision;
@@ -100,7 +100,7 @@ impl Gateway {
                 if let Rejection::StoreUnavailable(_) = rejection {
                     context.request_id(request.headers());
                 }
-                early_response::discard_body(request, flow);
+                request_body::discard_body(request, flow);
                 Err(rejection)
             }
         };
@@ -151,13 +151,13 @@ impl Gateway {
         let AdmittedRequest { route, mut decision, forwarded_path, rewritten_target } = admitted;
         let result = match &route.action {
             RouteAction::DirectResponse(respond) => {
-                early_response::discard_body(request, context.flow);
+                request_body::discard_body(request, context.flow);
                 Ok(respond.response())
             }
             RouteAction::Redirect(redirect) => {
                 let path = forwarded_path.as_deref().unwrap_or(request.uri().path());
                 let response = redirect.response(&route.path_pattern, path, request.uri().query());
-                early_response::discard_body(request, context.flow);
+                request_body::discard_body(request, context.flow);
                 Ok(response)
             }
             RouteAction::Forward(weighted_upstreams) => {

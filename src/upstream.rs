@@ -1,15 +1,13 @@
 //! Upstreams: endpoint selection, connections and the exchange of a request and its response.
 
 pub mod cluster;
+mod connection_pool;
 pub mod connector;
 pub mod dns;
 pub mod endpoint;
-mod endpoint_pool;
 pub mod health;
-mod http1;
 mod http2;
 pub mod load_balancer;
-mod pending_queue;
 pub mod retry;
 
 use std::error::Error;
@@ -24,12 +22,12 @@ use tokio::time::timeout;
 
 use crate::http::body_limits::BodyError;
 use crate::upstream::cluster::UpstreamCluster;
+use crate::upstream::connection_pool::EndpointPool;
 use crate::upstream::connector::EndpointTls;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::endpoint_pool::EndpointPool;
+use crate::upstream::endpoint::RequestPermit;
 use crate::upstream::health::{EjectionSettings, HealthSettings};
 use crate::upstream::load_balancer::{LoadBalancer, LoadBalancingPolicy, Rng};
-use crate::upstream::pending_queue::RequestPermit;
 
 /// `Retry-After` if no endpoint has an address yet and the upstream has no health checks.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);

@@ -14,10 +14,10 @@ use tokio::time::Instant;
 
 use crate::http::body_limits::{BodyError, BodyLimits, Deadline, IdleTimer};
 use crate::http::buffer_budget::{DataChunk, ReadBound, ReadLimit};
+use crate::http::flow::InFlightRequest;
+use crate::http::flow::StreamFlow;
 use crate::http::headers::has_padding;
-use crate::http::idle::InFlightRequest;
 use crate::http::upgrade::Tunnel;
-use crate::http::write_watchdog::StreamFlow;
 
 /// Hook for the end of a response body.
 pub trait OnComplete: Send {

@@ -11,7 +11,7 @@ use bytes::{Buf, Bytes};
 use futures_util::task::AtomicWaker;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, Take};
 
-use crate::http::write_watchdog::StreamFlow;
+use crate::http::flow::StreamFlow;
 
 /// Bytes counted for each chunk besides its data: its frame, and the part of a read buffer that the chunk keeps alive.
 const CHUNK_OVERHEAD: usize = 256;

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use crate::http::idle::ConnectionActivity;
+use crate::http::flow::ConnectionActivity;
 use crate::limiter::clock::monotonic;
 use crate::listener::handshake::{PREFACE, Protocol};
 

@@ -22,10 +22,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::http::body::Body;
 use crate::http::buffer_budget::BufferBudget;
+use crate::http::flow::{ConnectionActivity, InFlightRequest};
+use crate::http::flow::{StreamFlow, WriteWatchdog};
 use crate::http::headers::has_padding;
-use crate::http::idle::{ConnectionActivity, InFlightRequest};
 use crate::http::request_body::RequestBody;
-use crate::http::write_watchdog::{StreamFlow, WriteWatchdog};
 use crate::listener::frame_limits::MonitoredStream;
 use crate::listener::handshake::Protocol;
 use crate::listener::stream::SelectiveWaker;

@@ -11,17 +11,18 @@ use http::{HeaderMap, HeaderValue, Method, Request, Response, Version};
 use tracing::{debug, warn};
 
 use crate::http::body::{Body, OnComplete};
+use crate::http::flow::StreamFlow;
 use crate::http::ratelimit_headers;
+use crate::http::request_body;
 use crate::http::request_body::RequestBody;
-use crate::http::write_watchdog::StreamFlow;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::settlement::ConcurrencyPermits;
+use crate::proxy::ConfigSnapshot;
 use crate::proxy::client::{Peer, RequestId};
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::LimitDecision;
-use crate::proxy::{ConfigSnapshot, early_response};
 use crate::snapshot::routes::Route;
 use crate::telemetry::access_log::{
     DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, RequestStart, TelemetrySinks, UpstreamInfo,
@@ -82,7 +83,7 @@ impl<'a> RequestContext<'a> {
             started_at,
             request_id: None,
             record: RequestRecord::start(sinks, &start),
-            has_unread_body: early_response::has_unread_body(request),
+            has_unread_body: request_body::has_unread_body(request),
             is_http2_head: request.method() == Method::HEAD && request.version() == Version::HTTP_2,
         };
         if context.is_recorded() {
@@ -186,7 +187,7 @@ impl<'a> RequestContext<'a> {
         let route_index = self.route.map(|route| route.index);
         self.snapshot.metrics.record_response(route_index, response.status(), self.started_at.elapsed());
         if self.has_unread_body {
-            early_response::set_connection_close(&mut response, self.flow);
+            request_body::set_connection_close(&mut response, self.flow);
         }
         if self.is_http2_head
             && let Some(length) = response.body_mut().discard_content()

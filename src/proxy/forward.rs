@@ -13,11 +13,11 @@ use tokio::time::{Instant, timeout_at};
 use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, UploadLimits};
 use crate::http::headers::{ForwardedInfo, ProtectedHeaders, X_REQUEST_ID, is_grpc};
+use crate::http::request_body;
 use crate::http::request_body::RequestBody;
 use crate::http::upgrade::{Tunnel, UpgradeRequest};
 use crate::http::{headers, target, upgrade};
 use crate::proxy::context::RequestContext;
-use crate::proxy::early_response;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::telemetry::trace::TraceContext;
@@ -42,7 +42,7 @@ pub(super) async fn forward(
     let RequestContext { snapshot, peer, flow, deadline, .. } = *context;
     if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
         // The wait queues of the limits used up the route timeout.
-        early_response::discard_body(request, flow);
+        request_body::discard_body(request, flow);
         return Err(route_timeout());
     }
     let runtime = &snapshot.runtime;

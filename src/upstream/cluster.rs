@@ -13,11 +13,11 @@ use tracing::{info, warn};
 
 use crate::limiter::clock::monotonic;
 use crate::upstream::endpoint::Endpoint;
+use crate::upstream::endpoint::{PendingQueue, RequestPermit};
 use crate::upstream::health::{EjectionSettings, Health, HealthSettings, HealthState};
 use crate::upstream::load_balancer::{
     LoadBalancer, LoadBalancingPolicy, PickContext, RendezvousTable, Rng, endpoint_weights, hash,
 };
-use crate::upstream::pending_queue::{PendingQueue, RequestPermit};
 use crate::upstream::retry::RetryBudget;
 use crate::upstream::{Upstream, UpstreamSettings};
 

@@ -23,9 +23,9 @@ use x509_parser::time::ASN1Time;
 
 use crate::limiter::clock::monotonic;
 use crate::tls::{Certificate, TlsError, TrustRoots};
+use crate::upstream::connection_pool::{Connection, EndpointPool};
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::endpoint_pool::{Connection, EndpointPool};
-use crate::upstream::pending_queue::RequestPermit;
+use crate::upstream::endpoint::RequestPermit;
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError};
 
 /// Stream that HTTP is spoken on.

@@ -14,8 +14,8 @@ use crate::http::buffer_budget::ReadLimit;
 use crate::http::request_body::RequestBody;
 use crate::upstream::Protocol;
 use crate::upstream::cluster::UpstreamCluster;
+use crate::upstream::connection_pool::EndpointPool;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::endpoint_pool::EndpointPool;
 use crate::upstream::load_balancer::Rng;
 
 /// User-Agent of health checks.

@@ -16,8 +16,8 @@ use tokio::sync::Mutex;
 
 use crate::http::request_body::RequestBody;
 use crate::limiter::clock::monotonic;
+use crate::upstream::connection_pool::SendError;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::http1::SendError;
 
 /// Stream window for responses and send buffer for request bodies, in bytes per stream.
 const STREAM_BUFFER: u32 = 128 << 10;

@@ -12,8 +12,8 @@ use uuid::Uuid;
 
 use crate::upstream::UpstreamSettings;
 use crate::upstream::endpoint::Endpoint;
+use crate::upstream::endpoint::RequestPermit;
 use crate::upstream::health::Health;
-use crate::upstream::pending_queue::RequestPermit;
 
 /// Maximum number of draws by the policy. Afterwards all usable endpoints are tried in order.
 const MAX_DRAWS: u32 = 8;

@@ -14,13 +14,13 @@ use tokio::time::{Instant, timeout_at};
 use crate::http::body;
 use crate::http::body::Body;
 use crate::http::body_limits::BodyLimits;
+use crate::http::body_limits::LazyTimer;
+use crate::http::flow::StreamFlow;
 use crate::http::headers::{is_grpc, is_safe};
-use crate::http::lazy_timer::LazyTimer;
 use crate::http::request_body::{RequestBody, UploadProgress};
-use crate::http::write_watchdog::StreamFlow;
+use crate::upstream::connection_pool::SendError;
 use crate::upstream::connector::EndpointConnection;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::http1::SendError;
 use crate::upstream::http2::{StreamOutcome, classify_error};
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError, UpstreamSettings};
 
