@@ -1,43 +1,56 @@
--- Kind C, concurrency: a lease for each request in flight. a the limit, b the length of a lease in microseconds, d its id, 8 bytes.
--- Whatever its cost, a charge is one lease; with a cost of 0, none. Operation R releases it, N lets it end b from now, and adds it if it is gone.
--- State: a ZSET of ids by the instants at which their leases end. What would end later than a new lease (the clock was set
--- back) ends with it. When a lease comes free is not known: status 3, and the retry is when enough of them end by themselves.
-elseif kind == 'C' then
-  if op == 'T' then return redis.error_reply('RLARG leases are not taken by number') end
-  local now_text, till = format('%d', now), format('%d', now + b)
-  local live = call('ZCOUNT', key, '(' .. now_text, '+inf')
-  local behind = call('ZCOUNT', key, '(' .. till, '+inf') > 0
-  local function mend()
-    local far = call('ZRANGEBYSCORE', key, '(' .. till, '+inf')
-    for j = 1, #far do call('ZADD', key, till, far[j]) end
-    call('PEXPIRE', key, format('%d', ceil(b / 1000) + 1000))
+-- Concurrency limit, kind C: a permit for each request in flight.
+-- a limit      maximum number of permits
+-- b ttl        permit TTL in microseconds
+-- d permit_id  8 bytes
+-- A charge takes one permit, whatever its cost; with a cost of 0, none. R releases the permit. N extends it to the TTL
+-- from now, and adds it if it is missing.
+-- State: a ZSET of permit ids, scored by the times at which they expire. A permit that expires later than a new one is
+-- limited to that: the clock was set back. The time of a release is not known. A denial therefore has status 3, and
+-- retry_us is the time after which enough permits expire.
+local call, ceil, format = redis.call, math.ceil, string.format
+local KEY_SLACK_MS
+local key, operation, op, cost, a, b, d, now
+local status, remaining, reset_us, retry_us, free, free_reset_us, commit
+--@body
+local limit, ttl, permit_id = a, b, d
+if operation == 'T' then return redis.error_reply('RLARG operation T does not support concurrency limits') end
+local now_text, expires_at = format('%d', now), format('%d', now + ttl)
+local live = call('ZCOUNT', key, '(' .. now_text, '+inf')
+local clock_went_back = call('ZCOUNT', key, '(' .. expires_at, '+inf') > 0
+local function remove_expired() call('ZREMRANGEBYSCORE', key, '-inf', now_text) end
+local function repair_and_expire()
+  local late = call('ZRANGEBYSCORE', key, '(' .. expires_at, '+inf')
+  for i = 1, #late do call('ZADD', key, expires_at, late[i]) end
+  call('PEXPIRE', key, format('%d', ceil(ttl / 1000) + KEY_SLACK_MS))
+end
+if cost > 1 then cost = 1 end
+free, free_reset_us = limit - live, live > 0 and ttl or 0
+
+remaining, reset_us = free, free_reset_us
+if op == 'R' then
+  commit = function() call('ZREM', key, permit_id) end
+elseif op == 'N' then
+  -- Deleting first makes Redis accept the ZADD beyond `maxmemory`, where a permit that is not renewed would expire
+  -- before its request ends. A permit that the store has lost is added even over the limit, because its request is in
+  -- flight.
+  reset_us = ttl
+  commit = function()
+    remove_expired()
+    call('ZADD', key, expires_at, permit_id)
+    repair_and_expire()
   end
-  local function sweep() call('ZREMRANGEBYSCORE', key, '-inf', now_text) end
-  if cost > 1 then cost = 1 end
-  free, free_reset = a - live, live > 0 and b or 0
-  remaining, reset = free, free_reset
-  if asked == 'R' then
-    value = function() call('ZREM', key, d) end
-  elseif asked == 'N' then
-    -- First the sweep: it makes Redis accept the ZADD beyond `maxmemory`, where a permit that is not renewed would expire before its
-    -- request ends. One that the store has lost is registered again, over the limit if need be: its request is running.
-    reset = b
-    value = function()
-      sweep()
-      call('ZADD', key, till, d)
-      mend()
-    end
-  elseif asked ~= 'A' and live + cost > a then
-    local blocking = call('ZRANGEBYSCORE', key, '(' .. now_text, '+inf', 'WITHSCORES', 'LIMIT', format('%d', live + cost - a - 1), '1')
-    status, retry = 3, tonumber(blocking[2]) - now
-    if retry > b then retry = b end
-    if behind then value = mend end
-  elseif cost > 0 then
-    remaining, reset = free - 1, b
-    -- First the ZADD, which Redis rejects beyond `maxmemory`.
-    value = function()
-      call('ZADD', key, till, d)
-      sweep()
-      mend()
-    end
+elseif op ~= 'A' and live + cost > limit then
+  local skip = format('%d', live + cost - limit - 1)
+  local blocking = call('ZRANGEBYSCORE', key, '(' .. now_text, '+inf', 'WITHSCORES', 'LIMIT', skip, '1')
+  status, retry_us = 3, tonumber(blocking[2]) - now
+  if retry_us > ttl then retry_us = ttl end
+  if clock_went_back then commit = repair_and_expire end
+elseif cost > 0 then
+  remaining, reset_us = free - 1, ttl
+  -- ZADD comes first: Redis rejects it beyond `maxmemory`, but not after a command that deletes.
+  commit = function()
+    call('ZADD', key, expires_at, permit_id)
+    remove_expired()
+    repair_and_expire()
   end
+end

@@ -1,113 +1,121 @@
--- Stores the overrides and resets of operators in one hash for all gateways.
+-- Stores the overrides and resets of administrators in one hash for all gateways.
 --
--- KEYS[1]  the hash
--- ARGV[1]  set, remove or restore
--- ARGV[2]  maximum number of overrides, of resets, and of removed or expired overrides
--- ARGV[3]  and on, five for each record:
---            field
---            set: TTL in microseconds; restore: instant at which it expires; remove: unused
---            instant until which the record is kept, as far as the gateway knows it; 0 = unknown
---            revision that the gateway knows, 0 = none; restore: revision of the record
---            text
--- Reply    restore: a status for each record; set and remove: status, now, expiry, revision, kept
---          status 1 = written; 0 = nothing to remove, or the hash has this revision or a newer one; -1 = too many records
+-- KEYS[1]  The hash.
+-- ARGV[1]  Operation: set, remove or restore.
+-- ARGV[2]  Maximum number of overrides, of resets, and of removed or expired overrides.
+-- ARGV[3]  and the following: five for each record.
+--          field
+--          set: TTL in microseconds; restore: time at which the record expires;
+--          remove: 1 if the override is in force in the gateway, else 0
+--          time until which the record is kept, as far as the gateway knows it; 0 = unknown
+--          revision that the gateway knows, 0 = none; restore: revision of the record
+--          text
+-- Reply    restore: a status for each record. set and remove: status, now, expires_at, revision, keep_until.
+--          Status: 1 written | 0 nothing to remove, or the hash has this revision or a newer one | -1 too many records
 --
--- A value is `EXPIRY REVISION KEPT TEXT`, instants in microseconds; `EXPIRY TEXT` is read as revision 0. A revision is the
--- time of the write, and greater than the revision that it replaces. A removed override, and one that expires before the
--- record that it replaced, is kept as long as any record that it replaced: a gateway that missed the change cannot restore
--- the replaced record. A field that a gateway knows is therefore missing only if Redis lost it.
-local call, floor, max, tonumber, match, format = redis.call, math.floor, math.max, tonumber, string.match, string.format
-local key, operation, most = KEYS[1], ARGV[1], tonumber(ARGV[2])
+-- A value is `EXPIRES_AT REVISION KEEP_UNTIL TEXT`, times in microseconds. `EXPIRES_AT TEXT` is read as revision 0.
+-- A revision is the time of the write, and greater than the revision that it replaces. A removed override is kept as
+-- long as any record that it replaced, and so is one that expires before such a record. Otherwise a gateway that
+-- missed the change could restore the replaced record. A field that a gateway knows is missing only if Redis lost it.
+local call, floor, max, tonumber = redis.call, math.floor, math.max, tonumber
+local match, format = string.match, string.format
+local key, operation, max_records = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 
--- What a record counts as.
-local function kind(field, expiry)
-  return expiry > now and match(field, '^%a+') or 'removed'
+-- Returns the kind of a field (`override`, `reset`), or `removed` if its record has expired.
+local function kind_of(field, expires_at)
+  return expires_at > now and match(field, '^%a+') or 'removed'
 end
 
-local records, counts, ended = {}, {}, {}
-local function count(field, record, by)
-  local of = kind(field, record.expiry)
-  counts[of] = (counts[of] or 0) + by
+local records, counts, outdated_fields = {}, {}, {}
+local function add_to_count(field, record, number)
+  local kind = kind_of(field, record.expires_at)
+  counts[kind] = (counts[kind] or 0) + number
 end
 
-local all = call('HGETALL', key)
-for i = 1, #all, 2 do
-  local field, value = all[i], all[i + 1]
-  local expiry, revision, kept = match(value, '^(%d+) (%d+) (%d+) ')
-  expiry = tonumber(expiry or match(value, '^(%d+) ')) or 0
-  local record = { expiry = expiry, revision = tonumber(revision) or 0, kept = tonumber(kept) or expiry }
-  if record.kept <= now then
-    ended[#ended + 1] = field
+local stored = call('HGETALL', key)
+for i = 1, #stored, 2 do
+  local field, value = stored[i], stored[i + 1]
+  local expires_at, revision, keep_until = match(value, '^(%d+) (%d+) (%d+) ')
+  expires_at = tonumber(expires_at or match(value, '^(%d+) ')) or 0
+  local record = {
+    expires_at = expires_at, revision = tonumber(revision) or 0, keep_until = tonumber(keep_until) or expires_at,
+  }
+  if record.keep_until <= now then
+    outdated_fields[#outdated_fields + 1] = field
   else
     records[field] = record
-    count(field, record, 1)
+    add_to_count(field, record, 1)
   end
 end
 
+-- Returns whether there are too many records of the field's kind for this one.
 local function is_full(field)
-  local of, old = match(field, '^%a+'), records[field]
-  local own = old and kind(field, old.expiry) == of and 1 or 0
-  return (counts[of] or 0) - own >= most
+  local kind, old = match(field, '^%a+'), records[field]
+  local replaced = old and kind_of(field, old.expires_at) == kind and 1 or 0
+  return (counts[kind] or 0) - replaced >= max_records
 end
 
-local function write(field, expiry, revision, kept, text)
-  local record = { expiry = expiry, revision = revision, kept = kept }
-  if records[field] then count(field, records[field], -1) end
+local function write(field, expires_at, revision, keep_until, text)
+  local record = { expires_at = expires_at, revision = revision, keep_until = keep_until }
+  if records[field] then add_to_count(field, records[field], -1) end
   records[field] = record
-  count(field, record, 1)
-  call('HSET', key, field, format('%d %d %d ', expiry, revision, kept) .. text)
+  add_to_count(field, record, 1)
+  call('HSET', key, field, format('%d %d %d ', expires_at, revision, keep_until) .. text)
   return record
 end
 
 local replies = {}
 for i = 3, #ARGV, 5 do
-  local field, lasts, kept, known, text = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3]), ARGV[i + 4]
+  local field, number, keep_until = ARGV[i], tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
+  local known_revision, text = tonumber(ARGV[i + 3]), ARGV[i + 4]
   local old = records[field]
   if operation == 'restore' then
-    local status = 1
-    if kept <= now or (old and old.revision >= known) then
+    local status, expires_at = 1, number
+    if keep_until <= now or (old and old.revision >= known_revision) then
       status = 0
-    elseif lasts > now and is_full(field) then
+    elseif expires_at > now and is_full(field) then
       status = -1
     else
-      write(field, lasts, known, kept, text)
+      write(field, expires_at, known_revision, keep_until, text)
     end
     replies[#replies + 1] = status
   else
-    local revision = max(now, known + 1, old and old.revision + 1 or 0)
-    kept = max(kept, old and old.kept or 0)
+    local revision = max(now, known_revision + 1, old and old.revision + 1 or 0)
+    keep_until = max(keep_until, old and old.keep_until or 0)
     local status, written = 0, nil
     if operation == 'remove' then
-      -- Redis may have lost what the gateway still has in force.
-      local lost = lasts > 0 and (not old or old.revision < known)
-      if lost or (old and old.expiry > now) then written = write(field, 0, revision, kept, '') end
+      -- Redis may have lost an override that is in force in the gateway.
+      local is_lost = number > 0 and (not old or old.revision < known_revision)
+      if is_lost or (old and old.expires_at > now) then written = write(field, 0, revision, keep_until, '') end
     elseif is_full(field) then
       status = -1
     else
-      written = write(field, now + lasts, revision, max(kept, now + lasts), text)
+      local expires_at = now + number
+      written = write(field, expires_at, revision, max(keep_until, expires_at), text)
     end
     if written then
-      replies = { 1, now, written.expiry, written.revision, written.kept }
+      replies = { 1, now, written.expires_at, written.revision, written.keep_until }
     else
       replies = { status, now, 0, 0, 0 }
     end
   end
 end
 
--- After the writes: once something is deleted, Redis accepts a write beyond `maxmemory`. A write may have replaced the record.
-for i = 1, #ended do
-  if not records[ended[i]] then call('HDEL', key, ended[i]) end
+-- Delete after the writes: once a script has deleted something, Redis accepts its writes beyond `maxmemory`.
+for i = 1, #outdated_fields do
+  -- A write may have replaced the record.
+  if not records[outdated_fields[i]] then call('HDEL', key, outdated_fields[i]) end
 end
--- The oldest removals are forgotten first.
-if (counts.removed or 0) > most then
+-- Of too many removed records, delete the oldest.
+if (counts.removed or 0) > max_records then
   local removed = {}
   for field, record in pairs(records) do
-    if record.expiry <= now then removed[#removed + 1] = { field = field, revision = record.revision } end
+    if record.expires_at <= now then removed[#removed + 1] = { field = field, revision = record.revision } end
   end
   table.sort(removed, function(one, other) return one.revision < other.revision end)
-  for i = 1, #removed - most do
+  for i = 1, #removed - max_records do
     call('HDEL', key, removed[i].field)
     records[removed[i].field] = nil
   end
@@ -115,6 +123,6 @@ end
 
 -- The hash expires with its last record.
 local last = 0
-for _, record in pairs(records) do last = max(last, record.kept) end
+for _, record in pairs(records) do last = max(last, record.keep_until) end
 if last > now then call('PEXPIRE', key, format('%d', floor((last - now) / 1000) + 1000)) end
 return replies

@@ -1,52 +1,64 @@
--- Kind S, sliding buckets: the window in c parts; the oldest, partly out of reach, counts in full, so that no window of
--- any position ever holds more than the limit. a the limit, b the window in microseconds, c the number of parts.
--- State `index:n0,n1,…`: units in the part with that number and in those before it, newest first, without zeros at the end.
-elseif kind == 'S' then
-  local width, counts, total, behind = floor(b / c), {[0] = 0}, 0, false
-  local index = floor(now / width)
-  for j = 1, c do counts[j] = 0 end
-  local state = call('GET', key)
-  if state then
-    local newest, list = match(state, '^(%d+):(.*)$')
-    local j = index - tonumber(newest)
-    if j < 0 then j, behind = 0, true end
-    for counted in string.gmatch(list, '%d+') do
-      if j > c then break end
-      local units = tonumber(counted)
-      counts[j], total, j = units, total + units, j + 1
-    end
+-- Sliding buckets, kind S: the window is divided into buckets. The oldest one, which is only partly in the
+-- window, counts in full. No window therefore has more than `limit` tokens, wherever it begins.
+-- a limit    tokens in any window
+-- b window   length in microseconds
+-- c buckets  number of buckets; divides the window
+-- State: text, `index:n0,n1,...`. n0 are the tokens in the bucket with this number since the Unix epoch, n1 those in
+-- the bucket before it, and so on, without zeros at the end.
+local call, floor, match, format = redis.call, math.floor, string.match, string.format
+local MAX_STATE
+local key, op, cost, a, b, c, now, charged_at
+local status, remaining, reset_us, retry_us, free, free_reset_us, ttl_us, new_state
+--@body
+local limit, window, buckets = a, b, c
+local width, counts, total, clock_went_back = floor(window / buckets), {[0] = 0}, 0, false
+local index = floor(now / width)
+for age = 1, buckets do counts[age] = 0 end
+local state = call('GET', key)
+if state then
+  local stored_index, stored_counts = match(state, '^(%d+):(.*)$')
+  local age = index - tonumber(stored_index)
+  if age < 0 then age, clock_went_back = 0, true end
+  for stored_count in string.gmatch(stored_counts, '%d+') do
+    if age > buckets then break end
+    local count = tonumber(stored_count)
+    counts[age], total, age = count, total + count, age + 1
   end
-  -- Time until the newest units have dropped out.
-  local function until_empty()
-    for j = 0, c do
-      if counts[j] > 0 then return (index - j + c + 1) * width - now end
-    end
-    return 0
+end
+-- The time until the window no longer covers the bucket of this age.
+local function dropped_after_us(age) return (index - age + buckets + 1) * width - now end
+local function until_empty()
+  for age = 0, buckets do
+    if counts[age] > 0 then return dropped_after_us(age) end
   end
-  local function encode()
-    local parts, last = {}, c
-    while counts[last] == 0 do last = last - 1 end
-    for j = 0, last do parts[j + 1] = format('%d', counts[j]) end
-    return format('%d:', index) .. table.concat(parts, ',')
-  end
-  free, free_reset = a - total, until_empty()
-  if total + cost > a and (asked == 'C' or asked == 'P') then
-    remaining, reset = free, free_reset
-    if cost > a then status, retry = 2, -1
-    else
-      local excess, j = total + cost - a, c
-      while excess > counts[j] do excess, j = excess - counts[j], j - 1 end
-      status, retry = 1, (index - j + c + 1) * width - now
-    end
-    if behind and total > 0 then value, lasts = encode(), reset end
+  return 0
+end
+local function encode()
+  local texts, last = {}, buckets
+  while counts[last] == 0 do last = last - 1 end
+  for age = 0, last do texts[age + 1] = format('%d', counts[age]) end
+  return format('%d:', index) .. table.concat(texts, ',')
+end
+free, free_reset_us = limit - total, until_empty()
+
+if total + cost > limit and (op == 'C' or op == 'P') then
+  remaining, reset_us = free, free_reset_us
+  if cost > limit then status, retry_us = 2, -1
   else
-    local j, change = 0, cost
-    if asked == 'R' then
-      j = index - floor(charged_at / width)
-      change = j >= 0 and j <= c and -(counts[j] < cost and counts[j] or cost) or 0
-    end
-    if total + change > most then change = most - total end
-    if change ~= 0 then counts[j], total = counts[j] + change, total + change end
-    remaining, reset, lasts = a - total, until_empty(), false
-    if total > 0 then value, lasts = encode(), reset end
+    -- The oldest buckets are dropped first. All of them are enough, because the cost alone fits.
+    local excess, age = total + cost - limit, buckets
+    while excess > counts[age] do excess, age = excess - counts[age], age - 1 end
+    status, retry_us = 1, dropped_after_us(age)
   end
+  if clock_went_back and total > 0 then new_state, ttl_us = encode(), reset_us end
+else
+  local age, change = 0, cost
+  if op == 'R' then
+    age = index - floor(charged_at / width)
+    change = age >= 0 and age <= buckets and -(counts[age] < cost and counts[age] or cost) or 0
+  end
+  if total + change > MAX_STATE then change = MAX_STATE - total end
+  if change ~= 0 then counts[age], total = counts[age] + change, total + change end
+  remaining, reset_us, ttl_us = limit - total, until_empty(), false
+  if total > 0 then new_state, ttl_us = encode(), reset_us end
+end

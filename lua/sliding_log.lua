@@ -1,54 +1,62 @@
--- Kind L, sliding log: exactly what was admitted in the last window. a the limit, b the window in microseconds.
--- State: a LIST of the instants of admitted units, oldest first. An instant in the future (the clock was set back) counts as now.
-elseif kind == 'L' then
-  local length = call('LLEN', key)
-  local function at(index)
-    local instant = tonumber(call('LINDEX', key, format('%d', index)))
-    if instant > now then return now end
-    return instant
+-- Sliding log, kind L: the time of each admitted token. No window has more than `limit` tokens, wherever it begins.
+-- a limit   tokens in any window
+-- b window  length in microseconds
+-- State: a LIST of times, one per token, oldest first. A time in the future counts as now: the clock was set back.
+local call, floor, ceil, format = redis.call, math.floor, math.ceil, string.format
+local KEY_SLACK_MS
+local key, op, cost, a, b, now, charged_at
+local status, remaining, reset_us, retry_us, free, free_reset_us, commit
+--@body
+local limit, window = a, b
+local length = call('LLEN', key)
+local function time_at(index)
+  local time = tonumber(call('LINDEX', key, format('%d', index)))
+  if time > now then return now end
+  return time
+end
+-- Binary search of the first entry in the window.
+local first_active, high = 0, length
+while first_active < high do
+  local middle = floor((first_active + high) / 2)
+  if time_at(middle) <= now - window then first_active = middle + 1 else high = middle end
+end
+local active, newest, clock_went_back = length - first_active, nil, false
+if active > 0 then
+  newest = tonumber(call('LINDEX', key, '-1'))
+  if newest > now then newest, clock_went_back = now, true end
+end
+free, free_reset_us = limit - active, newest and newest + window - now or 0
+local function expire() call('PEXPIRE', key, format('%d', ceil(window / 1000) + KEY_SLACK_MS)) end
+-- Every change begins with RPUSH: Redis rejects it beyond `maxmemory`, but not after a command that deletes.
+local function repair()
+  local times = call('LRANGE', key, '0', '-1')
+  for i = 1, #times do
+    call('RPUSH', key, tonumber(times[i]) > now and format('%d', now) or times[i])
   end
-  -- The first entry that is still inside the window.
-  local low, high = 0, length
-  while low < high do
-    local middle = floor((low + high) / 2)
-    if at(middle) <= now - b then low = middle + 1 else high = middle end
-  end
-  local active, newest, behind = length - low, nil, false
-  if active > 0 then
-    newest = tonumber(call('LINDEX', key, '-1'))
-    if newest > now then newest, behind = now, true end
-  end
-  free, free_reset = a - active, newest and newest + b - now or 0
-  local function expire() call('PEXPIRE', key, format('%d', ceil(b / 1000) + 1000)) end
-  -- In all changes RPUSH comes first: Redis rejects it beyond `maxmemory`, but not after a command that deletes.
-  local function mend()
-    local all = call('LRANGE', key, '0', '-1')
-    for j = 1, #all do
-      call('RPUSH', key, tonumber(all[j]) > now and format('%d', now) or all[j])
+  call('LTRIM', key, format('%d', #times), '-1')
+  expire()
+end
+
+remaining, reset_us = free, free_reset_us
+if op == 'R' then
+  -- LREM with a count of 0 would remove every entry.
+  if cost > 0 then
+    commit = function()
+      local removed = call('LREM', key, format('%d', -cost), format('%d', charged_at))
+      if charged_at > now - window then active = active - removed end
+      return active < limit and limit - active or 0, active > 0 and time_at(-1) + window - now or 0
     end
-    call('LTRIM', key, format('%d', #all), '-1')
+  end
+elseif op ~= 'A' and active + cost > limit then
+  if cost > limit then status, retry_us = 2, -1
+  else status, retry_us = 1, time_at(first_active + active + cost - limit - 1) + window - now end
+  if clock_went_back then commit = repair end
+elseif cost > 0 then
+  remaining, reset_us = free - cost, window
+  commit = function()
+    if clock_went_back then repair() end
+    for _ = 1, cost do call('RPUSH', key, format('%d', now)) end
+    if first_active > 0 then call('LTRIM', key, format('%d', first_active), '-1') end
     expire()
   end
-  remaining, reset = free, free_reset
-  if asked == 'R' then
-    -- LREM with a count of 0 would remove every entry.
-    if cost > 0 then
-      value = function()
-        local removed = call('LREM', key, format('%d', -cost), format('%d', charged_at))
-        if charged_at > now - b then active = active - removed end
-        reply[r + 1], reply[r + 2] = active < a and a - active or 0, active > 0 and at(-1) + b - now or 0
-      end
-    end
-  elseif asked ~= 'A' and active + cost > a then
-    if cost > a then status, retry = 2, -1
-    else status, retry = 1, at(low + active + cost - a - 1) + b - now end
-    if behind then value = mend end
-  elseif cost > 0 then
-    remaining, reset = free - cost, b
-    value = function()
-      if behind then mend() end
-      for _ = 1, cost do call('RPUSH', key, format('%d', now)) end
-      if low > 0 then call('LTRIM', key, format('%d', low), '-1') end
-      expire()
-    end
-  end
+end

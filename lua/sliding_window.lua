@@ -1,30 +1,41 @@
--- Kind W, sliding window: the window before counts by the part of it that is still within reach (two windows, weighted).
--- a the limit, b the window in microseconds, c the unit in which the elapsed part is measured; b is a multiple of c.
--- State: x, y, z: the aligned window that opened at x counts y, the one before z.
-elseif kind == 'W' then
-  local start, current, previous, behind = now - now % b, 0, 0, false
-  if ends then
-    current, previous = y, z
-    if x > start then behind = true
-    elseif x == start - b then previous, current = current, 0
-    elseif x < start then previous, current = 0, 0 end
+-- Sliding window, kind W: two aligned windows. The previous one is weighted by its share that is not yet `window` ago.
+-- a limit   tokens per window
+-- b window  length in microseconds
+-- c unit    microseconds in which the elapsed part of the window is measured; divides the window
+-- State: `current` tokens were charged in the aligned window that opened at `start`, `previous` in the one before.
+local floor, ceil = math.floor, math.ceil
+local MAX_STATE
+local op, cost, a, b, c, now, charged_at, key_expires_at, field1, field2, field3
+local status, remaining, reset_us, retry_us, free, free_reset_us, ttl_us, new_field1, new_field2, new_field3
+--@body
+local limit, window, unit = a, b, c
+local start, current, previous, clock_went_back = now - now % window, 0, 0, false
+if key_expires_at then
+  local stored_start = field1
+  current, previous = field2, field3
+  if stored_start > start then clock_went_back = true
+  elseif stored_start == start - window then current, previous = 0, current
+  elseif stored_start < start then current, previous = 0, 0 end
+end
+local elapsed, units = floor((now - start) / unit), window / unit
+free = limit - current + floor(-previous * (units - elapsed) / units)
+free_reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
+
+local excess = (current + cost - limit) * units + previous * (units - elapsed)
+if excess > 0 and (op == 'C' or op == 'P') then
+  remaining, reset_us = free, free_reset_us
+  if cost > limit then status, retry_us = 2, -1
+  elseif current + cost <= limit then status, retry_us = 1, start + (elapsed + ceil(excess / previous)) * unit - now
+  else status, retry_us = 1, start + window + ceil(units * (current + cost - limit) / current) * unit - now end
+  if clock_went_back and reset_us > 0 then
+    ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous
   end
-  local elapsed, units = floor((now - start) / c), b / c
-  free = a - current + floor(-previous * (units - elapsed) / units)
-  free_reset = current > 0 and start + 2 * b - now or previous > 0 and start + b - now or 0
-  local over = (current + cost - a) * units + previous * (units - elapsed)
-  if over > 0 and (asked == 'C' or asked == 'P') then
-    remaining, reset = free, free_reset
-    if cost > a then status, retry = 2, -1
-    elseif current + cost <= a then status, retry = 1, start + (elapsed + ceil(over / previous)) * c - now
-    else status, retry = 1, start + b + ceil(units * (current + cost - a) / current) * c - now end
-    if behind and reset > 0 then lasts, x, y, z = reset, start, current, previous end
-  else
-    if asked ~= 'R' then current = math.min(current + cost, floor(most / 2 / units))
-    elseif charged_at >= start then current = current > cost and current - cost or 0
-    elseif charged_at >= start - b then previous = previous > cost and previous - cost or 0 end
-    remaining = a - current + floor(-previous * (units - elapsed) / units)
-    reset = current > 0 and start + 2 * b - now or previous > 0 and start + b - now or 0
-    lasts = false
-    if reset > 0 then lasts, x, y, z = reset, start, current, previous end
-  end
+else
+  if op ~= 'R' then current = math.min(current + cost, floor(MAX_STATE / 2 / units))
+  elseif charged_at >= start then current = current > cost and current - cost or 0
+  elseif charged_at >= start - window then previous = previous > cost and previous - cost or 0 end
+  remaining = limit - current + floor(-previous * (units - elapsed) / units)
+  reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
+  ttl_us = false
+  if reset_us > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous end
+end

@@ -1,54 +1,66 @@
--- Kind B, token bucket (GCRA and the leaky bucket as a meter are the same thing).
--- a burst in tokens, b/c the refill rate in tokens per microsecond, reduced. d, of R: for how many microseconds the bucket refilled to
--- pay the debt that it had before the refunded charge, rounded down.
--- State: x, y, z: at x the bucket lacked y parts of 1/z token.
-elseif kind == 'B' then
-  local debt, behind, lowered, capacity = 0, false, false, a * c
-  if ends then
-    debt = y
-    if z ~= c then
-      -- The rate was changed: the same debt, in parts of the new size, rounded up. Beyond 2^53 the product is not exact: then the
-      -- error of two operations is below one part, and one part more is never too few.
-      local rest = debt % z
-      local product = rest * c
-      local converted = product < 9007199254740992 and ceil(product / z) or ceil(rest / z * c) + 1
-      debt = math.min((debt - rest) / z * c + converted, most)
+-- Token bucket, kind B. GCRA and the leaky bucket as a meter are the same algorithm.
+-- a burst   tokens in a full bucket
+-- b refill  refill / parts is the rate in tokens per microsecond, a reduced fraction
+-- c parts
+-- d         R: microseconds, rounded down, for which the bucket refilled to repay the debt before the refunded charge
+-- State: at `updated_at` the bucket lacked `debt` parts of 1/parts token.
+local floor, ceil, unpack = math.floor, math.ceil, struct.unpack
+local MAX_STATE, EXACT_INTEGER_LIMIT, MIN_KEY_SLACK_US
+local op, cost, a, b, c, d, now, charged_at, key_expires_at, field1, field2, field3
+local status, remaining, reset_us, retry_us, free, free_reset_us, ttl_us, new_field1, new_field2, new_field3
+--@body
+local burst, refill, parts = a, b, c
+local debt, clock_went_back, rate_lowered = 0, false, false
+if key_expires_at then
+  local updated_at, stored_parts = field1, field3
+  debt = field2
+  if stored_parts ~= parts then
+    -- The rate was changed: the same debt in parts of another size, rounded up. If doubles do not hold the product, two
+    -- operations have an error of less than one part, so one part more is never too few.
+    local rest = debt % stored_parts
+    local product = rest * parts
+    local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
+      or ceil(rest / stored_parts * parts) + 1
+    debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
+  end
+  -- The rate at which the state was written repays the debt within `repay_time`, or up to half a second earlier.
+  local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
+  local needed = debt / refill
+  if elapsed < 0 then clock_went_back = true
+  elseif needed > repay_time then
+    -- The rate was lowered: the debt that the old rate has repaid by now is not owed again. Rounded as above.
+    local left = repay_time - elapsed
+    if left <= 0 then debt = 0
+    else
+      -- 1.0 makes it a double also in Lua 5.4, whose integers overflow.
+      local product = 1.0 * debt * left
+      local scaled = product < EXACT_INTEGER_LIMIT and ceil(product / repay_time) or ceil(debt / repay_time * left) + 1
+      debt, rate_lowered = math.min(scaled, debt - elapsed * refill), true
     end
-    -- The rate at which the state was written repays the debt within `span`: the key lasts half a second longer, or up to 1.001 s.
-    local passed, needed, span = now - x, debt / b, ends - 500000 - x
-    if passed < 0 then behind = true
-    elseif needed > span then
-      -- The rate was lowered: what the earlier one has repaid by now is not owed again. Rounded as above.
-      local left = span - passed
-      if left <= 0 then debt = 0
-      else
-        -- 1.0: a double also in Lua 5.4, whose integers overflow.
-        local product = 1.0 * debt * left
-        local owed = product < 9007199254740992 and ceil(product / span) or ceil(debt / span * left) + 1
-        debt, lowered = math.min(owed, debt - passed * b), true
-      end
-    elseif passed >= needed then debt = 0
-    else debt = debt - passed * b end
-  end
-  free, free_reset = floor((capacity - debt) / c), ceil(debt / b)
-  -- A cost that is paid for later may be any.
-  local parts = cost > most / c and most or cost * c
-  local owed = debt + parts
-  if asked == 'R' then
-    -- Refill since the charge first pays the debt before it, for d microseconds. Later refill pays the charge and is subtracted.
-    local passed = now - charged_at - unpack('<d', d)
-    if passed >= parts / b then parts = 0
-    elseif passed > 0 then parts = parts - passed * b end
-    owed = debt > parts and debt - parts or 0
-  end
-  if owed > capacity and (asked == 'C' or asked == 'P') then
-    remaining, reset = free, free_reset
-    if cost > a then status, retry = 2, -1
-    else status, retry = 1, ceil((owed - capacity) / b) end
-    -- The retry is told for the new rate, which applies from now on.
-    if behind or lowered then lasts, x, y, z = reset, now, debt, c end
-  else
-    if owed > most then owed = most end
-    remaining, reset, lasts = floor((capacity - owed) / c), ceil(owed / b), false
-    if owed > 0 then lasts, x, y, z = reset, now, owed, c end
-  end
+  elseif elapsed >= needed then debt = 0
+  else debt = debt - elapsed * refill end
+end
+local capacity = burst * parts
+free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
+
+-- A cost that is charged after the response may be any number.
+local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
+local charged = debt + charge
+if op == 'R' then
+  -- Refill since the charge first pays the debt before it. Later refill pays the charge and is subtracted.
+  local repaid_us, credit = now - charged_at - unpack('<d', d), charge
+  if repaid_us >= credit / refill then credit = 0
+  elseif repaid_us > 0 then credit = credit - repaid_us * refill end
+  charged = debt > credit and debt - credit or 0
+end
+if charged > capacity and (op == 'C' or op == 'P') then
+  remaining, reset_us = free, free_reset_us
+  if cost > burst then status, retry_us = 2, -1
+  else status, retry_us = 1, ceil((charged - capacity) / refill) end
+  -- retry_us is for the new rate, which applies from now on.
+  if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
+else
+  if charged > MAX_STATE then charged = MAX_STATE end
+  remaining, reset_us, ttl_us = floor((capacity - charged) / parts), ceil(charged / refill), false
+  if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, charged, parts end
+end

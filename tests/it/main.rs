@@ -56,6 +56,7 @@ mod route_timeouts;
 mod routes;
 mod routing;
 mod schema;
+mod scripts;
 mod secrets;
 mod smuggling;
 mod sparing;

@@ -1,4 +1,15 @@
-//! Composes the scripts of `lua/`: a frame and only the algorithms that a call uses.
+//! Composes the Lua scripts from the drivers and algorithms in `lua/`, encodes their arguments and decodes their replies.
+//!
+//! A driver reads the arguments, decides the requests and writes the states. The algorithms are branches of an `if` in
+//! the driver. The composer knows three markers, each alone on a line:
+//!
+//! - `--@body` in an algorithm: the branch begins after this line. The declarations before it are there only so that the
+//!   file is valid Lua.
+//! - `--@algorithms` in a driver: the composer inserts a branch for each algorithm.
+//! - `--@each limit` and `--@end` in `small.lua`: the composer repeats the lines between them for each limit, and replaces
+//!   the suffix `_1` by the number of the limit.
+//!
+//! `lua/generated/` has the composed scripts with all algorithms, for reading.
 
 use std::sync::OnceLock;
 
@@ -9,37 +20,53 @@ use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::algorithm::{AlgorithmKind, Outcome, Rule, Status};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
-const GENERIC: &str = include_str!("../../../lua/check.lua");
-const SINGLE: &str = include_str!("../../../lua/check_one.lua");
-const SMALL: &str = include_str!("../../../lua/check_few.lua");
-/// Where the algorithms go.
-const ALGORITHMS_MARK: &str = "--@kinds\n";
-/// Most limits of a request that [`FEW`] is written out for: Lua 5.1 has 200 local variables.
+const GENERIC: &str = include_str!("../../../lua/generic.lua");
+const SINGLE: &str = include_str!("../../../lua/single.lua");
+const SMALL: &str = include_str!("../../../lua/small.lua");
+
+const ALGORITHMS_MARKER: &str = "--@algorithms";
+const BODY_MARKER: &str = "--@body\n";
+const REPEAT_MARKER: &str = "--@each limit";
+const REPEAT_END_MARKER: &str = "--@end";
+
+/// Maximum number of limits of a request in the small driver. With more, its local variables would exceed the 200 of Lua
+/// 5.1.
 const MAX_SMALL_LIMITS: usize = 4;
 
-/// One file of `lua/` for each, in the order of their bits in a [`Parts`].
-const ALGORITHMS: [&str; 6] = [
-    include_str!("../../../lua/token_bucket.lua"),
-    include_str!("../../../lua/fixed_window.lua"),
-    include_str!("../../../lua/sliding_log.lua"),
-    include_str!("../../../lua/sliding_window.lua"),
-    include_str!("../../../lua/sliding_buckets.lua"),
-    include_str!("../../../lua/concurrency.lua"),
+/// An algorithm file and the kinds that it decides.
+struct Algorithm {
+    kinds: &'static [AlgorithmKind],
+    source: &'static str,
+}
+
+/// The algorithm files, in the order of their bits in an [`AlgorithmSet`].
+const ALGORITHMS: [Algorithm; 6] = [
+    Algorithm { kinds: &[AlgorithmKind::TokenBucket], source: include_str!("../../../lua/token_bucket.lua") },
+    Algorithm {
+        kinds: &[AlgorithmKind::FixedWindow, AlgorithmKind::FirstRequest, AlgorithmKind::Calendar],
+        source: include_str!("../../../lua/fixed_window.lua"),
+    },
+    Algorithm { kinds: &[AlgorithmKind::SlidingLog], source: include_str!("../../../lua/sliding_log.lua") },
+    Algorithm { kinds: &[AlgorithmKind::SlidingWindow], source: include_str!("../../../lua/sliding_window.lua") },
+    Algorithm { kinds: &[AlgorithmKind::SlidingBuckets], source: include_str!("../../../lua/sliding_buckets.lua") },
+    Algorithm { kinds: &[AlgorithmKind::Concurrency], source: include_str!("../../../lua/concurrency.lua") },
 ];
 
-/// What the algorithms stand in: the more is known of the requests of a call, the less it costs to decide them.
+/// The driver of a script. The less a driver supports, the less a check costs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScriptVariant {
     /// Any requests.
     Generic,
-    /// Requests with one limit each, of kinds that [`count`](Frame::counts), which may take many units.
+    /// Requests with one limit each, of [supported](ScriptVariant::supports) kinds. They may take several tokens
+    /// ([`Operation::TakeUpTo`]).
     Single,
-    /// Checks of at most so many limits each, of kinds that [`count`](Frame::counts). With one limit it is the script of [`One`](Frame::One).
+    /// Checks with at most this many limits each, of [supported](ScriptVariant::supports) kinds. With one limit it is the
+    /// script of [`Single`](ScriptVariant::Single).
     Small(usize),
 }
 
 impl ScriptVariant {
-    /// All that there are.
+    /// All variants.
     pub const ALL: [ScriptVariant; 5] = [
         ScriptVariant::Generic,
         ScriptVariant::Single,
@@ -48,12 +75,12 @@ impl ScriptVariant {
         ScriptVariant::Small(MAX_SMALL_LIMITS),
     ];
 
-    /// Of checks with so many limits each, of kinds that [`count`](Frame::counts).
+    /// Return the variant for checks with this many limits each, of [supported](ScriptVariant::supports) kinds.
     pub fn for_checks(limits: usize) -> Self {
         if (1..=MAX_SMALL_LIMITS).contains(&limits) { ScriptVariant::Small(limits) } else { ScriptVariant::Generic }
     }
 
-    /// Of requests some of which need this one and some the other.
+    /// Return the variant for the requests of both variants.
     pub fn union(self, other: ScriptVariant) -> Self {
         match (self, other) {
             (ScriptVariant::Small(one), ScriptVariant::Small(limits)) => ScriptVariant::Small(one.max(limits)),
@@ -63,8 +90,8 @@ impl ScriptVariant {
         }
     }
 
-    /// Whether the state of a kind is three numbers, which is all that the frames for one and for few know. Calendar windows may
-    /// have an error of their own, which they do not.
+    /// Return whether the single and the small driver support this kind. They know only states with three fields, and no
+    /// errors of algorithms, which calendar windows have.
     pub fn supports(kind: AlgorithmKind) -> bool {
         matches!(
             kind,
@@ -83,89 +110,130 @@ impl ScriptVariant {
         }
     }
 
-    fn source(self, algorithms: &str) -> String {
-        match self {
-            ScriptVariant::Generic => GENERIC.replacen(ALGORITHMS_MARK, algorithms, 1),
-            ScriptVariant::Single | ScriptVariant::Small(..2) => SINGLE.replacen(ALGORITHMS_MARK, algorithms, 1),
-            ScriptVariant::Small(limits) => {
-                let text = SMALL.replacen(ALGORITHMS_MARK, algorithms, 1).replace("@n", &limits.to_string());
-                let mut parts = text.split("@[");
-                let before = parts.next().unwrap_or_default().to_owned();
-                parts.fold(before, |source, part| {
-                    let (block, rest) = part.split_once("]@").unwrap_or((part, ""));
-                    let blocks: String = (1..=limits).map(|limit| block.replace('@', &limit.to_string())).collect();
-                    source + &blocks + rest
-                })
+    /// Compose the script of this variant.
+    fn compose(self, algorithms: AlgorithmSet) -> String {
+        let driver = match self {
+            ScriptVariant::Generic => GENERIC.to_owned(),
+            ScriptVariant::Single | ScriptVariant::Small(..2) => SINGLE.to_owned(),
+            ScriptVariant::Small(limits) => repeat_blocks(SMALL, limits),
+        };
+        let mut script = String::with_capacity(4 * driver.len());
+        for line in driver.lines() {
+            match line.strip_suffix(ALGORITHMS_MARKER) {
+                Some(indent) => self.push_branches(&mut script, algorithms, indent),
+                None => script.extend([line, "\n"]),
+            }
+        }
+        script
+    }
+
+    /// Append a branch for each algorithm that is in the set and supported by the driver.
+    fn push_branches(self, script: &mut String, algorithms: AlgorithmSet, indent: &str) {
+        for algorithm in algorithms.iter() {
+            let kinds = algorithm.kinds.iter().filter(|kind| self == ScriptVariant::Generic || Self::supports(**kind));
+            let conditions: Vec<_> = kinds.map(|kind| format!("kind == '{}'", kind.letter())).collect();
+            if conditions.is_empty() {
+                continue;
+            }
+            script.push_str(&format!("{indent}elseif {} then\n", conditions.join(" or ")));
+            let (_, body) = algorithm.source.split_once(BODY_MARKER).unwrap_or_default();
+            for line in body.lines() {
+                if !line.is_empty() {
+                    script.extend([indent, "  ", line]);
+                }
+                script.push('\n');
             }
         }
     }
 }
 
-/// The set of algorithm files that a script needs.
+/// Repeat each block between the markers for each limit.
+fn repeat_blocks(driver: &str, limits: usize) -> String {
+    let mut script = String::with_capacity(limits * driver.len());
+    let mut block: Option<String> = None;
+    for line in driver.split_inclusive('\n') {
+        match (line.trim(), &mut block) {
+            (REPEAT_MARKER, None) => block = Some(String::new()),
+            (REPEAT_END_MARKER, Some(block_text)) => {
+                for limit in 1..=limits {
+                    script.push_str(&block_text.replace("_1", &format!("_{limit}")));
+                }
+                block = None;
+            }
+            (_, Some(block_text)) => block_text.push_str(line),
+            (_, None) => script.push_str(line),
+        }
+    }
+    script
+}
+
+/// A set of algorithm files.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AlgorithmSet(usize);
 
 impl AlgorithmSet {
-    /// What any call for these rules needs.
+    /// All algorithms.
+    pub const ALL: AlgorithmSet = AlgorithmSet((1 << ALGORITHMS.len()) - 1);
+
+    /// Return the algorithms of these rules.
     pub fn for_rules<'a>(rules: impl IntoIterator<Item = &'a Rule>) -> Self {
-        AlgorithmSet(rules.into_iter().fold(0, |parts, rule| {
-            parts
-                | match rule.kind() {
-                    AlgorithmKind::TokenBucket => 1,
-                    AlgorithmKind::FixedWindow | AlgorithmKind::FirstRequest | AlgorithmKind::Calendar => 2,
-                    AlgorithmKind::SlidingLog => 4,
-                    AlgorithmKind::SlidingWindow => 8,
-                    AlgorithmKind::SlidingBuckets => 16,
-                    AlgorithmKind::Concurrency => 32,
-                }
-        }))
+        let bit = |rule: &Rule| ALGORITHMS.iter().position(|algorithm| algorithm.kinds.contains(&rule.kind()));
+        AlgorithmSet(rules.into_iter().filter_map(bit).fold(0, |bits, bit| bits | 1 << bit))
     }
 
-    /// The same, and what these need.
+    /// Return the algorithms of both sets.
     pub fn union(self, others: AlgorithmSet) -> Self {
         AlgorithmSet(self.0 | others.0)
     }
 
-    /// Whether nothing is needed.
+    /// Return whether the set has no algorithms.
     pub fn is_empty(self) -> bool {
         self.0 == 0
+    }
+
+    fn iter(self) -> impl Iterator<Item = &'static Algorithm> {
+        ALGORITHMS.iter().enumerate().filter(move |(bit, _)| self.0 >> bit & 1 == 1).map(|(_, algorithm)| algorithm)
     }
 }
 
 /// A composed script.
 #[derive(Debug)]
 pub struct Script {
-    /// What `EVAL` and `SCRIPT LOAD` take.
+    /// The source, for `EVAL` and `SCRIPT LOAD`.
     pub source: String,
-    /// What `EVALSHA` takes: SHA-1 in lower-case hex.
+    /// The name for `EVALSHA`: SHA-1 of the source in lower-case hex.
     pub sha: String,
 }
 
-/// The script for a set of algorithms, composed once per process.
-pub fn script(variant: ScriptVariant, parts: AlgorithmSet) -> &'static Script {
-    const SETS: usize = 1 << ALGORITHMS.len();
+/// Return the script for a set of algorithms. It is composed once per process.
+pub fn script(variant: ScriptVariant, algorithms: AlgorithmSet) -> &'static Script {
+    const SETS: usize = AlgorithmSet::ALL.0 + 1;
     static SCRIPTS: [[OnceLock<Script>; SETS]; ScriptVariant::ALL.len()] =
         [const { [const { OnceLock::new() }; SETS] }; ScriptVariant::ALL.len()];
-    SCRIPTS[variant.index()][parts.0].get_or_init(|| {
-        let algorithms: String =
-            ALGORITHMS.iter().enumerate().filter(|(bit, _)| parts.0 >> bit & 1 == 1).map(|(_, file)| *file).collect();
-        let source = variant.source(&algorithms);
-        // Redis names scripts by SHA-1; nothing is secured by it.
+    SCRIPTS[variant.index()][algorithms.0].get_or_init(|| {
+        let source = variant.compose(algorithms);
+        // Redis names scripts by SHA-1. Security does not depend on it.
         let digest = digest::digest(&digest::SHA1_FOR_LEGACY_USE_ONLY, source.as_bytes());
         let sha = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
         Script { source, sha }
     })
 }
 
-// What a script is asked and what it answers, in bytes that neither side reads as text: the contract is in `lua/check.lua`.
+// === Arguments and replies: packed numbers, see the header of `lua/generic.lua` ===
 
-/// Bytes of a number: a double, which holds all integers up to 2^53.
+/// Bytes of a number: a double, which is exact for integers up to 2^53.
 const NUMBER_BYTES: usize = 8;
 
-/// Numbers that a reply has for each limit.
+/// Bytes of a group in the argument, without its limits: three numbers and the operation.
+const GROUP_BYTES: usize = 3 * NUMBER_BYTES + 1;
+
+/// Bytes of a limit in the argument: five numbers, the kind and the flag.
+const LIMIT_BYTES: usize = 5 * NUMBER_BYTES + 2;
+
+/// Numbers in a reply for each limit.
 const NUMBERS_PER_LIMIT: usize = 5;
 
-/// What is asked of one limit.
+/// The arguments of one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LimitArgs {
     kind: AlgorithmKind,
@@ -176,7 +244,7 @@ pub struct LimitArgs {
 }
 
 impl LimitArgs {
-    /// Of this charge; calendar windows are reckoned for about `near_us`.
+    /// Return the arguments of a charge. Calendar windows are those around `assumed_now_us`.
     pub fn from_charge(charge: &Charge<'_>, assumed_now_us: u64) -> Self {
         let (kind, [a, b, c, d]) = (charge.rule.kind(), charge.rule.script_arguments(assumed_now_us));
         let last_parameter = match kind {
@@ -187,7 +255,7 @@ impl LimitArgs {
         LimitArgs { kind, mode: charge.mode, cost: charge.cost, parameters: [a, b, c], last_parameter }
     }
 
-    /// For the refund of this cost, where the charge had this outcome.
+    /// Return the arguments for a refund of this cost. `outcome` is that of the charge.
     pub fn for_refund(self, cost: u64, outcome: &Outcome) -> Self {
         let [burst, refill, parts] = self.parameters;
         let last_parameter = match self.kind {
@@ -199,20 +267,20 @@ impl LimitArgs {
         LimitArgs { cost, last_parameter, ..self }
     }
 
-    /// What is charged.
+    /// Return the cost.
     pub fn cost(&self) -> u64 {
         self.cost
     }
 
-    /// Whether the cost is charged after the response.
+    /// Return whether the cost is charged after the response.
     pub fn is_post_paid(&self) -> bool {
         self.mode.is_deferred()
     }
 }
 
-/// The frame that decides such requests at the least cost.
+/// Return the cheapest variant that supports these requests.
 pub fn script_variant(operation: Operation, limits: &[LimitArgs]) -> ScriptVariant {
-    let is_plain = limits.iter().all(|terms| terms.mode == ChargeMode::Enforced && ScriptVariant::supports(terms.kind));
+    let is_plain = limits.iter().all(|limit| limit.mode == ChargeMode::Enforced && ScriptVariant::supports(limit.kind));
     match (operation, limits) {
         (Operation::Check, _) if is_plain => ScriptVariant::for_checks(limits.len()),
         (Operation::TakeUpTo, [LimitArgs { cost: 1.., .. }]) if is_plain => ScriptVariant::Single,
@@ -220,14 +288,15 @@ pub fn script_variant(operation: Operation, limits: &[LimitArgs]) -> ScriptVaria
     }
 }
 
-/// The argument of a call, with room for so many groups and limits; `now_us` 0 = the server's time.
+/// Start the argument of a call, with capacity for this many groups and limits. With `now_us` = 0 the time of the server
+/// decides.
 pub fn start_argument(now_us: u64, groups: usize, limits: usize) -> Vec<u8> {
-    let mut argument = Vec::with_capacity(NUMBER_BYTES + 25 * groups + 42 * limits);
+    let mut argument = Vec::with_capacity(NUMBER_BYTES + GROUP_BYTES * groups + LIMIT_BYTES * limits);
     argument.extend(encode_number(now_us));
     argument
 }
 
-/// Adds so many requests that differ in their keys only.
+/// Append a group of requests that differ only in their keys.
 pub fn append_group(argument: &mut Vec<u8>, requests: usize, operation: Operation, limits: &[LimitArgs]) {
     let (letter, charged_at) = operation.script_arguments();
     argument.extend(encode_number(requests as u64));
@@ -248,18 +317,18 @@ fn encode_number(number: u64) -> [u8; NUMBER_BYTES] {
     (number as f64).to_le_bytes()
 }
 
-/// The reply to a call, request by request.
+/// The reply to a call. [`next_verdict`](ScriptReply::next_verdict) reads it request by request.
 #[derive(Debug)]
 pub struct ScriptReply {
     bytes: Vec<u8>,
-    /// Of the requests that failed: how many limits come before, and why.
+    /// The number of limits before each failed request, and its error.
     failures: Vec<(usize, ServerError)>,
-    /// Limits read so far.
+    /// Number of limits read so far.
     limits_read: usize,
 }
 
 impl ScriptReply {
-    /// Reads a reply for so many limits, if it is one.
+    /// Parse a reply for this many limits. Return `None` if it is malformed.
     pub fn new(reply: Value, limits: usize) -> Option<Self> {
         let mut parts = match reply {
             Value::Array(parts) => parts.into_iter(),
@@ -280,7 +349,8 @@ impl ScriptReply {
         })
     }
 
-    /// What it says to the next request, which has so many limits; none if that is no verdict.
+    /// Return the verdict or the error of the next request, which has this many limits. Return `None` if the reply is
+    /// malformed.
     pub fn next_verdict(&mut self, limits: usize) -> Option<Result<Verdict, ServerError>> {
         let first = self.limits_read;
         self.limits_read += limits;
@@ -301,7 +371,7 @@ impl ScriptReply {
             3 => Status::Saturated,
             _ => return None,
         };
-        // -1 stands for "never".
+        // A `retry_us` of -1 means never.
         let (remaining, reset_us, retry_us) =
             (decode_integer(field(2))?, decode_integer(field(3))?, decode_integer(field(4).max(0.0))?);
         Some(Outcome { status, remaining, reset_us, retry_us })
@@ -312,7 +382,7 @@ impl ScriptReply {
     }
 }
 
-/// A number that the arithmetic of the scripts may come to: what is no integer would have been rounded somewhere.
+/// Return the number as an integer, if it is one that the exact arithmetic of the scripts can result in.
 fn decode_integer(number: f64) -> Option<u64> {
     let whole = number as u64;
     (whole as f64 == number && whole <= 1 << 53).then_some(whole)
@@ -325,26 +395,36 @@ mod tests {
 
     #[test]
     fn script_variant_union_supports_all_requests() {
-        let of = |frames: &[ScriptVariant]| frames.iter().copied().reduce(ScriptVariant::union).unwrap();
-        assert_eq!(of(&[Small(1), Single, Small(1)]), Single);
-        assert_eq!(of(&[Small(2), Small(1), Small(4), Small(3)]), Small(4));
-        assert_eq!(of(&[Small(2), Single]), Generic, "what takes many units has one limit");
-        assert_eq!(of(&[Generic, Small(1)]), Generic);
-        assert_eq!(
-            (ScriptVariant::for_checks(0), ScriptVariant::for_checks(4), ScriptVariant::for_checks(5)),
-            (Generic, Small(4), Generic)
-        );
+        let union = |variants: &[ScriptVariant]| variants.iter().copied().reduce(ScriptVariant::union).unwrap();
+        assert_eq!(union(&[Small(1), Single, Small(1)]), Single);
+        assert_eq!(union(&[Small(2), Small(1), Small(4), Small(3)]), Small(4));
+        assert_eq!(union(&[Small(2), Single]), Generic, "the single driver supports one limit per request");
+        assert_eq!(union(&[Generic, Small(1)]), Generic);
+        assert_eq!(ScriptVariant::for_checks(0), Generic);
+        assert_eq!(ScriptVariant::for_checks(4), Small(4));
+        assert_eq!(ScriptVariant::for_checks(5), Generic);
     }
 
     #[test]
-    fn script_variants_have_no_template_marks() {
-        let parts = AlgorithmSet(11);
-        for frame in ScriptVariant::ALL {
-            let text = &script(frame, parts).source;
-            assert!(!text.contains('@'), "{frame:?}: {text}");
+    fn algorithms_are_branches_of_the_drivers_that_support_them() {
+        for variant in ScriptVariant::ALL {
+            for (bit, algorithm) in ALGORITHMS.iter().enumerate() {
+                let source = &script(variant, AlgorithmSet(1 << bit)).source;
+                let branches = source.lines().filter(|line| line.trim().starts_with("elseif kind == '")).count();
+                let is_supported =
+                    variant == Generic || algorithm.kinds.iter().any(|kind| ScriptVariant::supports(*kind));
+                // The small driver has a branch for each limit.
+                let limits = if let Small(limits) = variant { limits } else { 1 };
+                assert_eq!(branches, if is_supported { limits } else { 0 }, "{variant:?}, {:?}", algorithm.kinds);
+                assert!(!source.contains("--@"), "{variant:?}: a marker is left in {source}");
+            }
         }
-        let texts: std::collections::HashSet<_> =
-            ScriptVariant::ALL.iter().map(|frame| &script(*frame, parts).sha).collect();
-        assert_eq!(texts.len(), ScriptVariant::ALL.len());
+    }
+
+    #[test]
+    fn script_variants_have_different_scripts() {
+        let shas: std::collections::HashSet<_> =
+            ScriptVariant::ALL.iter().map(|variant| &script(*variant, AlgorithmSet::ALL).sha).collect();
+        assert_eq!(shas.len(), ScriptVariant::ALL.len());
     }
 }

@@ -1,0 +1,205 @@
+-- Generic driver: decides requests with any operation and any limits. It charges all limits of a request or none.
+-- This header is the contract of all drivers and algorithms.
+--
+-- KEYS     The keys of the states: one for each limit of each request. In Redis Cluster they share a slot.
+-- ARGV[1]  Bytes, in the formats of struct.pack. d is a little-endian double of 8 bytes, c1 is a letter.
+--          d   now in microseconds; 0 = the time of the server
+--          Then, in the order of the keys, groups of requests that differ only in their keys. For each group:
+--          d   number of requests
+--          c1  operation: C check and charge | P peek | A charge unconditionally | R refund
+--              | T take up to the cost: grant as many tokens as checks with a cost of 1 would
+--              | N renew a concurrency permit, or add it if it is missing
+--          d   R: time of the refunded charge in microseconds; other operations: 0
+--          d   number of limits of each request
+--          And for each limit:
+--          c1  kind: see the algorithm files
+--          c1  flag: - none | s shadow | p post-paid | b both
+--          d   cost
+--          d a, d b, d c, c8 d: parameters of the kind
+-- Reply    Bytes: d now, then for each limit of each request: d granted, d status, d remaining, d reset_us, d retry_us.
+--          Status: 0 ok | 1 exceeded, retry_us is exact | 2 cost too large, retry_us is -1
+--          | 3 saturated, retry_us is an upper bound
+--          If the request is denied, remaining and reset_us are without the charge.
+--          If requests fail, the reply is an array: these bytes, with granted = -1 for the failed requests, then for
+--          each failed request the number of keys before its first one, and its error. An error is RLARG, RLSTALE
+--          (see fixed_window.lua), or one of Redis.
+-- Errors   RLARG: the arguments of the call are invalid. Nothing was written.
+-- Text instead of bytes would cost Redis a tenth more, and the parser of the gateway 3,000 instructions per limit.
+--
+-- An algorithm is a branch of the `if` below. Function calls would cost more than the algorithms themselves.
+-- Input    key, kind, cost, a, b, c, d, now, charged_at
+--          op: C, P, A, R or N. The driver decides T by P, then C.
+--          key_expires_at, field1, field2, field3: the state, or nil if there is none
+-- Output   status, remaining, reset_us, retry_us: with the charge, or without it if the status is not 0
+--          free, free_reset_us: remaining and reset_us without the charge
+--          ttl_us: time after which the new state is equal to no state; false = the new state is empty; nil = no change
+--          new_field1, new_field2, new_field3: the new state
+--          new_state: the new state as text, from algorithms that read their state themselves
+--          commit: a function that writes the new state, instead of ttl_us. It may return remaining and reset_us.
+-- Before `commit`, an algorithm must not write. If the status is not 0, the new state is a repair: of a state whose
+-- time is in the future because the clock was set back, or of a token bucket whose rate was changed.
+--
+-- Most states have three fields. Their keys have 32 bytes, four little-endian integers: the time at which the key
+-- expires, then the fields. Text would add a fifth to the cost of a check.
+-- The TTL of a key is a second longer than that of its state, so that no decision depends on when Redis expires the
+-- key. If the key still lives long enough, SETRANGE replaces the fields and keeps the TTL. It costs half of SET.
+-- Beyond `maxmemory` Redis rejects commands that may need memory (SET, SETRANGE, ZADD, RPUSH) until the script has
+-- written. A charge therefore begins with such a command, and the gateway sends groups that may delete (R, N) last.
+-- All arithmetic is on integers below 2^53, so it is exact. The configuration is checked for that, and unconditional
+-- charges (A) stop adding at MAX_STATE.
+-- Numbers are formatted with %d: `..` and tostring switch to 1e+15 notation, %.0f is three times as slow and writes -0.
+local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
+local pack, unpack = struct.pack, struct.unpack
+-- Bytes of a group without its limits, of a limit, and of a state with three fields.
+local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
+-- 2^52, the maximum value in a state; 2^53, up to which doubles hold all integers.
+local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
+-- For how long a key outlives its state: SET adds a second. SETRANGE is used while the rest is between these bounds.
+local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
+
+local args, keys, groups, key_count = ARGV[1], KEYS, {}, 0
+if #ARGV ~= 1 or #args < 8 then
+  return redis.error_reply('RLARG wrong number of arguments')
+end
+-- Validate all groups before the first request is decided.
+local now, position = unpack('<d', args)
+while position <= #args do
+  if #args - position + 1 < GROUP_BYTES then
+    return redis.error_reply('RLARG wrong number of arguments')
+  end
+  local requests, operation, charged_at, limits
+  requests, operation, charged_at, limits, position = unpack('<dc1dd', args, position)
+  if not (requests >= 1 and requests % 1 == 0 and limits >= 1 and limits % 1 == 0
+    and #args - position + 1 >= LIMIT_BYTES * limits) then
+    return redis.error_reply('RLARG wrong number of arguments')
+  end
+  if operation ~= 'C' and operation ~= 'P' and operation ~= 'A' and operation ~= 'R' and operation ~= 'T'
+    and operation ~= 'N' then
+    return redis.error_reply('RLARG unknown operation')
+  end
+  local checks = {}
+  for i = 1, limits do
+    local kind, flag, cost, a, b, c, d
+    kind, flag, cost, a, b, c, d, position = unpack('<c1c1ddddc8', args, position)
+    checks[i] = {
+      kind = kind, cost = cost, a = a, b = b, c = c, d = d,
+      is_shadow = flag == 's' or flag == 'b',
+      is_deferred = operation == 'C' and (flag == 'p' or flag == 'b'),
+      -- Results for the current request. Lua sizes tables by powers of two: a 17th field would double this one.
+      status = 0, remaining = 0, reset_us = 0, retry_us = 0, free = 0, free_reset_us = 0, change = false, ttl_ms = 0,
+    }
+  end
+  groups[#groups + 1] = { requests = requests, operation = operation, charged_at = charged_at, checks = checks }
+  key_count = key_count + requests * limits
+end
+if key_count == 0 or key_count ~= #keys then
+  return redis.error_reply('RLARG wrong number of keys')
+end
+if now == 0 then
+  local time = call('TIME')
+  now = time[1] * 1000000 + time[2]
+end
+
+local replies, failures = {pack('<d', now)}, nil
+local operation, charged_at, checks
+-- Decides the request whose keys follow the first `key_offset` keys. Returns an error, or nothing.
+local function decide(key_offset)
+  local op, requested, granted, admitted = operation, nil, nil, nil
+  -- T takes two passes: the first reads how many tokens remain, the second charges them at once.
+  if operation == 'T' then op, requested = 'P', 0 end
+  repeat
+    admitted = true
+    for i = 1, #checks do
+      local check, key = checks[i], keys[key_offset + i]
+      local kind, cost, a, b, c, d = check.kind, requested or check.cost, check.a, check.b, check.c, check.d
+      local status, remaining, reset_us, retry_us, free, free_reset_us = 0, 0, 0, 0, 0, 0
+      local ttl_us, new_field1, new_field2, new_field3, new_state, commit
+      local key_expires_at, field1, field2, field3
+      local state = kind ~= 'S' and kind ~= 'L' and kind ~= 'C' and call('GET', key)
+      if state then
+        if #state ~= STATE_BYTES then return redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
+        key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
+      end
+      -- A deferred cost is charged after the response. Until then the request needs one token.
+      if check.is_deferred then cost = 1 end
+      if operation == 'N' and kind ~= 'C' then
+        return redis.error_reply('RLARG only concurrency permits can be renewed')
+      --@algorithms
+      else
+        return redis.error_reply('RLARG unknown kind')
+      end
+      if free < 0 then free = 0 end
+      if remaining < 0 then remaining = 0 end
+      if status ~= 0 then
+        if not check.is_shadow then admitted = false end
+      elseif check.is_deferred then
+        remaining, reset_us, ttl_us, new_state, commit = free, free_reset_us, nil, nil, nil
+      end
+      -- The change is a new state with a TTL (0 = keep the TTL of the key), a function, false = delete, or nil = none.
+      local change, ttl_ms = commit, nil
+      if ttl_us then
+        local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
+        if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
+          change, ttl_ms = pack('<i8i8i8', new_field1, new_field2, new_field3), 0
+        else
+          ttl_ms = ceil(ttl_us / 1000) + KEY_SLACK_MS
+          change = new_state or pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1, new_field2, new_field3)
+        end
+      elseif ttl_us == false then change = false end
+      check.status, check.remaining, check.reset_us, check.retry_us = status, remaining, reset_us, retry_us
+      check.free, check.free_reset_us = free, free_reset_us
+      check.change, check.ttl_ms = change, ttl_ms
+    end
+    local is_last_pass = operation ~= 'T' or granted
+    if not is_last_pass then
+      local wanted = checks[1].cost
+      granted = wanted
+      for i = 1, #checks do
+        local check = checks[i]
+        if check.free < granted and not check.is_shadow then granted = check.free end
+      end
+      -- If nothing remains, the second pass requests one token to learn the retry time.
+      op, requested = wanted > 0 and 'C' or 'P', wanted > 0 and granted < 1 and 1 or granted
+    end
+  until is_last_pass
+
+  granted = admitted and (granted or 1) or 0
+  for i = 1, #checks do
+    local check, key = checks[i], keys[key_offset + i]
+    local change, ttl_ms = check.change, check.ttl_ms
+    if change ~= nil and op ~= 'P' and (admitted or check.status ~= 0) then
+      if ttl_ms == 0 then call('SETRANGE', key, '8', change)
+      elseif ttl_ms then call('SET', key, change, 'PX', format('%d', ttl_ms))
+      elseif change then
+        local remaining, reset_us = change()
+        if remaining then check.remaining, check.reset_us = remaining, reset_us end
+      -- Other operations cannot empty a state: it was equal to no state before.
+      elseif operation == 'R' then call('DEL', key) end
+    end
+    if op == 'P' or not admitted then check.remaining, check.reset_us = check.free, check.free_reset_us end
+    replies[key_offset + i + 1] = pack('<ddddd', granted, check.status, check.remaining, check.reset_us, check.retry_us)
+  end
+end
+
+local key_offset = 0
+for g = 1, #groups do
+  local group = groups[g]
+  operation, charged_at, checks = group.operation, group.charged_at, group.checks
+  for _ = 1, group.requests do
+    -- The error of one request must not fail the others.
+    local _, failure = pcall(decide, key_offset)
+    if failure then
+      -- Errors of Lua are text, and before Redis 7 those of Redis too.
+      if type(failure) ~= 'table' then
+        failure = redis.error_reply(match(failure, '^%u+ ') and failure or 'ERR Error running script: ' .. failure)
+      end
+      failures = failures or {}
+      failures[#failures + 1], failures[#failures + 2] = key_offset, failure
+      for i = 1, #checks do replies[key_offset + i + 1] = pack('<ddddd', -1, 0, 0, 0, 0) end
+    end
+    key_offset = key_offset + #checks
+  end
+end
+replies = table.concat(replies)
+if failures then table.insert(failures, 1, replies) end
+return failures or replies

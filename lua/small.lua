@@ -1,0 +1,143 @@
+-- Driver for checks of few limits: each request has the operation C and one to four limits of kind B, F, X or W,
+-- neither shadow nor post-paid. The contract is in generic.lua. Without the tables and functions of generic.lua a check
+-- costs a quarter less.
+-- Commands are called with redis.pcall, so that the error of one request does not fail the others.
+-- The source is written for one limit. For each limit, the gateway repeats the blocks from `each limit` to `end`, with
+-- the number of the limit in place of the suffix _1. If a request has fewer limits, the kinds of the others are nil.
+local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
+local pack, unpack = struct.pack, struct.unpack
+-- Bytes of a group without its limits, of a limit, and of a state with three fields.
+local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
+-- 2^52, the maximum value in a state; 2^53, up to which doubles hold all integers.
+local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
+-- For how long a key outlives its state: SET adds a second. SETRANGE is used while the rest is between these bounds.
+local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
+
+local args, keys, op, charged_at = ARGV[1], KEYS, 'C', 0
+if #ARGV ~= 1 or #args < 8 then
+  return redis.error_reply('RLARG wrong number of arguments')
+end
+-- Validate all groups before the first request is decided. A single group is not unpacked twice.
+local now, position = unpack('<d', args)
+local groups, key_count = 0, 0
+local requests, operation, _, limits, unread_limits
+--@each limit
+local kind_1, flag_1, cost_1, a_1, b_1, c_1, d_1
+--@end
+while position <= #args do
+  if #args - position + 1 < GROUP_BYTES then
+    return redis.error_reply('RLARG wrong number of arguments')
+  end
+  requests, operation, _, limits, position = unpack('<dc1dd', args, position)
+  if operation ~= 'C' or not (requests >= 1 and requests % 1 == 0 and limits >= 1 and limits % 1 == 0)
+    or #args - position + 1 < LIMIT_BYTES * limits then
+    return redis.error_reply('RLARG only checks with few limits each are supported')
+  end
+  unread_limits = limits
+  --@each limit
+  kind_1 = nil
+  if unread_limits > 0 then
+    kind_1, flag_1, cost_1, a_1, b_1, c_1, d_1, position = unpack('<c1c1ddddc8', args, position)
+    if flag_1 ~= '-' or kind_1 ~= 'B' and kind_1 ~= 'F' and kind_1 ~= 'X' and kind_1 ~= 'W' then
+      return redis.error_reply('RLARG only checks with few limits each are supported')
+    end
+    unread_limits = unread_limits - 1
+  end
+  --@end
+  if unread_limits > 0 then
+    return redis.error_reply('RLARG only checks with few limits each are supported')
+  end
+  groups, key_count = groups + 1, key_count + requests * limits
+end
+if key_count == 0 or key_count ~= #keys then
+  return redis.error_reply('RLARG wrong number of keys')
+end
+if now == 0 then
+  local time = call('TIME')
+  now = time[1] * 1000000 + time[2]
+end
+
+local replies, reply_count, failures, key_index = {pack('<d', now)}, 1, nil, 0
+position = 9
+for _ = 1, groups do
+  if groups > 1 then
+    requests, operation, _, limits, position = unpack('<dc1dd', args, position)
+    unread_limits = limits
+    --@each limit
+    kind_1 = nil
+    if unread_limits > 0 then
+      kind_1, flag_1, cost_1, a_1, b_1, c_1, d_1, position = unpack('<c1c1ddddc8', args, position)
+      unread_limits = unread_limits - 1
+    end
+    --@end
+  end
+  -- pack ignores the values after those of the format.
+  local reply_format = limits == 1 and '<ddddd' or limits == 2 and '<dddddddddd' or limits == 3 and '<ddddddddddddddd'
+    or '<dddddddddddddddddddd'
+  for _ = 1, requests do
+    local key_offset, admitted, failure = key_index, true, nil
+    --@each limit
+    local key_1, status_1, remaining_1, reset_us_1, retry_us_1, free_1, free_reset_us_1, new_state_1, ttl_ms_1
+    if kind_1 then
+      key_index = key_index + 1
+      key_1 = keys[key_index]
+      local kind, cost, a, b, c, d = kind_1, cost_1, a_1, b_1, c_1, d_1
+      local status, remaining, reset_us, retry_us, free, free_reset_us = 0, 0, 0, 0, 0, 0
+      local ttl_us, new_field1, new_field2, new_field3
+      local key_expires_at, field1, field2, field3
+      local state = call('GET', key_1)
+      if state then
+        if #state == STATE_BYTES then key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
+        else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
+      end
+      if failure then
+        -- The end of the loop replies it.
+      --@algorithms
+      else
+        failure = redis.error_reply('RLARG unknown kind')
+      end
+      if status ~= 0 then admitted = false end
+      if ttl_us then
+        local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
+        if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
+          new_state_1 = pack('<i8i8i8', new_field1, new_field2, new_field3)
+        else
+          ttl_ms_1 = ceil(ttl_us / 1000) + KEY_SLACK_MS
+          new_state_1 = pack('<i8i8i8i8', now + ttl_ms_1 * 1000, new_field1, new_field2, new_field3)
+        end
+      end
+      status_1, remaining_1, reset_us_1, retry_us_1 = status, remaining, reset_us, retry_us
+      free_1, free_reset_us_1 = free, free_reset_us
+    end
+    --@end
+    --@each limit
+    if new_state_1 and not failure and (admitted or status_1 ~= 0) then
+      if ttl_ms_1 then
+        local result = call('SET', key_1, new_state_1, 'PX', format('%d', ttl_ms_1))
+        failure = result.err and result
+      else
+        local length = call('SETRANGE', key_1, '8', new_state_1)
+        failure = length ~= STATE_BYTES and length
+      end
+    end
+    --@end
+    if failure then
+      failures = failures or {}
+      failures[#failures + 1], failures[#failures + 2] = key_offset, failure
+    end
+    local granted = failure and -1 or admitted and 1 or 0
+    --@each limit
+    if not admitted then remaining_1, reset_us_1 = free_1, free_reset_us_1 end
+    if remaining_1 and remaining_1 < 0 then remaining_1 = 0 end
+    --@end
+    reply_count = reply_count + 1
+    replies[reply_count] = pack(reply_format
+      --@each limit
+      , granted, status_1, remaining_1, reset_us_1, retry_us_1
+      --@end
+    )
+  end
+end
+replies = table.concat(replies)
+if failures then table.insert(failures, 1, replies) end
+return failures or replies

@@ -1,0 +1,81 @@
+//! The files of `lua/`: each is valid Lua by itself, and `lua/generated/` has the scripts that the gateway composes from them.
+//!
+//! After a change of `lua/`, `UPDATE_GENERATED=1 cargo test --test it scripts::` writes `lua/generated/`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::support::redis::Redis;
+use sluicegate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
+
+fn lua_folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("lua")
+}
+
+/// The Lua files of a folder, by name.
+fn lua_files(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut files: Vec<_> =
+        entries.filter(|path| path.extension().is_some_and(|extension| extension == "lua")).collect();
+    files.sort();
+    files
+}
+
+/// The name and the text of each file in `lua/generated/`.
+fn generated() -> Vec<(String, String)> {
+    let named = |variant: &ScriptVariant| {
+        let (name, driver) = match variant {
+            ScriptVariant::Generic => ("generic".to_owned(), "generic"),
+            ScriptVariant::Single => ("single".to_owned(), "single"),
+            ScriptVariant::Small(limits) => (format!("small_{limits}"), "small"),
+        };
+        let header = format!(
+            "-- Composed from lua/{driver}.lua and all algorithms that it supports. Do not edit:\n\
+             -- UPDATE_GENERATED=1 cargo test --test it scripts::\n\n"
+        );
+        (format!("{name}.lua"), header + &script(*variant, AlgorithmSet::ALL).source)
+    };
+    ScriptVariant::ALL.iter().map(named).collect()
+}
+
+#[test]
+fn every_lua_file_parses_by_itself() {
+    let server = Redis::start();
+    let mut connection = server.connection();
+    let lua_5_4 = mlua::Lua::new();
+    let files = lua_files(&lua_folder());
+    let names = files.iter().map(|file| file.file_name().unwrap().to_str().unwrap().to_owned());
+    let texts = names.zip(files.iter().map(|file| fs::read_to_string(file).unwrap()));
+    let mut parsed = 0;
+    for (name, text) in texts.chain(generated()) {
+        // SCRIPT LOAD compiles with Lua 5.1 and runs nothing.
+        let loaded = redis::cmd("SCRIPT").arg("LOAD").arg(&text).exec(&mut connection);
+        loaded.unwrap_or_else(|error| panic!("lua/{name}: {error}"));
+        lua_5_4.load(&text).into_function().unwrap_or_else(|error| panic!("lua/{name}: {error}"));
+        parsed += 1;
+    }
+    // Three drivers, six algorithms, the script of overrides, and what is composed.
+    assert_eq!(parsed, 3 + 6 + 1 + ScriptVariant::ALL.len(), "files in lua/: {files:?}");
+}
+
+#[test]
+fn generated_scripts_are_up_to_date() {
+    let folder = lua_folder().join("generated");
+    let generated = generated();
+    if std::env::var_os("UPDATE_GENERATED").is_some() {
+        fs::create_dir_all(&folder).unwrap();
+        lua_files(&folder).iter().for_each(|file| fs::remove_file(file).unwrap());
+        generated.iter().for_each(|(name, text)| fs::write(folder.join(name), text).unwrap());
+    }
+    let committed: Vec<_> = lua_files(&folder).iter().map(|file| file.file_name().unwrap().to_owned()).collect();
+    let mut names: Vec<_> = generated.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    assert_eq!(committed, names, "the files of lua/generated/");
+    for (name, text) in generated {
+        let committed = fs::read_to_string(folder.join(&name)).unwrap();
+        assert!(
+            committed == text,
+            "lua/generated/{name} is not what the gateway composes; run `UPDATE_GENERATED=1 cargo test --test it scripts::`"
+        );
+    }
+}
