@@ -132,7 +132,7 @@ fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
     shard.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Decide under the locks, by the rules of `lua/check.lua`.
+/// Decide under the locks, by the rules of `lua/generic.lua`.
 fn decide_locked(
     store: &MemoryStore,
     shards: &mut LockedShards<'_>,
@@ -410,7 +410,7 @@ impl LimitStates {
         &mut self,
         key: u128,
         change: Change,
-        StateWrite { permit_id: lease, now_us: now, used_share: used }: StateWrite,
+        StateWrite { permit_id, now_us: now, used_share: used }: StateWrite,
     ) {
         match change {
             Change::None => {}
@@ -448,16 +448,16 @@ impl LimitStates {
                     self.entries.entry(key).or_insert(fresh);
                 }
                 let Some(entry) = self.entries.get_mut(&key) else { return };
-                let Entry { state: State::Permits(leases), expires_at_us: expires_us, used_share: before } = entry
+                let Entry { state: State::Permits(permits), expires_at_us: expires_us, used_share: before } = entry
                 else {
                     return;
                 };
                 *before = used;
-                edit.apply(leases, lease);
+                edit.apply(permits, permit_id);
                 if edit.action != PermitAction::Release {
                     *expires_us = now + edit.ttl;
                 }
-                if leases.is_empty() {
+                if permits.is_empty() {
                     self.entries.swap_remove(&key);
                 }
             }

@@ -24,10 +24,10 @@ pub struct Permit {
 impl Concurrency {
     pub(super) fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
         let permits: &[Permit] = match state {
-            Some(State::Permits(leases)) => leases,
+            Some(State::Permits(permits)) => permits,
             _ => &[],
         };
-        let first_live = permits.partition_point(|lease| lease.expires_at <= now);
+        let first_live = permits.partition_point(|permit| permit.expires_at <= now);
         let live = (permits.len() - first_live) as u64;
         // A charge is one permit, whatever its cost.
         let cost = cost.min(1);
@@ -79,18 +79,18 @@ impl PermitEdit {
     /// Apply the edit for the permit `id`. `permits` stay in order of expiry.
     pub fn apply(&self, permits: &mut Vec<Permit>, id: u64) {
         if self.action == PermitAction::Release {
-            permits.retain(|lease| lease.id != id);
+            permits.retain(|permit| permit.id != id);
             return;
         }
         let expires_at = self.now + self.ttl;
         if self.action != PermitAction::RepairClockSkew {
-            permits.retain(|lease| lease.expires_at > self.now);
+            permits.retain(|permit| permit.expires_at > self.now);
         }
-        for lease in permits.iter_mut().rev().take_while(|lease| lease.expires_at > expires_at) {
-            lease.expires_at = expires_at;
+        for permit in permits.iter_mut().rev().take_while(|permit| permit.expires_at > expires_at) {
+            permit.expires_at = expires_at;
         }
         if let PermitAction::Acquire | PermitAction::Renew = self.action {
-            permits.retain(|lease| lease.id != id);
+            permits.retain(|permit| permit.id != id);
             permits.push(Permit { expires_at, id });
         }
     }

@@ -1,22 +1,22 @@
-//! Fixed window: a counter that starts again with every window.
+//! Fixed window: a counter that starts at zero in each window.
 
 use std::sync::Arc;
 
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{CalendarUnit, CalendarWindows, EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
-/// At most `limit` units in each window.
+/// At most `limit` tokens per window.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FixedWindow {
-    /// Units in a window.
+    /// Tokens per window.
     pub limit: u64,
-    /// Length of the window, µs.
+    /// Length of the window, µs. 0 for calendar windows, whose lengths differ.
     pub window: u64,
-    /// When windows open.
+    /// Start of the windows.
     pub start: WindowStart,
 }
 
-/// When a window opens.
+/// The start of a window.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WindowStart {
     /// At every multiple of the window since the Unix epoch, shifted by `phase` µs.
@@ -26,12 +26,12 @@ pub enum WindowStart {
     },
     /// With the first request after the last window closed.
     FirstRequest,
-    /// As the calendar has them; the length is that of no window in particular.
+    /// By the calendar: days, weeks, months or years in a time zone.
     Calendar(Arc<CalendarWindows>),
 }
 
 impl WindowStart {
-    /// How windows of another quota open: by the calendar where the quota is written so, in the same zone.
+    /// Return the start of the windows of another quota. A calendar quota keeps the time zone.
     pub(super) fn with_quota(&self, quota: Quota) -> Result<Self, QuotaError> {
         Ok(match (self, quota.calendar) {
             (WindowStart::FirstRequest, _) => WindowStart::FirstRequest,
@@ -41,10 +41,10 @@ impl WindowStart {
         })
     }
 
-    /// Windows of the calendar.
+    /// Return calendar windows in a time zone.
     ///
     /// # Errors
-    /// There is no such zone.
+    /// The time zone is unknown.
     pub fn calendar(unit: CalendarUnit, zone: &str) -> Result<Self, QuotaError> {
         let windows = CalendarWindows::new(unit, zone).map_err(|_| QuotaError::TimeZone(zone.to_owned()))?;
         Ok(WindowStart::Calendar(Arc::new(windows)))
@@ -52,10 +52,10 @@ impl WindowStart {
 }
 
 impl FixedWindow {
-    /// A window for a quota.
+    /// Create a window for a quota.
     ///
     /// # Errors
-    /// The quota has no window, or twice its count leaves the exact integers of Redis' Lua.
+    /// The quota has no window, or twice its count exceeds the exact integers of Lua 5.1.
     pub fn new(quota: Quota, start: WindowStart) -> Result<Self, QuotaError> {
         let window = match start {
             WindowStart::Calendar(_) => 0,
@@ -77,7 +77,7 @@ impl FixedWindow {
         };
         let (start, end) = match &self.start {
             WindowStart::Aligned { phase } => {
-                // Before the phase the window number is negative: a remainder that is never negative, as in Lua.
+                // The difference is negative before the phase. As in Lua, the remainder must not be.
                 let start = now - (now as i64 - *phase as i64).rem_euclid(self.window as i64) as u64;
                 (start, start + self.window)
             }
@@ -127,7 +127,7 @@ impl FixedWindow {
             return step(Outcome { status, remaining: free, reset_us: free_reset_us, retry_us }, repair);
         }
         match charged.min(MAX_STATE) {
-            // Nothing counted and nothing charged: nothing to write.
+            // Without a count and a charge there is nothing to write.
             0 => Step { change: Change::None, ..with_count(0) },
             charged => with_count(charged),
         }

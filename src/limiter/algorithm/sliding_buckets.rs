@@ -1,24 +1,26 @@
-//! Sliding buckets: the window in parts; the oldest counts in full, so no window ever holds more than the limit.
+//! Sliding buckets: the window is divided into buckets. The oldest one, which is only partly in the window, counts in
+//! full, so that no window has more tokens than the limit.
 
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
-/// At most `limit` units in any window, in steps of a part of it.
+/// At most `limit` tokens in any window. Tokens return one bucket at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlidingBuckets {
-    /// Units in any window.
+    /// Tokens in any window.
     pub limit: u64,
     /// Length of the window, µs.
     pub window: u64,
-    /// Parts of the window.
+    /// Number of buckets. Divides the window.
     pub buckets: u64,
 }
 
 impl SlidingBuckets {
-    /// A window for a quota, in so many parts.
+    /// Create a window with this many buckets for a quota.
     ///
     /// # Errors
-    /// The quota has no window, the window cannot be divided so, or twice the count leaves the exact integers of Redis' Lua.
+    /// The quota has no window, the number of buckets does not divide it, or twice the count exceeds the exact integers
+    /// of Lua 5.1.
     pub fn new(quota: Quota, buckets: u64) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
         if !window.is_multiple_of(buckets) {
@@ -43,7 +45,7 @@ impl SlidingBuckets {
             }
         }
         let total: u64 = counts.iter().sum();
-        // Time until the units of the part `age` have dropped out.
+        // Time until the bucket of this age is no longer in the window.
         let dropped_after_us = |age: usize| (index + self.buckets + 1 - age as u64) * width - now;
         let until_empty = |counts: &[u64]| counts.iter().position(|count| *count > 0).map_or(0, dropped_after_us);
         let (free, free_reset_us) = (self.limit.saturating_sub(total), until_empty(&counts));
@@ -59,7 +61,7 @@ impl SlidingBuckets {
                     excess = excess.saturating_sub(*count);
                     done
                 };
-                // From the oldest part on; all of them together are enough, since the cost alone fits.
+                // Oldest first. All buckets together are enough, because the cost alone fits.
                 let age = counts.iter().rev().position(enough).map_or(0, |from_oldest| counts.len() - 1 - from_oldest);
                 (Status::Exceeded, dropped_after_us(age))
             };

@@ -1,27 +1,28 @@
-//! Sliding log: remembers every admitted unit, so no window of its length ever holds more than the limit.
+//! Sliding log: the time of each admitted token, so that no window has more tokens than the limit.
 
 use std::collections::VecDeque;
 
 use crate::limiter::algorithm::{Change, LogEdit, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{Quota, QuotaError};
 
-/// At most `limit` units in any window.
+/// At most `limit` tokens in any window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlidingLog {
-    /// Units in any window.
+    /// Tokens in any window.
     pub limit: u64,
     /// Length of the window, µs.
     pub window: u64,
 }
 
-/// A log keeps 8 to 12 bytes a unit for every identity: beyond this, sliding buckets are the better choice.
+/// Maximum limit of a sliding log. It takes 8 to 12 bytes per token and identity, so sliding buckets suit larger limits
+/// better.
 pub const MAX_LOG_ENTRIES: u64 = 10_000;
 
 impl SlidingLog {
-    /// A log for a quota.
+    /// Create a log for a quota.
     ///
     /// # Errors
-    /// The quota has no window, or more than [`MAX_LOG`] units.
+    /// The quota has no window, or more than [`MAX_LOG_ENTRIES`] tokens.
     pub fn new(quota: Quota) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
         if quota.count > MAX_LOG_ENTRIES {
@@ -36,7 +37,7 @@ impl SlidingLog {
             Some(State::Log(log)) => log,
             _ => &empty,
         };
-        // An instant in the future (the clock was set back) counts as now.
+        // A time in the future counts as now: the clock was set back.
         let instant_at = |index: usize| log[index].min(now);
         let first_active = log.partition_point(|&instant| instant.min(now) + self.window <= now);
         let active = (log.len() - first_active) as u64;
@@ -85,10 +86,10 @@ impl SlidingLog {
 }
 
 impl LogEdit {
-    /// Carries out the edit on a log.
+    /// Apply the edit to a log.
     pub fn apply(&self, log: &mut VecDeque<u64>) {
         if let Some((mut units, instant)) = self.remove {
-            // From the newest on, as LREM with a negative count.
+            // Newest first, as LREM with a negative count.
             for index in (0..log.len()).rev() {
                 if units > 0 && log[index] == instant {
                     log.remove(index);

@@ -1,28 +1,29 @@
-//! Sliding window: the window before counts by the part of it that is still within reach.
+//! Sliding window: the weighted sum of the current and the previous aligned window.
 
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
-/// About `limit` units in any window; at most twice as many, by who knows where the windows meet.
+/// About `limit` tokens in any window. A client that sends its bursts around the boundary of two aligned windows gets
+/// at most twice as many.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlidingWindow {
-    /// Units in a window.
+    /// Tokens per window.
     pub limit: u64,
     /// Length of the window, µs.
     pub window: u64,
-    /// µs in which the elapsed part of the window is measured; divides the window.
+    /// Unit in which the elapsed part of the window is measured, µs. Divides the window.
     pub unit: u64,
 }
 
 impl SlidingWindow {
-    /// A window for a quota, measured as finely as exact arithmetic allows.
+    /// Create a window for a quota, with the smallest unit that keeps the arithmetic exact.
     ///
     /// # Errors
     /// The quota has no window, or no unit keeps the arithmetic exact.
     pub fn new(quota: Quota) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
-        // Four times: the current and the previous window are added before they are compared, and each may hold twice as
-        // much when costs are charged afterwards.
+        // Four times: the current and the previous window are added before they are compared, and costs that are charged
+        // after the response may double each.
         let is_exact =
             |unit: u64| u128::from(quota.count) * u128::from(window / unit) * 4 < u128::from(EXACT_INTEGER_LIMIT);
         let units = (0..12).map(|power| 10u64.pow(power));
@@ -44,7 +45,7 @@ impl SlidingWindow {
             clock_went_back = stored_start > start;
         }
         let (elapsed, units) = ((now - start) / self.unit, self.window / self.unit);
-        // What the previous window weighs, rounded up to whole units.
+        // The weighted tokens of the previous window, rounded up.
         let weighted = |previous: u64| (previous * (units - elapsed)).div_ceil(units);
         let remaining =
             |current: u64, previous: u64| self.limit.saturating_sub(current).saturating_sub(weighted(previous));

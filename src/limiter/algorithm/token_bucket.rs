@@ -1,9 +1,9 @@
-//! Token bucket: GCRA and the leaky bucket as a meter are the same thing (ITU-T I.371, annex A).
+//! Token bucket. GCRA and the leaky bucket as a meter are the same algorithm (ITU-T I.371, annex A).
 
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
-/// For how long the key of a state stays in Redis when the state means nothing any more, µs.
+/// Bounds of the time for which a key in Redis outlives its state, µs. See `lua/generic.lua`.
 const MIN_KEY_SLACK_US: u64 = 500_000;
 const MAX_KEY_SLACK_US: u64 = 1_001_000;
 
@@ -12,17 +12,17 @@ const MAX_KEY_SLACK_US: u64 = 1_001_000;
 pub struct TokenBucket {
     /// Tokens in a full bucket.
     pub burst: u64,
-    /// Parts of a token that come back each µs.
+    /// Parts of a token that refill per µs.
     pub refill: u64,
-    /// Parts of a token; `refill / parts` is reduced.
+    /// Number of parts of a token. `refill / parts` is a reduced fraction.
     pub parts: u64,
 }
 
 impl TokenBucket {
-    /// A bucket for a quota.
+    /// Create a bucket for a quota.
     ///
     /// # Errors
-    /// The burst is zero, or `burst × parts` would leave the exact integers of Redis' Lua.
+    /// The quota has no window, the burst is zero, or `burst × parts` exceeds the exact integers of Lua 5.1.
     pub fn new(quota: Quota, burst: u64) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
         if burst == 0 {
@@ -37,16 +37,17 @@ impl TokenBucket {
         Ok(bucket)
     }
 
-    /// One of `n` equal shares of the rate, with a burst of its own; none if it cannot be counted.
+    /// Return one of `n` equal shares of the rate, with this burst. Return `None` if 64 bits cannot count it exactly.
     pub(super) fn share(&self, n: u64, burst: u64) -> Option<Self> {
         let parts = self.parts.checked_mul(n)?;
         let divisor = gcd(self.refill, parts);
         let share = TokenBucket { burst, refill: self.refill / divisor, parts: parts / divisor };
-        // As above; here, outside of Redis, 64 bits are exact.
+        // Twice, as in `new`. Shares are counted only in this process, where integers are exact up to 64 bits.
         burst.checked_mul(share.parts)?.checked_mul(2).map(|_| share)
     }
 
-    /// For how many µs the bucket refills to pay the debt before a charge of `cost`, if it takes `reset_us` to pay the debt after it.
+    /// Return for how many µs the bucket refills to repay the debt before a charge of `cost`. It repays the debt after
+    /// the charge in `reset_us`.
     pub(super) fn debt_before_us(&self, reset_us: u64, cost: u64) -> u64 {
         // The debt after the charge is more than (reset_us - 1) * refill parts.
         let refill = u128::from(self.refill);
@@ -59,7 +60,7 @@ impl TokenBucket {
         if let Some(&State::Bucket { updated_at, debt: stored_debt, parts, key_expires_at: stored_expiry }) = state {
             debt = if parts == self.parts { stored_debt } else { convert_parts(stored_debt, parts, self.parts) };
             clock_went_back = updated_at > now;
-            // The rate at which the state was written repays the debt within `span`.
+            // The rate at which the state was written repays the debt within `repay_time`.
             let (elapsed, repay_time) = (
                 now.saturating_sub(updated_at),
                 stored_expiry.saturating_sub(MIN_KEY_SLACK_US).saturating_sub(updated_at),
@@ -67,7 +68,7 @@ impl TokenBucket {
             let left = repay_time.saturating_sub(elapsed);
             let refilled_debt = debt.saturating_sub(elapsed.saturating_mul(self.refill));
             (debt, rate_lowered) = match !clock_went_back && debt.div_ceil(self.refill) > repay_time {
-                // The rate was lowered: what the earlier one has repaid by now is not owed again.
+                // The rate was lowered: the debt that the old rate has repaid by now is not owed again.
                 true if left == 0 => (0, false),
                 true => (refilled_debt.min(scale_rounding_up(debt, left, repay_time)), true),
                 false => (refilled_debt, false),
@@ -82,7 +83,7 @@ impl TokenBucket {
                 Change::Delete
             } else {
                 let ttl_us = reset(debt);
-                // The key ends as late as it does, or a second after the debt is repaid: the rule of `lua/check.lua`.
+                // As in `lua/generic.lua`: the key keeps its expiry, or expires a second after the debt is repaid.
                 let is_within_slack = |slack: u64| (MIN_KEY_SLACK_US..MAX_KEY_SLACK_US).contains(&slack);
                 let ends = match key_expires_at.checked_sub(now + ttl_us).is_some_and(is_within_slack) {
                     true => key_expires_at,
@@ -110,31 +111,31 @@ impl TokenBucket {
             } else {
                 (Status::Exceeded, (charged - capacity).div_ceil(self.refill))
             };
-            // The retry is told for the new rate, which applies from now on.
+            // `retry_us` is for the new rate, which applies from now on.
             let repair = if clock_went_back || rate_lowered { put(debt) } else { Change::None };
             return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, repair);
         }
         let charged = charged.min(MAX_STATE);
-        // Nothing owed and nothing charged: nothing to write.
+        // Without a debt and a charge there is nothing to write.
         let change = if charged == 0 { Change::None } else { put(charged) };
         step(charged_outcome(charged), change)
     }
 }
 
-/// The same debt, in parts of another size.
+/// Convert a debt in parts of `1/from` token to parts of `1/to` token.
 fn convert_parts(debt: u64, from: u64, to: u64) -> u64 {
     (debt / from).saturating_mul(to).saturating_add(scale_rounding_up(debt % from, to, from)).min(MAX_STATE)
 }
 
-/// `value * to / from`, rounded up as the script does it: exactly where doubles hold the product, else at most 2 too many. `value` or
-/// `to` is less than `from`.
+/// Return `value * to / from`, rounded up as in the script: exact if doubles hold the product, else at most 2 too many.
+/// `value` or `to` is less than `from`.
 fn scale_rounding_up(value: u64, to: u64, from: u64) -> u64 {
     let product = u128::from(value) * u128::from(to);
     let exact = product.div_ceil(u128::from(from)) as u64;
     if product < u128::from(EXACT_INTEGER_LIMIT) {
         return exact;
     }
-    // The numbers of a share may leave the exact integers of doubles.
+    // `exact` can be the larger one: the numbers of a local share may exceed the exact integers of doubles.
     exact.max((value as f64 / from as f64 * to as f64).ceil() as u64 + 1)
 }
 

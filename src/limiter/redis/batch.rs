@@ -214,7 +214,7 @@ impl Batch {
         )
     }
 
-    /// Return the call. `lua/check.lua` has its contract.
+    /// Return the call. `lua/generic.lua` has its contract.
     pub(super) fn command(&self, algorithms: AlgorithmSet, now_us: u64) -> Cmd {
         let script = self.script(algorithms);
         let limits: usize = self.groups.iter().map(|group| group.limits.len()).sum();

@@ -1,13 +1,13 @@
-//! Composes the Lua scripts from the drivers and algorithms in `lua/`, encodes their arguments and decodes their replies.
+//! Composes the Lua scripts from the files in `lua/`, encodes their arguments and decodes their replies.
 //!
 //! A driver reads the arguments, decides the requests and writes the states. The algorithms are branches of an `if` in
 //! the driver. The composer knows three markers, each alone on a line:
 //!
-//! - `--@body` in an algorithm: the branch begins after this line. The declarations before it are there only so that the
-//!   file is valid Lua.
+//! - `--@body` in an algorithm: the lines after it are the branch. The declarations before it name the variables of the
+//!   driver that the branch uses, and are not composed.
 //! - `--@algorithms` in a driver: the composer inserts a branch for each algorithm.
-//! - `--@each limit` and `--@end` in `small.lua`: the composer repeats the lines between them for each limit, and replaces
-//!   the suffix `_1` by the number of the limit.
+//! - `--@each limit` and `--@end` in `small.lua`: the composer repeats the lines between them for each limit, and
+//!   replaces the suffix `_1` by the number of the limit.
 //!
 //! `lua/generated/` has the composed scripts with all algorithms, for reading.
 
@@ -29,8 +29,8 @@ const BODY_MARKER: &str = "--@body\n";
 const REPEAT_MARKER: &str = "--@each limit";
 const REPEAT_END_MARKER: &str = "--@end";
 
-/// Maximum number of limits of a request in the small driver. With more, its local variables would exceed the 200 of Lua
-/// 5.1.
+/// Maximum number of limits of a request in the small driver, which has a reply format for each number. The script has
+/// a copy of the algorithms per limit. With eight, it would exceed the 200 local variables of Lua 5.1.
 const MAX_SMALL_LIMITS: usize = 4;
 
 /// An algorithm file and the kinds that it decides.
@@ -60,8 +60,8 @@ pub enum ScriptVariant {
     /// Requests with one limit each, of [supported](ScriptVariant::supports) kinds. They may take several tokens
     /// ([`Operation::TakeUpTo`]).
     Single,
-    /// Checks with at most this many limits each, of [supported](ScriptVariant::supports) kinds. With one limit it is the
-    /// script of [`Single`](ScriptVariant::Single).
+    /// Checks with at most this many limits each, of [supported](ScriptVariant::supports) kinds. With one limit the
+    /// script is that of [`Single`](ScriptVariant::Single).
     Small(usize),
 }
 
@@ -90,8 +90,8 @@ impl ScriptVariant {
         }
     }
 
-    /// Return whether the single and the small driver support this kind. They know only states with three fields, and no
-    /// errors of algorithms, which calendar windows have.
+    /// Return whether the single and the small driver support this kind. They support only states with three fields.
+    /// They do not support calendar windows, because their algorithm can return an error.
     pub fn supports(kind: AlgorithmKind) -> bool {
         matches!(
             kind,
@@ -288,8 +288,8 @@ pub fn script_variant(operation: Operation, limits: &[LimitArgs]) -> ScriptVaria
     }
 }
 
-/// Start the argument of a call, with capacity for this many groups and limits. With `now_us` = 0 the time of the server
-/// decides.
+/// Start the argument of a call, with capacity for this many groups and limits. With `now_us` = 0 the script uses the
+/// time of the server.
 pub fn start_argument(now_us: u64, groups: usize, limits: usize) -> Vec<u8> {
     let mut argument = Vec::with_capacity(NUMBER_BYTES + GROUP_BYTES * groups + LIMIT_BYTES * limits);
     argument.extend(encode_number(now_us));
