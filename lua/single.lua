@@ -56,7 +56,7 @@ for _ = 1, groups do
     repeat
       local is_last_pass = op == 'C'
       if failure then
-        -- The end of the loop replies it.
+        -- The error is reported at the end of the loop.
       --@algorithms
       else
         failure = redis.error_reply('RLARG unknown kind')

@@ -91,7 +91,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The end of the loop replies it.
+        -- The error is reported at the end of the loop.
       --@algorithms
       else
         failure = redis.error_reply('RLARG unknown kind')

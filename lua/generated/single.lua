@@ -59,7 +59,7 @@ for _ = 1, groups do
     repeat
       local is_last_pass = op == 'C'
       if failure then
-        -- The end of the loop replies it.
+        -- The error is reported at the end of the loop.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false

@@ -101,7 +101,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The end of the loop replies it.
+        -- The error is reported at the end of the loop.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false
@@ -265,7 +265,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The end of the loop replies it.
+        -- The error is reported at the end of the loop.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false

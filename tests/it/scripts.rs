@@ -1,4 +1,4 @@
-//! The files of `lua/`: each is valid Lua by itself, and `lua/generated/` has the scripts that the gateway composes from them.
+//! The files of `lua/`: each is valid Lua by itself, and `lua/generated/` has the scripts that the gateway composes.
 //!
 //! After a change of `lua/`, `UPDATE_GENERATED=1 cargo test --test it scripts::` writes `lua/generated/`.
 

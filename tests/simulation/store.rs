@@ -406,8 +406,8 @@ fn script_sha(script: &str) -> String {
     sha
 }
 
-/// Decode the keys and the argument of a script call (contract: `lua/generic.lua`). Return its requests and the number of
-/// their limits.
+/// Decode the keys and the argument of a script call (contract: `lua/generic.lua`). Return its requests and the number
+/// of their limits.
 fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     let text = |word: &[u8]| String::from_utf8(word.to_vec()).expect("text");
     let (keys, arguments) = keys_and_arguments(command);

@@ -22,8 +22,8 @@ impl SlidingWindow {
     /// The quota has no window, or no unit keeps the arithmetic exact.
     pub fn new(quota: Quota) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
-        // Four times: the current and the previous window are added before they are compared, and costs that are charged
-        // after the response may double each.
+        // Four times: the current and the previous window are added before they are compared, and costs that are
+        // charged after the response may double each.
         let is_exact =
             |unit: u64| u128::from(quota.count) * u128::from(window / unit) * 4 < u128::from(EXACT_INTEGER_LIMIT);
         let units = (0..12).map(|power| 10u64.pow(power));
