@@ -3,8 +3,7 @@
 //! The checks of one event-loop tick share one EVALSHA. With [`MIN_IN_FLIGHT_TO_WAIT`] or more requests in flight and a
 //! server that replies fast, new checks wait for the next reply and share a call. The calls in flight fit into a window
 //! that shrinks when replies slow down, so that a busy server receives larger batches rather than more of them. Other
-//! checks wait in the queue until their deadline. Overload is not an outage: the circuit breaker counts a call only if
-//! the server did not reply to it.
+//! checks wait in the queue until their deadline. Overload is not an outage and does not open the circuit breaker.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -328,7 +327,7 @@ impl Batcher {
                     self.breaker.record_reply(epoch);
                 }
                 if !answered.is_valid {
-                    // The reply may belong to another call.
+                    // The reply may belong to another call, or the server may have become a replica.
                     connection.request_replacement();
                 }
                 if let Some((refunds, receivers)) = answered.refunds {
