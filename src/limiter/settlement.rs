@@ -496,3 +496,89 @@ impl Drop for DeferredCharges {
         self.settlements.push(Settlement::Deliver { decided_by, operation: Operation::Charge, charges: owed });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::algorithm::concurrency::Concurrency;
+    use crate::limiter::clock::Clock;
+    use crate::limiter::key::{IdentityHasher, StateName};
+    use crate::limiter::memory::MemoryStore;
+    use crate::limiter::quota::Quota;
+
+    const LIMIT: u64 = 3;
+
+    /// A concurrency limit of one identity, and the queue of a limiter in memory.
+    fn limited() -> (Arc<SettlementQueue>, OwnedCharge) {
+        let rule = Rule::Concurrency(Concurrency { limit: LIMIT, ttl: 60_000_000 });
+        let variant = LimitVariant {
+            id: 1,
+            quota: Quota { count: LIMIT, window_us: None, calendar: None },
+            state_name: StateName::new(&IdentityHasher::new(""), "l", &rule.shape()),
+            local_rule: rule.clone(),
+            rule,
+        };
+        let permit = OwnedCharge {
+            limit_index: 0,
+            variant: Arc::new(variant),
+            identity: Identity(1),
+            cost_or_permit_id: 0,
+            prefetch: 0,
+            debt_before_us: 0,
+        };
+        let store = Store::Memory(Arc::new(MemoryStore::new(100, Clock::Store)));
+        let store_handle = StoreHandle { store, denials: None, tasks: TaskTracker::new() };
+        (Arc::new(SettlementQueue::new(Arc::new(store_handle))), permit)
+    }
+
+    async fn acquire(queue: &Arc<SettlementQueue>, permit: &OwnedCharge, permit_id: u64) -> ConcurrencyPermits {
+        let permits = vec![OwnedCharge { cost_or_permit_id: permit_id, ..permit.clone() }];
+        let call = queue.store_handle.call(DecidedBy::Store, monotonic(), Operation::Check, &permits);
+        assert_eq!(call.await.unwrap().granted, 1);
+        ConcurrencyPermits::requested(queue.clone(), DecidedBy::Store, permits).hold(|_| true)
+    }
+
+    async fn remaining(queue: &SettlementQueue, permit: &OwnedCharge) -> u64 {
+        let permits = [OwnedCharge { cost_or_permit_id: u64::MAX, ..permit.clone() }];
+        let call = queue.store_handle.call(DecidedBy::Store, monotonic(), Operation::Peek, &permits);
+        call.await.unwrap().outcomes[0].remaining
+    }
+
+    #[tokio::test]
+    async fn closed_tracker_waits_for_all_queued_releases() {
+        let (queue, permit) = limited();
+        let mut held = Vec::new();
+        for permit_id in 0..LIMIT {
+            held.push(acquire(&queue, &permit, permit_id).await);
+        }
+        assert_eq!(remaining(&queue, &permit).await, 0);
+        drop(held);
+        queue.store_handle.tasks.close();
+        assert_eq!(remaining(&queue, &permit).await, 0, "the releases are queued");
+        queue.store_handle.tasks.wait().await;
+        assert_eq!(remaining(&queue, &permit).await, LIMIT);
+    }
+
+    #[tokio::test]
+    async fn last_release_is_made_after_the_queue_was_dropped() {
+        let (queue, permit) = limited();
+        let store_handle = queue.store_handle.clone();
+        let permits = acquire(&queue, &permit, 1).await;
+        drop(queue);
+        drop(permits);
+        store_handle.tasks.close();
+        store_handle.tasks.wait().await;
+        let other = SettlementQueue::new(store_handle);
+        assert_eq!(remaining(&other, &permit).await, LIMIT);
+    }
+
+    #[test]
+    fn drop_outside_of_a_runtime_queues_nothing() {
+        let (queue, permit) = limited();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        drop(ConcurrencyPermits::requested(queue.clone(), DecidedBy::Store, vec![permit]));
+        queue.store_handle.tasks.close();
+        runtime.block_on(queue.store_handle.tasks.wait());
+        assert!(queue.sender.get().is_none());
+    }
+}

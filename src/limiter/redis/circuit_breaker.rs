@@ -150,7 +150,7 @@ impl CircuitBreaker {
     /// Open the breaker if it is closed since this epoch. Return whether the caller opened it and must probe.
     pub(super) fn try_open(&self, epoch: u32) -> bool {
         let open = || self.epoch.compare_exchange(epoch, epoch + 1, Ordering::AcqRel, Ordering::Relaxed);
-        epoch % 2 == 0 && open().is_ok()
+        epoch.is_multiple_of(2) && open().is_ok()
     }
 
     /// Close the open breaker and announce the recovery.
