@@ -30,8 +30,8 @@ impl Successor {
 
 /// The process id in the last log message of a hot restart.
 fn new_process_id(log: &str) -> Option<String> {
-    let (_, rest) = log.rsplit_once("the new process is serving pid=")?;
-    rest.split_whitespace().next().map(str::to_owned)
+    let (_, rest) = log.rsplit_once(r#""hot restart: the new process is serving","pid":"#)?;
+    rest.split_once('}').map(|(id, _)| id.to_owned())
 }
 
 impl Drop for Successor {

@@ -392,7 +392,7 @@ fn cost_above_the_burst_is_denied_without_retry_after_and_check_warns() {
         .output()
         .unwrap();
     let out = String::from_utf8(check.stdout).unwrap();
-    for warning in ["ever has (100)", "in the tier `free` (5)", "for the consumer `small` (2)"] {
+    for warning in ["the capacity of `l` (100)", "in the tier `free` (5)", "for the consumer `small` (2)"] {
         assert!(out.contains(warning), "{warning} is missing in\n{out}");
     }
     assert!(out.contains("l: at most 199 in any 3600 s, 100 at once"), "{out}");

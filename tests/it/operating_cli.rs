@@ -101,7 +101,7 @@ fn commands_find_and_help_a_limited_client() {
     assert_eq!(words(&output(&gateway, &["inspect", "--limit", "one", &hash]), "one")[4], "of");
     let removed = output(&gateway, &["override", "remove", "--limit", "one", &hash]);
     assert!(removed.contains("has its standard quota again"), "{removed}");
-    assert!(output(&gateway, &["override", "list"]).contains("no identity"), "{removed}");
+    assert!(output(&gateway, &["override", "list"]).contains("no override"), "{removed}");
 }
 
 #[test]

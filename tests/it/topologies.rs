@@ -305,7 +305,7 @@ fn check_and_doctor_examine_every_master() {
     assert!(code == Some(0) && !said.contains("calls at the same time"), "{said}");
     assert_eq!(said.matches("warning: store").count(), 3, "one for each master: {said}");
     let (code, said) = run("check", &config(&cluster.url(), "5s", &[one, other]));
-    assert!(code == Some(0) && said.contains("note: route `r` is up to 2 calls at the same time"), "{said}");
+    assert!(code == Some(0) && said.contains("note: route `r` makes up to 2 calls at the same time"), "{said}");
     let (code, said) = run("doctor", &config(&cluster.url(), "5s", &[one, other]));
     for master in cluster.masters() {
         assert!(said.contains(&format!("redis at 127.0.0.1:{}\n", master.port)), "{said}");
