@@ -148,13 +148,17 @@ pictures:
 reference:
 	cargo bench --locked --profile dev --bench reference
 
-# The manual as a site, in target/book. mdBook comes from crates.io, pinned, into target/mdbook: some minutes, once. The book
-# needs its search index, not its server.
+# The manual as a site, in target/book. mdBook comes from crates.io, pinned, into target/mdbook: a minute, once. The book
+# needs its search index, not its server. It is built from a copy, in which links to files outside of docs/ are plain text.
 MDBOOK_VERSION = 0.5.4
 docs:
 	@target/mdbook/bin/mdbook --version 2>/dev/null | grep -qxF "mdbook v$(MDBOOK_VERSION)" || \
 	  cargo install mdbook --locked --version $(MDBOOK_VERSION) --root target/mdbook --no-default-features --features search
-	target/mdbook/bin/mdbook build
+	rm -rf target/manual && cp -r docs target/manual
+	sed -zEi 's/\[([^]]*)\]\(\.\.\/[^)]*\)/\1/g' target/manual/*.md
+	sed -zEi 's/\[([^]]*)\]\(\.\.\/\.\.\/[^)]*\)/\1/g; s/README\.md([#)])/index.md\1/g' target/manual/*.md target/manual/*/*.md
+	sed -i 's/index\.md/README.md/' target/manual/SUMMARY.md
+	MDBOOK_BOOK__SRC=target/manual target/mdbook/bin/mdbook build
 
 # Development certificates, valid for ten years. Everybody has their key: for trying things out only.
 certs:
