@@ -1,5 +1,5 @@
 # docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
-.PHONY: run test simulation test-long test-clients test-suites test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference certs tools peers
+.PHONY: run test simulation test-long test-clients test-suites test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference docs certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -101,6 +101,7 @@ deny:
 check:
 	cargo fmt --check
 	cargo clippy --locked --all-targets -- -D warnings
+	cargo test --locked --quiet --test documents links_
 
 # In process, what the scripts cost Redis, and one round of whole requests.
 bench: tools peers
@@ -147,6 +148,18 @@ pictures:
 reference:
 	cargo bench --locked --profile dev --bench reference
 
+# The manual as a site, in target/book. mdBook comes from crates.io, pinned, into target/mdbook: a minute, once. The book
+# needs its search index, not its server. It is built from a copy, in which links to files outside of docs/ are plain text.
+MDBOOK_VERSION = 0.5.4
+docs:
+	@target/mdbook/bin/mdbook --version 2>/dev/null | grep -qxF "mdbook v$(MDBOOK_VERSION)" || \
+	  cargo install mdbook --locked --version $(MDBOOK_VERSION) --root target/mdbook --no-default-features --features search
+	rm -rf target/manual && cp -r docs target/manual
+	sed -zEi 's/\[([^]]*)\]\(\.\.\/[^)]*\)/\1/g' target/manual/*.md
+	sed -zEi 's/\[([^]]*)\]\(\.\.\/\.\.\/[^)]*\)/\1/g; s/README\.md([#)])/index.md\1/g' target/manual/*.md target/manual/*/*.md
+	sed -i 's/index\.md/README.md/' target/manual/SUMMARY.md
+	MDBOOK_BOOK__SRC=target/manual target/mdbook/bin/mdbook build
+
 # Development certificates, valid for ten years. Everybody has their key: for trying things out only.
 certs:
 	@$(call ensure,openssl,openssl)
@@ -154,9 +167,10 @@ certs:
 	  -addext "subjectAltName=DNS:localhost,IP:127.0.0.1,IP:::1" -addext "basicConstraints=critical,CA:FALSE" \
 	  -keyout certs/dev.key -out certs/dev.pem
 
-# What the tests start: a real Redis, which is a Sentinel and a node of a cluster as well, nginx, Node and Python as upstreams, curl, hey and wrk for load.
+# What the tests start: a real Redis, which is a Sentinel and a node of a cluster as well, nginx, Node and Python as upstreams,
+# curl, hey and wrk for load, and openssl for the certificates of a page.
 tools:
-	@$(call ensure,redis-server hey wrk nginx node python3 curl,redis-server hey wrk nginx nodejs python3 curl)
+	@$(call ensure,redis-server hey wrk nginx node python3 curl openssl,redis-server hey wrk nginx nodejs python3 curl openssl)
 
 peers:
 	@$(call ensure,nginx haproxy wrk,nginx libnginx-mod-http-lua haproxy wrk)

@@ -12,11 +12,11 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Return all Markdown files in the repository root and in docs/.
+/// Return all Markdown files in the repository root, in docs/ and in ops/.
 fn documents() -> Vec<PathBuf> {
     let inside = std::fs::read_dir(root()).unwrap().map(|entry| entry.unwrap().path());
-    let docs = pages::markdown(Path::new("docs")).into_iter().map(|page| root().join(page));
-    let mut files: Vec<_> = inside.chain(docs).collect();
+    let below = ["docs", "ops"].into_iter().flat_map(|directory| pages::markdown(Path::new(directory)));
+    let mut files: Vec<_> = inside.chain(below.map(|page| root().join(page))).collect();
     files.retain(|path| path.extension().is_some_and(|extension| extension == "md"));
     files.sort();
     files
@@ -63,7 +63,8 @@ fn minimal_config(consumers: &str, name: &str) -> String {
 }
 
 /// A block that begins with `# NAME.toml` is that file, next to the others of its document. A document that names
-/// `consumers.toml` without showing it gets one with a consumer, as `sluicegate key` writes it.
+/// `consumers.toml` without showing it gets one with a consumer, as `sluicegate key` writes it. PEM files that a block names
+/// are the development certificate and its key.
 #[test]
 fn configurations_of_the_documents_are_accepted() {
     let (mut failures, mut checked) = (String::new(), 0);
@@ -82,6 +83,11 @@ fn configurations_of_the_documents_are_accepted() {
                 Some(name) if block.text.contains("[[consumer]]") => complete(&minimal_config(&block.text, name)),
                 _ => complete(&block.text),
             };
+            for name in whole.split('"').filter(|text| text.ends_with(".pem") || text.ends_with(".key")) {
+                let source = if name.ends_with(".key") { "certs/dev.key" } else { "certs/dev.pem" };
+                std::fs::create_dir_all(directory.path().join(name).parent().unwrap()).unwrap();
+                put(name, &pages::read(source));
+            }
             put("checked.toml", &whole);
             let path = directory.path().join("checked.toml");
             let output = binary().arg("check").arg("--offline").arg("--config").arg(&path).output().unwrap();
@@ -124,22 +130,87 @@ fn manual_lists_exactly_the_exported_metrics() {
     assert_eq!(there, table("docs/how-to/operate.md", "Metrics"));
 }
 
+/// Return the text of a heading without its markup: `code` and **bold** keep their text, [links](target) their name.
+fn plain_text(heading: &str) -> String {
+    let mut plain = String::new();
+    let mut rest = heading;
+    while let Some((before, after)) = rest.split_once("](") {
+        let (start, name) = before.rsplit_once('[').unwrap_or((before, ""));
+        plain.push_str(start);
+        plain.push_str(name);
+        rest = after.split_once(')').map_or("", |(_, behind)| behind);
+    }
+    plain.push_str(rest);
+    plain.replace(['`', '*'], "")
+}
+
+/// Return the anchors of the headings, as GitHub and mdBook generate them: letters in lower case, digits, `-` and `_`, with
+/// `-` for each space. A repeated anchor gets a number.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let (mut anchors, mut is_code) = (BTreeSet::new(), false);
+    for line in text.lines() {
+        is_code ^= line.trim_start().starts_with("```");
+        let heading = line.trim_start_matches('#');
+        let level = line.len() - heading.len();
+        let Some(heading) = heading.strip_prefix(' ').filter(|_| !is_code && (1..=6).contains(&level)) else {
+            continue;
+        };
+        let lower = plain_text(heading.trim()).to_lowercase();
+        let allowed = lower.chars().filter(|c| c.is_alphanumeric() || ['-', '_', ' '].contains(c));
+        let anchor = allowed.collect::<String>().replace(' ', "-");
+        let numbered = (1..).map(|number| format!("{anchor}-{number}"));
+        let mut candidates = std::iter::once(anchor.clone()).chain(numbered);
+        anchors.extend(candidates.find(|candidate| !anchors.contains(candidate)));
+    }
+    anchors
+}
+
+#[test]
+fn anchors_are_generated_as_on_github() {
+    let page = "# A page\n## `[limit.NAME]`\n```toml\n# no heading\n```\n## nginx: `limit_req`\n## A page\n### See [this, *too*](x.md#y)!\n";
+    let expected = ["a-page", "a-page-1", "limitname", "nginx-limit_req", "see-this-too"];
+    assert_eq!(anchors(page), expected.map(str::to_owned).into());
+}
+
 #[test]
 fn links_between_documents_have_targets() {
-    let mut links = 0;
+    let (mut links, mut failures) = ([0, 0], String::new());
     for document in documents() {
         let text = std::fs::read_to_string(&document).unwrap();
         for rest in text.split("](").skip(1) {
-            let target = rest.split([')', '#']).next().unwrap();
-            if target.is_empty() || target.contains("://") {
+            let link = rest.split(')').next().unwrap();
+            if link.contains("://") {
                 continue;
             }
-            let folder = document.parent().unwrap_or(Path::new("."));
-            assert!(folder.join(target).exists(), "{} links to {target}", document.display());
-            links += 1;
+            let (target, anchor) = link.split_once('#').map_or((link, None), |(target, anchor)| (target, Some(anchor)));
+            let file = match target {
+                "" => document.clone(),
+                _ => document.parent().unwrap_or(Path::new(".")).join(target),
+            };
+            let found = match anchor {
+                None => file.exists(),
+                Some(anchor) => std::fs::read_to_string(&file).is_ok_and(|text| anchors(&text).contains(anchor)),
+            };
+            if !found {
+                failures.push_str(&format!("{} links to {link}\n", document.display()));
+            }
+            links[usize::from(anchor.is_some())] += 1;
         }
     }
-    assert!(links >= 10, "{links} links found");
+    assert!(failures.is_empty(), "targets that do not exist:\n{failures}");
+    assert!(links.iter().all(|count| *count >= 20), "{links:?} links without and with an anchor found");
+}
+
+#[test]
+fn kubernetes_page_shows_the_probes_and_the_termination_of_the_manifest() {
+    let manifest = pages::read("ops/kubernetes.yaml");
+    let lines: BTreeSet<_> = manifest.lines().map(str::trim).collect();
+    let blocks = pages::blocks("docs/how-to/kubernetes.md");
+    let shown: Vec<_> = blocks.iter().filter(|block| block.language == "yaml").take(2).collect();
+    assert!(shown[0].text.contains("readinessProbe") && shown[1].text.contains("preStop"));
+    for line in shown.iter().flat_map(|block| block.text.lines()) {
+        assert!(lines.contains(line.trim()), "ops/kubernetes.yaml does not have: {line}");
+    }
 }
 
 /// Return the targets of the links in a text, except URLs.
