@@ -133,7 +133,7 @@ const NAME_LABELS: [&str; 6] = ["route", "limit", "upstream", "server", "version
 /// Return the label names and values of a sample.
 fn labels(sample: &str) -> Vec<(&str, &str)> {
     let Some((_, rest)) = sample.split_once('{') else { return Vec::new() };
-    let labels = rest.rsplit_once('}').unwrap().0.trim_end_matches('"').split("\",");
+    let labels = rest.rsplit_once("\"}").unwrap().0.split("\",");
     labels.map(|label| label.split_once("=\"").unwrap()).collect()
 }
 
@@ -147,9 +147,7 @@ fn manual_lists_exactly_the_exported_metrics() {
     let page = pages::read("docs/reference/metrics.md");
     let documented = reference_rows(&page, 5);
     let mut exported = BTreeSet::new();
-    for (name, kind) in
-        exposition.lines().filter_map(|line| line.strip_prefix("# TYPE sluicegate_")?.split_once(' '))
-    {
+    for (name, kind) in exposition.lines().filter_map(|line| line.strip_prefix("# TYPE sluicegate_")?.split_once(' ')) {
         exported.insert(name);
         let row = documented.iter().find(|row| row[0] == format!("`{name}`"));
         let row = row.unwrap_or_else(|| panic!("docs/reference/metrics.md does not list {name}"));
@@ -307,7 +305,10 @@ fn manual_lists_exactly_the_admin_endpoints() {
     let (_, table) = page.split_once("\n## Endpoints\n").unwrap();
     let table = table.split("\n## ").next().unwrap();
     let mut endpoints: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
-    for row in table.lines().filter(|line| line.starts_with("| GET") || line.starts_with("| POST") || line.starts_with("| DELETE")) {
+    for row in table
+        .lines()
+        .filter(|line| line.starts_with("| GET") || line.starts_with("| POST") || line.starts_with("| DELETE"))
+    {
         let cells: Vec<_> = row.trim_matches(['|', ' ']).split(" | ").collect();
         for path in code(cells[1]) {
             endpoints.entry(path).or_default().extend(cells[0].split(", "));
@@ -331,8 +332,11 @@ fn manual_lists_exactly_the_admin_endpoints() {
         for method in ["GET", "HEAD", "POST", "DELETE", "PUT"] {
             let mut client = Client::connect(gateway.admin());
             client.send(
-                format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\n{}: {}\r\nContent-Length: 0\r\n\r\n", authorization.0, authorization.1)
-                    .as_bytes(),
+                format!(
+                    "{method} {path} HTTP/1.1\r\nHost: localhost\r\n{}: {}\r\nContent-Length: 0\r\n\r\n",
+                    authorization.0, authorization.1
+                )
+                .as_bytes(),
             );
             let status = client.head().unwrap().status;
             assert_ne!(status, 404, "{method} {path}");
@@ -424,35 +428,40 @@ fn sources(directory: &Path) -> Vec<PathBuf> {
     files.filter(|path| path.extension().is_some_and(|extension| extension == "rs")).collect()
 }
 
-/// Return the environment variables that a source file names, and `None` for each access by another expression.
-fn environment_variables(text: &str) -> Vec<Option<String>> {
-    let literal = |rest: &str| rest.strip_prefix('"').map(|rest| rest.split('"').next().unwrap().to_owned());
-    let constant = |rest: &str| {
-        let name = rest.split(|char: char| !char.is_ascii_uppercase() && char != '_').next().unwrap();
-        let (_, value) = text.split_once(&format!("const {name}: &str = "))?;
-        (!name.is_empty()).then(|| literal(value)).flatten()
-    };
-    let accesses = ["env::var(", "env::var_os(", "env = ", ".env(", ".env_remove("];
-    let rests = accesses.iter().flat_map(|access| text.split(access).skip(1));
-    rests.map(|rest| literal(rest).or_else(|| constant(rest))).collect()
+/// Return the string literal at the start of a text.
+fn literal(text: &str) -> Option<&str> {
+    text.strip_prefix('"')?.split('"').next()
 }
 
 #[test]
 fn manual_lists_every_environment_variable() {
     let page = pages::read("docs/reference/process.md");
     let rows = rows(&page, "## Environment variables");
-    let documented: BTreeSet<_> = rows.iter().flat_map(|row| code(row.split(" | ").next().unwrap())).collect();
-    let mut named = BTreeSet::new();
-    for file in sources(&root().join("src")) {
-        let text = std::fs::read_to_string(&file).unwrap();
-        // Variables of the configuration have names that the administrator chooses.
-        let by_name = ["env::var(name)", "env: &"].iter().map(|access| text.matches(access).count()).sum::<usize>();
-        let variables = environment_variables(&text);
-        let others = variables.iter().filter(|variable| variable.is_none()).count();
-        assert!(others <= by_name, "{}: an environment variable with an unknown name", file.display());
-        named.extend(variables.into_iter().flatten());
-    }
-    assert!(named.len() >= 4, "{named:?}");
+    let documented: BTreeSet<_> =
+        rows.iter().flat_map(|row| code(row.trim_start_matches("| ").split(" | ").next().unwrap())).collect();
+    let texts: Vec<_> =
+        sources(&root().join("src")).iter().map(|file| std::fs::read_to_string(file).unwrap()).collect();
+    let source = texts.join("\n");
+    let constant = |rest: &str| {
+        let name = rest.split(|char: char| !char.is_ascii_uppercase() && char != '_').next().unwrap();
+        let (_, value) = source.split_once(&format!("const {name}: &str = "))?;
+        literal(value)
+    };
+    let accesses = ["env::var(", "env::var_os(", ".env(", ".env_remove("];
+    let accesses = accesses.iter().flat_map(|access| source.split(access).skip(1));
+    // `name` is a variable of the configuration, which the administrator chooses.
+    let accesses = accesses.filter(|rest| !rest.starts_with("name)"));
+    let variable = |rest: &'_ str| {
+        let line = rest.lines().next().unwrap().to_owned();
+        literal(rest)
+            .or_else(|| constant(rest))
+            .unwrap_or_else(|| panic!("variable with an unknown name: {line}"))
+            .to_owned()
+    };
+    let mut named: BTreeSet<_> = accesses.map(variable).collect();
+    // Options of the command line.
+    named.extend(source.split(", env = ").skip(1).map(|rest| literal(rest).unwrap().to_owned()));
+    assert!(named.len() >= 6, "{named:?}");
     let missing: Vec<_> = named.iter().filter(|name| !documented.contains(&***name)).collect();
     assert!(missing.is_empty(), "docs/reference/process.md does not list {missing:?}");
     let unused: Vec<_> =
@@ -473,7 +482,8 @@ fn runbook_has_a_section_for_every_alert() {
         named.insert(name);
     }
     assert!(named.len() >= 14, "{named:?}");
-    let sections = page.lines().filter_map(|line| line.strip_prefix("## ")).filter(|name| name.starts_with("Sluicegate"));
+    let sections =
+        page.lines().filter_map(|line| line.strip_prefix("## ")).filter(|name| name.starts_with("Sluicegate"));
     assert_eq!(sections.collect::<BTreeSet<_>>(), named);
     for section in page.split("\n## Sluicegate").skip(1) {
         for part in ["**Meaning.**", "**First look.**", "**What to do.**"] {
