@@ -394,6 +394,40 @@ fn readme_lists_every_command() {
     }
 }
 
+/// Return the help of a command.
+fn help(command: &[String]) -> String {
+    let output = binary().args(command).arg("--help").output().unwrap();
+    assert!(output.status.success(), "{command:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn manual_lists_every_command_and_option() {
+    let page = pages::read("docs/reference/commands.md");
+    let mut commands = vec![Vec::new()];
+    let (mut index, mut options) = (0, BTreeSet::new());
+    while let Some(command) = commands.get(index).cloned() {
+        let help = help(&command);
+        assert!(
+            page.contains(&format!("`{}", command.join(" "))),
+            "docs/reference/commands.md does not list {command:?}"
+        );
+        let listed = help.split("Commands:\n").nth(1).map_or("", |rest| rest.split("\n\n").next().unwrap());
+        let listed = listed.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next());
+        for name in listed.filter(|name| !name.is_empty() && *name != "help") {
+            commands.push([&command[..], &[name.to_owned()]].concat());
+        }
+        let lines = help.lines().map(str::trim_start).filter(|line| line.starts_with('-'));
+        let words = lines.flat_map(str::split_whitespace).filter(|word| word.starts_with("--"));
+        options.extend(words.map(|word| word.trim_end_matches(',').to_owned()));
+        index += 1;
+    }
+    assert!(commands.len() > 18 && options.len() > 20, "{commands:?} {options:?}");
+    for option in options {
+        assert!(page.contains(&format!("`{option}")), "docs/reference/commands.md does not list {option}");
+    }
+}
+
 /// Check that `FILE::TEST`, in backquotes, is a test function in `tests/`.
 fn assert_test_exists(test: &str, row: &str) {
     let name = test.strip_prefix('`').and_then(|test| test.strip_suffix('`')?.split_once("::"));
@@ -485,6 +519,15 @@ fn runbook_has_a_section_for_every_alert() {
     let sections =
         page.lines().filter_map(|line| line.strip_prefix("## ")).filter(|name| name.starts_with("Sluicegate"));
     assert_eq!(sections.collect::<BTreeSet<_>>(), named);
+    // Quoted messages of the process log.
+    let text = page.split_whitespace().collect::<Vec<_>>().join(" ");
+    let texts = sources(&root().join("src")).into_iter().map(|file| std::fs::read_to_string(file).unwrap());
+    let source = texts.collect::<String>();
+    let messages: Vec<_> = text.split('"').skip(1).step_by(2).filter(|quoted| quoted.contains(' ')).collect();
+    assert!(messages.len() >= 4, "{messages:?}");
+    for message in messages {
+        assert!(source.contains(message), "docs/reference/runbook.md quotes `{message}`, which src/ does not have");
+    }
     for section in page.split("\n## Sluicegate").skip(1) {
         for part in ["**Meaning.**", "**First look.**", "**What to do.**"] {
             assert!(section.contains(part), "{part} is missing in Sluicegate{}", section.lines().next().unwrap());
