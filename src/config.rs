@@ -182,11 +182,11 @@ pub struct Log {
     #[schemars(extend("enum" = ["error", "warn", "info", "debug", "trace"], "default" = "info"))]
     pub level: Option<Text>,
     /// Destination of the access log: `"stdout"`, `"off"`, or a file to append to. The file may be renamed at any time
-    /// ([access log fields](../how-to/operate.md#the-access-log)).
+    /// ([access log fields](access-log.md#fields)).
     #[schemars(extend("default" = "stdout"))]
     pub access: Option<Text>,
     /// URL of an OpenTelemetry collector that receives spans (OTLP over HTTP), such as `"http://127.0.0.1:4318"`.
-    /// Default: no traces ([traces](../how-to/operate.md#traces)).
+    /// Default: no traces ([traces](traces.md)).
     pub trace_endpoint: Option<Text>,
 }
 

@@ -2,9 +2,18 @@
 
 mod support;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
+use serde_json::Value;
+use sluicegate::telemetry::access_log::{
+    AccessLog, AccessRecord, DecisionInfo, EffectiveLimit, LimitInfo, UpstreamInfo,
+};
+use sluicegate::telemetry::log::LogFormat;
+use support::client::Client;
 use support::gateway::{Gateway, binary};
 use support::{admin_listener, pages, pictures};
 
@@ -112,22 +121,234 @@ fn committed_pictures_match_the_model() {
     }
 }
 
-/// Return the names in backticks in the first cells of a table.
-fn table(document: &str, heading: &str) -> BTreeSet<String> {
-    let text = std::fs::read_to_string(root().join(document)).unwrap();
-    let section = text.split(&format!("\n## {heading}\n")).nth(1).unwrap().split("\n## ").next().unwrap();
-    let cells = section.lines().filter_map(|line| line.strip_prefix("| `")?.split(" | ").next());
-    cells.flat_map(|cell| cell.split(',')).map(|name| name.trim_matches([' ', '`']).to_owned()).collect()
+/// Return the cells of all table rows of a page that have `columns` cells and start with a name in backticks.
+fn reference_rows(page: &str, columns: usize) -> Vec<Vec<&str>> {
+    let rows = page.lines().filter(|line| line.starts_with("| `"));
+    let rows = rows.map(|line| line.trim_matches(['|', ' ']).split(" | ").collect::<Vec<_>>());
+    rows.filter(|cells| cells.len() == columns).collect()
+}
+
+/// Return the texts in backticks.
+fn code(cell: &str) -> BTreeSet<&str> {
+    cell.split('`').skip(1).step_by(2).collect()
+}
+
+/// Labels whose values are names of the configuration or of servers. The values of all others are documented.
+const NAME_LABELS: [&str; 6] = ["route", "limit", "upstream", "server", "version", "le"];
+
+/// Return the label names and values of a sample.
+fn labels(sample: &str) -> Vec<(&str, &str)> {
+    let Some((_, rest)) = sample.split_once('{') else { return Vec::new() };
+    let labels = rest.rsplit_once("\"}").unwrap().0.split("\",");
+    labels.map(|label| label.split_once("=\"").unwrap()).collect()
+}
+
+/// A table row has the name, the type, the labels, the unit and the meaning of a metric.
+#[test]
+fn manual_lists_exactly_the_exported_metrics() {
+    let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n[upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n\
+                   [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\"]\n";
+    let exposition = admin_listener::ask(&Gateway::start(&admin_listener::with_admin(limited)), "/metrics");
+    let exposition = exposition.text();
+    let page = pages::read("docs/reference/metrics.md");
+    let documented = reference_rows(&page, 5);
+    let mut exported = BTreeSet::new();
+    for (name, kind) in exposition.lines().filter_map(|line| line.strip_prefix("# TYPE sluicegate_")?.split_once(' ')) {
+        exported.insert(name);
+        let row = documented.iter().find(|row| row[0] == format!("`{name}`"));
+        let row = row.unwrap_or_else(|| panic!("docs/reference/metrics.md does not list {name}"));
+        assert_eq!(row[1], kind, "type of {name}");
+        let is_sample = |line: &&str| {
+            let rest = line.strip_prefix("sluicegate_").and_then(|line| line.strip_prefix(name));
+            let suffixes = ["{", " ", "_bucket{", "_sum{", "_sum ", "_count{", "_count "];
+            rest.is_some_and(|rest| suffixes.iter().any(|suffix| rest.starts_with(suffix)))
+        };
+        let samples: Vec<_> = exposition.lines().filter(is_sample).flat_map(labels).collect();
+        let names: BTreeSet<_> = samples.iter().map(|(label, _)| *label).filter(|label| *label != "le").collect();
+        assert_eq!(code(row[2]), names, "labels of {name}");
+        for (label, value) in samples.iter().filter(|(label, _)| !NAME_LABELS.contains(label)) {
+            let is_documented = page.contains(&format!("| `{value}` |")) || code(row[4]).contains(value);
+            assert!(is_documented, "{name}: {label} = {value} is not documented");
+        }
+    }
+    assert!(exported.len() > 20, "{exported:?}");
+    let listed: BTreeSet<_> = documented.iter().map(|row| row[0].trim_matches('`')).collect();
+    assert_eq!(listed, exported);
+}
+
+/// Write an access log record in a format and return the line.
+fn access_log_line(format: LogFormat, record: &AccessRecord<'_>) -> String {
+    #[derive(Clone, Default)]
+    struct Buffer(Arc<Mutex<Vec<u8>>>);
+    impl Write for Buffer {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let buffer = Buffer::default();
+    let log = AccessLog::start(format, Box::new(buffer.clone())).unwrap();
+    log.write(record);
+    log.flush();
+    let bytes = buffer.0.lock().unwrap().clone();
+    String::from_utf8(bytes).unwrap().trim_end().to_owned()
+}
+
+fn keys(object: &Value) -> BTreeSet<&str> {
+    object.as_object().unwrap().keys().map(String::as_str).collect()
+}
+
+/// Check the names of a table, and that a field is always present if and only if its `absent` column says never.
+fn assert_fields(rows: &[Vec<&str>], absent_column: usize, all: &Value, minimal: &Value) {
+    let names: BTreeSet<_> = rows.iter().map(|row| row[0].trim_matches('`')).collect();
+    assert_eq!(names, keys(all));
+    let always: BTreeSet<_> =
+        rows.iter().filter(|row| row[absent_column] == "never").map(|row| row[0].trim_matches('`')).collect();
+    assert_eq!(always, keys(minimal));
+    for row in rows {
+        let value = &all[row[0].trim_matches('`')];
+        let kind = match row[absent_column - 2] {
+            "integer" => value.is_u64(),
+            "number" => value.is_f64(),
+            "string" => value.is_string(),
+            "boolean" => value.is_boolean(),
+            "list of strings" => value.as_array().is_some_and(|items| items.iter().all(Value::is_string)),
+            "list of objects" => value.as_array().is_some_and(|items| items.iter().all(Value::is_object)),
+            other => panic!("unknown type {other}"),
+        };
+        assert!(kind, "{}: {value} is not of the documented type", row[0]);
+    }
 }
 
 #[test]
-fn manual_lists_exactly_the_exported_metrics() {
-    let route = "[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
-    let page = admin_listener::ask(&Gateway::start(&admin_listener::with_admin(route)), "/metrics");
-    let types = page.text().lines().filter_map(|line| line.strip_prefix("# TYPE sluicegate_")?.split(' ').next());
-    let there: BTreeSet<_> = types.map(str::to_owned).collect();
-    assert!(there.len() > 20, "{there:?}");
-    assert_eq!(there, table("docs/how-to/operate.md", "Metrics"));
+fn manual_lists_exactly_the_access_log_fields() {
+    let check = |decision, remaining| LimitInfo {
+        limit: "hour".into(),
+        identity: 1,
+        cost: 2,
+        decision,
+        remaining,
+        limit_index: 0,
+    };
+    let decision = DecisionInfo {
+        decision: "allowed",
+        decided_by: Some("store"),
+        effective_limit: Some(EffectiveLimit { limit: "hour".into(), remaining: 7, identity: 1 }),
+        duration: Duration::from_micros(1_250),
+        decided_at: Some(1_764_000_000_123_500),
+        shadow_denied: vec!["trial".into()],
+        limits: vec![check(Some("allowed"), Some(7)), check(None, None)],
+        start_offset: Duration::ZERO,
+    };
+    let upstream = UpstreamInfo {
+        upstream: "api".into(),
+        server: Some("10.0.0.1:80".into()),
+        upstream_status: Some(200),
+        duration: Duration::from_millis(7),
+        retries: 1,
+        start_offset: Duration::ZERO,
+    };
+    let minimal = AccessRecord {
+        time: 1_764_000_000_123_456,
+        client: [127, 0, 0, 1].into(),
+        method: "GET",
+        path: "/a",
+        status: 200,
+        bytes: 3,
+        complete: false,
+        duration_ms: Duration::from_micros(12_345),
+        route: None,
+        outcome: "ok",
+        decision: None,
+        upstream: None,
+        request_id: "id",
+        trace_id: None,
+    };
+    let all = AccessRecord {
+        route: Some("a"),
+        decision: Some(&decision),
+        upstream: Some(&upstream),
+        trace_id: Some(1),
+        ..minimal
+    };
+    let page = pages::read("docs/reference/access-log.md");
+    let json = |record| serde_json::from_str::<Value>(&access_log_line(LogFormat::Json, record)).unwrap();
+    let (all_fields, minimal_fields) = (json(&all), json(&minimal));
+    let rows = reference_rows(&page, 7);
+    assert_fields(&rows, 4, &all_fields, &minimal_fields);
+    let limits = &all_fields["limits"];
+    let limit_rows: Vec<_> = reference_rows(&page, 5);
+    assert_fields(&limit_rows, 3, &limits[0], &limits[1]);
+
+    let text = access_log_line(LogFormat::Text, &all);
+    let words: Vec<_> = text.split(' ').collect();
+    let mut named = BTreeSet::new();
+    for row in &rows {
+        if let Some(position) = row[1].strip_prefix("position ") {
+            // Optional fields precede the last position.
+            let position: usize = position.split(',').next().unwrap().parse().unwrap();
+            let name = row[0].trim_matches('`');
+            let expected = match name {
+                "time" => "2025-11-24T16:00:00.123456Z".to_owned(),
+                "duration_ms" => "12.345ms".to_owned(),
+                _ => all_fields[name].as_str().map_or_else(|| all_fields[name].to_string(), str::to_owned),
+            };
+            assert_eq!(words.get(position - 1), Some(&&*expected), "{name}: {text}");
+        } else if row[1] != "–" {
+            named.extend(code(row[1]));
+        }
+    }
+    let shown = words.iter().filter_map(|word| word.find('=').map(|at| &word[..=at]));
+    assert_eq!(named.into_iter().filter(|name| name.ends_with('=')).collect::<BTreeSet<_>>(), shown.collect());
+}
+
+/// Every path in the code of the admin listener is on the page, and the listener serves exactly the listed methods.
+#[test]
+fn manual_lists_exactly_the_admin_endpoints() {
+    let page = pages::read("docs/reference/admin-api.md");
+    let (_, table) = page.split_once("\n## Endpoints\n").unwrap();
+    let table = table.split("\n## ").next().unwrap();
+    let mut endpoints: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for row in table
+        .lines()
+        .filter(|line| line.starts_with("| GET") || line.starts_with("| POST") || line.starts_with("| DELETE"))
+    {
+        let cells: Vec<_> = row.trim_matches(['|', ' ']).split(" | ").collect();
+        for path in code(cells[1]) {
+            endpoints.entry(path).or_default().extend(cells[0].split(", "));
+        }
+    }
+    let mut in_code = BTreeSet::new();
+    for file in ["src/admin.rs", "src/admin/api.rs", "src/admin/dashboard.rs"] {
+        let text = pages::read(file);
+        let literals = text.split('"').filter(|literal| {
+            literal.starts_with('/') && literal.chars().all(|char| char.is_ascii_lowercase() || "/.".contains(char))
+        });
+        in_code.extend(literals.filter(|path| *path != "/api/").map(str::to_owned));
+    }
+    assert_eq!(endpoints.keys().map(|path| (*path).to_owned()).collect::<BTreeSet<_>>(), in_code);
+
+    let config = "[admin]\naddress = \"127.0.0.1:0\"\ntoken = \"sesame\"\n\
+                  [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
+    let gateway = Gateway::start(config);
+    let authorization = ("authorization", "Bearer sesame");
+    for (path, methods) in endpoints {
+        for method in ["GET", "HEAD", "POST", "DELETE", "PUT"] {
+            let mut client = Client::connect(gateway.admin());
+            client.send(
+                format!(
+                    "{method} {path} HTTP/1.1\r\nHost: localhost\r\n{}: {}\r\nContent-Length: 0\r\n\r\n",
+                    authorization.0, authorization.1
+                )
+                .as_bytes(),
+            );
+            let status = client.head().unwrap().status;
+            assert_ne!(status, 404, "{method} {path}");
+            assert_eq!(status != 405, methods.contains(method), "{method} {path}: {status}");
+        }
+    }
 }
 
 /// Return the text of a heading without its markup: `code` and **bold** keep their text, [links](target) their name.
@@ -244,6 +465,40 @@ fn readme_lists_every_command() {
     }
 }
 
+/// Return the help of a command.
+fn help(command: &[String]) -> String {
+    let output = binary().args(command).arg("--help").output().unwrap();
+    assert!(output.status.success(), "{command:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn manual_lists_every_command_and_option() {
+    let page = pages::read("docs/reference/commands.md");
+    let mut commands = vec![Vec::new()];
+    let (mut index, mut options) = (0, BTreeSet::new());
+    while let Some(command) = commands.get(index).cloned() {
+        let help = help(&command);
+        assert!(
+            page.contains(&format!("`{}", command.join(" "))),
+            "docs/reference/commands.md does not list {command:?}"
+        );
+        let listed = help.split("Commands:\n").nth(1).map_or("", |rest| rest.split("\n\n").next().unwrap());
+        let listed = listed.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next());
+        for name in listed.filter(|name| !name.is_empty() && *name != "help") {
+            commands.push([&command[..], &[name.to_owned()]].concat());
+        }
+        let lines = help.lines().map(str::trim_start).filter(|line| line.starts_with('-'));
+        let words = lines.flat_map(str::split_whitespace).filter(|word| word.starts_with("--"));
+        options.extend(words.map(|word| word.trim_end_matches(',').to_owned()));
+        index += 1;
+    }
+    assert!(commands.len() > 18 && options.len() > 20, "{commands:?} {options:?}");
+    for option in options {
+        assert!(page.contains(&format!("`{option}")), "docs/reference/commands.md does not list {option}");
+    }
+}
+
 /// Check that `FILE::TEST`, in backquotes, is a test function in `tests/`.
 fn assert_test_exists(test: &str, row: &str) {
     let name = test.strip_prefix('`').and_then(|test| test.strip_suffix('`')?.split_once("::"));
@@ -269,6 +524,86 @@ fn rows<'p>(page: &'p str, heading: &str) -> Vec<&'p str> {
     let section = page.split(&format!("\n{heading}\n")).nth(1).unwrap_or_else(|| panic!("no {heading}"));
     let table = section.lines().skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
     table.skip(2).collect()
+}
+
+/// Return all Rust files below a directory.
+fn sources(directory: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    let files = entries.flat_map(|path| if path.is_dir() { sources(&path) } else { vec![path] });
+    files.filter(|path| path.extension().is_some_and(|extension| extension == "rs")).collect()
+}
+
+/// Return the string literal at the start of a text.
+fn literal(text: &str) -> Option<&str> {
+    text.strip_prefix('"')?.split('"').next()
+}
+
+#[test]
+fn manual_lists_every_environment_variable() {
+    let page = pages::read("docs/reference/process.md");
+    let rows = rows(&page, "## Environment variables");
+    let documented: BTreeSet<_> =
+        rows.iter().flat_map(|row| code(row.trim_start_matches("| ").split(" | ").next().unwrap())).collect();
+    let texts: Vec<_> =
+        sources(&root().join("src")).iter().map(|file| std::fs::read_to_string(file).unwrap()).collect();
+    let source = texts.join("\n");
+    let constant = |rest: &str| {
+        let name = rest.split(|char: char| !char.is_ascii_uppercase() && char != '_').next().unwrap();
+        let (_, value) = source.split_once(&format!("const {name}: &str = "))?;
+        literal(value)
+    };
+    let accesses = ["env::var(", "env::var_os(", ".env(", ".env_remove("];
+    let accesses = accesses.iter().flat_map(|access| source.split(access).skip(1));
+    // `name` is a variable of the configuration, which the administrator chooses.
+    let accesses = accesses.filter(|rest| !rest.starts_with("name)"));
+    let variable = |rest: &'_ str| {
+        let line = rest.lines().next().unwrap().to_owned();
+        literal(rest)
+            .or_else(|| constant(rest))
+            .unwrap_or_else(|| panic!("variable with an unknown name: {line}"))
+            .to_owned()
+    };
+    let mut named: BTreeSet<_> = accesses.map(variable).collect();
+    // Options of the command line.
+    named.extend(source.split(", env = ").skip(1).map(|rest| literal(rest).unwrap().to_owned()));
+    assert!(named.len() >= 6, "{named:?}");
+    let missing: Vec<_> = named.iter().filter(|name| !documented.contains(&***name)).collect();
+    assert!(missing.is_empty(), "docs/reference/process.md does not list {missing:?}");
+    let unused: Vec<_> =
+        documented.iter().filter(|name| name.starts_with("SLUICEGATE_") && !named.contains(**name)).collect();
+    assert!(unused.is_empty(), "src/ does not use {unused:?}");
+}
+
+#[test]
+fn runbook_has_a_section_for_every_alert() {
+    let alerts = pages::read("ops/alerts.yml");
+    let page = pages::read("docs/reference/runbook.md");
+    let mut named = BTreeSet::new();
+    for rule in alerts.split("- alert: ").skip(1) {
+        let name = rule.lines().next().unwrap();
+        assert_eq!(page.matches(&format!("\n## {name}\n")).count(), 1, "docs/reference/runbook.md: section {name}");
+        let runbook = format!("runbook: docs/reference/runbook.md#{}\n", name.to_lowercase());
+        assert!(rule.contains(&runbook), "ops/alerts.yml: {name} needs `{}`", runbook.trim_end());
+        named.insert(name);
+    }
+    assert!(named.len() >= 14, "{named:?}");
+    let sections =
+        page.lines().filter_map(|line| line.strip_prefix("## ")).filter(|name| name.starts_with("Sluicegate"));
+    assert_eq!(sections.collect::<BTreeSet<_>>(), named);
+    // Quoted messages of the process log.
+    let text = page.split_whitespace().collect::<Vec<_>>().join(" ");
+    let texts = sources(&root().join("src")).into_iter().map(|file| std::fs::read_to_string(file).unwrap());
+    let source = texts.collect::<String>();
+    let messages: Vec<_> = text.split('"').skip(1).step_by(2).filter(|quoted| quoted.contains(' ')).collect();
+    assert!(messages.len() >= 4, "{messages:?}");
+    for message in messages {
+        assert!(source.contains(message), "docs/reference/runbook.md quotes `{message}`, which src/ does not have");
+    }
+    for section in page.split("\n## Sluicegate").skip(1) {
+        for part in ["**Meaning.**", "**First look.**", "**What to do.**"] {
+            assert!(section.contains(part), "{part} is missing in Sluicegate{}", section.lines().next().unwrap());
+        }
+    }
 }
 
 /// Check the tests in the last cell of a row.

@@ -29,7 +29,7 @@ const CLIENT_CLOSED_REQUEST: u16 = 499;
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The access log record of a request. It never contains an API key, a token or a query string. Programs read the
-/// fields: `docs/how-to/operate.md` defines them.
+/// fields: `docs/reference/access-log.md` defines them.
 #[derive(Debug, Serialize)]
 pub struct AccessRecord<'a> {
     /// Arrival of the request, µs since the Unix epoch. Written in seconds.

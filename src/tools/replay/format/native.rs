@@ -1,4 +1,4 @@
-//! The gateway's own access log in JSON (docs/how-to/operate.md).
+//! The gateway's own access log in JSON (docs/reference/access-log.md).
 
 use std::borrow::Cow;
 
