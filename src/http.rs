@@ -2,9 +2,7 @@
 
 pub mod body;
 pub mod body_limits;
-pub mod buffer_budget;
 pub mod flow;
-pub mod header_mutation;
 pub mod headers;
 pub(crate) mod problem;
 pub mod ratelimit_headers;

@@ -1,7 +1,6 @@
 //! Listeners: accept, connection limits, PROXY protocol, TLS, HTTP version, and drain.
 
 pub mod connection_limit;
-mod frame_limits;
 mod handshake;
 mod http_connection;
 pub mod proxy_protocol;
@@ -30,7 +29,7 @@ use crate::listener::http_connection::{BoxError, CloseReason, HttpConnection, li
 use crate::listener::proxy_protocol::ProxySource;
 use crate::listener::stream::{ReclaimableStream, SelectiveWaker};
 use crate::proxy::Gateway;
-use crate::proxy::client::Peer;
+use crate::proxy::context::Peer;
 use crate::snapshot::{CompiledConfig, Listener};
 
 /// Accept queue length (backlog) of each listening socket.

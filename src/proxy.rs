@@ -1,7 +1,6 @@
 //! Request handling: routing, rate limits, forwarding and the response.
 
-pub mod client;
-mod context;
+pub mod context;
 pub mod forward;
 pub mod local_reply;
 pub mod metrics;
@@ -24,7 +23,7 @@ use crate::http::request_body::RequestBody;
 use crate::limiter::Limiter;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::Decision;
-use crate::proxy::client::Peer;
+use crate::proxy::context::Peer;
 use crate::proxy::context::RequestContext;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::{RequestMetrics, WorkerMetrics};

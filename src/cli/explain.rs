@@ -15,7 +15,7 @@ use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
 use crate::cli::EXIT_INVALID_CONFIG;
 use crate::cli::explain::admin_client::AdminCounters;
-use crate::proxy::client::Peer;
+use crate::proxy::context::Peer;
 use crate::snapshot::CompiledConfig;
 use crate::tools::explain::Explainer;
 use crate::tools::explain::limits::{Counters, CountersUnavailable, RedisCounters};

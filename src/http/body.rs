@@ -13,7 +13,7 @@ use hyper::body::Incoming;
 use tokio::time::Instant;
 
 use crate::http::body_limits::{BodyError, BodyLimits, Deadline, IdleTimer};
-use crate::http::buffer_budget::{DataChunk, ReadBound, ReadLimit};
+use crate::http::body_limits::{DataChunk, ReadBound, ReadLimit};
 use crate::http::flow::InFlightRequest;
 use crate::http::flow::StreamFlow;
 use crate::http::headers::has_padding;

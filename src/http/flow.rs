@@ -16,7 +16,7 @@ use tokio::time;
 
 use crate::http::body::Body;
 use crate::http::body_limits::LazyTimer;
-use crate::http::buffer_budget::{BufferBudget, BufferReservation, ReadLimit};
+use crate::http::body_limits::{BufferBudget, BufferReservation, ReadLimit};
 use crate::limiter::clock::monotonic;
 
 // === Activity: whether requests are in flight, and since when the connection is idle ===

@@ -15,8 +15,8 @@ use hyper::body::Incoming;
 use tokio::time::{Instant, timeout};
 
 use crate::http::body::{Body, PollFrame};
+use crate::http::body_limits::BufferReservation;
 use crate::http::body_limits::{BodyError, BodyLimits, MinRateTimer};
-use crate::http::buffer_budget::BufferReservation;
 use crate::http::flow::InFlightRequest;
 use crate::http::flow::StreamFlow;
 use crate::http::headers::has_padding;

@@ -8,7 +8,7 @@ use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderMap, HeaderName};
 
 use crate::identity::IdentityError;
-use crate::identity::descriptor::{CONSUMER_TAG, Descriptor};
+use crate::identity::{CONSUMER_TAG, Descriptor};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crate::http::target;
 use crate::identity::api_key::{ApiKeySettings, Caller, Consumers};
 use crate::identity::client_ip::ClientIpResolver;
-use crate::identity::descriptor::{ANONYMOUS_TAG, Descriptor, IP_TAG, IdentityPart, cookie_value};
+use crate::identity::{ANONYMOUS_TAG, Descriptor, IP_TAG, IdentityPart, cookie_value};
 use crate::identity::{IdentitySpec, OnMissing, RequestAttributes, octets};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 

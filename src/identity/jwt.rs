@@ -14,8 +14,8 @@ use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, JwkSet, KeyAlgo
 use jsonwebtoken::{Algorithm, DecodingKey, DecodingKeyKind, crypto, decode_header};
 use serde_json::{Map, Value};
 
+use crate::identity::Descriptor;
 use crate::identity::IdentityError;
-use crate::identity::descriptor::Descriptor;
 use crate::limiter::clock;
 
 /// Leeway in seconds for clock skew between issuer and gateway. RFC 7519 §4.1.4 allows "usually no more than a few

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::http::buffer_budget::BufferBudget;
+use crate::http::body_limits::BufferBudget;
 use crate::metrics::Counter;
 use crate::snapshot::settings::ServerSettings;
 

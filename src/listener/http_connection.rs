@@ -21,16 +21,16 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::http::body::Body;
-use crate::http::buffer_budget::BufferBudget;
+use crate::http::body_limits::BufferBudget;
 use crate::http::flow::{ConnectionActivity, InFlightRequest};
 use crate::http::flow::{StreamFlow, WriteWatchdog};
 use crate::http::headers::has_padding;
 use crate::http::request_body::RequestBody;
-use crate::listener::frame_limits::MonitoredStream;
 use crate::listener::handshake::Protocol;
+use crate::listener::stream::MonitoredStream;
 use crate::listener::stream::SelectiveWaker;
 use crate::proxy::Gateway;
-use crate::proxy::client::Peer;
+use crate::proxy::context::Peer;
 use crate::snapshot::settings::ServerSettings;
 
 /// hyper's default. hyper keeps these headers on the stack; an explicit maximum costs an allocation per request.

@@ -1,4 +1,4 @@
-//! Downstream socket wrapper that hands the socket back when it is dropped, and a selective waker.
+//! The stream of a client connection below TLS and HTTP: read budgets, limits of HTTP/2 frames, and wakers.
 
 use std::io;
 use std::io::IoSlice;
@@ -6,12 +6,17 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
+use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::sync::oneshot::{Receiver, Sender};
+
+use crate::http::flow::ConnectionActivity;
+use crate::limiter::clock::monotonic;
+use crate::listener::handshake::{PREFACE, Protocol};
 
 /// Maximum number of bytes that a connection reads before it yields to other tasks. tokio's coop budget counts
 /// reads, and a few reads can contain thousands of HTTP/2 frames.
@@ -172,5 +177,246 @@ impl Wake for WakeState {
         if let Some(task) = &*self.lock_task() {
             task.wake_by_ref();
         }
+    }
+}
+
+// === Frame limits: what a client may send on an HTTP/1.1 or HTTP/2 connection ===
+
+/// Control frames that a connection may send at once. `MAX_CREDIT` is the maximum after requests and large
+/// responses: a client acknowledges each part of a response with WINDOW_UPDATE.
+const INITIAL_CREDIT: u32 = 1000;
+const MAX_CREDIT: u32 = 10_000;
+
+/// Control frames per second.
+const FRAMES_PER_SECOND: u32 = 200;
+
+/// Control frames per request: PRIORITY, WINDOW_UPDATE and RST_STREAM.
+const FRAMES_PER_REQUEST: u32 = 4;
+
+/// Bytes to the client that add credit for one control frame, and bytes of DATA from it that pay for one short DATA
+/// frame.
+const BYTES_PER_FRAME: u32 = 256;
+
+/// Maximum of received DATA bytes that are saved for short frames.
+const MOST_RECEIVED: u32 = MAX_CREDIT * BYTES_PER_FRAME;
+
+/// Size of the shortest gRPC message. DATA frames with fewer bytes count as control frames unless longer ones have
+/// paid for them.
+const SHORT: u32 = 5;
+
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const CONTINUATION: u8 = 9;
+const END_HEADERS: u8 = 4;
+const PADDED: u32 = 8;
+
+/// Maximum padding of a padded frame: the length byte and up to 255 bytes (RFC 9113 §6.1).
+const PADDING: u32 = 256;
+
+/// GOAWAY with ENHANCE_YOUR_CALM and the highest stream ID (RFC 9113 §6.8, §7).
+const GOAWAY_ENHANCE_YOUR_CALM: &[u8; 17] = b"\0\0\x08\x07\0\0\0\0\0\x7f\xff\xff\xff\0\0\0\x0b";
+
+/// A stream whose input is watched.
+#[derive(Debug)]
+pub(super) struct MonitoredStream<S> {
+    stream: S,
+    activity: Arc<ConnectionActivity>,
+    frames: Option<FrameMonitor>,
+}
+
+/// Frame counts of an HTTP/2 connection.
+#[derive(Debug)]
+struct FrameMonitor {
+    input: FrameParser,
+    output: FrameParser,
+    /// Whether a header block is incomplete.
+    in_header_block: bool,
+    credit: u32,
+    refilled_at: Instant,
+    /// Bytes to the client that have not been converted to credit.
+    uncredited_bytes: u32,
+    /// Bytes of DATA that can still pay for short frames.
+    received: u32,
+    is_exceeded: bool,
+}
+
+/// Finds frame headers in a byte stream (RFC 9113 §4.1).
+#[derive(Debug, Default)]
+struct FrameParser {
+    header: [u8; 9],
+    /// Number of bytes in `header`.
+    header_bytes: usize,
+    /// Bytes until the next frame header.
+    remaining_payload: usize,
+}
+
+impl<S> MonitoredStream<S> {
+    pub(super) fn new(stream: S, protocol: Protocol, activity: Arc<ConnectionActivity>) -> Self {
+        let frames = (protocol == Protocol::Http2).then(|| FrameMonitor {
+            input: FrameParser { remaining_payload: PREFACE.len(), ..FrameParser::default() },
+            output: FrameParser::default(),
+            in_header_block: false,
+            credit: INITIAL_CREDIT,
+            refilled_at: monotonic(),
+            uncredited_bytes: 0,
+            received: 0,
+            is_exceeded: false,
+        });
+        MonitoredStream { stream, activity, frames }
+    }
+
+    fn record_written(&mut self, slices: &[IoSlice<'_>], count: usize) {
+        let Some(frames) = &mut self.frames else { return };
+        let mut rest = count;
+        for slice in slices {
+            let part = &slice[..rest.min(slice.len())];
+            frames.output.feed(part, |_, _| ());
+            rest -= part.len();
+        }
+        frames.uncredited_bytes = frames.uncredited_bytes.saturating_add(count as u32);
+    }
+}
+
+impl FrameMonitor {
+    /// Count received frames. Return whether the limit is exceeded.
+    fn record_received(&mut self, bytes: &[u8]) -> bool {
+        let (mut control, mut requests, mut in_header_block, mut received) =
+            (0, 0, self.in_header_block, self.received);
+        self.input.feed(bytes, |kind, [length, flags]| match kind {
+            HEADERS | CONTINUATION => {
+                requests += u32::from(kind == HEADERS);
+                in_header_block = flags & u32::from(END_HEADERS) == 0;
+            }
+            // Clients split uploads at buffer and window boundaries, which also yields short frames.
+            DATA if length > 0 => match length.saturating_sub(if flags & PADDED == 0 { 0 } else { PADDING }) {
+                data @ SHORT.. => received = MOST_RECEIVED.min(received.saturating_add(data)),
+                _ if received >= BYTES_PER_FRAME => received -= BYTES_PER_FRAME,
+                _ => control += 1,
+            },
+            _ => control += 1,
+        });
+        (self.in_header_block, self.received) = (in_header_block, received);
+        if control == 0 && requests == 0 {
+            return self.is_exceeded;
+        }
+        self.add_credit(requests * FRAMES_PER_REQUEST + self.uncredited_bytes / BYTES_PER_FRAME, MAX_CREDIT);
+        self.uncredited_bytes %= BYTES_PER_FRAME;
+        if control > self.credit {
+            let seconds = self.refilled_at.elapsed().as_secs_f64().min(60.0);
+            self.refilled_at = monotonic();
+            self.add_credit((seconds * f64::from(FRAMES_PER_SECOND)) as u32, INITIAL_CREDIT);
+        }
+        self.is_exceeded |= control > self.credit;
+        self.credit = self.credit.saturating_sub(control);
+        self.is_exceeded
+    }
+
+    fn add_credit(&mut self, credit: u32, max: u32) {
+        self.credit = self.credit.max(max.min(self.credit.saturating_add(credit)));
+    }
+
+    /// Return whether request headers are incomplete.
+    fn has_partial_headers(&self) -> bool {
+        self.in_header_block || self.input.is_in_frame(HEADERS) || self.input.is_in_frame(CONTINUATION)
+    }
+}
+
+impl FrameParser {
+    /// Parse bytes. Call `on_frame` with the type, and with length and flags, of each frame.
+    fn feed(&mut self, mut bytes: &[u8], mut on_frame: impl FnMut(u8, [u32; 2])) {
+        loop {
+            let skipped = self.remaining_payload.min(bytes.len());
+            self.remaining_payload -= skipped;
+            bytes = &bytes[skipped..];
+            if bytes.is_empty() {
+                return;
+            }
+            let copied = (self.header.len() - self.header_bytes).min(bytes.len());
+            self.header[self.header_bytes..self.header_bytes + copied].copy_from_slice(&bytes[..copied]);
+            self.header_bytes += copied;
+            bytes = &bytes[copied..];
+            if self.header_bytes == self.header.len() {
+                let length = u32::from_be_bytes([0, self.header[0], self.header[1], self.header[2]]);
+                (self.header_bytes, self.remaining_payload) = (0, length as usize);
+                on_frame(self.header[3], [length, self.header[4].into()]);
+            }
+        }
+    }
+
+    /// Return whether the last frame is complete.
+    fn is_between_frames(&self) -> bool {
+        self.header_bytes == 0 && self.remaining_payload == 0
+    }
+
+    /// Return whether a frame of this type is incomplete. Its type is known once four bytes of its header have
+    /// arrived.
+    fn is_in_frame(&self, kind: u8) -> bool {
+        (self.header_bytes > 3 || self.remaining_payload > 0) && self.header[3] == kind
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> MonitoredStream<S> {
+    /// Send GOAWAY if the output is at a frame boundary and the socket takes it at once. Return the error that ends
+    /// the connection.
+    fn send_goaway(&mut self, cx: &mut Context<'_>) -> io::Error {
+        if self.frames.as_ref().is_some_and(|frames| frames.output.is_between_frames()) {
+            let written = Pin::new(&mut self.stream).poll_write(cx, GOAWAY_ENHANCE_YOUR_CALM);
+            if let Poll::Ready(Ok(_)) = written {
+                let _ = Pin::new(&mut self.stream).poll_flush(cx);
+            }
+        }
+        io::Error::other("the client sent too many HTTP/2 control frames or short DATA frames")
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for MonitoredStream<S> {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let polled = Pin::new(&mut self.stream).poll_read(cx, buffer);
+        let Some(received) = buffer.filled().get(before..).filter(|received| !received.is_empty()) else {
+            return polled;
+        };
+        let MonitoredStream { frames, activity, .. } = &mut *self;
+        let Some(frames) = frames else {
+            activity.record_headers(true);
+            return polled;
+        };
+        let is_exceeded = frames.record_received(received);
+        activity.record_headers(frames.has_partial_headers());
+        if is_exceeded { Poll::Ready(Err(self.send_goaway(cx))) } else { polled }
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let polled = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        if let Poll::Ready(Ok(count)) = polled {
+            self.record_written(&[IoSlice::new(bytes)], count);
+        }
+        polled
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let polled = Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
+        if let Poll::Ready(Ok(count)) = polled {
+            self.record_written(slices, count);
+        }
+        polled
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
     }
 }

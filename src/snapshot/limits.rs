@@ -11,7 +11,7 @@ use crate::config;
 use crate::config::Config;
 use crate::config::error::Issue;
 use crate::config::shorthand::LimitCost;
-use crate::identity::descriptor::Descriptor;
+use crate::identity::Descriptor;
 use crate::identity::{IdentitySpec, OnMissing};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::algorithm::concurrency::Concurrency;

@@ -13,7 +13,7 @@ use crate::config;
 use crate::config::error::{Issue, Spanned};
 use crate::config::file::ParsedFile;
 use crate::config::{Config, Text};
-use crate::identity::descriptor::Descriptor;
+use crate::identity::Descriptor;
 use crate::limiter::algorithm::Rule;
 use crate::limiter::redis::RedisDeployment;
 use crate::limiter::spec::{LimitSpec, OnStoreError};

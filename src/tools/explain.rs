@@ -10,7 +10,7 @@ use http::{HeaderMap, Request};
 use crate::http::headers::is_grpc_call;
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::verdict::Verdict;
-use crate::proxy::client::Peer;
+use crate::proxy::context::Peer;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::{LimitContext, build_checks, build_unauthenticated_checks};
 use crate::proxy::target::{RequestTarget, origin_form};

@@ -16,7 +16,7 @@ use hyper_util::rt::TokioIo;
 use crate::http::body::{Body, UpstreamLease, declares_forbidden_body};
 use crate::http::body_limits::BodyLimits;
 use crate::http::body_limits::LazyTimer;
-use crate::http::buffer_budget::{ReadBound, ReadLimit, ReadLimitedStream};
+use crate::http::body_limits::{ReadBound, ReadLimit, ReadLimitedStream};
 use crate::http::request_body::RequestBody;
 use crate::limiter::clock::monotonic;
 use crate::upstream::endpoint::Endpoint;

@@ -10,7 +10,7 @@ use http::{HeaderValue, Request, StatusCode, Uri, uri};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-use crate::http::buffer_budget::ReadLimit;
+use crate::http::body_limits::ReadLimit;
 use crate::http::request_body::RequestBody;
 use crate::upstream::Protocol;
 use crate::upstream::cluster::UpstreamCluster;

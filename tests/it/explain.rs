@@ -14,7 +14,7 @@ use crate::support::upstream::Upstream;
 use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderName, Request};
 use serde_json::{Value, json};
-use sluicegate::proxy::client::Peer;
+use sluicegate::proxy::context::Peer;
 use sluicegate::snapshot::CompiledConfig;
 use sluicegate::tools::explain::Explainer;
 use sluicegate::tools::explain::limits::RedisCounters;

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime as Reactor};
 
+use crate::identity::Descriptor;
 use crate::identity::api_key::Caller;
-use crate::identity::descriptor::Descriptor;
 use crate::identity::display::DisplayPart;
 use crate::identity::{IdentityLookup, IdentitySpec, RequestAttributes};
 use crate::limiter::algorithm::{Outcome, Status};

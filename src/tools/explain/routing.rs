@@ -8,7 +8,7 @@ use http_body_util::BodyExt;
 use crate::http::body::Body;
 use crate::http::headers::X_REQUEST_ID;
 use crate::limiter::decision::Decision;
-use crate::proxy::client::{Peer, RequestId};
+use crate::proxy::context::{Peer, RequestId};
 use crate::proxy::forward::{UpstreamRequestInfo, prepare_upstream_headers};
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::append_ratelimit_headers;

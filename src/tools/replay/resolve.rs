@@ -8,8 +8,8 @@ use std::sync::Arc;
 use http::header::{HOST, HeaderValue};
 use http::{HeaderMap, HeaderName, Method, Request, StatusCode, Uri, Version};
 
+use crate::identity::Descriptor;
 use crate::identity::api_key::Caller;
-use crate::identity::descriptor::Descriptor;
 use crate::identity::{IdentitySpec, OnMissing};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::key::Identity;
