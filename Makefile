@@ -1,5 +1,5 @@
 # docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
-.PHONY: run test simulation test-long test-clients test-suites test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference docs certs tools peers
+.PHONY: run test simulation test-long test-clients test-suites test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference docs walk certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -113,6 +113,12 @@ bench: tools peers
 bench-compare: tools peers
 	cargo build --locked --release
 	python3 benches/compare/compare.py --repeat 5 --seconds 2
+
+# The source files that a limited HTTP/1.1 request crosses, by callgrind, compared with ARCHITECTURE.md.
+walk: tools
+	@$(call ensure,valgrind python3,valgrind python3)
+	cargo build --locked
+	python3 benches/walk.py target/debug/sluicegate
 
 # User instructions for each request, by valgrind, of a build that is there in a few minutes.
 bench-instructions: tools
