@@ -597,7 +597,10 @@ fn runbook_has_a_section_for_every_alert() {
     let messages: Vec<_> = text.split('"').skip(1).step_by(2).filter(|quoted| quoted.contains(' ')).collect();
     assert!(messages.len() >= 4, "{messages:?}");
     for message in messages {
-        assert!(source.contains(message), "docs/reference/runbook.md quotes `{message}`, which src/ does not have");
+        assert!(
+            source.contains(&format!("\"{message}")),
+            "docs/reference/runbook.md quotes `{message}`, which src/ does not have"
+        );
     }
     for section in page.split("\n## Sluicegate").skip(1) {
         for part in ["**Meaning.**", "**First look.**", "**What to do.**"] {
