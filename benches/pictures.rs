@@ -1,5 +1,5 @@
-//! Writes the pictures of docs/reference/limits.md from the model: `make pictures`. With `--check`, or run as a test, it only says
-//! which ones differ.
+//! Draws the pictures of docs/reference/limits.md with the model: `make pictures`. With `--check`, or run as a test, it
+//! reports the pictures that differ.
 
 #[path = "../tests/support/pictures.rs"]
 #[allow(unreachable_pub)] // shared with the test that compares them

@@ -617,9 +617,17 @@ fn assert_tests_exist(row: &str) {
 
 #[test]
 fn every_situation_of_the_manual_names_tests_that_exist() {
-    let page = pages::read("docs/reference/limits.md");
-    let rows = rows(&page, "### In every situation");
+    let page = pages::read("docs/explanation/failures.md");
+    let rows = rows(&page, "## Situations");
     assert!(rows.len() >= 12, "{rows:?}");
+    rows.into_iter().for_each(assert_tests_exist);
+}
+
+#[test]
+fn every_guarantee_of_exactness_names_tests_that_exist() {
+    let page = pages::read("docs/explanation/exactness.md");
+    let rows = rows(&page, "## Tests");
+    assert!(rows.len() >= 8, "{rows:?}");
     rows.into_iter().for_each(assert_tests_exist);
 }
 

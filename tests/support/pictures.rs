@@ -44,7 +44,7 @@ struct Counts {
 }
 
 const LAST_WINDOW: Counts = Counts { limit: "10 per 10 s", curve: "admitted in the last 10 s", lasts_ms: WINDOW_MS };
-const IN_FLIGHT: Counts = Counts { limit: "10 at the same time, each takes 4 s", curve: "in flight", lasts_ms: 4_000 };
+const IN_FLIGHT: Counts = Counts { limit: "10 in flight, each request takes 4 s", curve: "in flight", lasts_ms: 4_000 };
 
 /// One request and its decision.
 struct Asked {
@@ -67,7 +67,7 @@ pub fn all() -> Vec<(String, String)> {
         ("fixed-window", "fixed-window", window(WindowStart::Aligned { phase: 0 }), Lines::Windows),
         ("first-request", "fixed-window, start = \"first-request\"", window(WindowStart::FirstRequest), Lines::Windows),
         ("sliding-window", "sliding-window", Rule::SlidingWindow(sliding), Lines::Parts(WINDOW_MS)),
-        ("sliding-buckets", "sliding-buckets, 10 parts", Rule::SlidingBuckets(buckets), Lines::Parts(WINDOW_MS / 10)),
+        ("sliding-buckets", "sliding-buckets, 10 buckets", Rule::SlidingBuckets(buckets), Lines::Parts(WINDOW_MS / 10)),
         ("sliding-log", "sliding-log", Rule::SlidingLog(log), Lines::None),
         ("concurrency", "concurrency", Rule::Concurrency(Concurrency { limit: 10, ttl: 30_000_000 }), Lines::None),
     ];
@@ -146,7 +146,7 @@ fn draw(title: &str, asked: &[Asked], lines: &Lines, counts: &Counts) -> Result<
     let name = title.replace('"', "&quot;");
     writeln!(
         svg,
-        "<title>{name}: {}; {admitted} of {} admitted; {}: at most {most}</title>",
+        "<title>{name}: {}; {admitted} of {} admitted; {}: maximum {most}</title>",
         counts.limit,
         asked.len(),
         counts.curve
@@ -155,7 +155,7 @@ fn draw(title: &str, asked: &[Asked], lines: &Lines, counts: &Counts) -> Result<
     writeln!(svg, "<rect class=\"paper\" width=\"720\" height=\"208\"/>")?;
     writeln!(svg, "<text class=\"title\" x=\"{LEFT}\" y=\"20\">{name}: {}</text>", counts.limit)?;
     let right = x(LENGTH_MS);
-    writeln!(svg, "<text x=\"{right}\" y=\"20\" text-anchor=\"end\">{}: at most {most}</text>", counts.curve)?;
+    writeln!(svg, "<text x=\"{right}\" y=\"20\" text-anchor=\"end\">{}: maximum {most}</text>", counts.curve)?;
     axes(svg)?;
     boundaries(svg, asked, lines)?;
 
@@ -242,8 +242,8 @@ fn legend(svg: &mut String, lines: &Lines, counts: &Counts) -> Result<(), Error>
     writeln!(svg, "<path class=\"limit\" d=\"M358 {0}h14\"/><text x=\"376\" y=\"{y}\">limit</text>", y - 4.0)?;
     let (class, text) = match lines {
         Lines::None => return Ok(()),
-        Lines::Windows | Lines::Parts(WINDOW_MS) => ("window", "a window opens"),
-        Lines::Parts(_) => ("part", "a part of the window begins"),
+        Lines::Windows | Lines::Parts(WINDOW_MS) => ("window", "start of a window"),
+        Lines::Parts(_) => ("part", "start of a bucket"),
     };
     writeln!(svg, "<path class=\"{class}\" d=\"M428 {}v15\"/><text x=\"436\" y=\"{y}\">{text}</text>", y - 12.0)
 }
