@@ -234,7 +234,7 @@ const FAULTS: &[Fault] = &[
         "says garbage without end",
         |mut stream| while stream.write_all(&[b'x'; 4096]).is_ok() {},
         502,
-        "no valid response",
+        "an invalid response",
         Due::AtOnce,
     ),
     (
@@ -244,7 +244,7 @@ const FAULTS: &[Fault] = &[
             read_all(&mut stream);
         },
         502,
-        "no valid response",
+        "an invalid response",
         Due::AtOnce,
     ),
 ];
