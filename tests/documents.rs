@@ -148,7 +148,10 @@ fn labels(sample: &str) -> Vec<(&str, &str)> {
 fn manual_lists_exactly_the_exported_metrics() {
     let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n[upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n\
                    [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\"]\n";
-    let exposition = admin_listener::ask(&Gateway::start(&admin_listener::with_admin(limited)), "/metrics");
+    let gateway = Gateway::start(&admin_listener::with_admin(limited));
+    // A worker that has served a request has created its metrics.
+    assert_eq!(gateway.get("/unknown").status, 404);
+    let exposition = admin_listener::ask(&gateway, "/metrics");
     let exposition = exposition.text();
     let page = pages::read("docs/reference/metrics.md");
     let documented = reference_rows(&page, 5);
