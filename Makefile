@@ -98,10 +98,18 @@ deny:
 	@command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
 	cargo deny --locked check bans licenses sources
 
-check:
+check: words
 	cargo fmt --check
 	cargo clippy --locked --all-targets -- -D warnings
 	cargo test --locked --quiet --test documents links_
+
+# Finds words that the project does not use, one regular expression per line in tests/words.txt. Released sections of CHANGELOG.md
+# are not searched. grep exits with 1 if it finds nothing.
+.PHONY: words
+words:
+	@git grep -InwiE -f tests/words.txt -- src lua docs ops tests benches fuzz Makefile '*.md' ':!tests/words.txt' ':!CHANGELOG.md'; \
+	  files=$$?; sed '/^## [0-9.]* ([0-9]/,$$d' CHANGELOG.md | grep -nwiE -f tests/words.txt | sed 's/^/CHANGELOG.md:/' | grep .; \
+	  test $$files = 1 -a $$? = 1 || { echo 'replace these words: see tests/words.txt' >&2; exit 1; }
 
 # In process, what the scripts cost Redis, and one round of whole requests.
 bench: tools peers

@@ -1,5 +1,12 @@
 //! The command line: arguments and output, one module per command.
 
+/// The examples at the end of the help of a command, one command per line, with the heading in the style of clap.
+macro_rules! examples {
+    ($($line:literal),+ $(,)?) => {
+        concat!("\u{1b}[1m\u{1b}[4mExamples:\u{1b}[0m" $(, "\n  ", $line)+)
+    };
+}
+
 pub mod admin;
 pub(crate) mod check;
 mod doctor;
@@ -39,44 +46,82 @@ const EXIT_INVALID_CONFIG: u8 = 2;
 ///
 /// Matches the route, identifies the client, checks all limits in one atomic store call, and proxies the request or returns 429.
 #[derive(Debug, Parser)]
-#[command(version, long_version = LONG_VERSION, max_term_width = 100)]
+#[command(version, long_version = LONG_VERSION, max_term_width = 100, after_help = examples![
+    "sluicegate init --template plans",
+    "sluicegate check --strict",
+    "sluicegate run --config gateway.toml",
+])]
 pub struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
 
-    /// The configuration file
+    /// Use this configuration file
     #[arg(long, short, global = true, value_name = "FILE", default_value = "gateway.toml", env = "SLUICEGATE_CONFIG")]
     config: PathBuf,
 }
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Serve (the default)
+    /// Serve requests (the default command)
+    ///
+    /// SIGHUP reloads the configuration, SIGTERM drains and stops, SIGUSR2 restarts without closing the sockets.
+    #[command(after_help = examples![
+        "sluicegate run",
+        "sluicegate run --config gateway.toml",
+        "SLUICEGATE_CONFIG=gateway.toml sluicegate run",
+    ])]
     Run,
-    /// Check the configuration: errors, warnings, and what its limits guarantee
+    /// Check the configuration: print its errors, its warnings and what its limits guarantee
     ///
     /// Exit code 0 if it is valid, 2 if not; 1 with --strict if there are warnings.
+    #[command(after_help = examples![
+        "sluicegate check --strict",
+        "sluicegate check --offline --config gateway.toml",
+        "sluicegate check --json > report.json",
+    ])]
     Check(check::Options),
-    /// Check the Redis servers of the configuration and say what to do; exit code 1 if a check failed
+    /// Check the Redis servers of the configuration and advise what to change
+    ///
+    /// Exit code 1 if a check failed.
+    #[command(after_help = examples![
+        "sluicegate doctor",
+        "sluicegate doctor --json > report.json",
+    ])]
     Doctor {
         /// Print a JSON object
         #[arg(long)]
         json: bool,
     },
-    /// Explain what the gateway would do with a request: route, limits, response; nothing is sent or charged
+    /// Explain what the gateway would do with a request: route, limits, response
     ///
-    /// The counters are read from Redis, or from the running gateway if they are in its memory.
+    /// Nothing is sent or charged. The counters are read from Redis, or from the running gateway if they are in its
+    /// memory.
+    #[command(after_help = examples![
+        "sluicegate explain GET https://api.example.com/v1/users/7",
+        "sluicegate explain POST http://localhost:8080/v1/users -H 'x-api-key: KEY' --ip 192.0.2.7",
+        "sluicegate explain GET http://localhost:8080/ping --offline --json",
+    ])]
     Explain(explain::Arguments),
     /// Write a commented configuration from a template
+    #[command(after_help = examples![
+        "sluicegate init",
+        "sluicegate init --template plans --force",
+        "sluicegate init --template cdn --config cdn.toml",
+    ])]
     Init {
-        /// The template
+        /// Use this template
         #[arg(long = "template", value_name = "TEMPLATE", default_value = "single-api")]
         template: init::Template,
         /// Overwrite existing files
         #[arg(long)]
         force: bool,
     },
-    /// Create and revoke API keys
+    /// Create, list and revoke API keys
+    #[command(after_help = examples![
+        "sluicegate key new --consumer acme > key.txt",
+        "sluicegate key list",
+        "sluicegate key revoke < key.txt",
+    ])]
     Key {
         #[command(subcommand)]
         action: key::Action,
@@ -84,22 +129,40 @@ enum Command {
     #[command(flatten)]
     Admin(admin::AdminCommand),
     /// Print the JSON Schema of the configuration, for editors
+    #[command(after_help = examples![
+        "sluicegate schema > gateway.schema.json",
+        "sluicegate schema consumers > consumers.schema.json",
+    ])]
     Schema {
-        /// The file that the schema describes
+        /// Describe this file
         #[arg(default_value = "gateway")]
         file: generate::SchemaFile,
     },
     /// Print completions for a shell
+    #[command(after_help = examples![
+        "sluicegate completions bash > sluicegate.bash",
+        "sluicegate completions zsh > _sluicegate",
+    ])]
     Completions {
-        /// The shell
+        /// Complete commands in this shell
         shell: clap_complete::Shell,
     },
     /// Print the manual page, or write one for each command
+    #[command(after_help = examples![
+        "sluicegate man > sluicegate.1",
+        "mkdir -p man1 && sluicegate man man1",
+    ])]
     Man {
-        /// Write sluicegate.1, sluicegate-check.1, … into this folder
+        /// Write one page per command into this existing folder: sluicegate.1, sluicegate-check.1 and so on
         folder: Option<PathBuf>,
     },
     /// Replay access logs against the configured or proposed limits
+    #[command(after_help = examples![
+        "sluicegate replay access.log",
+        "sluicegate replay access.log --limit per-ip=600/min,burst=50",
+        "sluicegate replay access.log --by ip --limit per-ip=600/min --html report.html",
+        "cat access.log | sluicegate replay - --json > report.json",
+    ])]
     Replay(replay::Arguments),
 }
 

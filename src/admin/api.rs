@@ -160,6 +160,20 @@ fn json_response(value: &impl Serialize) -> AdminResponse {
     typed_response(StatusCode::OK, "application/json", serde_json::to_string(value).unwrap_or_default() + "\n")
 }
 
+/// Maximum number of limits that an error lists.
+const MAX_LISTED_LIMITS: usize = 20;
+
+/// The error text for an unknown limit, with the names of the configured limits.
+fn unknown_limit(config: &CompiledConfig, name: &str) -> String {
+    let limits = &config.limits;
+    let listed = limits.keys().take(MAX_LISTED_LIMITS).map(|known| format!("`{known}`")).collect::<Vec<_>>().join(", ");
+    match limits.len().saturating_sub(MAX_LISTED_LIMITS) {
+        _ if limits.is_empty() => format!("unknown limit `{name}`: the configuration has no limits"),
+        0 => format!("unknown limit `{name}`: the limits are {listed}"),
+        more => format!("unknown limit `{name}`: the limits are {listed} and {more} more"),
+    }
+}
+
 fn store_error(error: &StoreError) -> ApiError {
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
 }
@@ -268,7 +282,7 @@ fn top_denied(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminR
     }
     let limits = &context.config.limits;
     if let Some(name) = limit_name.as_ref().filter(|name| !limits.contains_key(*name)) {
-        return Err(ApiError::bad_request(format!("unknown limit `{name}`")));
+        return Err(ApiError::bad_request(unknown_limit(context.config, name)));
     }
     let top_denied = context.state.request_metrics.top_denied.all();
     let workers =

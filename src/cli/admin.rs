@@ -15,34 +15,49 @@ use serde_json::{Map, Value, json};
 
 use crate::cli::admin::client::AdminClient;
 
-/// What can be asked of a running gateway.
+/// A command for a running gateway.
 #[derive(Debug, Subcommand)]
 pub(super) enum AdminCommand {
-    /// Show the most denied clients of the running gateway
+    /// Show the most frequently denied clients of the running gateway
+    ///
+    /// The numbers are those of one gateway in the last 5 minutes.
+    #[command(after_help = examples![
+        "sluicegate top",
+        "sluicegate top --limit per-ip --count 3",
+        "sluicegate top --admin http://127.0.0.1:9180 --json",
+    ])]
     Top {
         #[command(flatten)]
         target: AdminTarget,
-        /// Only this limit
+        /// Show only this limit
         #[arg(long, value_name = "NAME")]
         limit: Option<String>,
-        /// Maximum number of clients per limit
+        /// Show at most this many clients per limit
         #[arg(long, value_name = "N", default_value_t = 10)]
         count: u64,
     },
     /// Show the usage of an identity, without charging it
+    #[command(after_help = examples![
+        "sluicegate inspect ip=192.0.2.7",
+        "sluicegate inspect --limit rate api-key=acme --cost 5",
+    ])]
     Inspect {
         #[command(flatten)]
         target: AdminTarget,
-        /// The limit; default: all limits whose parts are given
+        /// Show only this limit [default: all limits whose parts are given]
         #[arg(long, value_name = "NAME")]
         limit: Option<String>,
-        /// The cost of the request
+        /// Check a request of this cost
         #[arg(long, value_name = "N", default_value_t = 1)]
         cost: u64,
         #[command(flatten)]
         identity: IdentityArgs,
     },
     /// Clear the usage of an identity, on all gateways
+    #[command(after_help = examples![
+        "sluicegate reset --limit per-ip ip=192.0.2.7",
+        "sluicegate reset --limit rate api-key=acme",
+    ])]
     Reset {
         #[command(flatten)]
         target: AdminTarget,
@@ -50,40 +65,57 @@ pub(super) enum AdminCommand {
         limit_identity: LimitIdentity,
     },
     /// Set, list and remove temporary quotas, on all gateways
+    #[command(after_help = examples![
+        "sluicegate override set --limit per-ip ip=192.0.2.7 --quota 600/min --ttl 12h",
+        "sluicegate override list",
+        "sluicegate override remove --limit per-ip ip=192.0.2.7",
+    ])]
     Override {
         #[command(subcommand)]
         action: OverrideCommand,
     },
 }
 
-/// What can be done with overrides.
+/// A command for overrides.
 #[derive(Debug, Subcommand)]
 pub(super) enum OverrideCommand {
     /// Set a temporary quota for an identity
+    #[command(after_help = examples![
+        "sluicegate override set --limit per-ip ip=192.0.2.7 --quota 600/min --ttl 12h --note migration",
+        "sluicegate override set --limit rate api-key=acme --quota 50/s --burst 100 --ttl 7d",
+    ])]
     Set {
         #[command(flatten)]
         target: AdminTarget,
         #[command(flatten)]
         limit_identity: LimitIdentity,
-        /// The quota, as in the configuration: "600/min"
+        /// Set this quota, as in the configuration: 600/min
         #[arg(long, value_name = "QUOTA")]
         quota: String,
-        /// The burst of a token bucket; default: the count of the quota
+        /// Set this burst of a token bucket [default: the count of the quota]
         #[arg(long, value_name = "N")]
         burst: Option<u64>,
-        /// The lifetime: "15m", "12h", "7d"
+        /// Remove the override after this time: 15m, 12h, 7d
         #[arg(long = "ttl", value_name = "DURATION")]
         ttl: String,
-        /// The reason
+        /// Show this text in the list of overrides
         #[arg(long, value_name = "TEXT")]
         note: Option<String>,
     },
     /// List the overrides in force
+    #[command(after_help = examples![
+        "sluicegate override list",
+        "sluicegate override list --json > overrides.json",
+    ])]
     List {
         #[command(flatten)]
         target: AdminTarget,
     },
     /// Remove an override before it expires
+    #[command(after_help = examples![
+        "sluicegate override remove --limit per-ip ip=192.0.2.7",
+        "sluicegate override remove --limit rate api-key=acme",
+    ])]
     Remove {
         #[command(flatten)]
         target: AdminTarget,
@@ -92,11 +124,12 @@ pub(super) enum OverrideCommand {
     },
 }
 
-/// Which gateway, and how its answer is shown.
+/// The gateway of a command and the form of its output.
 #[derive(Debug, Args)]
 pub(super) struct AdminTarget {
-    /// The admin listener, such as http://127.0.0.1:9180; default: that of the configuration. The token is in
-    /// SLUICEGATE_ADMIN_TOKEN, otherwise in the configuration
+    /// Use the admin listener at this URL [default: `[admin]` of the configuration]
+    ///
+    /// The token is that of SLUICEGATE_ADMIN_TOKEN, otherwise `admin.token` of the configuration.
     #[arg(long, value_name = "URL")]
     admin: Option<String>,
     /// Print a JSON object
@@ -107,7 +140,7 @@ pub(super) struct AdminTarget {
 /// An identity of one limit.
 #[derive(Debug, Args)]
 pub(super) struct LimitIdentity {
-    /// The limit
+    /// Use this limit
     #[arg(long, value_name = "NAME")]
     limit: String,
     #[command(flatten)]
@@ -117,7 +150,7 @@ pub(super) struct LimitIdentity {
 /// An identity.
 #[derive(Debug, Args)]
 pub(super) struct IdentityArgs {
-    /// A value for each part of the limit's `by`, such as ip=192.0.2.7 or api-key=CONSUMER; or the hash that `top` shows
+    /// Value of each part of the limit's `by`, such as ip=192.0.2.7 or api-key=CONSUMER; or the hash that `top` shows
     #[arg(required = true, value_name = "PART=VALUE")]
     identity: Vec<String>,
 }
@@ -413,7 +446,8 @@ fn format_seconds(value: &Value) -> String {
 pub(crate) fn format_duration(seconds: f64) -> String {
     let rounded = seconds.ceil() as u64;
     match rounded {
-        0..10 => format!("{seconds} s"),
+        // Hundredths, rounded up. The subtraction removes the error of the binary representation.
+        0..10 => format!("{} s", (seconds * 100.0 - 1e-6).ceil() / 100.0),
         10..120 => format!("{rounded} s"),
         120..7200 => format!("{} min {} s", rounded / 60, rounded % 60),
         7200..172_800 => format!("{} h {} min", rounded / 3600, rounded % 3600 / 60),
@@ -434,7 +468,15 @@ mod tables_tests {
 
     #[test]
     fn format_duration_uses_one_or_two_units() {
-        for (seconds, expected) in [(0.25, "0.25 s"), (9.0, "9 s"), (59.2, "60 s"), (150.0, "2 min 30 s")] {
+        for (seconds, expected) in [
+            (0.25, "0.25 s"),
+            (1.1, "1.1 s"),
+            (0.983_123, "0.99 s"),
+            (9.0, "9 s"),
+            (9.9999, "10 s"),
+            (59.2, "60 s"),
+            (150.0, "2 min 30 s"),
+        ] {
             assert_eq!(format_seconds(&json!(seconds)), expected);
         }
         assert_eq!(

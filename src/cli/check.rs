@@ -49,10 +49,10 @@ pub(super) struct Options {
     /// Print a JSON object
     #[arg(long)]
     json: bool,
-    /// Exit code 1 if there are warnings
+    /// Exit with code 1 if there are warnings
     #[arg(long)]
     strict: bool,
-    /// Connect neither to the store nor to a running gateway
+    /// Do not connect to the store or to a running gateway
     #[arg(long)]
     offline: bool,
 }
@@ -292,10 +292,7 @@ impl Guarantee<'_> {
         text += &format!(": at most {} ", self.max_admitted);
         text += &match self.window_seconds {
             None => "at the same time".to_owned(),
-            Some(SHORTEST_MONTH_SECONDS) => format!("in any 28 days, {} at once", self.capacity),
-            Some(SHORTEST_YEAR_SECONDS) => format!("in any 365 days, {} at once", self.capacity),
-            Some(seconds) if seconds.fract() == 0.0 => format!("in any {seconds} s, {} at once", self.capacity),
-            Some(seconds) => format!("in any {} ms, {} at once", seconds * 1e3, self.capacity),
+            Some(seconds) => format!("in any {}, {} at once", format_window(seconds), self.capacity),
         };
         if self.overdraft {
             text += ", and what the last responses overdraw";
@@ -307,6 +304,18 @@ impl Guarantee<'_> {
             text += " (shadow: never denies)";
         }
         text
+    }
+}
+
+/// Format the length of a window exactly, in the largest unit of which it has at least two.
+fn format_window(seconds: f64) -> String {
+    if seconds.fract() != 0.0 {
+        return format!("{} ms", seconds * 1e3);
+    }
+    let units = [("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0)];
+    match units.into_iter().find(|(_, unit)| seconds % unit == 0.0 && seconds >= 2.0 * unit) {
+        Some((name, unit)) => format!("{} {name}", seconds / unit),
+        None => format!("{seconds} s"),
     }
 }
 
@@ -351,4 +360,26 @@ fn key_span(key: &str, text: &str) -> Option<Range<usize>> {
     let table: &Spanned<DeValue<'_>> = file.get_ref().get(table)?;
     let value = table.get_ref().as_table().and_then(|table| table.get(key));
     Some(value.unwrap_or(table).span())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_are_exact_in_the_largest_unit() {
+        for (seconds, expected) in [
+            (0.5, "500 ms"),
+            (60.0, "60 s"),
+            (119.0, "119 s"),
+            (120.0, "2 minutes"),
+            (150.0, "150 s"),
+            (3600.0, "60 minutes"),
+            (86_400.0, "24 hours"),
+            (SHORTEST_MONTH_SECONDS, "28 days"),
+            (SHORTEST_YEAR_SECONDS, "365 days"),
+        ] {
+            assert_eq!(format_window(seconds), expected);
+        }
+    }
 }

@@ -58,19 +58,19 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
 /// The arguments.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
-    /// The method: GET, POST, …
+    /// Method of the request, such as GET
     #[arg(value_name = "METHOD")]
     method: String,
 
-    /// The URL that the client requests: https://api.example.com/v1/users/7
+    /// URL that the client requests: https://api.example.com/v1/users/7
     #[arg(value_name = "URL")]
     url: String,
 
-    /// A request header, as for curl; repeatable
+    /// Add a request header, as in curl; repeatable
     #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
     headers: Vec<String>,
 
-    /// The address of the peer: the client, or a proxy that reports the client in a header
+    /// Connect from this address: the client, or a proxy that reports the client in a header
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     ip: String,
 

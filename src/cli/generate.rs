@@ -1,5 +1,7 @@
 //! `sluicegate completions`, `man` and `schema`: generated files for packages and editors.
 
+mod man;
+
 use std::io::{Write, stdout};
 use std::path::Path;
 
@@ -20,10 +22,10 @@ pub(super) fn print_completions(shell: Shell) -> std::io::Result<()> {
 
 /// Print the manual page, or write one page per command into a folder.
 pub(super) fn write_man_pages(folder: Option<&Path>) -> anyhow::Result<()> {
-    let command = Arguments::command();
+    let program = Arguments::command();
     match folder {
-        None => clap_mangen::Man::new(command).render(&mut stdout())?,
-        Some(folder) => clap_mangen::generate_to(command, folder)
+        None => stdout().write_all(&man::page(&program)?)?,
+        Some(folder) => man::write_pages(&program, folder)
             .with_context(|| format!("cannot write the manual pages to {}", folder.display()))?,
     }
     Ok(())

@@ -25,29 +25,46 @@ pub(super) enum Action {
     /// Create a key, print it once, and add its hash to the consumers file
     ///
     /// Without --consumer no file is changed, and the hash is printed as well.
+    #[command(after_help = examples![
+        "sluicegate key new",
+        "sluicegate key new --consumer acme > key.txt",
+        "sluicegate key new --consumer globex --create --tier pro",
+    ])]
     New {
-        /// The consumer of the key
+        /// Add the key to this consumer
         #[arg(long, value_name = "NAME")]
         consumer: Option<String>,
         /// Add the consumer to the file
         #[arg(long, requires = "consumer")]
         create: bool,
-        /// The tier of the new consumer
+        /// Set the tier of the new consumer
         #[arg(long, requires = "create")]
         tier: Option<String>,
-        /// The prefix of the key: lower-case letters, digits and _, with a _ at the end
+        /// Begin the key with this prefix: lower-case letters, digits and _, with a _ at the end
         #[arg(long, default_value = "sg_live_", value_parser = KeyPrefix::parse)]
         prefix: KeyPrefix,
     },
     /// Print the hash of the key on standard input
     ///
     /// A key is never an argument: all users of a machine see arguments, and shells store them.
+    #[command(after_help = examples![
+        "sluicegate key hash < key.txt",
+        "printf %s \"$KEY\" | sluicegate key hash",
+    ])]
     Hash,
     /// List the consumers and the fingerprints of their keys
+    #[command(after_help = examples![
+        "sluicegate key list",
+        "sluicegate key list --config gateway.toml | grep acme",
+    ])]
     List,
     /// Remove a key from the consumers file: by its fingerprint, or the one on standard input
+    #[command(after_help = examples![
+        "sluicegate key revoke 2f9c41d07ab3",
+        "sluicegate key revoke < key.txt",
+    ])]
     Revoke {
-        /// The fingerprint: the first digits of the hash, as `key list` shows them
+        /// Remove the key whose hash begins with these digits, as `key list` shows them
         fingerprint: Option<String>,
     },
 }

@@ -144,23 +144,24 @@ pub(in crate::cli) struct Arguments {
     #[arg(required = true, value_name = "LOG")]
     pub(crate) logs: Vec<PathBuf>,
 
-    /// A proposed quota for a limit: per-ip=600/min, or per-ip=600/min,burst=50
+    /// Propose a quota for a limit: per-ip=600/min, or per-ip=600/min,burst=50
     #[arg(long = "limit", value_name = "NAME=QUOTA")]
     pub(crate) limits: Vec<NamedValue<QuotaProposal>>,
 
-    /// Without a configuration: the identity of the proposed limits, on all requests (ip, header:NAME, global, …)
+    /// Use no configuration, and identify clients by this: ip, header:NAME, global or another descriptor
     #[arg(long, value_name = "IDENTITY", requires = "limits")]
     pub(crate) by: Vec<String>,
 
-    /// Without a configuration: the algorithm of the proposed limits (token-bucket, fixed-window, …)
+    /// Use this algorithm for the limits of --by, such as fixed-window
     #[arg(long, value_name = "NAME", requires = "by", default_value = "token-bucket")]
     pub(crate) algorithm: String,
 
-    /// The format: common, combined, caddy, alb, cloudfront, sluicegate, or an nginx log_format in quotes
+    /// Read this format: common, combined, caddy, alb, cloudfront, sluicegate, or an nginx log_format in quotes
+    /// [default: detected]
     #[arg(long, value_name = "FORMAT")]
     pub(crate) format: Option<String>,
 
-    /// The log field that identifies clients for a limit
+    /// Identify the clients of a limit by this log field
     #[arg(long = "identity", value_name = "LIMIT=FIELD")]
     pub(crate) identities: Vec<NamedValue<IdentityField>>,
 

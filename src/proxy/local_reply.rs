@@ -229,7 +229,7 @@ pub fn upstream_status(error: &UpstreamError) -> StatusCode {
 
 fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle], is_grpc: bool) -> Response<Body> {
     let detail = match decision.retry_us() {
-        Some(us) => format!("try again in {} s", ratelimit_headers::ceil_seconds(us).max(1)),
+        Some(us) => format!("try again in {}", format_wait(ratelimit_headers::ceil_seconds(us).max(1))),
         None => "the request costs more than the limit ever allows".to_owned(),
     };
     let problem = Problem {
@@ -243,6 +243,18 @@ fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle],
     let mut response = if is_grpc { resource_exhausted_response(&detail) } else { problem.into_response() };
     ratelimit_headers::append_decision_headers(response.headers_mut(), header_styles, None, decision);
     response
+}
+
+/// Format a wait for people, rounded up to its unit: a client that waits as told must not retry too early. Programs
+/// read the seconds of `Retry-After`.
+fn format_wait(seconds: u64) -> String {
+    let (unit, name) = match seconds {
+        ..120 => return format!("{seconds} s"),
+        120..7200 => (60, "minutes"),
+        7200..172_800 => (3600, "hours"),
+        172_800.. => (86_400, "days"),
+    };
+    format!("{} {name}", seconds.div_ceil(unit))
 }
 
 /// Build a trailers-only response, as in gRPC over HTTP/2. gRPC clients read `grpc-status` and would map a 429 to
@@ -275,4 +287,26 @@ fn problem_response_with_id(
     let mut response = problem.into_response();
     response.headers_mut().extend(request_id.map(|id| (X_REQUEST_ID, id)));
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn format_wait_rounds_up_to_a_readable_unit() {
+        for (seconds, expected) in [
+            (1, "1 s"),
+            (119, "119 s"),
+            (120, "2 minutes"),
+            (121, "3 minutes"),
+            (7199, "120 minutes"),
+            (7200, "2 hours"),
+            (86_400, "24 hours"),
+            (172_800, "2 days"),
+            (870_626, "11 days"),
+        ] {
+            assert_eq!(format_wait(seconds), expected);
+        }
+    }
 }

@@ -191,6 +191,37 @@ fn unknown_admin_paths_and_methods_are_rejected() {
     assert_eq!(gateway.get("/metrics").status, 404);
 }
 
+/// A terminal shows the next prompt on a line of its own. The body of `respond` is as configured.
+#[test]
+fn bodies_of_own_responses_end_in_a_newline() {
+    let limited = "[limit.one]\nby = \"ip\"\nquota = \"1/day\"\n\
+                   [[route]]\nname = \"one\"\npath = \"/one\"\nlimits = [\"one\"]\nrespond = { status = 200 }\n\
+                   [[route]]\nname = \"gone\"\npath = \"/gone\"\nupstream = \"gone\"\n\
+                   [upstream.gone]\nservers = [\"http://127.0.0.1:1\"]\n";
+    let gateway = Gateway::start(&with_admin(&format!("{HELLO}{limited}")));
+    assert_eq!(gateway.get("/hello").text(), "hi");
+    assert_eq!(gateway.get("/one").status, 200);
+    let mut replies: Vec<_> = [("/nowhere", 404), ("/one", 429), ("/gone", 502), ("/%zz", 400)]
+        .map(|(path, status)| (path, status, gateway.get(path)))
+        .into();
+    let admin = [
+        ("/", 200),
+        ("/healthz", 200),
+        ("/readyz", 200),
+        ("/metrics", 200),
+        ("/nowhere", 404),
+        ("/api/nowhere", 404),
+        ("/api/top", 200),
+        ("/api/top?limit=two", 400),
+        ("/api/identities?limit=two&ip=192.0.2.1", 404),
+    ];
+    replies.extend(admin.map(|(path, status)| (path, status, ask(&gateway, path))));
+    for (path, status, reply) in replies {
+        assert_eq!(reply.status, status, "{path}: {}", reply.text());
+        assert!(reply.text().ends_with('\n'), "{path}: {}", reply.text());
+    }
+}
+
 #[test]
 fn draining_gateway_is_not_ready() {
     let (release, held) = std::sync::mpsc::channel::<()>();

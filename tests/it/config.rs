@@ -166,7 +166,7 @@ fn shipped_configuration_is_accepted() {
     for guarantee in [
         "per-ip: at most 19 in any 1 s, 10 at once",
         "per-key: at most 100 in any 60 s, 100 at once",
-        "hourly: at most 2000 in any 3600 s, 1000 at once",
+        "hourly: at most 2000 in any 60 minutes, 1000 at once",
     ] {
         assert!(out.contains(guarantee), "{guarantee} is missing in\n{out}");
     }

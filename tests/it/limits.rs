@@ -57,6 +57,7 @@ fn headers_of_success_and_denial_state_remaining_and_reset() {
     assert_eq!(items(&denied, "ratelimit-policy"), policy);
     let retry: i64 = denied.header("retry-after").unwrap().parse().unwrap();
     assert!((3590..=3600).contains(&retry), "{retry}");
+    assert_eq!(denied.json()["detail"], "try again in 60 minutes", "{}", denied.text());
     assert_eq!(
         items(&denied, "ratelimit"),
         [item("narrow", &[("r", 0), ("t", retry)])],

@@ -395,8 +395,8 @@ fn cost_above_the_burst_is_denied_without_retry_after_and_check_warns() {
     for warning in ["the capacity of `l` (100)", "in the tier `free` (5)", "for the consumer `small` (2)"] {
         assert!(out.contains(warning), "{warning} is missing in\n{out}");
     }
-    assert!(out.contains("l: at most 199 in any 3600 s, 100 at once"), "{out}");
-    assert!(out.contains("l, tier free: at most 9 in any 3600 s, 5 at once"), "{out}");
+    assert!(out.contains("l: at most 199 in any 60 minutes, 100 at once"), "{out}");
+    assert!(out.contains("l, tier free: at most 9 in any 60 minutes, 5 at once"), "{out}");
 }
 
 #[test]

@@ -1,7 +1,8 @@
-//! `init`, completions and man pages: their output works.
+//! `init`, completions, man pages and the examples of the help: their output works.
 
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 
 use crate::support::gateway::{Gateway, binary};
 
@@ -76,4 +77,118 @@ fn closed_standard_output_is_no_error() {
         let output = Command::new("sh").args(["-c", &script]).output().unwrap();
         assert_eq!(String::from_utf8(output.stderr).unwrap(), "0\n", "{command}");
     }
+}
+
+/// Return each command with its manual page.
+fn man_pages() -> Vec<(Vec<String>, String)> {
+    let folder = tempfile::tempdir().unwrap();
+    let output = binary().arg("man").arg(folder.path()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let files = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
+    let mut pages: Vec<_> = files
+        .map(|path| {
+            let command = path.file_stem().unwrap().to_str().unwrap().split('-').skip(1).map(str::to_owned).collect();
+            (command, std::fs::read_to_string(&path).unwrap())
+        })
+        .collect();
+    pages.sort();
+    pages
+}
+
+#[test]
+fn man_pages_have_all_sections() {
+    let pages = man_pages();
+    assert!(pages.len() > 20, "{} pages", pages.len());
+    for (command, page) in pages {
+        // Text without a section is the title and the preamble of roff.
+        let sections: Vec<_> = page.split("\n.SH ").skip(1).map(|section| section.split_once('\n').unwrap()).collect();
+        let mut headings: Vec<_> = sections.iter().map(|(heading, _)| heading.trim_matches('"')).collect();
+        headings.retain(|heading| *heading != "COMMANDS");
+        let expected = [
+            "NAME",
+            "SYNOPSIS",
+            "DESCRIPTION",
+            "OPTIONS",
+            "EXIT STATUS",
+            "FILES",
+            "ENVIRONMENT",
+            "EXAMPLES",
+            "SEE ALSO",
+        ];
+        assert_eq!(headings, expected, "{command:?}");
+        for (heading, text) in sections {
+            let has_text = text.lines().any(|line| !line.is_empty() && !line.starts_with('.'));
+            assert!(has_text, "{command:?}: {heading} is empty");
+        }
+        assert!(page.is_ascii(), "{command:?}: groff reads other characters as Latin-1");
+    }
+}
+
+/// Return the examples in the help of a command.
+fn examples(command: &[String]) -> Vec<String> {
+    let help = |flag| String::from_utf8(binary().args(command).arg(flag).output().unwrap().stdout).unwrap();
+    let (long, short) = (help("--help"), help("-h"));
+    let (_, examples) =
+        long.split_once("\nExamples:\n").unwrap_or_else(|| panic!("{command:?} has no examples: {long}"));
+    assert!(short.ends_with(examples), "{command:?}: {short}");
+    examples.lines().map(|line| line.trim().to_owned()).collect()
+}
+
+/// Return a shell that finds the binary under test.
+fn shell(directory: &Path, script: &str) -> Command {
+    let binaries = PathBuf::from(binary().get_program()).parent().unwrap().to_owned();
+    let others = std::env::var_os("PATH").unwrap();
+    let path = std::env::join_paths([binaries].into_iter().chain(std::env::split_paths(&others))).unwrap();
+    let mut command = Command::new("sh");
+    command.args(["-c", script]).current_dir(directory).env("PATH", path).env("KEY", "demo-key");
+    command.env("SLUICEGATE_ADMIN_TOKEN", "open-sesame").env_remove("SLUICEGATE_CONFIG");
+    command
+}
+
+/// The examples name the limits, the consumer and the files of this test.
+#[test]
+fn examples_of_the_help_work() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let config = format!(
+        "[admin]\naddress = \"127.0.0.1:{port}\"\ntoken = \"open-sesame\"\n[client_ip]\ntrusted_proxies = []\n\
+         [api_key]\nconsumers = \"consumers.toml\"\n[limit.per-ip]\nby = \"ip\"\nquota = \"100/min\"\n\
+         [limit.rate]\nby = \"api-key\"\nquota = \"10/s\"\ntiers = {{ pro = {{ quota = \"100/s\" }} }}\n\
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nlimits = [\"per-ip\", \"rate\"]\nrespond = {{ status = 200 }}\n"
+    );
+    // One key is left after `key revoke`: the admin API knows consumers with keys only.
+    let consumers =
+        format!("[[consumer]]\nname = \"acme\"\nkeys = [\"sha256:2f9c41d07ab3{:052}\", \"sha256:{:064}\"]\n", 0, 1);
+    let files = [
+        ("consumers.toml", &*consumers),
+        ("access.log", include_str!("../logs/common.log")),
+        ("key.txt", "demo-key\n"),
+    ];
+    let gateway = Gateway::start_with(&config, &files);
+    let admin = gateway.admin().to_string();
+    let mut count = 0;
+    for (command, _) in man_pages() {
+        let examples = examples(&command);
+        assert!((2..=4).contains(&examples.len()), "{command:?}: {examples:?}");
+        // These write a first configuration.
+        let empty = tempfile::tempdir().unwrap();
+        let writes_first = command.is_empty() || command == ["init"];
+        let directory = if writes_first { empty.path() } else { gateway.directory() };
+        for example in examples {
+            assert!(example.len() <= 98, "the help would wrap {example}");
+            count += 1;
+            if example.contains("sluicegate run") {
+                let served = "[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
+                let mut started =
+                    Gateway::start_by(served, |path| shell(path.parent().unwrap(), &format!("exec env {example}")));
+                assert_eq!(started.get("/").status, 200, "{example}");
+                started.terminate();
+                assert_eq!(started.wait().code(), Some(0), "{example}");
+                continue;
+            }
+            let Output { status, stderr, .. } =
+                shell(directory, &example.replace("127.0.0.1:9180", &admin)).output().unwrap();
+            assert!(status.success(), "{example}: {}", String::from_utf8_lossy(&stderr));
+        }
+    }
+    assert!(count > 40, "{count} examples");
 }

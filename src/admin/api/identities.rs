@@ -6,7 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::admin::AdminResponse;
 use crate::admin::api::overrides::OverrideView;
-use crate::admin::api::{ApiContext, ApiError, QueryParams, Result, json_response, seconds_rounded_up, store_error};
+use crate::admin::api::{
+    ApiContext, ApiError, QueryParams, Result, json_response, seconds_rounded_up, store_error, unknown_limit,
+};
 use crate::identity::Descriptor;
 use crate::identity::api_key::{Caller, Consumers};
 use crate::identity::display::{IdentityInput, IdentityInputError, ResolvedIdentity};
@@ -112,7 +114,7 @@ pub(super) fn find_limit<'a>(context: &'a ApiContext<'_>, name: &str) -> Result<
         .config
         .limits
         .get(name)
-        .ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, format!("unknown limit `{name}`")))
+        .ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, unknown_limit(context.config, name)))
 }
 
 #[derive(Serialize)]

@@ -52,6 +52,9 @@ fn write_routes(explanation: &Explanation, out: &mut impl Write) -> io::Result<(
         Some(route) => write_heading(out, &format!("\nRoute {}: {}", route.route, route.path))?,
         None => write_heading(out, "\nNo route")?,
     }
+    if !explanation.other_routes.is_empty() {
+        write_heading(out, "\nOther routes")?;
+    }
     let width = max_width(explanation.other_routes.iter().map(|other| &*other.route));
     for OtherRoute { route, reason, .. } in &explanation.other_routes {
         write_item(out, width, route, std::slice::from_ref(reason))?;
