@@ -17,13 +17,14 @@ pub(crate) mod key;
 pub mod replay;
 mod run;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use annotate_snippets::Renderer;
+use annotate_snippets::{Level, Renderer};
 use clap::{Parser, Subcommand};
 
-use crate::config::error::ConfigError;
+use crate::config::error::{ConfigError, FileIssues};
+use crate::config::file::UnsetVariables;
 use crate::snapshot::CompiledConfig;
 
 /// Output of `--version` after the name; `-V` prints the version only. `build.rs` sets the variables.
@@ -198,7 +199,15 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Some(Command::Admin(command)) => {
             let client = match command.admin_url() {
                 Some(url) => admin::client::AdminClient::from_url(url)?,
-                None => admin::client::AdminClient::from_config(&arguments.config, &load()?)?,
+                None => {
+                    // A token in the environment replaces that of the file.
+                    let needed = match admin::client::token_from_env() {
+                        Some(_) => &["admin.address"][..],
+                        None => &["admin"],
+                    };
+                    let config = load_for(&arguments.config, needed)?;
+                    admin::client::AdminClient::from_config(&arguments.config, &config)?
+                }
             };
             command.run(&client)?;
         }
@@ -210,6 +219,16 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Some(Command::Man { folder }) => generate::write_man_pages(folder.as_deref())?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Load the configuration for a command that needs only some keys. Unset environment variables elsewhere are warnings.
+fn load_for(path: &Path, needed: &[&str]) -> Result<CompiledConfig, ConfigError> {
+    let (config, file) = CompiledConfig::load_with_source(path, &env_var, UnsetVariables::WarnExcept(needed))?;
+    if !file.warnings.is_empty() {
+        let warnings = FileIssues { path: path.to_owned(), text: file.text, issues: file.warnings };
+        anstream::eprintln!("{}", warnings.report(&Level::WARNING, &Renderer::styled()));
+    }
+    Ok(config)
 }
 
 fn env_var(name: &str) -> Option<String> {

@@ -24,7 +24,7 @@ use arc_swap::ArcSwap;
 
 use crate::config::error::{ConfigError, FileIssues};
 use crate::config::file::FileSnapshot;
-use crate::config::file::{EnvLookup, ParsedFile};
+use crate::config::file::{EnvLookup, ParsedFile, UnsetVariables};
 use crate::config::{Config, file};
 use crate::http::headers::ProtectedHeaders;
 use crate::identity::IdentitySpec;
@@ -146,18 +146,20 @@ impl CompiledConfig {
     /// # Errors
     /// All errors of the files.
     pub fn load(path: &Path, environment: EnvLookup<'_>) -> Result<CompiledConfig, ConfigError> {
-        CompiledConfig::load_with_source(path, environment).map(|(config, _)| config)
+        CompiledConfig::load_with_source(path, environment, UnsetVariables::Error).map(|(config, _)| config)
     }
 
-    /// Like [`CompiledConfig::load`], and return the parsed file as well.
+    /// Like [`CompiledConfig::load`], and return the parsed file as well, with all warnings in it. With
+    /// [`UnsetVariables::WarnExcept`], parts of the configuration that have unset variables may be missing.
     ///
     /// # Errors
     /// As for [`CompiledConfig::load`].
     pub fn load_with_source(
         path: &Path,
         environment: EnvLookup<'_>,
+        policy: UnsetVariables<'_>,
     ) -> Result<(CompiledConfig, ParsedFile<Config>), ConfigError> {
-        Self::compile_file(path, file::read_gateway(path, environment), environment)
+        Self::compile_file(path, file::read_gateway(path, environment), environment, policy)
     }
 
     /// Like [`CompiledConfig::load`], but with `text` as the content of the file at `path`, which need not exist.
@@ -165,19 +167,21 @@ impl CompiledConfig {
     /// # Errors
     /// As for [`CompiledConfig::load`].
     pub fn from_text(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<CompiledConfig, ConfigError> {
-        Self::compile_file(path, file::parse_gateway(path, text, environment), environment).map(|(config, _)| config)
+        let file = file::parse_gateway(path, text, environment);
+        Self::compile_file(path, file, environment, UnsetVariables::Error).map(|(config, _)| config)
     }
 
     fn compile_file(
         path: &Path,
         file: Result<ParsedFile<Config>, FileIssues>,
         environment: EnvLookup<'_>,
+        policy: UnsetVariables<'_>,
     ) -> Result<(CompiledConfig, ParsedFile<Config>), ConfigError> {
         let mut file = file.map_err(|faulty| ConfigError { files: vec![faulty] })?;
-        let mut reader = Validator::new(path, file.text.clone(), std::mem::take(&mut file.issues), environment);
+        let mut reader = Validator::new(path, &mut file, environment);
         let snapshot = FileSnapshot { path: path.to_owned(), content: file.text.clone().into_bytes() };
         let config = compile(snapshot, &file.value, &mut reader);
-        reader.finish()?;
+        file.warnings = reader.finish(policy)?;
         // Without errors, no part is missing.
         Ok((config, file))
     }
@@ -199,7 +203,8 @@ impl CompiledConfig {
     /// # Errors
     /// All errors of the file. The consumers in use do not change.
     pub fn reload_consumers(&self, path: &Path, content: &[u8], environment: EnvLookup<'_>) -> Result<(), ConfigError> {
-        let consumers = identities::read(path, content, &self.limits, &self.hasher, environment);
+        let limits = identities::KnownLimits::new(&self.limits);
+        let consumers = identities::read(path, content, &limits, &self.hasher, environment);
         let consumers = consumers.and_then(|loaded| match loaded.is_incomplete {
             true => Err(FileIssues::from_message(path, "no consumer has a key")),
             false => Ok(loaded.consumers),
@@ -214,7 +219,9 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     let server = settings::server(&config.server, reader);
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
-    let listeners = listeners::listeners(&config.listener, &client_ip, reader);
+    // Counts invalid networks, too, so that these are the only error.
+    let trusted_proxies = config.client_ip.trusted_proxies.as_ref().map_or(0, Vec::len);
+    let listeners = listeners::listeners(&config.listener, trusted_proxies, reader);
     let admin = config.admin.as_ref().and_then(|admin| settings::admin(admin, &listeners, reader));
     let api_keys = identities::api_key_settings(&config.api_key, reader);
     let (verifier, jwks_file) = identities::jwt_verifier(&config.jwt, reader);
@@ -222,10 +229,10 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     let hasher = IdentityHasher::new(secret);
     let instances = store::gateway_count(&config.store, reader);
     let (upstreams, upstream_tls) = upstreams::upstreams(&config.upstream, reader);
-    let limits = limits::limits(config, &hasher, instances, client_ip.trusted_proxies.len(), &upstreams, reader);
+    let limits = limits::limits(config, &hasher, instances, trusted_proxies, &upstreams, reader);
     let named = config.api_key.consumers.as_ref();
     let (consumers, consumers_file) =
-        named.map(|text| identities::load(text, &limits, &hasher, reader)).unwrap_or_default();
+        named.map(|text| identities::load(text, config, &limits, &hasher, reader)).unwrap_or_default();
     identities::check_keys_known(config, &limits, &api_keys, &consumers, reader);
     let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
     let mut trusted_headers = limits::trusted_headers(&limits);

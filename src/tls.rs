@@ -36,7 +36,10 @@ pub enum TlsError {
     /// The PEM of the private key is malformed or contains no key.
     #[error("the key cannot be read: {0}")]
     UnreadableKey(#[source] pem::Error),
-    /// The private key does not belong to the certificate, or is not supported.
+    /// The private key has an unsupported algorithm or is malformed.
+    #[error("the key cannot be used: {0}")]
+    UnusableKey(#[source] rustls::Error),
+    /// The private key does not belong to the certificate.
     #[error("certificate and key do not match: {0}")]
     KeyMismatch(#[source] rustls::Error),
     /// The certificate expired at this time.
@@ -231,7 +234,10 @@ impl Certificate {
         let (_, parsed) = parse_x509_certificate(leaf).map_err(|_| TlsError::MalformedCertificate)?;
         let validity = parsed.validity().clone();
         let key = PrivateKeyDer::from_pem_slice(key).map_err(TlsError::UnreadableKey)?;
-        let chain = CertifiedKey::from_der(chain, key, &default_provider()).map_err(TlsError::KeyMismatch)?;
+        let chain = CertifiedKey::from_der(chain, key, &default_provider()).map_err(|error| match error {
+            rustls::Error::InconsistentKeys(_) => TlsError::KeyMismatch(error),
+            error => TlsError::UnusableKey(error),
+        })?;
         Ok(Certificate { certified_key: Arc::new(chain), validity })
     }
 

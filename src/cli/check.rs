@@ -21,7 +21,7 @@ use crate::cli::admin::request_target;
 use crate::cli::{EXIT_INVALID_CONFIG, doctor, env_var};
 use crate::config::Config;
 use crate::config::error::{ConfigError, FileIssues, Issue};
-use crate::config::file::ParsedFile;
+use crate::config::file::{ParsedFile, UnsetVariables};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::clock;
 use crate::limiter::quota::CalendarUnit;
@@ -52,7 +52,7 @@ pub(super) struct Options {
     /// Exit with code 1 if there are warnings
     #[arg(long)]
     strict: bool,
-    /// Do not connect to the store or to a running gateway
+    /// Connect neither to the store nor to a running gateway; unset environment variables in secrets are warnings
     #[arg(long)]
     offline: bool,
 }
@@ -79,7 +79,9 @@ struct Finding {
 }
 
 pub(super) fn run(path: &Path, options: &Options) -> anyhow::Result<ExitCode> {
-    let loaded = CompiledConfig::load_with_source(path, &env_var).and_then(|(config, file)| {
+    // Without connections, secrets are not used.
+    let policy = if options.offline { UnsetVariables::WarnIfValid } else { UnsetVariables::Error };
+    let loaded = CompiledConfig::load_with_source(path, &env_var, policy).and_then(|(config, file)| {
         let issues = check::errors(&file, &config);
         if issues.is_empty() {
             return Ok((config, file));
@@ -109,9 +111,10 @@ fn check_loaded(
     file: ParsedFile<Config>,
     options: &Options,
 ) -> anyhow::Result<ExitCode> {
-    let ParsedFile { value: parsed, text, .. } = file;
+    let ParsedFile { value: parsed, text, warnings: parser_warnings, .. } = file;
     let file_issues = |issues| FileIssues { path: path.to_owned(), text: text.clone(), issues };
     let mut warnings = check::warnings(&parsed, config, Duration::from_micros(clock::unix_us()));
+    warnings.extend(parser_warnings);
     if let (Some((servers, redis)), false) = (&config.store.redis, options.offline) {
         let (url, timeout) = (parsed.store.url.as_ref(), parsed.store.timeout.as_ref());
         let url = url.map(|url| url.span());

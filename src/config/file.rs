@@ -1,6 +1,7 @@
 //! Reads a configuration file: parses the TOML, substitutes environment variables, deserializes, and collects unknown
 //! keys.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::{fmt, fs, io};
 
@@ -12,6 +13,8 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use crate::config::error::{FileIssues, Issue};
+use crate::config::redact::has_secret;
+use crate::config::secrets::{is_secret, secret_ranges};
 use crate::config::shorthand::{CostTable, ServerTable};
 use crate::config::tables::{
     DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, Redirect, Route, Upstream, UpstreamTls,
@@ -28,8 +31,82 @@ pub struct ParsedFile<T> {
     pub value: T,
     /// Text of the file.
     pub text: String,
-    /// Unknown keys, and invalid or unset environment variables.
+    /// Unknown keys.
     pub issues: Vec<Issue>,
+    /// Values with environment variables that are not set or not closed.
+    pub unresolved: Vec<UnresolvedValue>,
+    /// Values that work, but perhaps not as intended.
+    pub warnings: Vec<Issue>,
+}
+
+/// A value with an environment variable that has no value. The variable is replaced by a placeholder.
+#[derive(Debug)]
+pub struct UnresolvedValue {
+    /// The keys that lead to the value, joined by dots.
+    key: String,
+    /// Whether `${` has no `}`.
+    is_malformed: bool,
+    issue: Issue,
+}
+
+impl UnresolvedValue {
+    /// Return whether the value is the one at this span, or a part of it.
+    pub(crate) fn is_within(&self, span: &Range<usize>) -> bool {
+        self.issue.span.as_ref().is_some_and(|value| contains(span, value))
+    }
+}
+
+/// What becomes of environment variables that are not set and have no default.
+#[derive(Debug, Clone, Copy)]
+pub enum UnsetVariables<'a> {
+    /// They are errors.
+    Error,
+    /// They are warnings where the value is valid with any text in place of the variable, as a password is.
+    WarnIfValid,
+    /// They are warnings, except in the values of these keys and of the keys below them.
+    WarnExcept(&'a [&'a str]),
+}
+
+/// Divide the issues of a file into errors and warnings. Issues that an unresolved value causes are dropped: the
+/// variable is the error. `warnings` are those of the parser.
+pub fn resolve_issues(
+    text: &str,
+    issues: Vec<Issue>,
+    unresolved: Vec<UnresolvedValue>,
+    mut warnings: Vec<Issue>,
+    policy: UnsetVariables<'_>,
+) -> (Vec<Issue>, Vec<Issue>) {
+    let causes = |value: &UnresolvedValue, issue: &Issue| match (&value.issue.span, &issue.span) {
+        (Some(value), Some(issue)) => {
+            let line = text.get(..issue.start).and_then(|before| before.rsplit('\n').next()).unwrap_or_default();
+            // The span of a list or an inline table includes the value. That of a `[table]` starts a line.
+            contains(value, issue) || (contains(issue, value) && !line.trim().is_empty())
+        }
+        _ => false,
+    };
+    let (dropped, mut errors): (Vec<_>, Vec<_>) =
+        issues.into_iter().partition(|issue| unresolved.iter().any(|value| causes(value, issue)));
+    for error in &mut errors {
+        let same = |warning: &&Issue| matches!((&warning.span, &error.span), (Some(warning), Some(error)) if contains(warning, error));
+        if let Some(warning) = warnings.iter().find(same) {
+            error.hint.clone_from(&warning.hint);
+        }
+    }
+    for value in unresolved {
+        let is_below =
+            |key: &&str| value.key.strip_prefix(*key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+        let is_warning = match policy {
+            UnsetVariables::Error => false,
+            UnsetVariables::WarnIfValid => !dropped.iter().any(|issue| causes(&value, issue)),
+            UnsetVariables::WarnExcept(needed) => !needed.iter().any(is_below),
+        };
+        if is_warning && !value.is_malformed { warnings.push(value.issue) } else { errors.push(value.issue) }
+    }
+    (errors, warnings)
+}
+
+fn contains(outer: &Range<usize>, inner: &Range<usize>) -> bool {
+    outer.start <= inner.start && inner.end <= outer.end
 }
 
 /// Returns the value of an environment variable.
@@ -40,8 +117,8 @@ pub type EnvLookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 /// # Errors
 /// The file cannot be read, is not valid TOML, or has a value of the wrong type.
 pub fn read_gateway(path: &Path, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, FileIssues> {
-    let text = std::fs::read_to_string(path).map_err(|error| unreadable_file(path, &error, MISSING_GATEWAY_HINT))?;
-    parse(path, text, environment, false)
+    let content = fs::read(path).map_err(|error| unreadable_file(path, &error, MISSING_GATEWAY_HINT))?;
+    parse(path, utf8_text(path, content)?, environment, false)
 }
 
 /// Parse `text` as the content of `gateway.toml`.
@@ -61,12 +138,27 @@ pub fn parse_consumers(
     content: &[u8],
     environment: EnvLookup<'_>,
 ) -> Result<ParsedFile<Consumers>, FileIssues> {
-    let text = String::from_utf8(content.to_vec());
-    let invalid = |error| {
-        unreadable_file(path, &std::io::Error::new(std::io::ErrorKind::InvalidData, error), MISSING_CONSUMERS_HINT)
-    };
-    let text = text.map_err(invalid)?;
-    parse(path, text, environment, true)
+    parse(path, utf8_text(path, content.to_vec())?, environment, true)
+}
+
+/// Return the content of a file as text.
+///
+/// # Errors
+/// The content is not UTF-8. The issue has the span of the first invalid byte.
+fn utf8_text(path: &Path, content: Vec<u8>) -> Result<String, FileIssues> {
+    String::from_utf8(content).map_err(|error| {
+        let start = error.utf8_error().valid_up_to();
+        let content = error.as_bytes();
+        let encoding =
+            if content.starts_with(b"\xff\xfe") || content.starts_with(b"\xfe\xff") { "utf-16" } else { "latin1" };
+        let byte = content.get(start).copied().unwrap_or_default();
+        // The text before the invalid byte keeps its offsets. The byte becomes U+FFFD.
+        let text = String::from_utf8_lossy(content).into_owned();
+        let span = start..start + char::REPLACEMENT_CHARACTER.len_utf8();
+        let issue = Issue::new(span, format!("the byte 0x{byte:02x} is not UTF-8"))
+            .with_hint(format!("the file must be UTF-8 text: iconv -f {encoding} -t utf-8 FILE"));
+        FileIssues { path: path.to_owned(), text, issues: vec![issue] }
+    })
 }
 
 /// Hint if `gateway.toml` does not exist.
@@ -79,7 +171,6 @@ pub const MISSING_CONSUMERS_HINT: &str = "`sluicegate key new --consumer NAME --
 pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) -> FileIssues {
     let hint = match error.kind() {
         std::io::ErrorKind::NotFound => missing_hint,
-        std::io::ErrorKind::InvalidData => "the file must be UTF-8 text",
         _ => "the gateway needs permission to read it",
     };
     let issue = Issue { span: None, message: format!("cannot be read: {error}"), hint: Some(hint.to_owned()) };
@@ -93,77 +184,225 @@ fn parse<T: DeserializeOwned>(
     consumers: bool,
 ) -> Result<ParsedFile<T>, FileIssues> {
     let file_issues = |text: &str, issues| FileIssues { path: path.to_owned(), text: text.to_owned(), issues };
-    let typed = |error: &toml::de::Error| {
+    let failed = |error: &toml::de::Error, hint: &dyn Fn(&str, &Range<usize>) -> Option<String>| {
         let message = error.message().replace('\n', ", ");
-        let hint = type_hint(&message).map(str::to_owned);
-        file_issues(&text, vec![Issue { span: Some(error.span().unwrap_or(0..0)), message, hint }])
+        let span = error.span().unwrap_or(0..0);
+        let hint = hint(&message, &span);
+        file_issues(&text, vec![Issue { span: Some(span), message, hint }])
     };
-    let mut table = DeTable::parse(&text).map_err(|error| typed(&error))?;
-    let mut issues = Vec::new();
-    for (_, value) in table.get_mut().iter_mut() {
-        substitute_env(value, environment, &mut issues);
-    }
+    let mut table =
+        DeTable::parse(&text).map_err(|error| failed(&error, &|message, span| syntax_hint(&text, message, span)))?;
+    let mut environment = Environment { variable: environment, unresolved: Vec::new(), warnings: Vec::new() };
+    environment.substitute_table(table.get_mut(), &mut Vec::new());
+    let Environment { unresolved, warnings, .. } = environment;
     let spans = table.clone();
     let mut ignored = Vec::new();
     let value =
         serde_ignored::deserialize(toml::de::Deserializer::from(table), |path| ignored.push(key_segments(&path)))
-            .map_err(|error| typed(&error))?;
+            .map_err(|error| {
+                failed(&error, &|message, span| {
+                    type_hint(message, &key_path(spans.get_ref(), span).unwrap_or_default())
+                })
+            })?;
+    let mut issues = Vec::new();
     for path in ignored {
         let (message, hint) = unknown_key(&path, consumers);
         issues.push(Issue { span: key_span(spans.get_ref(), &path), message, hint });
     }
-    Ok(ParsedFile { value, text, issues })
+    Ok(ParsedFile { value, text, issues, unresolved, warnings })
 }
 
-/// Return a hint for common type errors.
-fn type_hint(message: &str) -> Option<&'static str> {
+/// Return a hint for common errors of the TOML syntax: strings without quotes, and duplicate keys.
+fn syntax_hint(text: &str, message: &str, span: &Range<usize>) -> Option<String> {
+    let line_start = text.get(..span.start)?.rfind('\n').map_or(0, |at| at + 1);
+    let line = text[line_start..].lines().next()?;
+    if message.contains("duplicate key") {
+        let first = first_definition(&text[..line_start], line)?;
+        return Some(format!("the first one is in line {first}"));
+    }
+    // The value that contains the error: after the last `=`, or in a list after the last `[` or `,`.
+    let offset = (span.start - line_start).min(line.len());
+    // The error is at the `=`, in the value or after it.
+    let before = line.get(..offset + usize::from(line[offset..].starts_with('=')))?;
+    let equals = before.rfind('=')?;
+    let key = before[..equals].rsplit(['{', ',', ' ', '\t']).find(|word| !word.is_empty())?;
+    let is_list = line[equals + 1..].trim_start().starts_with('[');
+    let start = if is_list { equals + 1 + before[equals + 1..].rfind(['[', ','])? + 1 } else { equals + 1 };
+    let value = line[start..].split([',', '}', ']', '#']).next()?.trim();
+    if value.is_empty() || value.starts_with(['"', '\'', '[', '{']) || value.ends_with(['"', '\'']) {
+        return None;
+    }
+    let value = if has_secret(line) { "…" } else { value };
+    Some(if is_list {
+        format!("put strings in quotes: \"{value}\"")
+    } else {
+        format!("put strings in quotes: {key} = \"{value}\"")
+    })
+}
+
+/// Return the number of the line before `line` that defines the same table or the same key of the same table.
+fn first_definition(before: &str, line: &str) -> Option<usize> {
+    let definition = |line: &str| {
+        let line = line.trim();
+        let end = if line.starts_with('[') { line.rfind(']').map(|at| at + 1) } else { line.find('=') };
+        end.map(|end| line[..end].replace([' ', '\t'], ""))
+    };
+    let name = definition(line)?;
+    let mut first = None;
+    for (index, line) in before.lines().enumerate() {
+        let is_header = line.trim_start().starts_with('[');
+        if definition(line).as_ref() == Some(&name) {
+            first = first.or(Some(index + 1));
+        } else if is_header && !name.starts_with('[') {
+            // Keys of another table.
+            first = None;
+        }
+    }
+    first
+}
+
+/// Keys with durations, besides those that end in `timeout`.
+const DURATION_KEYS: [&str; 4] = ["interval", "base_ejection_time", "slow_start", "max_wait"];
+
+/// Keys with sizes.
+const SIZE_KEYS: [&str; 6] =
+    ["min_body_rate", "request_buffer", "max_buffered", "max_header_size", "max_uri", "max_body"];
+
+/// Return a hint for common type errors. `path` has the keys that lead to the value.
+fn type_hint(message: &str, path: &[&str]) -> Option<String> {
     let (found, expected) = message.strip_prefix("invalid type: ")?.split_once(", expected ")?;
-    match (found.split(' ').next()?, expected) {
-        ("map", "a sequence") => Some("an array of tables has two brackets: [[route]], [[listener]]"),
-        (_, "a sequence") => Some("write a list in brackets: [\"…\"]"),
-        ("integer" | "floating", "a string" | "string") => Some("put it in quotes, with its unit: \"100/min\", \"5s\""),
-        ("string", _) => Some("remove the quotes"),
+    let kind = found.split(' ').next()?;
+    let key = path.last().copied().unwrap_or_default();
+    let hint = match (kind, expected) {
+        ("map", "a sequence") => "an array of tables has two brackets: [[route]], [[listener]]",
+        (_, "a sequence") => "write a list in brackets: [\"…\"]",
+        ("integer" | "floating", "a string" | "string") => {
+            let number = found.split('`').nth(1).unwrap_or_default();
+            let value = match key {
+                _ if key.is_empty() || is_secret(path, number) => return Some("put it in quotes".to_owned()),
+                "address" => format!("127.0.0.1:{number}"),
+                "quota" => format!("{number}/min"),
+                key if key.ends_with("timeout") || DURATION_KEYS.contains(&key) => format!("{number}s"),
+                key if SIZE_KEYS.contains(&key) => format!("{number}B"),
+                _ => number.to_owned(),
+            };
+            return Some(format!("put it in quotes: {key} = \"{value}\""));
+        }
+        ("string", expected) if expected.starts_with("struct ") => {
+            return Some(format!("write a table: {key} = {{ … }}"));
+        }
+        ("string", "i64" | "a boolean" | "bool") => "remove the quotes",
+        _ => return None,
+    };
+    Some(hint.to_owned())
+}
+
+/// Return the keys that lead to the value at a span.
+fn key_path<'t>(table: &'t DeTable<'_>, span: &Range<usize>) -> Option<Vec<&'t str>> {
+    table.iter().find_map(|(key, value)| {
+        let mut path = vec![key.get_ref().as_ref()];
+        path.extend(inner_key_path(value, span)?);
+        Some(path)
+    })
+}
+
+fn inner_key_path<'t>(value: &'t Spanned<DeValue<'_>>, span: &Range<usize>) -> Option<Vec<&'t str>> {
+    match value.get_ref() {
+        _ if value.span() == *span => Some(Vec::new()),
+        DeValue::Table(table) => key_path(table, span),
+        DeValue::Array(items) => items.iter().find_map(|item| inner_key_path(item, span)),
         _ => None,
     }
 }
 
-/// Replace `${NAME}` and `${NAME:-default}` in every string. This happens after parsing, so that a value cannot become
-/// TOML syntax.
-fn substitute_env(value: &mut Spanned<DeValue<'_>>, environment: EnvLookup<'_>, issues: &mut Vec<Issue>) {
-    let span = value.span();
-    match value.get_mut() {
-        DeValue::String(text) if text.contains("${") => {
-            let mut out = String::new();
-            let mut rest = &**text;
-            while let Some((before, after)) = rest.split_once("${") {
-                out.push_str(before);
-                let Some((expression, behind)) = after.split_once('}') else {
-                    issues.push(Issue::new(span, "`${` without `}`"));
-                    return;
-                };
-                let (name, default) = match expression.split_once(":-") {
-                    Some((name, default)) => (name, Some(default)),
-                    None => (expression, None),
-                };
-                match environment(name).filter(|value| !value.is_empty() || default.is_none()) {
-                    Some(found) => out.push_str(&found),
-                    None => match default {
-                        Some(default) => out.push_str(default),
-                        None => issues.push(
-                            Issue::new(span.clone(), format!("environment variable `{name}` is not set"))
-                                .with_hint(format!("set it, or give a default: ${{{name}:-value}}")),
-                        ),
-                    },
-                }
-                rest = behind;
-            }
-            out.push_str(rest);
-            *text = out.into();
+/// Substitutes environment variables, and collects those without a value.
+struct Environment<'a> {
+    variable: EnvLookup<'a>,
+    unresolved: Vec<UnresolvedValue>,
+    warnings: Vec<Issue>,
+}
+
+impl Environment<'_> {
+    fn substitute_table(&mut self, table: &mut DeTable<'_>, path: &mut Vec<String>) {
+        for (key, value) in table.iter_mut() {
+            path.push(key.get_ref().to_string());
+            self.substitute(value, path);
+            path.pop();
         }
-        DeValue::Array(items) => items.iter_mut().for_each(|item| substitute_env(item, environment, issues)),
-        DeValue::Table(table) => table.iter_mut().for_each(|(_, value)| substitute_env(value, environment, issues)),
-        _ => {}
     }
+
+    /// Replace `${NAME}` and `${NAME:-default}` in every string. This happens after parsing, so that a value cannot
+    /// become TOML syntax.
+    fn substitute(&mut self, value: &mut Spanned<DeValue<'_>>, path: &mut Vec<String>) {
+        let span = value.span();
+        match value.get_mut() {
+            DeValue::String(text) => {
+                self.warnings.extend(variable_without_braces(text, path, &span));
+                if text.contains("${") {
+                    *text = self.expand(text, path, &span).into();
+                }
+            }
+            DeValue::Array(items) => items.iter_mut().for_each(|item| self.substitute(item, path)),
+            DeValue::Table(table) => self.substitute_table(table, path),
+            _ => {}
+        }
+    }
+
+    fn expand(&mut self, text: &str, path: &[String], span: &Range<usize>) -> String {
+        let mut out = String::new();
+        let mut rest = text;
+        while let Some((before, after)) = rest.split_once("${") {
+            out.push_str(before);
+            let Some((expression, behind)) = after.split_once('}') else {
+                let issue = Issue::new(span.clone(), "`${` without `}`");
+                self.unresolved.push(UnresolvedValue { key: path.join("."), is_malformed: true, issue });
+                return text.to_owned();
+            };
+            let (name, default) = match expression.split_once(":-") {
+                Some((name, default)) => (name, Some(default)),
+                None => (expression, None),
+            };
+            match (self.variable)(name).filter(|value| !value.is_empty() || default.is_none()) {
+                Some(found) => out.push_str(&found),
+                None => match default {
+                    Some(default) => out.push_str(default),
+                    None => {
+                        // The placeholders differ, so that they are no duplicates of each other.
+                        out.push_str(&format!("unset{}", self.unresolved.len()));
+                        let issue = Issue::new(span.clone(), format!("environment variable `{name}` is not set"))
+                            .with_hint(format!("set it, or give a default: ${{{name}:-value}}"));
+                        self.unresolved.push(UnresolvedValue { key: path.join("."), is_malformed: false, issue });
+                    }
+                },
+            }
+            rest = behind;
+        }
+        out.push_str(rest);
+        out
+    }
+}
+
+/// Warn of `$NAME`, which is not substituted. Regular expressions and the bodies of responses may contain it.
+fn variable_without_braces(text: &str, path: &[String], span: &Range<usize>) -> Option<Issue> {
+    const REGEX_SIGNS: [&str; 6] = ["^", "\\", "(", "[^", ".*", ".+"];
+    if path.last().is_some_and(|key| key == "body") || REGEX_SIGNS.iter().any(|signs| text.contains(signs)) {
+        return None;
+    }
+    let name = text.match_indices('$').find_map(|(at, _)| {
+        let after = &text[at + 1..];
+        let end =
+            after.find(|c: char| !c.is_ascii_uppercase() && !c.is_ascii_digit() && c != '_').unwrap_or(after.len());
+        let (name, rest) = after.split_at(end);
+        let is_name = name.len() > 1 && !name.starts_with(|c: char| c.is_ascii_digit());
+        let is_word = !rest.starts_with(|c: char| c.is_alphanumeric())
+            && !text[..at].ends_with(|c: char| c.is_alphanumeric() || c == '$');
+        (is_name && is_word).then_some(name)
+    })?;
+    let keys: Vec<_> = path.iter().map(String::as_str).collect();
+    // The text may be a password that contains `$`.
+    let name = if is_secret(&keys, text) || !secret_ranges(text).is_empty() { "NAME" } else { name };
+    let issue = Issue::new(span.clone(), "`$` without braces is no environment variable: the text stays as it is");
+    Some(issue.with_hint(format!("write ${{{name}}} for the environment variable")))
 }
 
 fn key_segments(path: &KeyPath<'_>) -> Vec<String> {
@@ -206,6 +445,9 @@ fn key_span(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usiz
 /// Planned keys that have no effect yet, by table. They are rejected as not supported instead of unknown.
 const UNSUPPORTED_KEYS: &[(&str, &[&str])] =
     &[("listener", &["http3"]), ("api_key", &["query", "bearer"]), ("jwt", &["jwks_url"])];
+
+/// Names of `health_check` in other programs.
+const HEALTH_CHECK_NAMES: [&str; 4] = ["health", "healthcheck", "health_path", "health_uri"];
 
 /// Return the name of the table at a path and its supported keys.
 fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
@@ -251,6 +493,9 @@ pub(super) fn unknown_key(path: &[String], consumers: bool) -> (String, Option<S
         return (format!("`{key}` is not supported yet"), Some("remove it: this version would ignore it".to_owned()));
     }
     let hint = match closest_name(key, known.iter().copied()) {
+        _ if name == "upstream" && HEALTH_CHECK_NAMES.contains(&key.as_str()) => {
+            Some("write health_check = \"/healthz\"".to_owned())
+        }
         Some(near) => Some(format!("did you mean `{near}`?")),
         None if known.is_empty() => None,
         None => Some(format!("known keys: {}", known.join(", "))),

@@ -75,7 +75,10 @@ impl RedactedText {
                     None => {}
                 }
             }
-            _ if is_secret(path, "") => self.hide_value(span, ""),
+            _ if is_secret(path, "") => {
+                let raw = text.get(span.clone()).unwrap_or_default().to_owned();
+                self.hide_value(span, &raw);
+            }
             _ => {}
         }
     }
@@ -91,6 +94,11 @@ impl RedactedText {
         self.text = mask_range(&self.text, span.start, span.end);
         self.remember_secret(secret, 3);
     }
+}
+
+/// Return whether a line of invalid TOML may contain a secret.
+pub(super) fn has_secret(line: &str) -> bool {
+    redact_line(line) != line
 }
 
 fn redact_line(line: &str) -> String {

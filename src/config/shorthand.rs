@@ -7,6 +7,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
 
 use crate::config::error::Spanned;
+use crate::config::tables::Health;
 use crate::config::{Text, schema};
 
 /// `5`, or a table that names the header with the cost.
@@ -30,6 +31,16 @@ pub struct CostTable {
     /// Maximum cost. Larger values count as this.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub max: Option<Spanned<i64>>,
+}
+
+/// `"/healthz"` or `{ path = "/healthz", … }`.
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
+pub enum HealthCheck {
+    /// The path, with default settings.
+    Path(String),
+    /// The path with settings.
+    Table(Health),
 }
 
 /// `"ip"` or `["ip", "route"]`.
@@ -62,6 +73,25 @@ pub struct UpstreamServer {
 enum ServerForms {
     Url(String),
     Table(ServerTable),
+}
+
+impl<'de> Deserialize<'de> for HealthCheck {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = HealthCheck;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a path or a table with `path`")
+            }
+            fn visit_str<E>(self, path: &str) -> Result<HealthCheck, E> {
+                Ok(HealthCheck::Path(path.to_owned()))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<HealthCheck, A::Error> {
+                Health::deserialize(value::MapAccessDeserializer::new(map)).map(HealthCheck::Table)
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
 }
 
 impl<'de> Deserialize<'de> for OneOrMany {

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 
 use crate::config::error::Spanned;
-use crate::config::shorthand::{LimitCost, OneOrMany, UpstreamServer, UpstreamWeights};
+use crate::config::shorthand::{HealthCheck, LimitCost, OneOrMany, UpstreamServer, UpstreamWeights};
 use crate::config::{Text, schema};
 
 /// `[[route]]`
@@ -211,9 +211,9 @@ pub struct Upstream {
     /// Maximum number of requests that wait for a server with capacity, each for at most `connect_timeout`. More: 503.
     #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
     pub max_queue: Option<Spanned<i64>>,
-    /// Active health checks of each server: `{ path = "/healthz" }`. A server gets no requests after
+    /// Active health checks of each server: `"/healthz"`, or `{ path = "/healthz", interval = "2s" }`. A server gets no requests after
     /// `unhealthy_threshold` failed checks, until `healthy_threshold` checks pass.
-    pub health_check: Option<Spanned<Health>>,
+    pub health_check: Option<Spanned<HealthCheck>>,
     /// Outlier detection, `{}` for the defaults: a server is ejected after `consecutive_errors`, for
     /// `base_ejection_time` times the number of recent ejections, at most 10 times.
     pub outlier_detection: Option<Spanned<Eject>>,

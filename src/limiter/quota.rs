@@ -104,6 +104,58 @@ impl Quota {
     }
 }
 
+/// Units of time in other programs, with the unit of a quota and the letter of a duration.
+const FOREIGN_UNITS: [(&[&str], &str, Option<&str>); 7] = [
+    (&["s", "sec", "secs", "second", "seconds"], "s", Some("s")),
+    (&["m", "min", "mins", "minute", "minutes"], "min", Some("m")),
+    (&["h", "hr", "hrs", "hour", "hours"], "hour", Some("h")),
+    (&["d", "day", "days"], "day", Some("d")),
+    (&["w", "week", "weeks"], "week", None),
+    (&["month", "months"], "month", None),
+    (&["y", "yr", "year", "years"], "year", None),
+];
+
+/// Longer units for fractions of a token, with the factor between them.
+const LONGER_UNITS: [(&str, &str, u64); 3] = [("s", "min", 60), ("min", "hour", 60), ("hour", "day", 24)];
+
+impl Quota {
+    /// Return the quota that an invalid text probably means: `10r/s`, `10 per minute` and `10/minute` of other
+    /// programs, and fractions such as `0.5/s`.
+    pub fn suggestion(text: &str) -> Option<String> {
+        let text = text.trim().to_ascii_lowercase();
+        let split = text.find(|c: char| !c.is_ascii_digit() && !matches!(c, '.' | '_')).unwrap_or(text.len());
+        let (count, rest) = text.split_at(split);
+        let rest = rest.trim_start();
+        let rest =
+            ["requests", "request", "reqs", "req", "r"].iter().find_map(|word| rest.strip_prefix(word)).unwrap_or(rest);
+        let rest = rest.trim_start();
+        let unit = match rest {
+            "ps" => "s",
+            "pm" => "m",
+            "ph" => "h",
+            _ => ["/", "per ", "every "].iter().find_map(|word| rest.strip_prefix(word))?.trim(),
+        };
+        let digits = unit.find(|c: char| !c.is_ascii_digit())?;
+        let (length, unit) = unit.split_at(digits);
+        let unit = unit.trim();
+        let (_, mut unit, letter) = FOREIGN_UNITS.into_iter().find(|(names, ..)| names.contains(&unit))?;
+        let (whole, decimals) = count.split_once('.').unwrap_or((count, ""));
+        let mut digits: u64 = format!("{whole}{decimals}").replace('_', "").parse().ok()?;
+        let scale = 10_u64.checked_pow(decimals.len().try_into().ok()?)?;
+        while !digits.is_multiple_of(scale) && matches!(length, "" | "1") {
+            let (_, longer, factor) = LONGER_UNITS.into_iter().find(|(shorter, ..)| *shorter == unit)?;
+            unit = longer;
+            digits = digits.checked_mul(factor)?;
+        }
+        let count = digits.is_multiple_of(scale).then_some(digits / scale)?;
+        let quota = match length {
+            "" | "1" => format!("{count}/{unit}"),
+            length => format!("{count}/{length}{}", letter?),
+        };
+        quota.parse::<Quota>().ok().map(|_| quota)
+    }
+}
+
 impl FromStr for Quota {
     type Err = QuotaError;
 
@@ -302,6 +354,32 @@ mod tests {
         }
         assert_eq!(Quota::parse_concurrency("20").unwrap().to_string(), "20");
         assert_eq!("1/60s".parse::<Quota>().unwrap().to_string(), "1/min");
+    }
+
+    #[test]
+    fn foreign_quotas_have_a_suggestion() {
+        for (text, expected) in [
+            ("10/minute", Some("10/min")),
+            ("10 per second", Some("10/s")),
+            ("10r/s", Some("10/s")),
+            ("10r/m", Some("10/min")),
+            ("100rps", Some("100/s")),
+            ("100 rpm", Some("100/min")),
+            ("5 requests per 15 minutes", Some("5/15m")),
+            ("1_000 req/hr", Some("1000/hour")),
+            ("0.5/s", Some("30/min")),
+            ("1.5/min", Some("90/hour")),
+            // 86.4 per day.
+            ("0.001/s", None),
+            ("1.5/week", None),
+            ("1/fortnight", None),
+            ("10", None),
+            ("-1/min", None),
+            ("0/s", None),
+            ("", None),
+        ] {
+            assert_eq!(Quota::suggestion(text).as_deref(), expected, "{text}");
+        }
     }
 
     #[test]

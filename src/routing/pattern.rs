@@ -73,6 +73,64 @@ impl FromStr for PathPattern {
     }
 }
 
+/// Return the pattern that a path in the syntax of other programs probably means: `:id`, `<id>`, `*` and regular
+/// expressions. `None` if it has nothing of these, or if its meaning is unclear.
+pub fn suggestion(text: &str) -> Option<String> {
+    // The location modifiers of nginx, and the anchors of regular expressions.
+    let path = text.trim_start_matches(['~', '*', '=', ' ', '^']).trim_end_matches('$');
+    // `[^/]` is the only common expression with a slash.
+    let path = path.replace("[^/]", "[^.]");
+    let mut segments = Vec::new();
+    let mut parameters: usize = 0;
+    let mut rest = path.strip_prefix('/')?.split('/').peekable();
+    while let Some(segment) = rest.next() {
+        let is_wildcard = matches!(segment, "*" | "**" | ".*" | ".+" | "(.*)" | "(.+)" | "{*}");
+        // A wildcard matches one segment where others follow.
+        segments.push(match foreign_parameter(segment) {
+            Some(name) => name,
+            None if is_wildcard && rest.peek().is_none() => "{*rest}".to_owned(),
+            None if is_wildcard || is_regex(segment) => {
+                parameters += 1;
+                if parameters == 1 { "{id}".to_owned() } else { format!("{{id{parameters}}}") }
+            }
+            None => segment.to_owned(),
+        });
+    }
+    // A regular expression without `$` matches prefixes.
+    let is_prefix = text.trim_start_matches(['~', '*', ' ']).starts_with('^') && !text.ends_with('$');
+    if is_prefix && segments.last().is_none_or(|last: &String| !last.starts_with("{*")) {
+        segments.retain(|segment| !segment.is_empty());
+        segments.push("{*rest}".to_owned());
+    }
+    let path = format!("/{}", segments.join("/"));
+    (path != text && path.parse::<PathPattern>().is_ok()).then_some(path)
+}
+
+/// Return the parameter for `:id`, `<id>`, `<int:id>`, `{id:EXPRESSION}` and `{rest...}`.
+fn foreign_parameter(segment: &str) -> Option<String> {
+    let enclosed = |open: char, close: char| segment.strip_prefix(open)?.strip_suffix(close);
+    let (name, expression) = if let Some(name) = segment.strip_prefix(':') {
+        (name.trim_end_matches('?'), "")
+    } else if let Some(inner) = enclosed('<', '>') {
+        let (kind, name) = inner.split_once(':').unwrap_or(("", inner));
+        (name, if kind == "path" { ".*" } else { "" })
+    } else if let Some(name) = enclosed('{', '}').and_then(|inner| inner.strip_suffix("...")) {
+        (name, ".*")
+    } else {
+        enclosed('{', '}')?.split_once(':')?
+    };
+    let name = name.trim();
+    let is_name = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-');
+    let star = if matches!(expression, ".*" | ".+") { "*" } else { "" };
+    is_name.then(|| format!("{{{star}{name}}}"))
+}
+
+/// Return whether a segment is a regular expression rather than text.
+fn is_regex(segment: &str) -> bool {
+    let is_group = segment.starts_with('(') && segment.ends_with(')');
+    is_group || segment.contains(".+") || segment.contains(".*") || segment.contains(['[', ']', '\\'])
+}
+
 impl PathPattern {
     /// Return the value of a parameter in a path that the pattern matches.
     pub fn capture<'p>(&self, path: &'p str, name: &str) -> Option<&'p str> {
@@ -373,6 +431,36 @@ mod template_tests {
             ("/{rest}/.{rest}", false),
         ] {
             assert_eq!(template.parse::<RewriteTemplate>().unwrap().has_whole_segments("rest"), is_whole, "{template}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn foreign_paths_have_a_suggestion() {
+        for (text, expected) in [
+            ("/users/:id", Some("/users/{id}")),
+            ("/users/:id/posts/:post", Some("/users/{id}/posts/{post}")),
+            ("/users/<int:id>", Some("/users/{id}")),
+            ("/files/<path:name>", Some("/files/{*name}")),
+            ("/api/*", Some("/api/{*rest}")),
+            ("/api/*/items", Some("/api/{id}/items")),
+            ("/api/{path...}", Some("/api/{*path}")),
+            ("/users/{id:[0-9]+}", Some("/users/{id}")),
+            ("/users/[0-9]+", Some("/users/{id}")),
+            ("^/users/[^/]+/a/(\\d+)$", Some("/users/{id}/a/{id2}")),
+            ("~* ^/api/.*$", Some("/api/{*rest}")),
+            ("^/api", Some("/api/{*rest}")),
+            ("^/api/$", Some("/api/")),
+            ("/api*", None),
+            ("/v1/{id}/{*rest}", None),
+            ("/v1/books:batch", None),
+            ("api", None),
+        ] {
+            assert_eq!(suggestion(text).as_deref(), expected, "{text}");
         }
     }
 }

@@ -64,6 +64,72 @@ impl TlsFiles {
     }
 }
 
+/// Read a certificate chain and its key. The issue names both files.
+pub(super) fn certificate(cert: &FileSnapshot, key: &FileSnapshot, span: Range<usize>) -> Result<Certificate, Issue> {
+    Certificate::from_pem(&cert.content, &key.content).map_err(|error| {
+        let cert_path = cert.path.display();
+        let key_path = key.path.display();
+        let is_swapped = pem_kinds(&cert.content).any(is_private_key) && pem_kinds(&key.content).any(is_certificate);
+        let (message, hint) = match error {
+            _ if is_swapped && !pem_kinds(&cert.content).any(is_certificate) => (
+                format!("`cert` and `key` are swapped: {cert_path} is the key and {key_path} the certificate"),
+                "exchange the two files".to_owned(),
+            ),
+            TlsError::KeyMismatch(_) => (
+                format!("certificate and key do not match: {cert_path}, {key_path}"),
+                format!(
+                    "these print the same public key for a pair: openssl x509 -noout -pubkey -in {cert_path}; \
+                     openssl pkey -pubout -in {key_path}"
+                ),
+            ),
+            TlsError::UnreadableKey(_) | TlsError::UnusableKey(_) => (format!("{key_path}: {error}"), key_hint(key)),
+            error => (
+                format!("{cert_path}: {error}"),
+                "a PEM file with the certificate, followed by its intermediate certificates; `make certs` creates one \
+                 for development"
+                    .to_owned(),
+            ),
+        };
+        Issue::new(span, message).with_hint(hint)
+    })
+}
+
+/// Return the kinds of the sections of a PEM file, such as `RSA PRIVATE KEY`.
+fn pem_kinds(content: &[u8]) -> impl Iterator<Item = &str> {
+    let lines = content.split(|byte| *byte == b'\n').filter_map(|line| std::str::from_utf8(line).ok());
+    lines.filter_map(|line| line.trim().strip_prefix("-----BEGIN ")?.strip_suffix("-----"))
+}
+
+fn is_private_key(kind: &str) -> bool {
+    kind.ends_with("PRIVATE KEY")
+}
+
+fn is_certificate(kind: &str) -> bool {
+    kind == "CERTIFICATE"
+}
+
+/// Return how to convert a key that cannot be used.
+fn key_hint(key: &FileSnapshot) -> String {
+    let path = key.path.display();
+    let has_kind = |wanted: &str| pem_kinds(&key.content).any(|kind| kind == wanted);
+    let is_encrypted = has_kind("ENCRYPTED PRIVATE KEY")
+        || key.content.windows(b"Proc-Type: 4,ENCRYPTED".len()).any(|line| line == b"Proc-Type: 4,ENCRYPTED");
+    if is_encrypted {
+        return format!("the key has a password; remove it: openssl pkey -in {path} -out key.pem");
+    }
+    if has_kind("OPENSSH PRIVATE KEY") {
+        return format!("convert a copy of the OpenSSH key: ssh-keygen -p -m PEM -f {path}");
+    }
+    // DER is a SEQUENCE (0x30), which PEM has in base 64.
+    if key.content.starts_with(&[0x30]) {
+        return format!("convert DER to PEM: openssl pkey -inform DER -in {path} -out key.pem");
+    }
+    format!(
+        "RSA, ECDSA (P-256, P-384, P-521) or Ed25519 as PEM: BEGIN PRIVATE KEY (PKCS #8), BEGIN RSA PRIVATE KEY \
+         (PKCS #1) or BEGIN EC PRIVATE KEY (SEC 1); convert with openssl pkey -in {path} -out key.pem"
+    )
+}
+
 /// Compile the TLS settings of an upstream. Return `None` if all its servers use plaintext.
 pub(super) fn upstream_tls(
     name: &str,
@@ -73,7 +139,9 @@ pub(super) fn upstream_tls(
 ) -> Option<UpstreamTls> {
     let span = upstream.servers.iter().find(|server| server.get_ref().url.starts_with("https:"));
     let Some(span) = span.map(|server| server.span()) else {
-        if let Some(tls) = &upstream.tls {
+        if let Some(tls) =
+            upstream.tls.as_ref().filter(|_| !upstream.servers.iter().any(|one| reader.is_unresolved(one)))
+        {
             let issue = Issue::new(tls.span(), "`tls` is valid only with servers at `https://`");
             reader.push_issue(issue.with_hint("servers = [\"https://…\"]"));
         }
@@ -107,11 +175,9 @@ pub(super) fn upstream_tls(
         (None, Some(_)) => Err(()),
     };
     let server_name = written.and_then(|tls| tls.server_name.as_ref());
-    let gateway_certificate =
-        files.gateway_certificate.as_ref().map(|[cert, key]| Certificate::from_pem(&cert.content, &key.content));
-    let own = gateway_certificate
-        .transpose()
-        .map_err(|error| fail(cert, error, "PEM files; the key must not have a password"));
+    let span_of_tls = cert.map_or(span.clone(), |text| text.span());
+    let gateway_certificate = files.gateway_certificate.as_ref().map(|[cert, key]| certificate(cert, key, span_of_tls));
+    let own = gateway_certificate.transpose().map_err(|issue| reader.push_issue(issue));
     let server_name = server_name.and_then(|text| self::parse_server_name(text.get_ref(), text.span(), reader));
     let trust_roots = trust_roots.ok()?;
     let own = own.ok()?;

@@ -1,6 +1,7 @@
 //! Compiles identities: client addresses, API keys, tokens and consumers.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::ops::Range;
 use std::path::Path;
@@ -10,9 +11,9 @@ use arc_swap::ArcSwap;
 use ipnet::IpNet;
 
 use crate::config;
-use crate::config::error::{FileIssues, Issue};
+use crate::config::error::{FileIssues, Issue, Spanned};
 use crate::config::file::FileSnapshot;
-use crate::config::file::{EnvLookup, closest_name};
+use crate::config::file::{EnvLookup, UnsetVariables, closest_name, resolve_issues};
 use crate::config::{Config, file};
 use crate::identity::api_key::{ApiKeySettings, Consumer, Consumers, OnUnknownKey, parse_key_hash};
 use crate::identity::client_ip::ClientIpResolver;
@@ -23,7 +24,7 @@ use crate::limiter::key::IdentityHasher;
 use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::limits::{limit_variant, quota_hint};
-use crate::snapshot::validator::Validator;
+use crate::snapshot::validator::{Validator, first_line_hint};
 
 /// Label of the client network in `by`.
 const IP_LABEL: &str = "ip";
@@ -194,13 +195,43 @@ pub(super) fn jwt_verifier(jwt: &config::Jwt, reader: &mut Validator<'_>) -> (Jw
 
 type LimitsByName = BTreeMap<String, CompiledLimit>;
 
+/// The limits that consumers may name.
+pub(super) struct KnownLimits<'c> {
+    compiled: &'c LimitsByName,
+    /// The limits as written. Those that do not compile are reported, so consumers may name them and their tiers.
+    written: Option<&'c BTreeMap<String, Spanned<config::tables::Limit>>>,
+}
+
+impl<'c> KnownLimits<'c> {
+    /// Create it for limits without errors.
+    pub(super) fn new(compiled: &'c LimitsByName) -> Self {
+        KnownLimits { compiled, written: None }
+    }
+
+    fn tiers(&self) -> impl Iterator<Item = &'c str> {
+        let compiled = self.compiled.values().flat_map(|compiled| compiled.limit.tiers.keys()).map(|tier| &**tier);
+        let written = self.written.into_iter().flat_map(BTreeMap::values);
+        compiled.chain(written.flat_map(|limit| limit.get_ref().tiers.keys()).map(String::as_str))
+    }
+
+    fn has_errors(&self, name: &str) -> bool {
+        !self.compiled.contains_key(name) && self.written.is_some_and(|written| written.contains_key(name))
+    }
+}
+
 /// Read and compile the file of consumers.
 pub(super) fn load(
     text: &config::Text,
+    config: &Config,
     limits: &LimitsByName,
     hasher: &IdentityHasher,
     reader: &mut Validator<'_>,
 ) -> (Consumers, Option<FileSnapshot>) {
+    if reader.is_unresolved(text) {
+        reader.push_issue(Issue::new(text.span(), "the file of consumers is unknown"));
+        return (Consumers::default(), None);
+    }
+    let limits = KnownLimits { compiled: limits, written: Some(&config.limit) };
     let path = reader.resolve_path(text.get_ref());
     let file = match FileSnapshot::read(&path) {
         Ok(file) => file,
@@ -209,7 +240,7 @@ pub(super) fn load(
             return (Consumers::default(), None);
         }
     };
-    let loaded = read(&file.path, &file.content, limits, hasher, reader.environment);
+    let loaded = read(&file.path, &file.content, &limits, hasher, reader.environment);
     (loaded.map_err(|faulty| reader.add_file_issues(faulty)).unwrap_or_default().consumers, Some(file))
 }
 
@@ -225,13 +256,14 @@ pub(super) struct LoadedConsumers {
 pub(super) fn read(
     path: &Path,
     content: &[u8],
-    limits: &LimitsByName,
+    limits: &KnownLimits<'_>,
     hasher: &IdentityHasher,
     environment: EnvLookup<'_>,
 ) -> Result<LoadedConsumers, FileIssues> {
     let file = file::parse_consumers(path, content, environment)?;
     let mut issues = file.issues;
-    let consumers = compile_consumers(&file.value, limits, hasher, &mut issues);
+    let consumers = compile_consumers(&file.value, &file.text, limits, hasher, &mut issues);
+    let (issues, _) = resolve_issues(&file.text, issues, file.unresolved, file.warnings, UnsetVariables::Error);
     let is_intentional =
         !file.value.consumer.is_empty() && file.value.consumer.iter().all(|one| one.get_ref().keys.is_some());
     let loaded = LoadedConsumers { is_incomplete: consumers.is_empty() && !is_intentional, consumers };
@@ -265,12 +297,13 @@ fn uses_api_key(compiled: &CompiledLimit) -> bool {
 
 fn compile_consumers(
     file: &config::Consumers,
-    limits: &LimitsByName,
+    text: &str,
+    limits: &KnownLimits<'_>,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,
 ) -> Consumers {
     let mut consumers = Consumers::default();
-    let mut names = HashSet::new();
+    let mut names: HashMap<&String, Range<usize>> = HashMap::new();
     for written in &file.consumer {
         let span = written.span();
         let written = written.get_ref();
@@ -281,11 +314,17 @@ fn compile_consumers(
                 continue;
             }
         };
-        if !names.insert(name) {
-            issues.push(
-                Issue::new(span, format!("duplicate consumer `{name}`"))
-                    .with_hint("list all keys of a consumer in one [[consumer]]"),
-            );
+        match names.entry(name) {
+            Entry::Vacant(entry) => {
+                entry.insert(span);
+            }
+            Entry::Occupied(first) => {
+                let hint = first_line_hint(text, first.get());
+                issues.push(
+                    Issue::new(span, format!("duplicate consumer `{name}`"))
+                        .with_hint(format!("{hint}: list all keys of a consumer in one [[consumer]]")),
+                );
+            }
         }
         let consumer = Arc::new(Consumer {
             name: name.as_str().into(),
@@ -308,9 +347,9 @@ fn compile_consumers(
 }
 
 /// Compile the tier of a consumer. At least one limit must have it.
-fn tier(text: Option<&config::Text>, limits: &LimitsByName, issues: &mut Vec<Issue>) -> Option<Box<str>> {
+fn tier(text: Option<&config::Text>, limits: &KnownLimits<'_>, issues: &mut Vec<Issue>) -> Option<Box<str>> {
     let text = text?;
-    let known = || limits.values().flat_map(|compiled| compiled.limit.tiers.keys()).map(|tier| &**tier);
+    let known = || limits.tiers();
     if !known().any(|tier| tier == text.get_ref()) {
         let issue = Issue::new(text.span(), format!("no limit has a tier `{}`", text.get_ref()));
         issues.push(match closest_name(text.get_ref(), known()) {
@@ -326,12 +365,16 @@ fn tier(text: Option<&config::Text>, limits: &LimitsByName, issues: &mut Vec<Iss
 /// Compile the quotas of a consumer.
 fn limit_variants(
     written: &BTreeMap<String, config::error::Spanned<config::tables::LimitVariant>>,
-    limits: &LimitsByName,
+    known_limits: &KnownLimits<'_>,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,
 ) -> BTreeMap<Box<str>, Arc<LimitVariant>> {
+    let limits = known_limits.compiled;
     let mut variants = BTreeMap::new();
     for (name, own) in written {
+        if known_limits.has_errors(name) {
+            continue;
+        }
         let Some(compiled) = limits.get(name).filter(|compiled| uses_api_key(compiled)) else {
             let issue = Issue::new(own.span(), format!("there is no limit `{name}` by api-key"));
             let known = limits.iter().filter(|(_, compiled)| uses_api_key(compiled)).map(|(name, _)| name.as_str());

@@ -362,8 +362,7 @@ pub(super) fn rule(
     }
     let rule =
         text.get_ref().parse::<Quota>().and_then(|quota| Ok((quota, timed_rule(algorithm, quota, limit, reader)?)));
-    rule.map_err(|error| reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(quota_hint(&error))))
-        .ok()
+    rule.map_err(|error| reader.push_issue(quota_issue(text, &error))).ok()
 }
 
 fn timed_rule(
@@ -410,9 +409,7 @@ pub(super) fn limit_variant(
     standard: Quota,
 ) -> Result<(Quota, Option<u64>), Issue> {
     let quota = match &written.quota {
-        Some(text) => rule
-            .parse_quota(text.get_ref())
-            .map_err(|error| Issue::new(text.span(), error.to_string()).with_hint(quota_hint(&error)))?,
+        Some(text) => rule.parse_quota(text.get_ref()).map_err(|error| quota_issue(text, &error))?,
         None => standard,
     };
     let Some(burst) = &written.burst else {
@@ -428,6 +425,16 @@ pub(super) fn limit_variant(
     match u64::try_from(*burst.get_ref()).ok().filter(|burst| (1..EXACT_INTEGER_LIMIT).contains(burst)) {
         Some(burst) => Ok((quota, Some(burst))),
         None => Err(Issue::new(burst.span(), format!("{} is out of range", burst.get_ref())).with_hint("1 or more")),
+    }
+}
+
+/// Return the issue of a quota, with the quota that was probably meant.
+fn quota_issue(text: &config::Text, error: &QuotaError) -> Issue {
+    let issue = Issue::new(text.span(), error.to_string());
+    let is_syntax = matches!(error, QuotaError::Syntax(_) | QuotaError::Count(_) | QuotaError::Unit(_));
+    match Quota::suggestion(text.get_ref()).filter(|_| is_syntax) {
+        Some(quota) => issue.with_hint(format!("did you mean \"{quota}\"?")),
+        None => issue.with_hint(quota_hint(error)),
     }
 }
 

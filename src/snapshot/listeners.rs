@@ -1,6 +1,7 @@
 //! Compiles `[[listener]]`: addresses, certificates and client certificate verification.
 
 use std::net::{IpAddr, SocketAddr};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use crate::config::file::FileSnapshot;
 use crate::identity::Descriptor;
 use crate::identity::OnMissing;
 use crate::identity::client_ip::ClientIpResolver;
+use crate::snapshot::client_tls;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledConfig, Listener, ListenerTls};
@@ -22,21 +24,20 @@ const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"c
 /// Compile all listeners.
 pub(super) fn listeners(
     listeners: &[Spanned<config::Listener>],
-    client_ip: &ClientIpResolver,
+    trusted_proxies: usize,
     reader: &mut Validator<'_>,
 ) -> Vec<Listener> {
     if listeners.is_empty() {
         reader.file_issue("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
     }
     let mut compiled: Vec<Listener> = Vec::new();
+    let mut spans: Vec<(SocketAddr, Range<usize>)> = Vec::new();
     for listener in listeners {
         let span = listener.span();
         let listener = listener.get_ref();
         let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, reader));
         let proxy_protocol = listener.proxy_protocol.as_ref().is_some_and(|value| *value.get_ref());
-        if let Some(value) =
-            listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && client_ip.trusted_proxies.is_empty())
-        {
+        if let Some(value) = listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && trusted_proxies == 0) {
             let message =
                 "`proxy_protocol` requires trusted proxies, but there are none: every connection would be closed";
             let hint = "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the addresses of the proxies in front";
@@ -44,12 +45,16 @@ pub(super) fn listeners(
         }
         let address = reader.required(listener.address.as_ref(), &span, "address", "\"127.0.0.1:8080\"");
         let Some(text) = address else { continue };
-        match reader.address(text) {
-            Some(address) if address.port() != 0 && compiled.iter().any(|other| other.address == address) => {
-                reader.push_issue(Issue::new(text.span(), format!("duplicate listener address {address}")));
+        let Some(address) = reader.address(text) else { continue };
+        match spans.iter().find(|(other, _)| address.port() != 0 && *other == address) {
+            Some((_, first)) => {
+                let issue = Issue::new(text.span(), format!("duplicate listener address {address}"));
+                reader.push_issue(issue.with_hint(reader.first_line_hint(first)));
             }
-            Some(address) => compiled.push(Listener { address, proxy_protocol, tls }),
-            None => {}
+            None => {
+                spans.push((address, text.span()));
+                compiled.push(Listener { address, proxy_protocol, tls });
+            }
         }
     }
     compiled
@@ -95,15 +100,12 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option
             continue;
         };
         let (Some(cert), Some(key)) = (reader.read_pem(cert), reader.read_pem(key)) else { continue };
-        match Certificate::from_pem(&cert.content, &key.content) {
+        match client_tls::certificate(&cert, &key, written.span()) {
             Ok(certificate) => {
                 certificates.push(certificate);
                 files.push([cert, key]);
             }
-            Err(error) => reader.push_issue(
-                Issue::new(written.span(), error.to_string())
-                    .with_hint("PEM files; `make certs` creates some for development"),
-            ),
+            Err(issue) => reader.push_issue(issue),
         }
     }
     if tls.certificates.is_empty() {

@@ -1,6 +1,7 @@
 //! Compiled routes: match, action, limits and header changes.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,6 +27,7 @@ use crate::identity::IdentitySpec;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::decision::LimitResult;
 use crate::limiter::spec::LimitSpec;
+use crate::routing::pattern;
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
 use crate::routing::{RouteMatch, RouteTable};
 use crate::snapshot::CompiledLimit;
@@ -209,7 +211,7 @@ pub(super) fn routes(
     if config.route.is_empty() {
         reader.file_issue("there is no [[route]]", "add one: [[route]] with name, path and upstream");
     }
-    let mut names = HashSet::new();
+    let mut names: HashMap<&str, Range<usize>> = HashMap::new();
     let mut routes = Vec::new();
     let mut table = RouteTable::default();
     for written in &config.route {
@@ -218,8 +220,14 @@ pub(super) fn routes(
         let name = match reader.required(written.name.as_ref(), &span, "name", "\"search\"") {
             Some(name) => {
                 reader.check_name(name.span(), name.get_ref());
-                if !names.insert(name.get_ref().clone()) {
-                    reader.push_issue(Issue::new(name.span(), format!("duplicate route `{}`", name.get_ref())));
+                match names.entry(name.get_ref().as_str()) {
+                    Entry::Vacant(entry) => {
+                        entry.insert(name.span());
+                    }
+                    Entry::Occupied(first) => {
+                        let issue = Issue::new(name.span(), format!("duplicate route `{}`", name.get_ref()));
+                        reader.push_issue(issue.with_hint(reader.first_line_hint(first.get())));
+                    }
                 }
                 name.get_ref().as_str()
             }
@@ -288,14 +296,21 @@ fn route_match(route: &config::tables::Route, span: &Range<usize>, reader: &mut 
                 Ok(other) => {
                     let issue =
                         Issue::new(text.span(), "requests are matched in canonical form: this path never matches");
-                    reader.push_issue(issue.with_hint(format!("its canonical form is \"{other}\"")));
+                    let hint = pattern::suggestion(text.get_ref()).map(|path| foreign_path_hint(&path));
+                    reader.push_issue(issue.with_hint(hint.unwrap_or(format!("its canonical form is \"{other}\""))));
                 }
-                Err(error) => reader.push_issue(Issue::new(text.span(), error.to_string())),
+                Err(error) => {
+                    let hint = pattern::suggestion(text.get_ref()).map(|path| foreign_path_hint(&path));
+                    reader.push_issue(Issue { span: Some(text.span()), message: error.to_string(), hint });
+                }
             }
             Some(pattern)
         }
         Err(error) => {
-            let hint = "\"/v1/search\", \"/v1/users/{id}\" or \"/v1/{*rest}\"";
+            let hint = match pattern::suggestion(text.get_ref()) {
+                Some(path) => foreign_path_hint(&path),
+                None => "\"/v1/search\", \"/v1/users/{id}\" or \"/v1/{*rest}\"".to_owned(),
+            };
             reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(hint));
             None
         }
@@ -308,6 +323,11 @@ fn route_match(route: &config::tables::Route, span: &Range<usize>, reader: &mut 
         }
     }
     Some(RouteMatch { host, path: path?, methods, headers })
+}
+
+/// Return the hint for a path in the syntax of another program.
+pub(crate) fn foreign_path_hint(path: &str) -> String {
+    format!("write path = \"{path}\": {{id}} is one segment, {{*rest}} the rest of the path")
 }
 
 fn is_host(name: &str) -> bool {

@@ -190,7 +190,7 @@ pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings 
 /// (<https://opentelemetry.io/docs/specs/otlp/#otlphttp-request>).
 fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     let url = text.get_ref();
-    if url.is_empty() {
+    if url.is_empty() || reader.is_unresolved(text) && !url.contains("://") {
         return None;
     }
     let parsed = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));

@@ -10,7 +10,7 @@ use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::url::{UrlError, parse};
 use crate::snapshot::StoreSettings;
-use crate::snapshot::client_tls::TlsFiles;
+use crate::snapshot::client_tls::{TlsFiles, certificate};
 use crate::snapshot::routes::Route;
 use crate::snapshot::validator::Validator;
 
@@ -37,7 +37,8 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let url = store.url.as_ref().map_or("memory:", |url| url.get_ref());
     let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
     let tls = store.tls.as_ref().filter(|tls| {
-        let used = scheme.starts_with("rediss");
+        let is_unknown = scheme.is_empty() && store.url.as_ref().is_some_and(|url| reader.is_unresolved(url));
+        let used = scheme.starts_with("rediss") || is_unknown;
         if !used {
             let issue = Issue::new(tls.span(), "`tls` is valid only for a store at `rediss://`");
             reader.push_issue(issue.with_hint("also `rediss+sentinel://` and `rediss+cluster://`"));
@@ -46,6 +47,11 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     });
     let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else { return settings };
     let certificates = tls.map(|tls| tls_certificates(tls, reader));
+    if reader.is_unresolved(text) && !url.contains("://") {
+        // Only `check --offline` gets here without an error, and needs no store.
+        settings.name = "unknown, because the URL is not set".to_owned();
+        return settings;
+    }
     match parse(url, certificates.as_ref()) {
         Ok((name, servers)) => {
             settings.name = name;
@@ -64,6 +70,11 @@ fn tls_certificates(tls: &Spanned<config::StoreTls>, reader: &mut Validator<'_>)
     let config::StoreTls { ca, cert, key } = tls.get_ref();
     let TlsFiles { ca, gateway_certificate: own } =
         TlsFiles::read(ca.as_ref(), [cert.as_ref(), key.as_ref()], tls.span(), reader);
+    if let (Some([cert, key]), Some(text)) = (&own, &tls.get_ref().cert)
+        && let Err(issue) = certificate(cert, key, text.span())
+    {
+        reader.push_issue(issue);
+    }
     let client_tls = own.map(|[cert, key]| ClientTlsConfig { client_cert: cert.content, client_key: key.content });
     TlsCertificates { client_tls, root_cert: ca.map(|ca| ca.content) }
 }

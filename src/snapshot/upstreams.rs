@@ -9,6 +9,7 @@ use http::{StatusCode, Uri};
 use crate::config;
 use crate::config::Text;
 use crate::config::error::{Issue, Spanned};
+use crate::config::shorthand::HealthCheck;
 use crate::snapshot::client_tls;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::validator::Validator;
@@ -61,13 +62,17 @@ fn servers(
     reader: &mut Validator<'_>,
 ) -> Vec<UpstreamServerSettings> {
     let mut servers = Vec::<UpstreamServerSettings>::new();
+    let mut spans = Vec::new();
     for one in written {
         let Some(server) = server(one, tls, reader) else { continue };
-        if servers.iter().any(|other| (&other.host, other.port) == (&server.host, server.port)) {
+        let first = servers.iter().position(|other| (&other.host, other.port) == (&server.host, server.port));
+        if let Some(first) = first.and_then(|index| spans.get(index)) {
             let issue = Issue::new(one.span(), format!("`{}` is listed twice", one.get_ref().url));
-            reader.push_issue(issue.with_hint("`weight` gives a server more requests than others"));
+            let line = reader.first_line_hint(first);
+            reader.push_issue(issue.with_hint(format!("{line}; `weight` gives a server more requests than others")));
         }
         servers.push(server);
+        spans.push(one.span());
     }
     if let (Some(first), true) =
         (written.first(), servers.iter().all(|server| server.weight == 0) && !servers.is_empty())
@@ -137,13 +142,19 @@ pub(super) fn max_queue(upstream: &config::tables::Upstream, reader: &mut Valida
 }
 
 /// Compile `health_check`.
-pub(super) fn health(health: &Spanned<config::tables::Health>, reader: &mut Validator<'_>) -> HealthSettings {
-    let span = health.span();
-    let health = health.get_ref();
-    let path = reader.required(health.path.as_ref(), &span, "path", "\"/healthz\"");
-    let parsed = path.and_then(|path| path.get_ref().starts_with('/').then(|| path.get_ref().parse().ok())?);
-    if let (Some(path), None) = (path, &parsed) {
-        let issue = Issue::new(path.span(), format!("`{}` is not a valid path", path.get_ref()));
+pub(super) fn health(check: &Spanned<HealthCheck>, reader: &mut Validator<'_>) -> HealthSettings {
+    let span = check.span();
+    let defaults = config::tables::Health::default();
+    let (path, health) = match check.get_ref() {
+        HealthCheck::Path(path) => (Some((path, span.clone())), &defaults),
+        HealthCheck::Table(health) => {
+            let path = reader.required(health.path.as_ref(), &span, "path", "\"/healthz\"");
+            (path.map(|path| (path.get_ref(), path.span())), health)
+        }
+    };
+    let parsed = path.as_ref().and_then(|(path, _)| path.starts_with('/').then(|| path.parse().ok())?);
+    if let (Some((path, span)), None) = (path, &parsed) {
+        let issue = Issue::new(span, format!("`{path}` is not a valid path"));
         reader.push_issue(issue.with_hint("such as \"/healthz\""));
     }
     let mut status = Vec::new();

@@ -10,34 +10,62 @@ use http::{HeaderName, HeaderValue, Method};
 use crate::config::Text;
 use crate::config::error::{ConfigError, FileIssues, Issue, Spanned};
 use crate::config::file::FileSnapshot;
-use crate::config::file::{EnvLookup, closest_name};
+use crate::config::file::{EnvLookup, ParsedFile, UnresolvedValue, UnsetVariables, closest_name, resolve_issues};
 use crate::limiter::quota::parse_duration_us;
+
+/// Return a hint that names the line of an earlier definition.
+pub(super) fn first_line_hint(text: &str, first: &Range<usize>) -> String {
+    let (line, _) = Issue::new(first.clone(), "").position(text).unwrap_or((1, 1));
+    format!("the first one is in line {line}")
+}
 
 /// Collects the issues of one file. Every method returns a usable value, so that all errors are found at once.
 pub(super) struct Validator<'a> {
     path: PathBuf,
     text: String,
     issues: Vec<Issue>,
+    unresolved: Vec<UnresolvedValue>,
+    warnings: Vec<Issue>,
     /// Issues of files that this one names.
     other_files: Vec<FileIssues>,
     pub(super) environment: EnvLookup<'a>,
 }
 
 impl<'a> Validator<'a> {
-    pub(super) fn new(path: &Path, text: String, issues: Vec<Issue>, environment: EnvLookup<'a>) -> Self {
-        Validator { path: path.to_owned(), text, issues, other_files: Vec::new(), environment }
+    /// Create a validator with the issues of the parser, which are moved out of `file`.
+    pub(super) fn new<T>(path: &Path, file: &mut ParsedFile<T>, environment: EnvLookup<'a>) -> Self {
+        Validator {
+            path: path.to_owned(),
+            text: file.text.clone(),
+            issues: std::mem::take(&mut file.issues),
+            unresolved: std::mem::take(&mut file.unresolved),
+            warnings: std::mem::take(&mut file.warnings),
+            other_files: Vec::new(),
+            environment,
+        }
     }
 
-    /// Return the collected issues.
+    /// Return the warnings.
     ///
     /// # Errors
-    /// At least one issue was collected.
-    pub(super) fn finish(self) -> Result<(), ConfigError> {
+    /// At least one error was collected.
+    pub(super) fn finish(self, policy: UnsetVariables<'_>) -> Result<Vec<Issue>, ConfigError> {
+        let (issues, warnings) = resolve_issues(&self.text, self.issues, self.unresolved, self.warnings, policy);
         let mut files = self.other_files;
-        if !self.issues.is_empty() {
-            files.insert(0, FileIssues { path: self.path, text: self.text, issues: self.issues });
+        if !issues.is_empty() {
+            files.insert(0, FileIssues { path: self.path, text: self.text, issues });
         }
-        if files.is_empty() { Ok(()) } else { Err(ConfigError { files }) }
+        if files.is_empty() { Ok(warnings) } else { Err(ConfigError { files }) }
+    }
+
+    /// Return whether a value has an environment variable that is not set. Its text is then not that of the gateway.
+    pub(super) fn is_unresolved<T>(&self, value: &Spanned<T>) -> bool {
+        self.unresolved.iter().any(|unresolved| unresolved.is_within(&value.span()))
+    }
+
+    /// Return a hint that names the line of an earlier definition.
+    pub(super) fn first_line_hint(&self, first: &Range<usize>) -> String {
+        first_line_hint(&self.text, first)
     }
 
     pub(super) fn push_issue(&mut self, issue: Issue) {

@@ -17,9 +17,10 @@ use crate::identity::Descriptor;
 use crate::limiter::algorithm::Rule;
 use crate::limiter::redis::RedisDeployment;
 use crate::limiter::spec::{LimitSpec, OnStoreError};
+use crate::routing::pattern;
 use crate::snapshot::cost::Cost;
 use crate::snapshot::listeners::WarningSubject;
-use crate::snapshot::routes::{Route, RouteAction};
+use crate::snapshot::routes::{Route, RouteAction, foreign_path_hint};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::upstream::UpstreamSettings;
 
@@ -173,6 +174,8 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unreachable_methods(input).collect();
     for route in &input.config.routes {
         issues.extend(unmatchable_conditions(input, route));
+        issues.extend(literal_wildcards(input, route));
+        issues.extend(foreign_path(input, route));
         issues.extend(retries_without_time(input, route));
     }
     issues
@@ -213,6 +216,30 @@ fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
         }
     }
     issues
+}
+
+/// Header values with `*`, which matches only itself. Some headers have values with it (RFC 9110 §12.5, §13.1).
+fn literal_wildcards(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
+    let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
+    let has_wildcards = |name: &str| {
+        let name = name.to_ascii_lowercase();
+        name.starts_with("accept") || matches!(&*name, "if-match" | "if-none-match")
+    };
+    let values = parsed.headers.iter().filter(|(name, value)| value.get_ref().contains('*') && !has_wildcards(name));
+    let issue = |(name, value): (&String, &Text)| {
+        let message = format!("`{}` requires this value of `{name}` literally: `*` is no wildcard", route.name);
+        Issue::new(value.span(), message)
+            .with_hint("write the exact value, with one route for each; a header of any value cannot be required")
+    };
+    values.map(issue).collect()
+}
+
+/// Paths in the syntax of other programs that are valid here, and match their characters literally.
+fn foreign_path(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
+    let path = input.route(route.index)?.get_ref().path.as_ref()?;
+    let suggestion = pattern::suggestion(path.get_ref())?;
+    let message = format!("`{}` matches the characters of this path literally, not as a pattern", route.name);
+    Some(Issue::new(path.span(), message).with_hint(foreign_path_hint(&suggestion)))
 }
 
 /// Retries that a slow first attempt leaves no time for: `response_timeout` is at least the `timeout` of the route.

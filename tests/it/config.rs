@@ -185,6 +185,8 @@ fn unusable_file_gives_one_error() {
         (directory.path().join("no.toml"), "or create one with `sluicegate init`"),
         (directory.path().to_owned(), "cannot be read: Is a directory"),
         (write("latin1.toml", b"# caf\xe9"), "the file must be UTF-8"),
+        (write("latin1_later.toml", b"# one\n[log]\n# caf\xe9\n"), "latin1_later.toml:3:6"),
+        (write("utf16.toml", b"\xff\xfe[\0l\0"), "iconv -f utf-16 -t utf-8"),
         (write("broken.toml", b"[server\nworkers = 1\n"), "broken.toml:1:8"),
         (write("type.toml", b"[server]\nworkers = \"four\"\n"), "type.toml:2:11"),
         (write("empty.toml", b""), "there is no [[listener]]"),
@@ -220,9 +222,123 @@ fn unset_variables_and_invalid_consumers_are_reported() {
         "people.toml:3:9",
         "no limit has a tier `pro`",
         "duplicate consumer `a`",
+        "the first one is in line 1: list all keys of a consumer in one [[consumer]]",
         "unknown key `nick`",
         "a consumer needs a `name`",
     ] {
         assert!(report.contains(expected), "{expected} is missing in\n{report}");
     }
+}
+
+/// Return a directory with a configuration of a listener and a route, and of `more`.
+fn directory_with(more: &str) -> (tempfile::TempDir, PathBuf) {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    let listener = if more.contains("[[listener]]") { "" } else { "[[listener]]\naddress = \"127.0.0.1:0\"\n" };
+    let route = if more.contains("[[route]]") {
+        ""
+    } else {
+        "[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n"
+    };
+    std::fs::write(&path, format!("{more}\n{listener}{route}")).unwrap();
+    (directory, path)
+}
+
+#[test]
+fn one_mistake_gives_one_error() {
+    let consumers = "[[consumer]]\nname = \"a\"\nkeys = []\ntier = \"pro\"\nlimit = { l = { quota = \"2/s\" } }\n";
+    let with_consumers = "[api_key]\nconsumers = \"consumers.toml\"\n";
+    let unset = "environment variable `NOT_GIVEN` is not set";
+    for (more, expected) in [
+        ("[[listener]]\naddress = \"${NOT_GIVEN}:0\"\n".to_owned(), unset),
+        ("[admin]\naddress = \"0.0.0.0:1\"\ntoken = \"${NOT_GIVEN}\"\n".to_owned(), unset),
+        ("[log]\nlevel = \"${NOT_GIVEN}\"\n".to_owned(), unset),
+        ("[log]\nlevel = \"${GIVEN\"\n".to_owned(), "`${` without `}`"),
+        ("[store]\nurl = \"${NOT_GIVEN}\"\n".to_owned(), unset),
+        ("[store]\nurl = \"${NOT_GIVEN}\"\ntls = {}\n".to_owned(), unset),
+        ("[upstream.u]\nservers = [\"${NOT_GIVEN}\"]\ntls = {}\n".to_owned(), unset),
+        ("[api_key]\nconsumers = \"${NOT_GIVEN}\"\n".to_owned(), unset),
+        ("[limit.l]\nby = [\"${NOT_GIVEN}\"]\nquota = \"1/s\"\n".to_owned(), unset),
+        ("[upstream.u]\nservers = [{ url = \"${NOT_GIVEN}\", weight = 1 }]\n".to_owned(), unset),
+        (
+            format!(
+                "{with_consumers}[limit.l]\nby = \"api-key\"\nquota = \"1/x\"\ntiers = {{ pro = {{ quota = \"9/s\" }} }}\n"
+            ),
+            "`x` is not a unit of time",
+        ),
+        (
+            format!(
+                "{with_consumers}[limit.l]\nby = \"api-key\"\nquota = \"1/s\"\ntiers = {{ pro = {{ quota = \"9/x\" }} }}\n"
+            ),
+            "`x` is not a unit of time",
+        ),
+        (
+            "[client_ip]\ntrusted_proxies = [\"10.0.0\"]\n[limit.l]\nby = \"user:x-user\"\nquota = \"1/s\"\n"
+                .to_owned(),
+            "`10.0.0` is not an address or a network",
+        ),
+    ] {
+        let (directory, path) = directory_with(&more);
+        std::fs::write(directory.path().join("consumers.toml"), consumers).unwrap();
+        let (code, _, report) = check(&path);
+        assert!(code == Some(2) && report.contains(expected), "{more}:\n{report}");
+        assert_eq!(report.matches("error: ").count(), 1, "{more}:\n{report}");
+    }
+}
+
+const SECRETS: &str = "[admin]\naddress = \"127.0.0.1:1\"\ntoken = \"${NOT_GIVEN_TOKEN}\"\n\
+                       [store]\nurl = \"redis://gateway:${NOT_GIVEN_PASSWORD}@127.0.0.1:1\"\nsecret = \"${NOT_GIVEN_SECRET}\"\n\
+                       [api_key]\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"1/s\"\n\
+                       [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\nlimits = [\"l\"]\n";
+
+#[test]
+fn check_offline_accepts_unset_secrets_with_warnings() {
+    let (directory, path) = directory_with(SECRETS);
+    std::fs::write(directory.path().join("consumers.toml"), "[[consumer]]\nname = \"a\"\nkeys = []\n").unwrap();
+    let (code, out, report) = check_with(&path, &["--offline"]);
+    assert_eq!((code, report.as_str()), (Some(0), ""), "{out}");
+    for name in ["TOKEN", "PASSWORD", "SECRET"] {
+        assert!(out.contains(&format!("warning: environment variable `NOT_GIVEN_{name}` is not set")), "{out}");
+    }
+    assert!(out.ends_with("\n3 warnings\n"), "{out}");
+    // With connections, the secrets are needed.
+    let (code, _, report) = check(&path);
+    assert_eq!((code, report.matches("error: ").count()), (Some(2), 3), "{report}");
+    // A URL as a whole is a secret, too. Other values cannot be checked.
+    let url = "[store]\nurl = \"${NOT_GIVEN}\"\n[log]\ntrace_endpoint = \"${NOT_GIVEN}\"\n";
+    let (_directory, path) = directory_with(url);
+    let (code, out, report) = check_with(&path, &["--offline"]);
+    assert!(code == Some(0) && out.ends_with("\n2 warnings\n"), "{out}{report}");
+    let (_directory, path) = directory_with("[[listener]]\naddress = \"${NOT_GIVEN}\"\n");
+    assert_eq!(check_with(&path, &["--offline"]).0, Some(2));
+}
+
+#[test]
+fn commands_need_only_their_part_of_the_environment() {
+    let listener = "[[listener]]\naddress = \"${NOT_GIVEN_ADDRESS}\"\n";
+    let (directory, path) = directory_with(&format!("{SECRETS}{listener}"));
+    std::fs::write(directory.path().join("consumers.toml"), "[[consumer]]\nname = \"acme\"\nkeys = []\n").unwrap();
+    let said = |arguments: &[&str], token: &str| {
+        let mut command = binary();
+        command.args(arguments).arg("--config").arg(&path).env("SLUICEGATE_ADMIN_TOKEN", token);
+        let output = command.output().unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        (output.status.code(), text(output.stdout), text(output.stderr))
+    };
+    let (code, out, err) = said(&["key", "list"], "");
+    assert!(code == Some(0) && out.contains("acme"), "{out}{err}");
+    assert_eq!((err.matches("warning: ").count(), err.matches("error: ").count()), (4, 0), "{err}");
+    // `top` gets as far as the connection, which fails.
+    let (code, _, err) = said(&["top"], "token");
+    assert!(code == Some(1) && err.contains("cannot connect to http://127.0.0.1:1"), "{err}");
+    // Without a token in the environment, that of the file is needed.
+    let (code, _, err) = said(&["top"], "");
+    assert!(code == Some(2) && err.contains("error: environment variable `NOT_GIVEN_TOKEN` is not set"), "{err}");
+    assert_eq!(err.matches("error: ").count(), 1, "{err}");
+    // The file of consumers is needed.
+    let text = std::fs::read_to_string(&path).unwrap().replace("consumers.toml", "${NOT_GIVEN_FILE}");
+    std::fs::write(&path, text).unwrap();
+    let (code, _, err) = said(&["key", "list"], "");
+    assert!(code == Some(2) && err.contains("`NOT_GIVEN_FILE` is not set"), "{err}");
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "no file is created");
 }

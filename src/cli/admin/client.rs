@@ -159,10 +159,16 @@ impl AdminClient {
     }
 }
 
+/// The token in the environment, if it is set.
+pub(crate) fn token_from_env() -> Option<String> {
+    std::env::var("SLUICEGATE_ADMIN_TOKEN").ok().filter(|text| !text.is_empty())
+}
+
 /// The Authorization header: with the token of the environment, else the configured one.
 fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>> {
-    let from_env = std::env::var("SLUICEGATE_ADMIN_TOKEN").ok().filter(|text| !text.is_empty()).map(String::into_bytes);
-    let Some(token) = from_env.or_else(|| configured.map(<[u8]>::to_vec)) else { return Ok(None) };
+    let Some(token) = token_from_env().map(String::into_bytes).or_else(|| configured.map(<[u8]>::to_vec)) else {
+        return Ok(None);
+    };
     let mut value = HeaderValue::from_bytes(&[b"Bearer ", &token[..]].concat())
         .map_err(|_| anyhow!("the admin token has characters that are invalid in a header"))?;
     value.set_sensitive(true);

@@ -9,7 +9,7 @@ use std::{fmt, fs};
 use anyhow::{Context, anyhow, bail};
 use toml_edit::{Array, ArrayOfTables, DocumentMut, Item, Table, TableLike, Value, value};
 
-use crate::cli::env_var;
+use crate::cli::{env_var, load_for};
 use crate::config::error::ConfigError;
 use crate::config::file as config;
 use crate::config::file::closest_name;
@@ -193,6 +193,9 @@ fn decor_text(text: Option<&toml_edit::RawString>) -> String {
 
 // The file on disk: replaced atomically, and only by content that the gateway accepts.
 
+/// Keys of the configuration that determine which consumers are valid.
+const NEEDED_KEYS: &[&str] = &["api_key", "limit"];
+
 const EMPTY_FILE: &str =
     "# The API keys of consumers, as hashes. `sluicegate key new` creates keys and adds their hashes.\n";
 
@@ -219,6 +222,10 @@ impl ConsumersFile {
                 config_path.display()
             );
         };
+        if gateway_file.unresolved.iter().any(|value| value.is_within(&name.span())) {
+            // The configuration is invalid: its error names the variable.
+            load_for(config_path, NEEDED_KEYS)?;
+        }
         let path = config_path.parent().unwrap_or(Path::new("")).join(name.get_ref());
         // Replace the target of a symbolic link, not the link.
         let path =
@@ -231,7 +238,7 @@ impl ConsumersFile {
             Err(error) => Err(error),
         };
         let new = new.with_context(|| format!("{} cannot be created", path.display()))?;
-        let config = CompiledConfig::load(config_path, &env_var).inspect_err(|_| {
+        let config = load_for(config_path, NEEDED_KEYS).inspect_err(|_| {
             if new {
                 // Remove the file that was created above. The error of the configuration is returned.
                 let _ = fs::remove_file(&path);
