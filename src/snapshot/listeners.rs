@@ -12,7 +12,6 @@ use crate::config::error::{Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::identity::Descriptor;
 use crate::identity::OnMissing;
-use crate::identity::client_ip::ClientIpResolver;
 use crate::snapshot::client_tls;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::validator::Validator;
