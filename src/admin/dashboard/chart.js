@@ -78,6 +78,17 @@ function stackRuns(samples, series) {
     run.map((point) => ({ ...point, base: total(point.sample, index) }))));
 }
 
+/** Label the time axis in minutes before now. */
+function showTimes(element, minutes) {
+  if (element.dataset.minutes === String(minutes)) return;
+  element.dataset.minutes = minutes;
+  const distance = [1, 5, 15].find((each) => minutes / each <= 5);
+  element.replaceChildren(...Array.from({ length: minutes / distance + 1 }, (_, index) => {
+    const ago = minutes - index * distance;
+    return make("span", {}, ago ? `${index ? "" : "−"}${ago}${index ? "" : " min"}` : "now");
+  }));
+}
+
 /** Show the values at a time in all charts. `null` hides them. */
 function setCursor(at, isSpoken) {
   for (const each of charts) each.showCursor(at);
@@ -99,7 +110,7 @@ export function chart(parent, { series, unit, isStacked }) {
   const tip = make("div", { class: "tip", "aria-hidden": "true", hidden: "" });
   const canvas = make("div", { class: "canvas", role: "img", tabindex: "0" }, svg, marks, tip);
   const scale = make("div", { class: "scale", "aria-hidden": "true" });
-  const times = make("div", { class: "times", "aria-hidden": "true" }, ...[0, 1, 2, 3].map(() => make("span")));
+  const times = make("div", { class: "times", "aria-hidden": "true" });
   const legend = make("ul", { class: "legend" });
   const values = series.map(({ name, kind }) => {
     const value = make("b");
@@ -176,9 +187,7 @@ export function chart(parent, { series, unit, isStacked }) {
       label.style.bottom = `${(tick / maximum) * 100}%`;
       return label;
     }));
-    const minutes = rangeMs / 60_000;
-    [minutes, (minutes * 2) / 3, minutes / 3].forEach((ago, index) => setText(times.children[index], `${index ? "" : "−"}${formatNumber(ago)}${index ? "" : " min"}`));
-    setText(times.children[3], "now");
+    showTimes(times, rangeMs / 60_000);
 
     const outliers = samples.filter((_, index) => totals[index] > maximum);
     marks.replaceChildren(...outliers.slice(-MAX_MARKS).map((sample) => {

@@ -88,6 +88,21 @@ export function usageCell(remaining, capacity) {
   };
 }
 
+/** Mark the tables that are wider than their place, so that a note says that they scroll. */
+export function initScrollHints() {
+  const observer = new ResizeObserver((entries) => {
+    for (const { target } of entries) {
+      const wide = target.closest(".wide");
+      wide.classList.toggle("scrolls", wide.scrollWidth > wide.clientWidth + 1);
+    }
+  });
+  for (const wide of document.querySelectorAll(".wide")) {
+    wide.after(make("p", { class: "scroll-hint", "aria-hidden": "true" }, "scroll for more columns →"));
+    observer.observe(wide);
+    observer.observe(wide.querySelector("table"));
+  }
+}
+
 const integerFormat = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const smallFormat = new Intl.NumberFormat("en", { maximumSignificantDigits: 2 });
 

@@ -35,10 +35,10 @@ export function showLimits(limits, { before, elapsed, configuration, intervals, 
     return {
       key: limit,
       cells: [
-        { update: (cell) => updateLines(cell, [[limit + (shadow ? " (shadow)" : ""), "name"], [`by ${asList(written.by).join(" + ") || "–"}`, "detail"]]) },
+        { update: (cell) => updateLines(cell, [[limit + (shadow ? " (shadow)" : ""), "name"], [`${written.algorithm ?? "token-bucket"} by ${asList(written.by).join(" + ") || "–"}`, "detail"]]) },
         {
           update: (cell) => updateLines(cell, [
-            [quotaText({ quota, burst: written.burst }), "quota"],
+            [quotaText({ quota, burst: written.burst }) + (written.algorithm === "concurrency" ? " in flight" : ""), "quota"],
             ...tiers.map(([tier, variant]) => [`${tier}: ${quotaText(variant, quota)}`, "chip"]),
           ]),
           kind: "quotas",

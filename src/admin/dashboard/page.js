@@ -2,7 +2,7 @@
 
 import { clearToken, hasToken, isValidToken, request, storeToken, subscribe, token } from "./api.js";
 import { chart } from "./chart.js";
-import { find, formatMs, formatNumber, formatTime, numberCell, setText, updateTable, updateTiles } from "./dom.js";
+import { find, formatMs, formatNumber, formatTime, initScrollHints, numberCell, setText, updateTable, updateTiles } from "./dom.js";
 import { initFlow, showFlow } from "./flow.js";
 import { initInspectForm, showOverrides, showTopDenied } from "./inspect.js";
 import { showLimits } from "./limits.js";
@@ -97,12 +97,14 @@ function showRecent() {
     rateBetween(each[kind], upstreamsBefore.get(each.upstream)?.[kind], elapsed))]));
   const endpoints = Object.entries(upstreams).flatMap(([upstream, all]) => all.map((endpoint) => [upstream, endpoint]));
   updateTable(find("#health table"), endpoints.map(([upstream, { server, state, in_flight }], index) => {
-    const [requests, errors] = upstreamRates.get(upstream) ?? [];
+    // The rates are those of the upstream: its first endpoint has them.
+    const isFirst = endpoints.findIndex(([name]) => name === upstream) === index;
+    const rates = isFirst ? upstreamRates.get(upstream) ?? [null, null] : null;
     return {
       key: `${index}`,
       cells: [
         server, upstream, { text: state, kind: state === "healthy" ? "good" : "bad" }, numberCell(in_flight),
-        numberCell(requests), numberCell(errors),
+        ...(rates ? rates.map(numberCell) : ["", ""]),
       ],
     };
   }));
@@ -162,7 +164,10 @@ function showStale() {
   const isStale = lastEventAt != null && !find("#content").hidden && (!isConnected || Date.now() - lastEventAt > STALE_AFTER_MS);
   document.body.classList.toggle("stale", isStale);
   find("#stale").hidden = !isStale;
-  if (!isStale) return;
+  if (!isStale) {
+    setText(find("#stale"), "");
+    return;
+  }
   setText(find("#stale"), `No data from the gateway since ${formatTime(lastEventAt)}. The page shows the last values and retries.`);
   document.title = "no data – Sluicegate";
   if (isConnected) showStatus("no data; retrying", "bad");
@@ -271,4 +276,5 @@ setInterval(showLists, LISTS_INTERVAL_MS);
 setInterval(showStale, STALE_CHECK_MS);
 initFlow(draw);
 initInspectForm();
+initScrollHints();
 run();
