@@ -22,11 +22,13 @@ function makeLane(key) {
 function describeTarget(route, upstreams) {
   if (route.respond) return { name: "the gateway", state: `responds with ${route.respond.status ?? 200}`, kind: "" };
   if (route.redirect) return { name: "redirect", state: `to ${route.redirect.to ?? route.redirect}`, kind: "" };
-  const names = typeof route.upstream === "string" ? [route.upstream] : Object.keys(route.upstream ?? {});
+  const weights = typeof route.upstream === "string" ? { [route.upstream]: 1 } : route.upstream ?? {};
+  const names = Object.keys(weights);
+  const sum = Object.values(weights).reduce((total, weight) => total + weight, 0);
   const endpoints = names.flatMap((name) => upstreams[name] ?? []);
   const healthy = endpoints.filter(({ state }) => state === "healthy").length;
   return {
-    name: names.join(", "),
+    name: names.map((name) => (names.length > 1 ? `${name} ${formatNumber((100 * weights[name]) / sum)} %` : name)).join(", "),
     state: `${healthy} of ${endpoints.length} healthy`,
     kind: healthy === endpoints.length ? "good" : "bad",
   };
