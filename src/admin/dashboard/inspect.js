@@ -62,7 +62,7 @@ const formIsFilled = () => find("#identity").value.trim() && !find("#usage").hid
 async function reset({ limit, identity }) {
   const result = await confirmChange({
     title: `Reset the usage of ${limit}?`,
-    text: `The identity ${find("#identity").value.trim() || identity} gets its whole quota again, on all gateways with this store. This cannot be undone.`,
+    text: `This restores the full quota of ${find("#identity").value.trim() || identity} on all gateways with this store. It cannot be undone.`,
     button: "Reset usage",
     run: async () => (await request("api/reset", { body: { limit, identity } })).json(),
   });
