@@ -5,8 +5,9 @@ import { find, formatNumber, formatTime, make, makeSvg, setText } from "./dom.js
 const [WIDTH, HEIGHT] = [900, 100];
 /** A gap of this many sample lengths interrupts a line. */
 const GAP_LENGTHS = 3;
-/** A value is an outlier if it exceeds this multiple of the 98th percentile of all values. */
-const OUTLIER_FACTOR = 3;
+/** A value is an outlier if it exceeds this multiple of the 95th percentile of all values, for a short time only. */
+const OUTLIER_FACTOR = 2.5;
+const MAX_OUTLIER_SAMPLES = 2;
 /** Minimum number of values for a percentile that is not an outlier itself. */
 const MIN_VALUES = 30;
 /** Maximum number of marks above a chart. */
@@ -27,11 +28,17 @@ function niceScale(value) {
 function shownMaximum(values) {
   const maximum = values.reduce((max, value) => Math.max(max, value), 0);
   if (values.length < MIN_VALUES) return maximum;
-  const usual = values.toSorted((a, b) => a - b)[Math.floor(values.length * 0.98) - 1];
-  const isOutlier = (value) => value > usual * OUTLIER_FACTOR;
-  // Values that stay high are a change of the load and not outliers.
-  if (!usual || !isOutlier(maximum) || values.slice(-3).every(isOutlier)) return maximum;
-  return values.reduce((max, value) => (isOutlier(value) ? max : Math.max(max, value)), 0);
+  const usual = values.toSorted((a, b) => a - b)[Math.floor(values.length * 0.95) - 1];
+  const isHigh = (value) => value > usual * OUTLIER_FACTOR;
+  if (!usual || !isHigh(maximum)) return maximum;
+  // Values that stay high are a burst, and shown.
+  let [shown, run] = [0, []];
+  for (const value of values) {
+    run = isHigh(value) ? [...run, value] : [];
+    if (!run.length) shown = Math.max(shown, value);
+    else if (run.length > MAX_OUTLIER_SAMPLES) shown = Math.max(shown, ...run);
+  }
+  return shown;
 }
 
 /** Split samples into runs without a gap and without a missing value. */
