@@ -193,6 +193,29 @@ def flow(browser):
     expect(sizes == [1, 0], f"denied requests end at the limits: {sizes}")
 
 
+MANY_ROUTES = """
+return import('/flow.js').then(({ showFlow }) => {
+  const routes = Array.from({ length: 8 }, (_, index) => ({ name: `r${index}`, path: '/', upstream: { api: 3, other: 1 } }));
+  const totals = new Map(routes.map(({ name }, index) => [name, index]));
+  const show = () => {
+    showFlow(routes, { rates: new Map(), totals, upstreams: {}, shadow: new Set() });
+    return [[...document.querySelectorAll('#lanes .route b')].map((name) => name.innerText), document.querySelector('#more-routes').innerText];
+  };
+  const few = show();
+  document.querySelector('#more-routes').click();
+  const all = show();
+  document.querySelector('#more-routes').click();
+  return [few, all];
+});
+"""
+
+
+def many_routes(browser):
+    few, every = browser.run(MANY_ROUTES)
+    expect(few == [[f"r{index}" for index in (7, 6, 5, 4, 3, 2)], "Show all 8 routes"], f"the busiest routes are shown: {few}")
+    expect(every == [[f"r{index}" for index in range(7, -1, -1)], "Show the 6 busiest routes"], f"or all of them: {every}")
+
+
 def time_range(browser):
     def shown():
         return [browser.run("return document.querySelector('#rates .times').innerText.split('\\n')[0]"),
@@ -474,6 +497,7 @@ def main():
         try:
             moving(browser)
             flow(browser)
+            many_routes(browser)
             time_range(browser)
             hover(browser)
             outliers(browser)
