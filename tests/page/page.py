@@ -346,6 +346,7 @@ def overriding(browser, url):
     browser.press(ENTER)
     browser.until("it is set", lambda: "Override of per-user set: 500/1d" in browser.text("#inspect-result"))
     browser.until("she passes", lambda: status(url, "carol") == 200)
+    expect("Remove override" in browser.text("#usage"), "it can be removed")
     rows = browser.rows("#overrides")
     expect(len(rows) == 1 and rows[0][0] == "per-user" and rows[0][2] == "500/1d" and rows[0][4] == HOSTILE, f"it is listed: {rows}")
     expect(browser.run("return document.querySelectorAll('img').length") == 0, "the note is text")
@@ -359,6 +360,8 @@ def overriding(browser, url):
     browser.click("#confirm [type=submit]")
     browser.until("it is removed", lambda: "Override of per-user removed" in browser.text("#inspect-result"))
     browser.until("the list is empty", lambda: not browser.rows("#overrides"))
+    buttons = "return [...document.querySelectorAll('#usage tr[data-key^=per-user] button')].map((button) => button.innerText)"
+    expect(browser.run(buttons) == ["Reset", "Override"], f"there is nothing more to remove: {browser.run(buttons)}")
     browser.until("her old quota applies", lambda: status(url, "carol") == 429)
 
 

@@ -57,6 +57,7 @@ export function updateTable(table, rows) {
     if (actions?.length) {
       if (!row.cells[cells.length]) row.append(make("td", { class: "actions" }));
       const cell = row.cells[cells.length];
+      while (cell.children.length > actions.length) cell.lastChild.remove();
       actions.forEach(({ text, label, run }, index) => {
         const button = cell.children[index] ?? cell.appendChild(make("button", { type: "button" }));
         setText(button, text);
