@@ -65,11 +65,15 @@ test-ops:
 	cp ops/sluicegate.socket target/ops
 	if command -v systemd-analyze; then systemd-analyze verify target/ops/sluicegate.service target/ops/sluicegate.socket; fi
 
-# The dashboard in a headless Chromium; screenshots are in target/page/.
+# The dashboard in a headless Chromium, and its accessibility by axe-core, pinned from npm in target/axe/. Screenshots are in target/page/.
 test-page: tools
 	@$(call ensure,chromium chromedriver,chromium chromium-driver)
+	@$(call ensure,npm,nodejs npm)
+	mkdir -p target/axe
+	cp tests/page/package.json tests/page/package-lock.json target/axe/
+	npm ci --prefix target/axe --silent --no-audit --no-fund
 	cargo build --locked
-	python3 tests/page/page.py target/debug/sluicegate target/page
+	python3 tests/page/page.py target/debug/sluicegate target/page target/axe/node_modules/axe-core/axe.min.js
 
 # A release build with profile-guided optimization (PGO), in dist/: about 20 minutes.
 #   1. Instrument: build a binary that counts how often each part of the code runs.

@@ -13,13 +13,16 @@ const WITH_TOKEN: &str = "data-token=\"required\"";
 
 const JAVASCRIPT_TYPE: &str = "text/javascript; charset=utf-8";
 
-const FILES: [(&str, &str, &str); 6] = [
+const FILES: [(&str, &str, &str); 9] = [
     ("/page.css", "text/css; charset=utf-8", include_str!("dashboard/page.css")),
     ("/page.js", JAVASCRIPT_TYPE, include_str!("dashboard/page.js")),
     ("/api.js", JAVASCRIPT_TYPE, include_str!("dashboard/api.js")),
     ("/chart.js", JAVASCRIPT_TYPE, include_str!("dashboard/chart.js")),
+    ("/dialogs.js", JAVASCRIPT_TYPE, include_str!("dashboard/dialogs.js")),
     ("/dom.js", JAVASCRIPT_TYPE, include_str!("dashboard/dom.js")),
+    ("/flow.js", JAVASCRIPT_TYPE, include_str!("dashboard/flow.js")),
     ("/inspect.js", JAVASCRIPT_TYPE, include_str!("dashboard/inspect.js")),
+    ("/limits.js", JAVASCRIPT_TYPE, include_str!("dashboard/limits.js")),
 ];
 
 /// Content Security Policy. Scripts and styles come from the files above only: no inline code, no other origins, no

@@ -1,4 +1,4 @@
-//! `/api/live`: metrics of the last 15 minutes, then one server-sent event per second.
+//! `/api/live`: metrics of the last hour, then one server-sent event per second.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
@@ -27,8 +27,8 @@ use crate::admin::health::ReadinessReport;
 use crate::admin::metrics::sum_counts;
 use crate::admin::state::AdminState;
 use crate::limiter::clock::{monotonic, unix_us};
-use crate::metrics::{BUCKET_BOUNDS_US, Histogram};
-use crate::proxy::metrics::LimitDecision;
+use crate::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
+use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES};
 
 /// Maximum number of concurrent subscribers. A quarter of the connections, which leaves room for health and metrics.
 pub(super) const MAX_SUBSCRIBERS: usize = 16;
@@ -52,14 +52,29 @@ pub(super) struct EventStream {
 struct HistoryEvent<'a> {
     version: &'static str,
     window_seconds: usize,
-    seconds: Vec<&'a SecondStats>,
+    seconds: &'a VecDeque<PeriodStats>,
+    interval_seconds: u64,
+    interval_window_seconds: u64,
+    intervals: &'a VecDeque<PeriodStats>,
+    limit_intervals: Vec<LimitIntervals<'a>>,
+}
+
+/// Allowed and denied decisions of a limit, for each of `intervals`.
+#[derive(Serialize)]
+struct LimitIntervals<'a> {
+    limit: &'a str,
+    decisions: &'a VecDeque<[u32; 2]>,
 }
 
 /// Data of each further event, `second`.
 #[derive(Serialize)]
 struct SecondEvent<'a> {
-    second: SecondStats,
+    second: PeriodStats,
+    /// The interval that ended with this second, if one did.
+    interval: Option<PeriodStats>,
     connections: ConnectionCounts,
+    routes: Vec<RouteRequestCounts<'a>>,
+    upstreams: Vec<UpstreamRequestCounts<'a>>,
     limits: Vec<LimitDecisionCounts<'a>>,
     health: ReadinessReport<'a>,
     configuration: ConfigStatus,
@@ -78,6 +93,25 @@ struct LimitDecisionCounts<'a> {
     shadow: bool,
     /// Decisions since the start of the process, by kind.
     decisions: BTreeMap<&'static str, u64>,
+    /// Allowed and denied decisions of the interval that ended with this second, if one did.
+    interval: Option<[u32; 2]>,
+}
+
+/// Requests of a route since the start of the process, by outcome.
+#[derive(Serialize)]
+struct RouteRequestCounts<'a> {
+    route: &'a str,
+    allowed: u64,
+    denied: u64,
+    errors: u64,
+}
+
+/// Requests to an upstream since the start of the process. Errors are 5xx responses, and requests without a response.
+#[derive(Serialize)]
+struct UpstreamRequestCounts<'a> {
+    upstream: &'a str,
+    requests: u64,
+    errors: u64,
 }
 
 /// Times in RFC 3339. If either changes, the response of `/api/config` has changed.
@@ -113,10 +147,10 @@ impl EventStream {
         loop {
             ticks.tick().await;
             let mut history = self.lock_history();
-            let second = history.tick(state);
+            let (second, interval) = history.tick(state);
             if self.events.receiver_count() > 0 {
                 // The last subscriber may have disconnected in the meantime.
-                let _ = self.events.send(second_event(second, state));
+                let _ = self.events.send(second_event(second, interval, &history.limit_intervals, state));
             }
         }
     }
@@ -130,9 +164,16 @@ impl EventStream {
         let subscriber = {
             // The lock keeps `run` from adding a second in between, so none is missed or sent twice.
             let history = self.lock_history();
-            let seconds = history.seconds().iter().collect();
-            let history_event =
-                HistoryEvent { version: env!("CARGO_PKG_VERSION"), window_seconds: HISTORY_SECONDS, seconds };
+            let limits = history.limit_intervals.iter();
+            let history_event = HistoryEvent {
+                version: env!("CARGO_PKG_VERSION"),
+                window_seconds: HISTORY_SECONDS,
+                seconds: &history.seconds,
+                interval_seconds: INTERVAL.as_secs(),
+                interval_window_seconds: INTERVAL.as_secs() * HISTORY_INTERVALS as u64,
+                intervals: &history.intervals,
+                limit_intervals: limits.map(|(limit, decisions)| LimitIntervals { limit, decisions }).collect(),
+            };
             let first = Some(format_event("history", &history_event));
             let events = self.events.subscribe();
             let connection = connection.clone();
@@ -178,22 +219,47 @@ async fn next_event(events: &mut Receiver<Bytes>) -> Option<Bytes> {
 }
 
 /// Format a `second` event: metrics of the second, and the state at its end.
-fn second_event(second: SecondStats, state: &AdminState) -> Bytes {
+fn second_event(
+    second: PeriodStats,
+    interval: Option<PeriodStats>,
+    limit_intervals: &BTreeMap<Box<str>, VecDeque<[u32; 2]>>,
+    state: &AdminState,
+) -> Bytes {
     let active = state.config_handle.active();
-    let counts: BTreeMap<_, _> = state.request_metrics.limits.all().into_iter().collect();
-    let limits = active.config.limits.iter().map(|(name, compiled)| {
-        let counts = sum_counts(counts.get(&**name).into_iter().flatten().map(|counter| counter.values()));
-        LimitDecisionCounts {
-            limit: name,
-            quota: compiled.limit.default_variant.quota.to_string(),
-            shadow: compiled.limit.shadow,
-            decisions: LimitDecision::ALL.iter().map(|limit_decision| limit_decision.label()).zip(counts).collect(),
-        }
+    let decisions = LimitDecisions::take(state);
+    let limits = active.config.limits.iter().map(|(name, compiled)| LimitDecisionCounts {
+        limit: name,
+        quota: compiled.limit.default_variant.quota.to_string(),
+        shadow: compiled.limit.shadow,
+        decisions: LimitDecision::ALL.iter().map(|kind| kind.label()).zip(decisions.of(name)).collect(),
+        interval: interval.and_then(|_| limit_intervals.get(name.as_str())?.back().copied()),
+    });
+    let responses: BTreeMap<_, _> = state.request_metrics.routes.all().into_iter().collect();
+    let denials: BTreeMap<_, _> = state.request_metrics.denied_requests.all().into_iter().collect();
+    let routes = active.config.routes.iter().map(|route| {
+        let workers = responses.get(&*route.name).into_iter().flatten();
+        let classes = sum_counts(workers.map(|responses| responses.status_classes.values()));
+        let workers = denials.get(&*route.name).into_iter().flatten();
+        let [denied] = sum_counts(workers.map(|counter| counter.values()));
+        let errors = classes[SERVER_ERROR];
+        // A denial is counted shortly before its response.
+        let allowed = classes.iter().sum::<u64>().saturating_sub(denied + errors);
+        RouteRequestCounts { route: &route.name, allowed, denied, errors }
+    });
+    let responses: BTreeMap<_, _> = state.request_metrics.upstreams.all().into_iter().collect();
+    let upstreams = active.config.upstreams.iter().map(|upstream| {
+        let workers = responses.get(&*upstream.name).into_iter().flatten();
+        let classes = sum_counts(workers.map(|responses| responses.status_classes.values()));
+        let errors = classes[SERVER_ERROR] + classes[STATUS_CLASSES.len()];
+        UpstreamRequestCounts { upstream: &upstream.name, requests: classes.iter().sum(), errors }
     });
     let (open, max) = state.connection_limits.open_and_max();
     let second_event = SecondEvent {
         second,
+        interval,
         connections: ConnectionCounts { open, max },
+        routes: routes.collect(),
+        upstreams: upstreams.collect(),
         limits: limits.collect(),
         health: state.readiness(),
         configuration: ConfigStatus {
@@ -211,17 +277,29 @@ fn format_event(name: &str, data: &impl Serialize) -> Bytes {
     format!("event: {name}\ndata: {}\n\n", serde_json::to_string(data).unwrap_or_default()).into()
 }
 
-// === History: request rates and latencies of the last 15 minutes ===
+// === History: request rates and latencies of the last hour ===
 
 /// Number of seconds in the history.
-pub(super) const HISTORY_SECONDS: usize = 15 * 60;
+const HISTORY_SECONDS: usize = 15 * 60;
+
+/// Length of an interval. Intervals cover a longer time than seconds in the same memory.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// Number of intervals in the history: one hour.
+const HISTORY_INTERVALS: usize = 360;
+
+/// Maximum number of limits with a history, the first ones by name. Bounds the memory: each takes 3 KiB.
+const MAX_LIMIT_HISTORIES: usize = 64;
+
+/// Index of the status class 5xx.
+const SERVER_ERROR: usize = 4;
 
 type Buckets = [u64; BUCKET_BOUNDS_US.len() + 1];
 
-/// Metrics of one second.
+/// Metrics of a second or of an interval.
 #[derive(Debug, Clone, Copy, Serialize)]
-pub(super) struct SecondStats {
-    /// End of the second, ms since the Unix epoch.
+struct PeriodStats {
+    /// End of the period, ms since the Unix epoch.
     at_ms: u64,
     /// Actual length in ms. On a busy machine the timer fires late.
     ms: u64,
@@ -229,13 +307,14 @@ pub(super) struct SecondStats {
     denied: u64,
     errors: u64,
     p50_ms: Option<f32>,
+    p95_ms: Option<f32>,
     p99_ms: Option<f32>,
     decision_p99_ms: Option<f32>,
     store_p99_ms: Option<f32>,
 }
 
 /// Counter values at one instant.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct CounterSnapshot {
     taken_at: Instant,
     allowed: u64,
@@ -246,40 +325,116 @@ struct CounterSnapshot {
     round_trips: Buckets,
 }
 
-/// Completed seconds, oldest first.
+/// Decisions of each limit since the start of the process, by [`LimitDecision`].
+#[derive(Debug, Default)]
+struct LimitDecisions(BTreeMap<Box<str>, [u64; LimitDecision::ALL.len()]>);
+
+impl LimitDecisions {
+    fn take(state: &AdminState) -> Self {
+        let workers = state.request_metrics.limits.all().into_iter();
+        let sum = |(name, workers): (Box<str>, Vec<Arc<Counter<6>>>)| {
+            (name, sum_counts(workers.iter().map(|counter| counter.values())))
+        };
+        LimitDecisions(workers.map(sum).collect())
+    }
+
+    fn of(&self, limit: &str) -> [u64; LimitDecision::ALL.len()] {
+        self.0.get(limit).copied().unwrap_or_default()
+    }
+
+    /// Return the allowed and the denied decisions of a limit.
+    fn allowed_and_denied(&self, limit: &str) -> [u64; 2] {
+        let decisions = self.of(limit);
+        let sum = |kinds: [LimitDecision; 2]| kinds.iter().map(|kind| decisions[*kind as usize]).sum();
+        [
+            sum([LimitDecision::Allowed, LimitDecision::LocalAllowed]),
+            sum([LimitDecision::Denied, LimitDecision::LocalDenied]),
+        ]
+    }
+}
+
+/// Completed seconds and intervals, oldest first.
 #[derive(Debug)]
-pub(super) struct History {
-    seconds: VecDeque<SecondStats>,
-    last_snapshot: CounterSnapshot,
+struct History {
+    seconds: VecDeque<PeriodStats>,
+    last_second: CounterSnapshot,
+    intervals: VecDeque<PeriodStats>,
+    last_interval: CounterSnapshot,
+    /// Allowed and denied decisions by limit, as many as `intervals`.
+    limit_intervals: BTreeMap<Box<str>, VecDeque<[u32; 2]>>,
+    last_decisions: LimitDecisions,
 }
 
 impl History {
     /// Create an empty history that starts now.
-    pub(super) fn new(state: &AdminState) -> Self {
-        History { seconds: VecDeque::with_capacity(HISTORY_SECONDS), last_snapshot: CounterSnapshot::take(state) }
+    fn new(state: &AdminState) -> Self {
+        History::starting_with(CounterSnapshot::take(state), LimitDecisions::take(state))
     }
 
-    /// Complete a second: add the difference to the last snapshot.
-    pub(super) fn tick(&mut self, state: &AdminState) -> SecondStats {
-        self.add(CounterSnapshot::take(state))
-    }
-
-    fn add(&mut self, mut snapshot: CounterSnapshot) -> SecondStats {
-        // A denial is counted shortly before its response, so `allowed`, a difference, could decrease.
-        snapshot.allowed = snapshot.allowed.max(self.last_snapshot.allowed);
-        let second = snapshot.diff(&self.last_snapshot);
-        if self.seconds.len() == HISTORY_SECONDS {
-            self.seconds.pop_front();
+    fn starting_with(snapshot: CounterSnapshot, decisions: LimitDecisions) -> Self {
+        History {
+            seconds: VecDeque::with_capacity(HISTORY_SECONDS),
+            last_second: snapshot.clone(),
+            intervals: VecDeque::with_capacity(HISTORY_INTERVALS),
+            last_interval: snapshot,
+            limit_intervals: BTreeMap::new(),
+            last_decisions: decisions,
         }
-        self.seconds.push_back(second);
-        self.last_snapshot = snapshot;
-        second
     }
 
-    /// Return the completed seconds, oldest first.
-    pub(super) fn seconds(&self) -> &VecDeque<SecondStats> {
-        &self.seconds
+    /// Complete a second: add the difference to the last snapshot. Return the second, and the interval if it ended.
+    fn tick(&mut self, state: &AdminState) -> (PeriodStats, Option<PeriodStats>) {
+        let (second, interval) = self.add(CounterSnapshot::take(state));
+        if interval.is_some() {
+            let active = state.config_handle.active();
+            let names = active.config.limits.keys().map(String::as_str);
+            self.add_limit_interval(names, LimitDecisions::take(state));
+        }
+        (second, interval)
     }
+
+    fn add(&mut self, mut snapshot: CounterSnapshot) -> (PeriodStats, Option<PeriodStats>) {
+        // A denial is counted shortly before its response, so `allowed`, a difference, could decrease.
+        snapshot.allowed = snapshot.allowed.max(self.last_second.allowed);
+        let second = snapshot.diff(&self.last_second);
+        push_bounded(&mut self.seconds, second, HISTORY_SECONDS);
+        // The timer fires up to some ms early or late: an interval ends with the second that is nearest to its end.
+        let elapsed = snapshot.taken_at.duration_since(self.last_interval.taken_at);
+        let interval = (elapsed + Duration::from_millis(500) > INTERVAL).then(|| {
+            let interval = snapshot.diff(&self.last_interval);
+            push_bounded(&mut self.intervals, interval, HISTORY_INTERVALS);
+            self.last_interval = snapshot.clone();
+            interval
+        });
+        self.last_second = snapshot;
+        (second, interval)
+    }
+
+    /// Complete an interval of the limits with these names. Other limits were removed from the configuration.
+    fn add_limit_interval<'a>(&mut self, names: impl Iterator<Item = &'a str>, decisions: LimitDecisions) {
+        let mut previous = std::mem::take(&mut self.limit_intervals);
+        for name in names.take(MAX_LIMIT_HISTORIES) {
+            let mut intervals = previous.remove(name).unwrap_or_default();
+            let earlier = self.last_decisions.allowed_and_denied(name);
+            let current = decisions.allowed_and_denied(name);
+            let counts = std::array::from_fn(|kind| {
+                u32::try_from(current[kind].saturating_sub(earlier[kind])).unwrap_or(u32::MAX)
+            });
+            // A limit that was added later has no decisions in earlier intervals.
+            intervals.resize(self.intervals.len().saturating_sub(1).max(intervals.len()), [0; 2]);
+            push_bounded(&mut intervals, counts, HISTORY_INTERVALS);
+            self.limit_intervals.insert(name.into(), intervals);
+        }
+        self.last_decisions = decisions;
+    }
+}
+
+/// Add an item. Remove the oldest one if there are `max` already.
+fn push_bounded<T>(items: &mut VecDeque<T>, item: T, max: usize) {
+    if items.len() == max {
+        items.pop_front();
+    }
+    items.push_back(item);
 }
 
 impl CounterSnapshot {
@@ -291,7 +446,7 @@ impl CounterSnapshot {
         let classes = sum_counts(routes().map(|responses| responses.status_classes.values()));
         let denials = state.request_metrics.denied_requests.all();
         let [denied] = sum_counts(denials.iter().flat_map(|(_, counters)| counters).map(|counter| counter.values()));
-        let errors = classes[4];
+        let errors = classes[SERVER_ERROR];
         let check_durations = state.request_metrics.check_durations.all();
         let limits = state.limiter_metrics.all();
         CounterSnapshot {
@@ -305,18 +460,19 @@ impl CounterSnapshot {
         }
     }
 
-    fn diff(&self, previous: &CounterSnapshot) -> SecondStats {
+    fn diff(&self, previous: &CounterSnapshot) -> PeriodStats {
         let difference = |current: &Buckets, earlier: &Buckets| {
             std::array::from_fn(|index| current[index].saturating_sub(earlier[index]))
         };
         let requests = difference(&self.request_latency, &previous.request_latency);
-        SecondStats {
+        PeriodStats {
             at_ms: unix_us() / 1000,
             ms: (self.taken_at.duration_since(previous.taken_at).as_millis() as u64).max(1),
             allowed: self.allowed - previous.allowed,
             denied: self.denied.saturating_sub(previous.denied),
             errors: self.errors.saturating_sub(previous.errors),
             p50_ms: quantile(&requests, 0.5),
+            p95_ms: quantile(&requests, 0.95),
             p99_ms: quantile(&requests, 0.99),
             decision_p99_ms: quantile(&difference(&self.check_latency, &previous.check_latency), 0.99),
             store_p99_ms: quantile(&difference(&self.round_trips, &previous.round_trips), 0.99),
@@ -349,10 +505,11 @@ fn quantile(buckets: &Buckets, fraction: f64) -> Option<f32> {
 mod history_tests {
     use super::*;
 
-    fn snapshot(allowed: u64) -> CounterSnapshot {
+    /// Return a snapshot `ms` after `start`.
+    fn snapshot(start: Instant, ms: u64, allowed: u64) -> CounterSnapshot {
         let none = [0; BUCKET_BOUNDS_US.len() + 1];
         CounterSnapshot {
-            taken_at: monotonic(),
+            taken_at: start + Duration::from_millis(ms),
             allowed,
             denied: 0,
             errors: 0,
@@ -362,16 +519,63 @@ mod history_tests {
         }
     }
 
+    fn history(start: Instant) -> History {
+        History::starting_with(snapshot(start, 0, 10), LimitDecisions::default())
+    }
+
     #[test]
     fn history_keeps_a_bounded_number_of_seconds() {
-        let mut history = History { seconds: VecDeque::new(), last_snapshot: snapshot(10) };
+        let start = monotonic();
+        let mut history = history(start);
         // The second snapshot has a denial without its response, so its `allowed` is one less.
-        assert_eq!([9, 12].map(|allowed| history.add(snapshot(allowed)).allowed), [0, 2]);
+        assert_eq!([9, 12].map(|allowed| history.add(snapshot(start, 0, allowed)).0.allowed), [0, 2]);
         for second in 0..HISTORY_SECONDS as u64 {
-            history.add(snapshot(13 + second));
+            history.add(snapshot(start, 1000 * second, 13 + second));
         }
         assert_eq!(history.seconds.len(), HISTORY_SECONDS);
         assert!(history.seconds.iter().all(|second| second.allowed == 1), "the oldest seconds are removed");
+        assert!(HISTORY_SECONDS + HISTORY_INTERVALS < 100 * 1024 / size_of::<PeriodStats>(), "at most 100 KiB");
+    }
+
+    #[test]
+    fn interval_ends_after_ten_seconds_and_has_all_their_requests() {
+        let start = monotonic();
+        let mut history = history(start);
+        let ticks = (HISTORY_INTERVALS as u64 + 5) * 10;
+        // The timer fires up to 300 ms late.
+        let ends: Vec<_> = (1..=ticks)
+            .filter_map(|second| {
+                let (_, interval) = history.add(snapshot(start, 1000 * second + second * 7 % 300, 10 + 2 * second));
+                interval.map(|interval| (second, interval.allowed))
+            })
+            .collect();
+        assert_eq!(ends.len(), HISTORY_INTERVALS + 5);
+        assert!(ends.iter().zip(1..).all(|(end, count)| *end == (10 * count, 20)), "{ends:?}");
+        assert_eq!(history.intervals.len(), HISTORY_INTERVALS);
+    }
+
+    #[test]
+    fn limit_history_is_aligned_with_the_intervals_and_bounded() {
+        let start = monotonic();
+        let mut history = history(start);
+        let decisions = |count: u64| LimitDecisions([("a".into(), [4 * count, 2 * count, 7, count, count, 7])].into());
+        let mut complete = |count: u64, names: &[&str]| {
+            history.add(snapshot(start, 10_000 * count, 10));
+            history.add_limit_interval(names.iter().copied(), decisions(count));
+            let lengths: Vec<_> = history.limit_intervals.values().map(VecDeque::len).collect();
+            let last = history.limit_intervals.values().filter_map(|intervals| intervals.back().copied()).collect();
+            (history.intervals.len(), lengths, last)
+        };
+        assert_eq!(complete(1, &["a"]), (1, vec![1], vec![[5, 3]]));
+        assert_eq!(complete(2, &["a", "b"]), (2, vec![2, 2], vec![[5, 3], [0, 0]]), "a new limit starts with zeros");
+        assert_eq!(complete(3, &["b"]), (3, vec![3], vec![[0, 0]]), "a removed limit has no history");
+        let names: Vec<_> = (0..MAX_LIMIT_HISTORIES + 1).map(|index| format!("limit-{index:03}")).collect();
+        let names: Vec<_> = names.iter().map(String::as_str).collect();
+        assert_eq!(complete(4, &names).1, vec![4; MAX_LIMIT_HISTORIES]);
+        for count in 5..HISTORY_INTERVALS as u64 + 5 {
+            assert_eq!(complete(count, &["a"]).2, [[5, 3]]);
+        }
+        assert_eq!(complete(1000, &["a"]).1, [HISTORY_INTERVALS]);
     }
 
     #[test]

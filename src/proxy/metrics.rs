@@ -96,7 +96,7 @@ pub struct RequestMetrics {
     pub routes: MetricFamily<ResponseStats>,
     /// Decisions by limit and [`LimitDecision`].
     pub limits: MetricFamily<Counter<6>>,
-    /// Requests denied by any of their limits.
+    /// Requests denied by any of their limits, by route.
     pub denied_requests: MetricFamily<Counter<1>>,
     /// Most frequently denied identities by limit.
     pub top_denied: MetricFamily<TopDenied>,
@@ -133,7 +133,6 @@ pub(super) struct WorkerMetrics {
     /// Responses to requests that match no route.
     unmatched: Arc<ResponseStats>,
     upstreams: Vec<UpstreamMetrics>,
-    denied_requests: Arc<Counter<1>>,
     check_durations: Arc<Histogram>,
 }
 
@@ -146,6 +145,7 @@ struct UpstreamMetrics {
 #[derive(Debug)]
 struct RouteMetrics {
     responses: Arc<ResponseStats>,
+    denied_requests: Arc<Counter<1>>,
     limits: Vec<(Arc<Counter<6>>, Arc<TopDenied>)>,
 }
 
@@ -172,12 +172,12 @@ impl WorkerMetrics {
             routes: routes
                 .map(|route| RouteMetrics {
                     responses: request_metrics.routes.get_or_create(&route.name, worker),
+                    denied_requests: request_metrics.denied_requests.get_or_create(&route.name, worker),
                     limits: limits(route),
                 })
                 .collect(),
             unmatched: request_metrics.routes.get_or_create("", worker),
             upstreams: runtime.upstreams.iter().map(|upstream| upstream_metrics(&upstream.name)).collect(),
-            denied_requests: request_metrics.denied_requests.get_or_create("", worker),
             check_durations: request_metrics.check_durations.get_or_create("", worker),
         }
     }
@@ -216,7 +216,7 @@ impl WorkerMetrics {
     ) {
         self.check_durations.observe(elapsed);
         if decision.as_ref().is_ok_and(|decision| !decision.admitted) {
-            self.denied_requests.increment(0);
+            self.routes[route].denied_requests.increment(0);
         }
         for check in checks {
             let limit_decision = match decision {

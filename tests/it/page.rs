@@ -4,7 +4,7 @@ use crate::support::admin_listener::{HERE, ask, with_admin};
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 const TOKEN: (&str, &str) = ("authorization", "Bearer open-sesame");
 /// The maximum number of concurrent event streams.
@@ -90,9 +90,16 @@ fn event_of_a_second_has_its_requests_and_decisions() {
         assert_eq!((&decisions["allowed"], &decisions["denied"]), (&3.into(), &2.into()), "{limit}");
         assert_eq!(limit["shadow"], false, "{limit}");
     }
+    // Each route and upstream has its requests since the start.
+    assert_eq!(last["routes"][0], json!({ "route": "hello", "allowed": 3, "denied": 2, "errors": 0 }), "{last}");
+    assert_eq!(last["routes"][1], json!({ "route": "gone", "allowed": 0, "denied": 0, "errors": 1 }), "{last}");
+    assert_eq!(last["upstreams"], json!([{ "upstream": "gone", "requests": 1, "errors": 1 }]), "{last}");
     let timed: Vec<_> = seconds.iter().filter(|second| !second["p50_ms"].is_null()).collect();
     assert!(!timed.is_empty(), "{seconds:?}");
-    assert!(timed.iter().all(|second| second["p50_ms"].as_f64() <= second["p99_ms"].as_f64()), "{timed:?}");
+    let is_sorted = |second: &&Value| {
+        ["p50_ms", "p95_ms", "p99_ms"].map(|name| second[name].as_f64()).is_sorted_by(|one, next| one <= next)
+    };
+    assert!(timed.iter().all(is_sorted), "{timed:?}");
     assert!(timed.iter().all(|second| second["p50_ms"].as_f64() > Some(0.0)), "{timed:?}");
     assert!(timed.iter().any(|second| second["decision_p99_ms"].as_f64() > Some(0.0)), "{timed:?}");
     assert_eq!(last["health"]["status"], "ready");
@@ -113,6 +120,43 @@ fn event_of_a_second_has_its_requests_and_decisions() {
 }
 
 #[test]
+fn interval_has_the_requests_of_its_seconds_and_the_decisions_of_each_limit() {
+    let gateway = gateway("");
+    let (_, mut events) = Events::follow(&gateway, &[HERE]);
+    let (_, before) = events.next().unwrap();
+    assert_eq!(
+        (&before["interval_seconds"], &before["interval_window_seconds"]),
+        (&10.into(), &3600.into()),
+        "{before}"
+    );
+    assert_eq!((&before["intervals"], &before["limit_intervals"]), (&json!([]), &json!([])), "{before}");
+    let mut seconds = before["seconds"].as_array().unwrap().clone();
+    let statuses: Vec<_> = (0..5).map(|_| gateway.get("/hello").status).collect();
+    assert_eq!(statuses, [200, 200, 200, 429, 429]);
+    let last = loop {
+        let now = events.second();
+        seconds.push(now["second"].clone());
+        if !now["interval"].is_null() {
+            break now;
+        }
+        assert!(seconds.len() < 60, "an interval is ten seconds: {seconds:?}");
+        assert!(now["limits"].as_array().unwrap().iter().all(|limit| limit["interval"].is_null()), "{now}");
+    };
+    assert_eq!(kinds(&last["interval"]), [3, 2, 0], "{last}");
+    assert_eq!(kinds(&last["interval"]), sum(&seconds), "{last}");
+    assert!((9_500..12_000).contains(&last["interval"]["ms"].as_u64().unwrap()), "{last}");
+    assert!(last["interval"]["p95_ms"].as_f64() > Some(0.0), "{last}");
+    let decisions: Vec<_> = last["limits"].as_array().unwrap().iter().map(|limit| &limit["interval"]).collect();
+    assert_eq!(decisions, [&json!([3, 2]), &json!([3, 2])], "{last}");
+    // A later subscriber gets the interval with the history.
+    let (_, mut later) = Events::follow(&gateway, &[HERE]);
+    let (_, history) = later.next().unwrap();
+    assert_eq!(history["intervals"], json!([last["interval"]]), "{history}");
+    let expected = json!([{ "limit": "same", "decisions": [[3, 2]] }, { "limit": "three", "decisions": [[3, 2]] }]);
+    assert_eq!(history["limit_intervals"], expected, "{history}");
+}
+
+#[test]
 fn dashboard_has_a_content_security_policy() {
     let gateway = gateway("");
     let page = ask(&gateway, "/");
@@ -123,7 +167,9 @@ fn dashboard_has_a_content_security_policy() {
         assert!(!text.contains(forbidden), "{forbidden} in {text}");
     }
     let mut files = vec!["/".to_owned(), "/page.css".to_owned(), "/page.js".to_owned()];
-    while let Some(file) = files.pop() {
+    let mut next = 0;
+    while let Some(file) = files.get(next).cloned() {
+        next += 1;
         let reply = ask(&gateway, &file);
         let (kind, text) = (reply.header("content-type").unwrap_or_default(), reply.text());
         let expected = match file.rsplit('.').next() {
@@ -135,11 +181,15 @@ fn dashboard_has_a_content_security_policy() {
         for markup in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("] {
             assert!(!text.contains(markup), "{file} makes markup of text: {markup}");
         }
-        if file == "/page.js" {
-            let modules = text.lines().filter_map(|line| line.split(" from \"./").nth(1)?.strip_suffix("\";"));
-            files.extend(modules.map(|module| format!("/{module}")));
+        // A module imports others, some of them more than once.
+        for module in text.lines().filter_map(|line| line.split(" from \"./").nth(1)?.strip_suffix("\";")) {
+            let module = format!("/{module}");
+            if !files.contains(&module) {
+                files.push(module);
+            }
         }
     }
+    assert!(files.len() > 8, "the imports are followed: {files:?}");
     for path in ["/", "/page.js", "/api/top", "/api/config", "/metrics", "/nothing"] {
         let reply = ask(&gateway, path);
         let policy = reply.header("content-security-policy").unwrap_or_default();

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """The dashboard in a real browser with a real Redis under load: `make test-page`.
 
-    page.py BINARY PICTURES
+    page.py BINARY PICTURES AXE
 
-Writes screenshots into the folder PICTURES. Exits with 1 if anything is not as it has to be.
+Write screenshots into the folder PICTURES. AXE is the script of axe-core, which checks accessibility. Exit with 1 if a check fails.
 """
 
 import json
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +27,8 @@ PLANTED = "planted-secret-of-the-store"
 # An identity that would be markup if it were not escaped.
 HOSTILE = "<img src=x onerror=alert(1)>"
 ENTER = "\ue007"
+ESCAPE = "\ue00c"
+LEFT = "\ue012"
 
 
 class Redis:
@@ -59,10 +63,16 @@ secret = "{PLANTED}"
 timeout = "5s"
 [client_ip]
 trusted_proxies = ["127.0.0.1"]
+[api_key]
+on_unknown = "accept"
 [limit.per-user]
 by = "user:x-user-id"
 quota = "20/1d"
 algorithm = "fixed-window"
+[limit.per-key]
+by = "api-key"
+quota = "100/min"
+tiers = {{ free = {{ quota = "60/min", burst = 10 }} }}
 [limit.in-all]
 by = "global"
 quota = "100000/s"
@@ -90,7 +100,7 @@ upstream = "api"
 
 
 def load(url, times, *more):
-    """Send `count` requests, 200 per second, in a process that ends by itself."""
+    """Send `times` requests, 200 per second, in a process that ends by itself."""
     command = ["hey", "-n", str(times), "-c", "4", "-q", "50", *more, url]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
@@ -130,7 +140,7 @@ def signing_in(browser, admin):
 
 
 def moving(browser):
-    figures = ["allowed/s", "denied/s", "errors/s", "p50", "p99"]
+    figures = ["allowed/s", "denied/s", "errors/s", "p50", "p95", "p99"]
     waiting = set(figures)
 
     def moved():
@@ -144,16 +154,132 @@ def moving(browser):
         return len(lines) == 6 and all("L" in line for line in lines)
 
     browser.until("all lines are drawn", drawn)
-    words = browser.run("return document.querySelector('#rates svg').getAttribute('aria-label')")
+    # Each outcome is an area on top of the one before.
+    tops = browser.run("return [...document.querySelectorAll('#rates .line')].map((line) => line.className.baseVal + ' ' + "
+                       "Math.min(...[...line.getAttribute('d').matchAll(/[ML][0-9.]+ ([0-9.]+)/g)].map(([, y]) => y)))")
+    heights = {kind: float(y) for _, kind, y in (top.split() for top in tops)}
+    expect(heights["errors"] < heights["denied"] < heights["allowed"], f"the areas are stacked: {heights}")
+    words = browser.run("return document.querySelector('#rates .canvas').getAttribute('aria-label')")
     expect("denied" in words and "maximum" in words, f"the chart is told in words: {words}")
+    browser.until("the title has rate and state", lambda: re.fullmatch(
+        r"[1-9][0-9,.]*/s · ready – Sluicegate", browser.run("return document.title")))
 
     def limits():
-        rows = {row[0]: row for row in browser.rows("#limits")}
-        return rows.keys() == {"per-user", "in-all", "on-trial (shadow)"} and rows["per-user"][3] not in ("–", "0") and rows
+        rows = {row[0].split("\n")[0]: row for row in browser.rows("#limits")}
+        return (rows.keys() == {"per-user", "per-key", "in-all", "on-trial (shadow)"} and rows["per-user"][4] not in ("–", "0")
+                and rows["per-user"][5] != "0 %" and rows)
     rows = browser.until("limits have their rates", limits)
-    expect(rows["per-user"][1] == "20/1d", rows)
+    expect("20/1d" in rows["per-user"][1] and "fixed-window by user:x-user-id" in rows["per-user"][0], rows)
+    expect("free: 60/min, burst 10" in rows["per-key"][1], f"the tiers are shown: {rows}")
+    spark = "document.querySelector('#limits tr[data-key=per-user] .spark svg')"
+    # The first interval ends after 10 seconds.
+    browser.until("a limit has a small chart", lambda: browser.run(f"return {spark}.children[1].getAttribute('d')"))
+    words = browser.run(f"return {spark}.getAttribute('aria-label')")
+    expect(re.search(r"at most [0-9.,]+ allowed and (?!0 )[0-9.,]+ denied per second", words), f"and says it in words: {words}")
     browser.until("the upstream is told", lambda: browser.rows("#health")[0][:2] == ["127.0.0.1:1", "api"])
     browser.until("the store is told", lambda: "yes" in browser.text("#store"))
+
+
+def flow(browser):
+    lane = "#lanes [data-key=hello]"
+    browser.until("the route has its denials", lambda: re.search(r"[1-9][0-9.,]*/s denied", browser.text(f"{lane} .gate")))
+    chips = browser.text(f"{lane} .chips").split("\n")
+    expect(chips == ["per-user", "in-all", "on-trial (shadow)"], f"the limits are in the order of the route: {chips}")
+    expect("responds with 200" in browser.text(f"{lane} .target"), "the gateway responds itself")
+    browser.until("errors are told at the upstream", lambda: re.search(
+        r"api\s.*errors", browser.text("#lanes [data-key=gone] .target"), re.S))
+    sizes = browser.run("return [...document.querySelectorAll(arguments[0] + ' .pipe')]"
+                        ".map((pipe) => pipe.querySelectorAll('.denied').length)", lane)
+    expect(sizes == [1, 0], f"denied requests end at the limits: {sizes}")
+
+
+MANY_ROUTES = """
+return import('/flow.js').then(({ showFlow }) => {
+  const routes = Array.from({ length: 8 }, (_, index) => ({ name: `r${index}`, path: '/', upstream: { api: 3, other: 1 } }));
+  const totals = new Map(routes.map(({ name }, index) => [name, index]));
+  const show = () => {
+    showFlow(routes, { rates: new Map(), totals, upstreams: {}, shadow: new Set() });
+    return [[...document.querySelectorAll('#lanes .route b')].map((name) => name.innerText), document.querySelector('#more-routes').innerText];
+  };
+  const few = show();
+  document.querySelector('#more-routes').click();
+  const all = show();
+  document.querySelector('#more-routes').click();
+  return [few, all];
+});
+"""
+
+
+def many_routes(browser):
+    few, every = browser.run(MANY_ROUTES)
+    expect(few == [[f"r{index}" for index in (7, 6, 5, 4, 3, 2)], "Show all 8 routes"], f"the busiest routes are shown: {few}")
+    expect(every == [[f"r{index}" for index in range(7, -1, -1)], "Show the 6 busiest routes"], f"or all of them: {every}")
+
+
+def time_range(browser):
+    def shown():
+        return [browser.run("return document.querySelector('#rates .times').innerText.split('\\n')[0]"),
+                browser.text("#requests figcaption")]
+    expect(shown() == ["−15 min", "Requests per second, last 15 minutes"], shown())
+    widths = {}
+    for minutes, text in [("60", "hour"), ("5", "5 minutes")]:
+        browser.run("document.querySelector(`#range input[value='${arguments[0]}']`).click()", minutes)
+        browser.until(f"the charts show {minutes} minutes", lambda: shown() == [
+            f"−{minutes} min", f"Requests per second, last {text}"])
+        browser.until("the chart has samples", lambda: "L" in browser.run(
+            "return document.querySelector('#rates .line.allowed').getAttribute('d')"))
+        starts = browser.run("return Math.min(...[...document.querySelector('#rates .line.allowed').getAttribute('d')"
+                             ".matchAll(/[ML]([0-9.]+) /g)].map(([, x]) => x))")
+        widths[minutes] = 900 - starts
+    expect(widths["5"] > 4 * widths["60"] > 0, f"the same time is wider in a shorter range: {widths}")
+
+
+def hover(browser):
+    expect(browser.run("return document.querySelector('#rates .tip').hidden"), "there are no values without a pointer")
+    box = browser.run("const canvas = document.querySelector('#rates .canvas'); canvas.scrollIntoView({ block: 'center' });"
+                      "const { right, top } = canvas.getBoundingClientRect(); return [right - 3, top + 30]")
+    move = {"type": "pointerMove", "duration": 0, "x": int(box[0]), "y": int(box[1])}
+    browser.call("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
+    values = r"[0-9]+:[0-9]+:[0-9]+.*\s*errors.*\s*denied.*\s*allowed.*[0-9]/s"
+    browser.until("the values at the pointer are shown", lambda: re.search(values, browser.text("#rates .tip"), re.S))
+    expect("p95" in browser.text("#latencies .tip"), "the other chart shows the same time")
+    browser.call("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [{**move, "x": 2, "y": 2}]}]})
+    browser.until("they go with the pointer", lambda: browser.run("return document.querySelector('#rates .tip').hidden"))
+    browser.run("document.querySelector('#rates .canvas').focus()")
+    browser.press(LEFT)
+    first = browser.until("the keyboard selects a time", lambda: browser.text("#spoken"))
+    expect(re.match(r"[0-9:]+: allowed .*p99 ", first), f"a screen reader gets the values: {first}")
+    browser.press(LEFT)
+    browser.until("and the time before", lambda: browser.text("#spoken")[:8] < first[:8])
+    browser.press(ESCAPE)
+    expect(browser.run("return document.querySelector('#rates .tip').hidden"), "Escape hides the values")
+
+
+OUTLIERS = """
+const values = arguments[0];
+return import('/chart.js').then(({ chart }) => {
+const place = document.createElement('div');
+document.querySelector('#content').append(place);
+const draw = chart(place, { series: [{ name: 'a', kind: 'allowed', read: (sample) => sample.a }], unit: 'per second', isStacked: true });
+const samples = Array.from({ length: 100 }, (_, index) => ({ at_ms: 1e12 + index * 1000, ms: 1000, a: values[index] ?? 10 }));
+draw(samples, { end: samples.at(-1).at_ms, rangeMs: 300000, rangeText: '5 minutes' });
+const found = [place.querySelector('.scale').lastChild.innerText, place.querySelectorAll('.marks span').length,
+  place.querySelector('.outliers').hidden ? '' : place.querySelector('.outliers').innerText];
+place.remove();
+return found;
+});
+"""
+
+
+def outliers(browser):
+    top, marks, note = browser.run(OUTLIERS, {"40": 5000})
+    expect((top, marks) == ("10", 1) and "1 above the scale, highest 5,000/s" in note, f"an outlier is cut: {top} {marks} {note}")
+    top, marks, _ = browser.run(OUTLIERS, {"40": 5000, "41": 4000, "60": 3000})
+    expect((top, marks) == ("10", 3), f"so are two and one: {top} {marks}")
+    found = browser.run(OUTLIERS, {"40": 5000, "41": 5000, "42": 4000})
+    expect(found == ["6,000", 0, ""], f"a burst of three seconds is not an outlier: {found}")
+    found = browser.run(OUTLIERS, {"40": 20})
+    expect(found == ["20", 0, ""], f"twice the usual value is shown: {found}")
 
 
 def top(browser):
@@ -168,6 +294,10 @@ def top(browser):
     kept = browser.run("return document.activeElement.getAttribute('aria-label')")
     expect(kept == "Inspect user:x-user-id=alice with per-user", f"the focus stays: {kept}")
     browser.press(ENTER)
+    usage = browser.until("the remaining quota is shown", lambda: [row[3] for row in browser.rows("#denied") if row[1] == "per-user"])
+    expect(all(text.strip() == "0 of 20" for text in usage), f"nothing remains: {usage}")
+    bars = browser.run("return [...document.querySelectorAll('#denied tr[data-key^=per-user] .bar span')].map((bar) => bar.style.width)")
+    expect(bars == ["100%", "100%"], f"the bars are full: {bars}")
     browser.until("her standing is shown", lambda: "per-user: denied, 0 of 20 remaining" in browser.text("#inspect-result"))
 
 
@@ -182,6 +312,13 @@ def resetting(browser, url):
     browser.press(ENTER)
     browser.until("he stands with one limit, and all share another", lambda: len(browser.rows("#usage")) == 2)
     browser.click("#usage button[aria-label='Reset per-user']")
+    browser.until("it asks first", lambda: "user:x-user-id=bob" in browser.text("#confirm[open]"))
+    browser.press(ESCAPE)
+    browser.until("the dialog is closed", lambda: not browser.text("#confirm[open]"))
+    expect(status(url, "bob") == 429, "a cancelled reset changes nothing")
+    browser.click("#usage button[aria-label='Reset per-user']")
+    browser.until("it asks again", lambda: browser.text("#confirm[open]"))
+    browser.click("#confirm [type=submit]")
     browser.until("the usage is reset", lambda: "Usage of per-user reset" in browser.text("#inspect-result"))
     browser.until("and passes", lambda: status(url, "bob") == 200)
     browser.type("#identity", "nonsense")
@@ -190,6 +327,42 @@ def resetting(browser, url):
     browser.type("#identity", "user:x-user-id=bob")
     browser.press(ENTER)
     browser.until("he has passed once", lambda: "per-user: allowed, 19 of 20 remaining" in browser.text("#inspect-result"))
+
+
+def overriding(browser, url):
+    browser.until("there are no overrides", lambda: "No overrides" in browser.text("#no-overrides"))
+    expect([status(url, "carol") for _ in range(21)][-1] == 429, "carol has used her quota")
+    browser.type("#identity", "user:x-user-id=carol")
+    browser.press(ENTER)
+    browser.until("she is denied", lambda: "per-user: denied, 0 of 20" in browser.text("#inspect-result"))
+    browser.click("#usage button[aria-label='Override the quota of per-user']")
+    browser.until("the dialog has the current quota", lambda: browser.run(
+        "return document.activeElement.id + ' ' + document.activeElement.value") == "override-quota 20/1d")
+    browser.type("#override-quota", "many")
+    browser.press(ENTER)
+    browser.until("an invalid quota is refused in the dialog", lambda: browser.text("#override[open] .error"))
+    browser.type("#override-quota", "500/1d")
+    browser.type("#override-note", HOSTILE)
+    browser.press(ENTER)
+    browser.until("it is set", lambda: "Override of per-user set: 500/1d" in browser.text("#inspect-result"))
+    browser.until("she passes", lambda: status(url, "carol") == 200)
+    expect("Remove override" in browser.text("#usage"), "it can be removed")
+    rows = browser.rows("#overrides")
+    expect(len(rows) == 1 and rows[0][0] == "per-user" and rows[0][2] == "500/1d" and rows[0][4] == HOSTILE, f"it is listed: {rows}")
+    expect(browser.run("return document.querySelectorAll('img').length") == 0, "the note is text")
+    browser.click("#overrides button[aria-label^='Remove']")
+    browser.until("it asks first", lambda: "Remove the override of per-user" in browser.text("#confirm[open]"))
+    browser.press(ENTER)
+    browser.until("the focus is on Cancel", lambda: not browser.text("#confirm[open]"))
+    expect(len(browser.rows("#overrides")) == 1, "Enter on Cancel removes nothing")
+    browser.click("#overrides button[aria-label^='Remove']")
+    browser.until("it asks again", lambda: browser.text("#confirm[open]"))
+    browser.click("#confirm [type=submit]")
+    browser.until("it is removed", lambda: "Override of per-user removed" in browser.text("#inspect-result"))
+    browser.until("the list is empty", lambda: not browser.rows("#overrides"))
+    buttons = "return [...document.querySelectorAll('#usage tr[data-key^=per-user] button')].map((button) => button.innerText)"
+    expect(browser.run(buttons) == ["Reset", "Override"], f"there is nothing more to remove: {browser.run(buttons)}")
+    browser.until("her old quota applies", lambda: status(url, "carol") == 429)
 
 
 def secrets(browser):
@@ -236,18 +409,71 @@ return problems;
 """
 
 
-def seeing(browser, pictures):
-    for name, scheme, width in [("dark", "dark", 1280), ("light", "light", 1280), ("narrow", "light", 360), ("narrow-dark", "dark", 360)]:
+WIDE_TABLES = """
+return [...document.querySelectorAll('.wide')].filter((wide) => wide.checkVisibility()).map((wide) =>
+  [wide.scrollWidth > wide.clientWidth + 1, getComputedStyle(wide.nextElementSibling).display !== 'none']);
+"""
+
+
+def matching(tables):
+    """Return the tables if exactly those that scroll have a note."""
+    return all(scrolls == told for scrolls, told in tables) and tables
+
+
+def accessible(browser, name):
+    """Check with axe-core: all rules, for the page as it is."""
+    found = browser.run("return axe.run(document, { resultTypes: ['violations'] })")
+    problems = [f"{each['id']}: {[node['html'] for node in each['nodes']]}" for each in found["violations"]]
+    expect(not problems, f"axe, {name}: {problems}")
+    # Behind a dialog the page is inert: fewer rules apply.
+    expect(len(found["passes"]) > 10, f"axe has checked the page: {len(found['passes'])} rules passed")
+
+
+def seeing(browser, pictures, axe):
+    browser.run(axe + "; window.axe = axe;")
+    for scheme, width in [("dark", 1280), ("light", 1280), ("light", 360), ("dark", 360), ("light", 1440), ("dark", 1440)]:
+        name = f"{scheme}-{width}"
         browser.see_as(scheme, width)
         browser.run("scrollTo(0, 0)")
         found = browser.run(ROUGH_CHECK)
         expect(not found, f"{name}: {found}")
+        accessible(browser, name)
+        tables = browser.until("a note says which tables scroll", lambda: matching(browser.run(WIDE_TABLES)))
+        expect(width > 360 or any(scrolls for scrolls, _ in tables), f"{name}: some tables are wider than 360 px: {tables}")
         browser.picture(pictures / f"{name}.png")
+    for dialog in ["confirm", "override"]:
+        browser.run("document.getElementById(arguments[0]).showModal()", dialog)
+        accessible(browser, dialog)
+        browser.run("document.getElementById(arguments[0]).close()", dialog)
+    browser.see_as("light", 1280)
+
+
+def stale(browser, gateway, pictures):
+    expect(not browser.run("return document.body.classList.contains('stale')"), "the values are new")
+    # A stopped process keeps its connections, and sends nothing.
+    gateway.process.send_signal(signal.SIGSTOP)
+    try:
+        said = browser.until("a gateway that is silent is told", lambda: browser.text("#stale"))
+        expect(re.match(r"No data from the gateway since [0-9:]+", said), said)
+        expect(browser.run("return document.title") == "no data – Sluicegate", "the title says it too")
+        grey = browser.run("return getComputedStyle(document.querySelector('#requests')).filter")
+        expect(grey == "grayscale(1)", f"the values are grey: {grey}")
+        expect("retrying" in browser.text("#status"), "and so does the status")
+        expect(figure(browser, "allowed/s") is not None, "the last values stay")
+        for scheme in ["light", "dark"]:
+            browser.see_as(scheme, 1280)
+            accessible(browser, f"stale, {scheme}")
+            browser.picture(pictures / f"stale-{scheme}.png")
+    finally:
+        gateway.process.send_signal(signal.SIGCONT)
+    browser.until("new data makes it new", lambda: not browser.run("return document.body.classList.contains('stale')"))
+    browser.until("the title too", lambda: "ready" in browser.run("return document.title"))
 
 
 def quiet(browser, admin):
-    # An invalid identity is a 400, which the browser logs to the console.
-    said = [entry for entry in browser.log("browser") if "/api/identities" not in entry["message"]]
+    # An invalid identity or quota is a 400, which the browser logs to the console.
+    said = [entry for entry in browser.log("browser")
+            if not re.search("/api/(identities|overrides).* 400 ", entry["message"])]
     expect(not said, f"the console says: {said}")
     events = [json.loads(entry["message"])["message"] for entry in browser.log("performance")]
     urls = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
@@ -257,7 +483,7 @@ def quiet(browser, admin):
 
 
 def main():
-    binary, pictures = sys.argv[1], Path(sys.argv[2])
+    binary, pictures, axe = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]).read_text()
     shutil.rmtree(pictures, ignore_errors=True)
     pictures.mkdir(parents=True)
     with Redis() as redis, Gateway(binary, configuration(redis)) as gateway, Browser() as browser:
@@ -266,17 +492,24 @@ def main():
         signing_in(browser, admin)
         browser.picture(pictures / "signed-in.png")
         loads = [
-            load(f"{url}/open", 12000),
-            load(f"{url}/hello/world", 12000, "-H", "x-user-id: alice"),
-            load(f"{url}/hello/world", 12000, "-H", f"x-user-id: {HOSTILE}"),
-            load(f"{url}/gone", 12000),
+            load(f"{url}/open", 20000),
+            load(f"{url}/hello/world", 20000, "-H", "x-user-id: alice"),
+            load(f"{url}/hello/world", 20000, "-H", f"x-user-id: {HOSTILE}"),
+            load(f"{url}/gone", 20000),
         ]
         try:
             moving(browser)
+            flow(browser)
+            many_routes(browser)
+            time_range(browser)
+            hover(browser)
+            outliers(browser)
             top(browser)
             resetting(browser, url)
+            overriding(browser, url)
             secrets(browser)
-            seeing(browser, pictures)
+            seeing(browser, pictures, axe)
+            stale(browser, gateway, pictures)
         except AssertionError:
             browser.picture(pictures / "failed.png")
             raise
@@ -284,14 +517,16 @@ def main():
             for each in loads:
                 each.kill()
                 each.wait()
-        # A reloaded page has its history and its token.
+        # A reloaded page has its history, its token and its time range.
         browser.open(f"{admin}/")
         browser.until("the past is there at once", lambda: "L" in browser.run(
             "return document.querySelector('#rates .line')?.getAttribute('d') ?? ''"))
+        expect("last 5 minutes" in browser.text("#requests figcaption"), "the time range is kept")
         quiet(browser, admin)
         gateway.process.kill()
         browser.until("it says that the gateway is gone", lambda: "retrying" in browser.text("#status"))
-    print("the dashboard: figures move, the denied are named, inspect and reset work; see", pictures)
+        browser.until("and that the values are old", lambda: browser.text("#stale"))
+    print("the dashboard: figures move, the denied are named, inspect, reset and overrides work, axe has no violation; see", pictures)
 
 
 if __name__ == "__main__":

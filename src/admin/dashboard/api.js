@@ -19,14 +19,13 @@ export class ApiError extends Error {
   }
 }
 
-/** Send a request: POST with a `body`, otherwise GET. Throw an `ApiError` unless the status is 2xx. */
-export async function request(path, { body, signal } = {}) {
+/** Send a request. The default method is POST with a `body`, otherwise GET. Throw an `ApiError` unless the status is 2xx. */
+export async function request(path, { body, signal, method = body ? "POST" : "GET" } = {}) {
   const headers = {};
   if (token()) headers.authorization = `Bearer ${token()}`;
   if (body) headers["content-type"] = "application/json";
   const response = await fetch(path, {
-    method: body ? "POST" : "GET",
-    headers, signal, body: body && JSON.stringify(body),
+    method, headers, signal, body: body && JSON.stringify(body),
     credentials: "omit", redirect: "error", cache: "no-store",
   });
   if (response.ok) return response;

@@ -1,81 +1,242 @@
-// Line charts of the last 15 minutes: scalable SVG for the lines, HTML for the texts beside it.
+// Charts over a time range: scalable SVG for lines and areas, HTML for the texts beside them.
 
-import { formatNumber, make, setText } from "./dom.js";
+import { find, formatNumber, formatTime, make, makeSvg, setText } from "./dom.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT] = [900, 100];
-/** A gap in the samples that is at least this long interrupts a line. */
-const GAP_MS = 3000;
+/** A gap of this many sample lengths interrupts a line. */
+const GAP_LENGTHS = 3;
+/** A value is an outlier if it exceeds this multiple of the 95th percentile of all values, for a short time only. */
+const OUTLIER_FACTOR = 2.5;
+const MAX_OUTLIER_SAMPLES = 2;
+/** Minimum number of values for a percentile that is not an outlier itself. */
+const MIN_VALUES = 30;
+/** Maximum number of marks above a chart. */
+const MAX_MARKS = 40;
 
-function draw(parent, tag, attributes) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  parent.append(element);
-  return element;
+/** All charts: they share the time under the pointer. */
+const charts = [];
+
+/** Return the distance of the grid lines and the maximum of a scale that contains a value. */
+function niceScale(value) {
+  const rough = Math.max(value, 1) / 4;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((each) => each >= rough * 0.999);
+  return { step, maximum: step * Math.ceil(Math.max(value, 1) / step - 1e-9) };
 }
 
-/** Return the maximum of the scale: the next 1, 2 or 5 times a power of ten. */
-function scaleMaximum(value) {
-  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
-  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value);
+/** Return the maximum that a chart has to show. A few outliers do not count, so that they do not flatten the rest. */
+function shownMaximum(values) {
+  const maximum = values.reduce((max, value) => Math.max(max, value), 0);
+  if (values.length < MIN_VALUES) return maximum;
+  const usual = values.toSorted((a, b) => a - b)[Math.floor(values.length * 0.95) - 1];
+  const isHigh = (value) => value > usual * OUTLIER_FACTOR;
+  if (!usual || !isHigh(maximum)) return maximum;
+  // Values that stay high are a burst, and shown.
+  let [shown, run] = [0, []];
+  for (const value of values) {
+    run = isHigh(value) ? [...run, value] : [];
+    if (!run.length) shown = Math.max(shown, value);
+    else if (run.length > MAX_OUTLIER_SAMPLES) shown = Math.max(shown, ...run);
+  }
+  return shown;
 }
 
-/** Return the SVG path of a series. Seconds without a value interrupt it. */
-function linePath(seconds, read, end, maximum) {
-  let [path, last] = ["", null];
-  for (const second of seconds) {
-    const value = read(second);
+/** Split samples into runs without a gap and without a missing value. */
+function splitRuns(samples, read) {
+  const runs = [];
+  let last = null;
+  for (const sample of samples) {
+    const value = read(sample);
     if (value == null) {
       last = null;
       continue;
     }
-    const x = (WIDTH - (end - second.at_ms) / 1000).toFixed(1);
-    const y = (HEIGHT - (value / maximum) * HEIGHT).toFixed(1);
-    // A single point is a line of length 0: round line caps make it visible.
-    path += last != null && second.at_ms - last < GAP_MS ? `L${x} ${y}` : `M${x} ${y}h0`;
-    last = second.at_ms;
+    if (!last || sample.at_ms - last.at_ms > GAP_LENGTHS * sample.ms) runs.push([]);
+    runs.at(-1).push({ at: sample.at_ms, start: sample.at_ms - sample.ms, value, base: 0, sample });
+    last = sample;
   }
-  return path;
+  return runs;
 }
 
-/** Add a chart to an element. `series` has names and functions that read a value of a second. Return the draw function. */
-export function chart(parent, series, unit) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img");
-  for (const y of [0, 0.5, 1]) {
-    draw(svg, "line", { class: "grid", x1: 0, x2: WIDTH, y1: y * HEIGHT, y2: y * HEIGHT });
-  }
-  // Append in reverse order, so that the first series is drawn on top.
-  const lines = series.map((_, index) => draw(svg, "path", { class: `line s${index}` })).reverse();
-  svg.append(...lines);
-  lines.reverse();
-  const scale = make("div", { class: "scale", "aria-hidden": "true" }, make("span"), make("span"), make("span", {}, "0"));
-  const span = make("div", { class: "span", "aria-hidden": "true" });
-  span.append(...["15 min ago", "10", "5", "now"].map((text) => make("span", {}, text)));
+/** Return functions that convert times and values to coordinates. */
+function coordinates(end, rangeMs, maximum) {
+  const x = (at) => Math.max(0, WIDTH * (1 - (end - at) / rangeMs)).toFixed(1);
+  const y = (value) => (HEIGHT * (1 - Math.min(value / maximum, 1))).toFixed(1);
+  return { x, y };
+}
+
+/** Return the path of a line through the runs. A run starts at the beginning of its first sample. */
+function linePath(runs, { x, y }) {
+  return runs.map((run) => `M${x(run[0].start)} ${y(run[0].value)}${run.map((point) => `L${x(point.at)} ${y(point.value)}`).join("")}`).join("");
+}
+
+/** Return the path of the areas between `base` and `value` of the points. */
+function areaPath(runs, { x, y }) {
+  return runs.map((run) => {
+    const back = run.toReversed().map((point) => `L${x(point.at)} ${y(point.base)}`).join("");
+    return `${linePath([run], { x, y })}${back}L${x(run[0].start)} ${y(run[0].base)}Z`;
+  }).join("");
+}
+
+/** Return runs for each series, each on top of the one before. */
+function stackRuns(samples, series) {
+  const total = (sample, count) => series.slice(0, count).reduce((sum, { read }) => sum + read(sample), 0);
+  return series.map((_, index) => splitRuns(samples, (sample) => total(sample, index + 1)).map((run) =>
+    run.map((point) => ({ ...point, base: total(point.sample, index) }))));
+}
+
+/** Label the time axis in minutes before now. */
+function showTimes(element, minutes) {
+  if (element.dataset.minutes === String(minutes)) return;
+  element.dataset.minutes = minutes;
+  const distance = [1, 5, 15].find((each) => minutes / each <= 5);
+  element.replaceChildren(...Array.from({ length: minutes / distance + 1 }, (_, index) => {
+    const ago = minutes - index * distance;
+    return make("span", {}, ago ? `${index ? "" : "−"}${ago}${index ? "" : " min"}` : "now");
+  }));
+}
+
+/** Show the values at a time in all charts. `null` hides them. */
+function setCursor(at, isSpoken) {
+  for (const each of charts) each.showCursor(at);
+  if (isSpoken) setText(find("#spoken"), charts.map((each) => each.cursorText()).filter(Boolean).join("; "));
+}
+
+/**
+ * Add a chart to an element. `series` are `{ name, kind, read(sample) }`, `isStacked` draws areas on top of each other.
+ * Return a function that draws samples: `draw(samples, { end, rangeMs, rangeText })`.
+ */
+export function chart(parent, { series, unit, isStacked }) {
+  const grid = makeSvg("g");
+  const areas = series.map(({ kind }) => makeSvg("path", { class: `area ${kind}` }));
+  const lines = series.map(({ kind }) => makeSvg("path", { class: `line ${kind}` }));
+  const cursor = makeSvg("line", { class: "cursor", y1: 0, y2: HEIGHT });
+  const svg = makeSvg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" }, grid,
+    ...(isStacked ? areas : []), ...lines.toReversed(), cursor);
+  const marks = make("div", { class: "marks", "aria-hidden": "true" });
+  const tip = make("div", { class: "tip", "aria-hidden": "true", hidden: "" });
+  const canvas = make("div", { class: "canvas", role: "img", tabindex: "0" }, svg, marks, tip);
+  const scale = make("div", { class: "scale", "aria-hidden": "true" });
+  const times = make("div", { class: "times", "aria-hidden": "true" });
   const legend = make("ul", { class: "legend" });
-  const values = series.map(([name], index) => {
-    const sample = document.createElementNS(SVG, "svg");
-    sample.setAttribute("viewBox", "0 0 30 10");
-    sample.setAttribute("aria-hidden", "true");
-    draw(sample, "path", { class: `line s${index}`, d: "M1 5h28" });
-    const value = make("span");
-    legend.append(make("li", {}, sample, `${name} `, value));
+  const values = series.map(({ name, kind }) => {
+    const value = make("b");
+    legend.append(make("li", {}, make("span", { class: `swatch ${kind}` }), `${name} `, value));
     return value;
   });
-  parent.append(make("div", { class: "plot" }, scale, svg, span), legend);
-  return (seconds) => {
-    const end = seconds.at(-1)?.at_ms ?? 0;
-    const maxima = series.map(([, read]) => seconds.reduce((maximum, second) => Math.max(maximum, read(second) ?? 0), 0));
-    const maximum = scaleMaximum(Math.max(...maxima));
-    const summaries = series.map(([name, read], index) => {
-      const current = seconds.length ? read(seconds.at(-1)) : null;
-      lines[index].setAttribute("d", linePath(seconds, read, end, maximum));
-      setText(values[index], current == null ? "–" : `${formatNumber(current)} ${unit}`);
-      return `${name} ${current == null ? "no value" : formatNumber(current)} now, maximum ${formatNumber(maxima[index])}`;
+  const note = make("p", { class: "note outliers", hidden: "" });
+  parent.append(make("div", { class: "plot" }, scale, canvas, times), legend, note);
+
+  let shown = { samples: [], end: 0, rangeMs: 1 };
+  let selected = null;
+  const valueText = (value) => (value == null ? "–" : `${formatNumber(value)}${unit === "ms" ? " ms" : "/s"}`);
+
+  function showCursor(at) {
+    const { samples, end, rangeMs } = shown;
+    const distance = (sample) => Math.abs(sample.at_ms - sample.ms / 2 - at);
+    selected = at == null ? null : samples.reduce((best, sample) => (!best || distance(sample) < distance(best) ? sample : best), null);
+    cursor.classList.toggle("visible", !!selected);
+    tip.hidden = !selected;
+    if (!selected) return;
+    const { x } = coordinates(end, rangeMs, 1);
+    const position = x(selected.at_ms);
+    cursor.setAttribute("x1", position);
+    cursor.setAttribute("x2", position);
+    tip.replaceChildren(make("b", {}, formatTime(selected.at_ms)), ...series.toReversed().map(({ name, kind, read }) =>
+      make("span", {}, make("span", { class: `swatch ${kind}` }), `${name} `, make("b", {}, valueText(read(selected))))));
+    const isRight = position > WIDTH / 2;
+    tip.style.left = isRight ? "auto" : `calc(${(position / WIDTH) * 100}% + .6rem)`;
+    tip.style.right = isRight ? `calc(${100 - (position / WIDTH) * 100}% + .6rem)` : "auto";
+  }
+
+  const timeAt = (event) => {
+    const { left, width } = canvas.getBoundingClientRect();
+    return shown.end - shown.rangeMs * (1 - (event.clientX - left) / width);
+  };
+  canvas.addEventListener("pointermove", (event) => setCursor(timeAt(event)));
+  canvas.addEventListener("pointerdown", (event) => setCursor(timeAt(event)));
+  canvas.addEventListener("pointerleave", () => setCursor(null));
+  canvas.addEventListener("blur", () => setCursor(null));
+  canvas.addEventListener("keydown", (event) => {
+    const { samples } = shown;
+    const last = samples.length - 1;
+    const current = selected ? samples.indexOf(selected) : last;
+    const steps = { ArrowLeft: current - (selected ? 1 : 0), ArrowRight: current + 1, Home: 0, End: last };
+    if (event.key === "Escape") setCursor(null);
+    else if (event.key in steps && last >= 0) {
+      event.preventDefault();
+      const target = samples[Math.min(last, Math.max(0, steps[event.key]))];
+      setCursor(target.at_ms - target.ms / 2, true);
+    }
+  });
+  charts.push({
+    showCursor,
+    cursorText: () => selected && `${formatTime(selected.at_ms)}: ${series.map(({ name, read }) => `${name} ${valueText(read(selected))}`).join(", ")}`,
+  });
+
+  return (samples, { end, rangeMs, rangeText }) => {
+    shown = { samples, end, rangeMs };
+    const total = (sample) => (isStacked
+      ? series.reduce((sum, { read }) => sum + read(sample), 0)
+      : series.reduce((maximum, { read }) => Math.max(maximum, read(sample) ?? 0), 0));
+    const totals = samples.map(total);
+    const { step, maximum } = niceScale(shownMaximum(totals));
+    const toCoordinates = coordinates(end, rangeMs, maximum);
+    const allRuns = isStacked ? stackRuns(samples, series) : series.map(({ read }) => splitRuns(samples, read));
+    allRuns.forEach((runs, index) => {
+      lines[index].setAttribute("d", linePath(runs, toCoordinates));
+      areas[index].setAttribute("d", areaPath(runs, toCoordinates));
     });
-    [maximum, maximum / 2].forEach((value, index) => setText(scale.children[index], formatNumber(value)));
-    svg.setAttribute("aria-label", `Last 15 minutes, ${unit}: ${summaries.join("; ")}`);
+    const ticks = Array.from({ length: Math.round(maximum / step) + 1 }, (_, index) => index * step);
+    grid.replaceChildren(...ticks.map((tick) => makeSvg("line", { class: "grid", x1: 0, x2: WIDTH, y1: toCoordinates.y(tick), y2: toCoordinates.y(tick) })));
+    scale.replaceChildren(...ticks.map((tick) => {
+      const label = make("span", {}, formatNumber(tick));
+      label.style.bottom = `${(tick / maximum) * 100}%`;
+      return label;
+    }));
+    showTimes(times, rangeMs / 60_000);
+
+    const outliers = samples.filter((_, index) => totals[index] > maximum);
+    marks.replaceChildren(...outliers.slice(-MAX_MARKS).map((sample) => {
+      const mark = make("span", {}, "▲");
+      mark.style.left = `${(toCoordinates.x(sample.at_ms) / WIDTH) * 100}%`;
+      return mark;
+    }));
+    note.hidden = !outliers.length;
+    if (outliers.length) {
+      const highest = outliers.reduce((best, sample) => (total(sample) > total(best) ? sample : best));
+      setText(note, `▲ ${outliers.length} above the scale, highest ${valueText(total(highest))} at ${formatTime(highest.at_ms)}`);
+    }
+
+    const summaries = series.map(({ name, read }, index) => {
+      const current = samples.length ? read(samples.at(-1)) : null;
+      const highest = samples.reduce((max, sample) => Math.max(max, read(sample) ?? 0), 0);
+      setText(values[index], valueText(current));
+      return `${name} ${current == null ? "no value" : formatNumber(current)} now, maximum ${formatNumber(highest)}`;
+    });
+    canvas.setAttribute("aria-label", `Last ${rangeText}, ${unit}: ${summaries.join("; ")}. Arrow keys show single values.`);
+    if (selected) showCursor(selected.at_ms - selected.ms / 2);
+  };
+}
+
+/** Return a cell with a small chart of allowed and denied decisions. `intervals` are `{ at_ms, ms, counts }`. */
+export function sparklineCell(intervals, { end, rangeMs, rangeText }) {
+  return {
+    kind: "spark",
+    update(cell) {
+      if (!cell.children.length) {
+        const paths = ["allowed", "denied"].map((kind) => makeSvg("path", { class: `area ${kind}` }));
+        cell.append(makeSvg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" }, ...paths));
+      }
+      const svg = cell.children[0];
+      const rate = (kind) => ({ counts, ms }) => (counts[kind] * 1000) / ms;
+      const series = [{ read: rate(0) }, { read: rate(1) }];
+      const sum = (sample) => series[0].read(sample) + series[1].read(sample);
+      const maximum = Math.max(shownMaximum(intervals.map(sum)), 0.001);
+      const toCoordinates = coordinates(end, rangeMs, maximum);
+      stackRuns(intervals, series).forEach((runs, index) => svg.children[index].setAttribute("d", areaPath(runs, toCoordinates)));
+      const highest = series.map(({ read }) => intervals.reduce((max, sample) => Math.max(max, read(sample)), 0));
+      svg.setAttribute("aria-label", `Last ${rangeText}: at most ${formatNumber(highest[0])} allowed and ${formatNumber(highest[1])} denied per second`);
+    },
   };
 }

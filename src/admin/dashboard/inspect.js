@@ -1,9 +1,12 @@
-// Inspect form: show and reset the usage of an identity.
+// Identities: inspect and reset usage, set and remove quota overrides, and list the most denied ones.
 
 import { hasToken, request } from "./api.js";
-import { find, formatDuration, setText, updateTable } from "./dom.js";
+import { askOverride, confirmChange } from "./dialogs.js";
+import { find, formatDuration, formatNumber, numberCell, setText, updateTable, usageCell } from "./dom.js";
 
 const HASH = /^[0-9a-f]{32}$/i;
+/** Number of most denied identities that are shown. */
+const SHOWN_DENIED = 10;
 
 /** Parse the identity field into query parameters: a hash, or PART=VALUE pairs whose values may contain spaces. */
 function parseIdentity(limit, text) {
@@ -20,48 +23,84 @@ function parseIdentity(limit, text) {
   return parameters;
 }
 
+const getUsage = async (parameters) => (await (await request(`api/identities?${parameters}`)).json()).limits;
+
 function overrideText(override) {
   if (!override) return "–";
   return `for ${formatDuration(override.expires_in_seconds)}${override.note ? `: ${override.note}` : ""}`;
 }
 
+const isDenied = ({ decision }) => decision === "denied" || decision === "cost_too_large";
+
 /** Show the usage of the identity in the form. Return a summary. */
 async function showUsage() {
-  const parameters = parseIdentity(find("#limit").value, find("#identity").value.trim());
-  const { limits } = await (await request(`api/identities?${parameters}`)).json();
+  const limits = await getUsage(parseIdentity(find("#limit").value, find("#identity").value.trim()));
   updateTable(find("#usage table"), limits.map((usage) => ({
     key: `${usage.limit} ${usage.identity}`,
     cells: [
       usage.limit + (usage.shadow ? " (shadow)" : ""),
-      { text: usage.decision, kind: usage.decision === "denied" || usage.decision === "cost_too_large" ? "bad" : "good" },
-      { text: `${usage.remaining} of ${usage.capacity}`, kind: "number" },
+      { text: usage.decision, kind: isDenied(usage) ? "bad" : "good" },
+      usageCell(usage.remaining, usage.capacity),
       usage.quota,
       { text: formatDuration(usage.reset_seconds), kind: "number" },
       { text: formatDuration(usage.retry_seconds), kind: "number" },
       overrideText(usage.override),
       { text: usage.identity, kind: "hash" },
     ],
-    action: hasToken && {
-      text: "Reset", label: `Reset ${usage.limit}`,
-      run: () => showResult(() => reset(usage)),
-    },
+    actions: hasToken && [
+      { text: "Reset", label: `Reset ${usage.limit}`, run: () => showResult(() => reset(usage)) },
+      { text: "Override", label: `Override the quota of ${usage.limit}`, run: () => showResult(() => setOverride(usage)) },
+      ...(usage.override ? [{ text: "Remove override", label: `Remove the override of ${usage.limit}`, run: () => showResult(() => removeOverride(usage)) }] : []),
+    ],
   })));
   find("#usage").hidden = false;
   return limits.map(({ limit, decision, remaining, capacity }) => `${limit}: ${decision}, ${remaining} of ${capacity} remaining`).join("; ");
 }
 
+const formIsFilled = () => find("#identity").value.trim() && !find("#usage").hidden;
+
 async function reset({ limit, identity }) {
-  const { removed, effective_within_seconds } = await (await request("api/reset", { body: { limit, identity } })).json();
+  const result = await confirmChange({
+    title: `Reset the usage of ${limit}?`,
+    text: `This restores the full quota of ${find("#identity").value.trim() || identity} on all gateways with this store. It cannot be undone.`,
+    button: "Reset usage",
+    run: async () => (await request("api/reset", { body: { limit, identity } })).json(),
+  });
+  if (!result) return null;
   await showUsage();
-  const effective = `effective on all gateways within ${formatDuration(effective_within_seconds)}`;
-  return removed ? `Usage of ${limit} reset; ${effective}.` : `No usage of ${limit} to reset; ${effective}.`;
+  const effective = `effective on all gateways within ${formatDuration(result.effective_within_seconds)}`;
+  return result.removed ? `Usage of ${limit} reset; ${effective}.` : `No usage of ${limit} to reset; ${effective}.`;
+}
+
+async function setOverride({ limit, identity, quota, algorithm }, name) {
+  const result = await askOverride({
+    title: `Override the quota of ${limit}${name ? ` for ${name}` : ""}`, quota, hasBurst: algorithm === "token-bucket",
+    run: async (values) => (await request("api/overrides", { body: { limit, identity, ...values } })).json(),
+  });
+  if (!result) return null;
+  await Promise.all([formIsFilled() && showUsage(), showOverrides()]);
+  return `Override of ${limit} set: ${result.override.quota} for ${formatDuration(result.override.expires_in_seconds)}.`;
+}
+
+async function removeOverride({ limit, identity }) {
+  const result = await confirmChange({
+    title: `Remove the override of ${limit}?`,
+    text: "The quota of the configuration applies again.",
+    button: "Remove override",
+    run: async () => (await request(`api/overrides?${new URLSearchParams({ limit, identity })}`, { method: "DELETE" })).json(),
+  });
+  if (!result) return null;
+  await Promise.all([formIsFilled() && showUsage(), showOverrides()]);
+  return result.removed ? `Override of ${limit} removed.` : `${limit} has no override for this identity.`;
 }
 
 /** Run an action and show its result or its error. */
 async function showResult(action) {
   const result = find("#inspect-result");
   try {
-    setText(result, await action());
+    const text = await action();
+    if (text == null) return;
+    setText(result, text);
     result.className = "";
   } catch (error) {
     setText(result, error.message);
@@ -70,12 +109,73 @@ async function showResult(action) {
 }
 
 /** Inspect an identity of another table. */
-export function inspect(limit, identity) {
+function inspect(limit, identity) {
   find("#limit").value = limit;
   find("#identity").value = identity;
   find("#inspect").scrollIntoView();
   find("#identity").focus({ preventScroll: true });
   return showResult(showUsage);
+}
+
+/** Show the most denied identities, with their remaining quota. */
+export async function showTopDenied() {
+  const { limits } = await (await request("api/top")).json();
+  const clientName = (parts) => Object.entries(parts).map(([part, value]) => `${part}=${value ?? "(hidden)"}`).join(" ");
+  const denied = limits.flatMap(({ limit, shadow, identities }) => identities.map((each) => ({ limit, shadow, ...each })));
+  denied.sort((a, b) => b.denied_at_most - a.denied_at_most);
+  const shown = denied.slice(0, SHOWN_DENIED);
+  // The list stays if the store fails.
+  const usages = await Promise.all(shown.map(({ limit, identity }) =>
+    getUsage(new URLSearchParams({ limit, identity })).then(([usage]) => usage, () => null)));
+  updateTable(find("#denied table"), shown.map((each, index) => {
+    const { limit, shadow, identity, denied_at_least, denied_at_most } = each;
+    const [client, usage] = [clientName(each.parts), usages[index]];
+    return {
+      key: `${limit} ${identity}`,
+      cells: [
+        client, limit + (shadow ? " (shadow)" : ""),
+        denied_at_least === denied_at_most
+          ? numberCell(denied_at_most)
+          : { text: `${formatNumber(denied_at_least)} to ${formatNumber(denied_at_most)}`, kind: "number" },
+        usage ? usageCell(usage.remaining, usage.capacity) : "–",
+        { text: formatDuration(usage?.retry_seconds), kind: "number" },
+      ],
+      actions: [
+        { text: "Inspect", label: `Inspect ${client} with ${limit}`, run: () => inspect(limit, identity) },
+        ...(hasToken && usage ? [{
+          text: "Override", label: `Override the quota of ${client} with ${limit}`,
+          run: () => showResult(() => setOverride(usage, client)),
+        }] : []),
+      ],
+    };
+  }));
+  find("#denied .wide").hidden = !shown.length;
+  find("#no-denials").hidden = shown.length > 0;
+  const hidden = denied.length - shown.length;
+  find("#more-denied").hidden = !hidden;
+  setText(find("#more-denied"), `${formatNumber(hidden)} more identities were denied less often: GET /api/top has them.`);
+}
+
+/** Show the overrides that are set. */
+export async function showOverrides() {
+  const { overrides, store_error: storeError } = await (await request("api/overrides")).json();
+  updateTable(find("#overrides table"), overrides.map((override) => ({
+    key: `${override.limit} ${override.identity}`,
+    cells: [
+      override.limit, { text: override.identity, kind: "hash" }, override.quota + (override.burst ? `, burst ${formatNumber(override.burst)}` : ""),
+      { text: formatDuration(override.expires_in_seconds), kind: "number" }, override.note ?? "–",
+    ],
+    actions: [
+      { text: "Inspect", label: `Inspect ${override.identity} with ${override.limit}`, run: () => inspect(override.limit, override.identity) },
+      ...(hasToken ? [{
+        text: "Remove", label: `Remove the override of ${override.limit} for ${override.identity}`,
+        run: () => showResult(() => removeOverride(override)),
+      }] : []),
+    ],
+  })));
+  find("#overrides .wide").hidden = !overrides.length;
+  find("#no-overrides").hidden = overrides.length > 0;
+  setText(find("#overrides-error"), storeError ?? "");
 }
 
 export function initInspectForm() {

@@ -2,42 +2,59 @@
 
 import { clearToken, hasToken, isValidToken, request, storeToken, subscribe, token } from "./api.js";
 import { chart } from "./chart.js";
-import { find, formatNumber, make, numberCell, setText, updateTable, updateTiles } from "./dom.js";
-import { initInspectForm, inspect } from "./inspect.js";
+import { find, formatMs, formatNumber, formatTime, initScrollHints, numberCell, setText, updateTable, updateTiles } from "./dom.js";
+import { initFlow, showFlow } from "./flow.js";
+import { initInspectForm, showOverrides, showTopDenied } from "./inspect.js";
+import { showLimits } from "./limits.js";
 
-/** The rates of limits are averages over this many seconds. */
+/** The rates of limits and routes are averages over this many seconds. */
 const RATE_SECONDS = 10;
-const TOP_INTERVAL_MS = 5000;
+const LISTS_INTERVAL_MS = 5000;
 const MAX_RETRY_DELAY_MS = 8000;
+/** The values are stale this long after the last event. The gateway sends one per second. */
+const STALE_AFTER_MS = 4000;
+const STALE_CHECK_MS = 500;
+const RANGE_KEY = "sluicegate-range";
+const RANGES = { 5: "5 minutes", 15: "15 minutes", 60: "hour" };
 
-const perSecond = (read) => (second) => (read(second) * 1000) / second.ms;
-const RATES = [
-  ["allowed", perSecond((s) => s.allowed)], ["denied", perSecond((s) => s.denied)], ["errors", perSecond((s) => s.errors)],
-];
-const LATENCIES = [
-  ["p50", (s) => s.p50_ms], ["p99", (s) => s.p99_ms], ["rate limit check p99", (s) => s.decision_p99_ms],
-];
+const perSecond = (kind) => (sample) => (sample[kind] * 1000) / sample.ms;
+const OUTCOMES = ["allowed", "denied", "errors"];
+const RATES = OUTCOMES.map((kind) => ({ name: kind, kind, read: perSecond(kind) }));
+const LATENCIES = ["p50", "p95", "p99"].map((name) => ({ name, kind: name, read: (sample) => sample[`${name}_ms`] }));
 
 let seconds = [];
+let intervals = [];
+let windows = { seconds: 0, intervals: 0 };
 let recentEvents = [];
-let historySeconds = 0;
+let configuration = null;
 let shownConfiguration = null;
-const drawRates = chart(find("#rates"), RATES, "per second");
-const drawLatencies = chart(find("#latencies"), LATENCIES, "ms");
+let lastEventAt = null;
+let isConnected = false;
+const drawRates = chart(find("#rates"), { series: RATES, unit: "per second", isStacked: true });
+const drawLatencies = chart(find("#latencies"), { series: LATENCIES, unit: "ms" });
 
 function showStatus(text, kind) {
   setText(find("#status"), text);
   find("#status").className = kind;
 }
 
-const formatMs = (value) => (value == null ? "–" : `${formatNumber(value)} ms`);
+/** Return the selected time range. It ends with the last second of the gateway. */
+function selectedRange() {
+  const minutes = Number(find("#range input:checked").value);
+  return { end: seconds.at(-1)?.at_ms ?? 0, rangeMs: minutes * 60_000, rangeText: RANGES[minutes] };
+}
+
+/** Return the samples of a range: seconds if the gateway keeps them for so long, otherwise intervals. */
+function samplesOf({ end, rangeMs }) {
+  const samples = rangeMs <= windows.seconds * 1000 ? seconds : intervals;
+  return samples.filter(({ at_ms }) => at_ms > end - rangeMs);
+}
 
 function showCurrent({ second, connections, health }) {
   updateTiles(find("#current"), [
-    ...RATES.map(([name, read]) => [`${name}/s`, formatNumber(read(second))]),
-    ["p50", formatMs(second.p50_ms)],
-    ["p99", formatMs(second.p99_ms)],
-    ["connections", `${formatNumber(connections.open)} of ${formatNumber(connections.max)}`],
+    ...RATES.map(({ name, read }) => [`${name}/s`, formatNumber(read(second)), `tile-${name}`]),
+    ...LATENCIES.map(({ name, read }) => [name, formatMs(read(second))]),
+    ["connections", `${formatNumber(connections.open)} of ${formatNumber(connections.max)}`, "small"],
   ]);
   const { name, failing } = health.store;
   updateTiles(find("#store"), [
@@ -48,121 +65,152 @@ function showCurrent({ second, connections, health }) {
   ]);
   const kind = { ready: "good", degraded: "bad", stopping: "bad" }[health.status];
   showStatus(health.status === "degraded" ? "degraded: store unavailable" : health.status, kind);
-  const endpoints = Object.entries(health.upstreams).flatMap(([upstream, all]) => all.map((endpoint) => [upstream, endpoint]));
-  updateTable(find("#health table"), endpoints.map(([upstream, { server, state, in_flight }], index) => ({
-    key: `${index}`,
-    cells: [server, upstream, { text: state, kind: state === "healthy" ? "good" : "bad" }, numberCell(in_flight)],
-  })));
-  find("#health table").hidden = !endpoints.length;
+  const total = OUTCOMES.reduce((sum, outcome) => sum + perSecond(outcome)(second), 0);
+  document.title = `${formatNumber(total)}/s · ${health.status} – Sluicegate`;
 }
 
-function showLimits(event) {
-  recentEvents.push(event);
-  recentEvents = recentEvents.slice(-RATE_SECONDS - 1);
+/** Return the requests per second between two counts, or `null` without an earlier count. */
+const rateBetween = (later, earlier, elapsed) => (earlier == null || !elapsed ? null : Math.max(0, later - earlier) / elapsed);
+
+/** Show what the last events say about limits, routes and upstreams. */
+function showRecent() {
+  const event = recentEvents.at(-1);
+  if (!event) return;
   const first = recentEvents[0];
-  const before = new Map(first.limits.map(({ limit, decisions }) => [limit, decisions]));
   const elapsed = (event.second.at_ms - first.second.at_ms) / 1000;
-  updateTable(find("#limits table"), event.limits.map(({ limit, quota, shadow, decisions }) => {
-    const sum = (counts, ...kinds) => kinds.reduce((total, kind) => total + counts[kind], 0);
-    const rate = (...kinds) => {
-      const old = before.get(limit);
-      return numberCell(old && elapsed ? (sum(decisions, ...kinds) - sum(old, ...kinds)) / elapsed : null);
-    };
+  const range = selectedRange();
+  showLimits(event.limits, {
+    before: first.limits, elapsed, configuration, range,
+    intervals: intervals.filter(({ at_ms }) => at_ms > range.end - range.rangeMs),
+  });
+
+  const routesBefore = new Map(first.routes.map((route) => [route.route, route]));
+  const rates = new Map(event.routes.map((route) => [route.route, Object.fromEntries(OUTCOMES.map((kind) =>
+    [kind, rateBetween(route[kind], routesBefore.get(route.route)?.[kind], elapsed) ?? 0]))]));
+  const totals = new Map(event.routes.map((route) => [route.route, OUTCOMES.reduce((sum, kind) => sum + route[kind], 0)]));
+  const shadow = new Set(event.limits.filter((limit) => limit.shadow).map(({ limit }) => limit));
+  const { upstreams } = event.health;
+  if (configuration) showFlow(configuration.route ?? [], { rates, totals, upstreams, shadow });
+
+  const upstreamsBefore = new Map(first.upstreams.map((upstream) => [upstream.upstream, upstream]));
+  const upstreamRates = new Map(event.upstreams.map((each) => [each.upstream, ["requests", "errors"].map((kind) =>
+    rateBetween(each[kind], upstreamsBefore.get(each.upstream)?.[kind], elapsed))]));
+  const endpoints = Object.entries(upstreams).flatMap(([upstream, all]) => all.map((endpoint) => [upstream, endpoint]));
+  updateTable(find("#health table"), endpoints.map(([upstream, { server, state, in_flight }], index) => {
+    // The rates are those of the upstream: its first endpoint has them.
+    const isFirst = endpoints.findIndex(([name]) => name === upstream) === index;
+    const rates = isFirst ? upstreamRates.get(upstream) ?? [null, null] : null;
     return {
-      key: limit,
+      key: `${index}`,
       cells: [
-        limit + (shadow ? " (shadow)" : ""), quota, rate("allowed", "local_allowed"), rate("denied", "local_denied"),
-        rate("shadow_denied"), rate("local_allowed", "local_denied"), rate("store_error"),
-        numberCell(sum(decisions, "denied", "local_denied")),
+        server, upstream, { text: state, kind: state === "healthy" ? "good" : "bad" }, numberCell(in_flight),
+        ...(rates ? rates.map(numberCell) : ["", ""]),
       ],
     };
   }));
-  const names = event.limits.map(({ limit }) => limit);
-  const select = find("#limit");
-  if (names.join("\n") !== [...select.options].slice(1).map((option) => option.value).join("\n")) {
-    const chosen = select.value;
-    select.replaceChildren(select.options[0], ...names.map((name) => make("option", { value: name }, name)));
-    select.value = names.includes(chosen) ? chosen : "";
-  }
+  find("#health .wide").hidden = !endpoints.length;
 }
 
 function showMinutes() {
   const minutes = new Map();
-  for (const second of find("#by-minute").open ? seconds : []) {
-    const minute = Math.floor(second.at_ms / 60_000);
-    minutes.set(minute, [...(minutes.get(minute) ?? []), second]);
+  for (const sample of find("#by-minute").open ? samplesOf(selectedRange()) : []) {
+    const minute = Math.floor((sample.at_ms - 1) / 60_000);
+    minutes.set(minute, [...(minutes.get(minute) ?? []), sample]);
   }
-  const mean = (all, read) => all.reduce((sum, s) => sum + read(s), 0) * 1000 / all.reduce((sum, s) => sum + s.ms, 0);
+  const mean = (all, kind) => all.reduce((sum, s) => sum + s[kind], 0) * 1000 / all.reduce((sum, s) => sum + s.ms, 0);
   const maximum = (all, read) => all.map(read).reduce((max, value) => (value == null ? max : Math.max(max ?? 0, value)), null);
   updateTable(find("#by-minute table"), [...minutes].reverse().map(([minute, all]) => ({
     key: `${minute}`,
     cells: [
-      new Date((minute + 1) * 60_000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" }),
-      ...["allowed", "denied", "errors"].map((kind) => numberCell(mean(all, (s) => s[kind]))),
-      numberCell(maximum(all, (s) => s.p50_ms)), numberCell(maximum(all, (s) => s.p99_ms)),
+      formatTime((minute + 1) * 60_000, { hour: "2-digit", minute: "2-digit" }),
+      ...OUTCOMES.map((kind) => numberCell(mean(all, kind))),
+      ...LATENCIES.map(({ read }) => numberCell(maximum(all, read))),
     ],
   })));
 }
 
-async function showTopDenied() {
-  const { limits } = await (await request("api/top")).json();
-  const clientName = (parts) => Object.entries(parts).map(([part, value]) => `${part}=${value ?? "(hidden)"}`).join(" ");
-  const rows = limits.flatMap(({ limit, shadow, identities }) => identities.map((denied) => ({
-    key: `${limit} ${denied.identity}`,
-    cells: [
-      clientName(denied.parts), limit + (shadow ? " (shadow)" : ""),
-      denied.denied_at_least === denied.denied_at_most
-        ? numberCell(denied.denied_at_most)
-        : { text: `${formatNumber(denied.denied_at_least)} to ${formatNumber(denied.denied_at_most)}`, kind: "number" },
-      { text: denied.identity, kind: "hash" },
-    ],
-    action: {
-      text: "Inspect", label: `Inspect ${clientName(denied.parts)} with ${limit}`, run: () => inspect(limit, denied.identity),
-    },
-  })));
-  updateTable(find("#denied table"), rows);
-  find("#denied .wide").hidden = !rows.length;
-  find("#no-denials").hidden = rows.length > 0;
+/** Draw everything that depends on the time range. A page in the background is drawn when it becomes visible. */
+function draw() {
+  if (document.hidden) return;
+  const range = selectedRange();
+  const samples = samplesOf(range);
+  drawRates(samples, range);
+  drawLatencies(samples, range);
+  for (const element of document.querySelectorAll(".range-text")) setText(element, range.rangeText);
+  showRecent();
+  showMinutes();
+}
+
+function showLists() {
+  if (find("#content").hidden || document.hidden || !isConnected) return;
+  showTopDenied().catch(() => {});
+  showOverrides().catch(() => {});
 }
 
 async function showConfiguration() {
-  const { file, loaded_at, configuration, last_error } = await (await request("api/config")).json();
+  const { file, loaded_at, configuration: written, last_error } = await (await request("api/config")).json();
+  configuration = written;
   setText(find("#config-file"), file);
   setText(find("#loaded-at"), new Date(loaded_at).toLocaleString());
   find("#loaded-at").dateTime = loaded_at;
-  setText(find("#active-config"), JSON.stringify(configuration, null, 2));
+  setText(find("#active-config"), JSON.stringify(written, null, 2));
   find("#reload-error").hidden = !last_error;
   setText(find("#reload-error pre"), last_error?.error ?? "");
+  draw();
+}
+
+/** Grey the values and say since when there are no new ones, or undo that. */
+function showStale() {
+  const isStale = lastEventAt != null && !find("#content").hidden && (!isConnected || Date.now() - lastEventAt > STALE_AFTER_MS);
+  document.body.classList.toggle("stale", isStale);
+  find("#stale").hidden = !isStale;
+  if (!isStale) {
+    setText(find("#stale"), "");
+    return;
+  }
+  setText(find("#stale"), `No data from the gateway since ${formatTime(lastEventAt)}. The page shows the last values and retries.`);
+  document.title = "no data – Sluicegate";
+  if (isConnected) showStatus("no data; retrying", "bad");
 }
 
 function handleEvent(name, data) {
-  find("#content").hidden = find("nav").hidden = false;
+  find("#content").hidden = find("nav").hidden = find("#range").hidden = false;
   find("#token-form").hidden = true;
   find("#sign-out").hidden = !hasToken;
+  [isConnected, lastEventAt] = [true, Date.now()];
   if (name === "history") {
-    ({ seconds, window_seconds: historySeconds } = data);
+    ({ seconds } = data);
+    windows = { seconds: data.window_seconds, intervals: data.interval_window_seconds };
+    intervals = data.intervals.map((interval, index) => ({
+      ...interval, decisions: new Map(data.limit_intervals.map(({ limit, decisions }) => [limit, decisions[index]])),
+    }));
     recentEvents = [];
     setText(find("#version"), data.version);
-    showTopDenied().catch(() => {});
+    showLists();
   } else {
-    seconds = [...seconds, data.second].slice(-historySeconds);
+    const oldest = (windowSeconds) => ({ at_ms }) => at_ms > data.second.at_ms - windowSeconds * 1000;
+    seconds = [...seconds, data.second].filter(oldest(windows.seconds));
+    if (data.interval) {
+      const decisions = new Map(data.limits.filter(({ interval }) => interval).map(({ limit, interval }) => [limit, interval]));
+      intervals = [...intervals, { ...data.interval, decisions }].filter(oldest(windows.intervals));
+    }
+    recentEvents = [...recentEvents, data].slice(-RATE_SECONDS - 1);
     showCurrent(data);
-    showLimits(data);
     const { loaded_at, last_error_at } = data.configuration;
     if (shownConfiguration !== `${loaded_at} ${last_error_at}`) {
       shownConfiguration = `${loaded_at} ${last_error_at}`;
       showConfiguration().catch(() => { shownConfiguration = null; });
     }
   }
-  drawRates(seconds);
-  drawLatencies(seconds);
-  showMinutes();
+  showStale();
+  draw();
 }
 
 /** Show the sign-in form with a message. Resolve when a token was entered. */
 function signIn(message) {
   showStatus("sign-in required", "");
-  find("#content").hidden = find("nav").hidden = true;
+  document.title = "Sign in – Sluicegate";
+  find("#content").hidden = find("nav").hidden = find("#range").hidden = true;
   find("#sign-out").hidden = true;
   find("#token-form").hidden = false;
   setText(find("#token-error"), message);
@@ -203,6 +251,8 @@ async function run() {
       }
       showStatus(`${error.status ? error.message : "no connection"}; retrying`, "bad");
     }
+    isConnected = false;
+    showStale();
     await new Promise((resolve) => setTimeout(resolve, delay));
     delay = Math.min(delay * 2, MAX_RETRY_DELAY_MS);
   }
@@ -212,7 +262,19 @@ find("#sign-out").addEventListener("click", () => {
   clearToken();
   location.reload();
 });
+find(`#range input[value="${CSS.escape(sessionStorage.getItem(RANGE_KEY) ?? "")}"]`)?.click();
+find("#range").addEventListener("change", (event) => {
+  sessionStorage.setItem(RANGE_KEY, event.target.value);
+  draw();
+});
 find("#by-minute").addEventListener("toggle", showMinutes);
-setInterval(() => find("#content").hidden || showTopDenied().catch(() => {}), TOP_INTERVAL_MS);
+document.addEventListener("visibilitychange", () => {
+  draw();
+  showLists();
+});
+setInterval(showLists, LISTS_INTERVAL_MS);
+setInterval(showStale, STALE_CHECK_MS);
+initFlow(draw);
 initInspectForm();
+initScrollHints();
 run();

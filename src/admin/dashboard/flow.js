@@ -1,0 +1,98 @@
+// Traffic flow: one row per route, from the requests through its limits to the upstream.
+
+import { find, formatNumber, make, setText } from "./dom.js";
+
+/** Number of routes that are shown at first. */
+const SHOWN_ROUTES = 6;
+const MAX_PIPE_REM = 1.1;
+const MIN_PIPE_REM = 0.1;
+
+let showAll = false;
+
+function makeLane(key) {
+  return make("li", { class: "lane", "data-key": key },
+    make("div", { class: "node route" }, make("b"), make("code"), make("span", { class: "rate" })),
+    make("div", { class: "pipe", "aria-hidden": "true" }, ...["allowed", "errors", "denied"].map((kind) => make("span", { class: kind }))),
+    make("div", { class: "node gate" }, make("ul", { class: "chips" }), make("span", { class: "rate" })),
+    make("div", { class: "pipe", "aria-hidden": "true" }, ...["allowed", "errors"].map((kind) => make("span", { class: kind }))),
+    make("div", { class: "node target" }, make("b"), make("span", { class: "state" }), make("span", { class: "rate" })));
+}
+
+/** Return the name and the state of what serves the requests of a route. */
+function describeTarget(route, upstreams) {
+  if (route.respond) return { name: "the gateway", state: `responds with ${route.respond.status ?? 200}`, kind: "" };
+  if (route.redirect) return { name: "redirect", state: `to ${route.redirect.to ?? route.redirect}`, kind: "" };
+  const weights = typeof route.upstream === "string" ? { [route.upstream]: 1 } : route.upstream ?? {};
+  const names = Object.keys(weights);
+  const sum = Object.values(weights).reduce((total, weight) => total + weight, 0);
+  const endpoints = names.flatMap((name) => upstreams[name] ?? []);
+  const healthy = endpoints.filter(({ state }) => state === "healthy").length;
+  return {
+    name: names.map((name) => (names.length > 1 ? `${name} ${formatNumber((100 * weights[name]) / sum)} %` : name)).join(", "),
+    state: `${healthy} of ${endpoints.length} healthy`,
+    kind: healthy === endpoints.length ? "good" : "bad",
+  };
+}
+
+function updatePipe(pipe, rates, maximum) {
+  [...pipe.children].forEach((part, index) => {
+    const rate = rates[index];
+    const size = rate ? Math.max(MIN_PIPE_REM, MAX_PIPE_REM * (rate / maximum)) : 0;
+    part.style.setProperty("--size", `${size.toFixed(3)}rem`);
+  });
+  pipe.classList.toggle("empty", !rates.some(Boolean));
+}
+
+function updateChips(list, limits, shadow) {
+  const names = limits.length ? limits : ["no limits"];
+  const text = names.map((name) => name + (shadow.has(name) ? " (shadow)" : ""));
+  if ([...list.children].map((chip) => chip.textContent).join("\n") === text.join("\n")) return;
+  list.replaceChildren(...text.map((each) => make("li", { class: limits.length ? "chip" : "none" }, each)));
+}
+
+/**
+ * Show the routes. `rates` has the requests per second of each route by outcome, `totals` the requests of each route
+ * since the start: the busiest routes come first.
+ */
+export function showFlow(routes, { rates, totals, upstreams, shadow }) {
+  const list = find("#lanes");
+  const sorted = routes.length > SHOWN_ROUTES
+    ? routes.toSorted((a, b) => (totals.get(b.name) ?? 0) - (totals.get(a.name) ?? 0))
+    : routes;
+  const shown = showAll ? sorted : sorted.slice(0, SHOWN_ROUTES);
+  const rateOf = (name) => rates.get(name) ?? { allowed: 0, denied: 0, errors: 0 };
+  const sum = ({ allowed, denied, errors }) => allowed + denied + errors;
+  const maximum = Math.max(...shown.map(({ name }) => sum(rateOf(name))), 1e-9);
+  const old = new Map([...list.children].map((lane) => [lane.dataset.key, lane]));
+  shown.forEach((route, index) => {
+    const lane = old.get(route.name) ?? makeLane(route.name);
+    old.delete(route.name);
+    if (list.children[index] !== lane) list.insertBefore(lane, list.children[index] ?? null);
+    const [source, before, gate, after, target] = lane.children;
+    const { allowed, denied, errors } = rateOf(route.name);
+    setText(source.children[0], route.name);
+    setText(source.children[1], `${route.methods?.join(" ") ?? ""} ${route.host ?? ""}${route.path}`.trim());
+    setText(source.children[2], `${formatNumber(allowed + denied + errors)}/s`);
+    updatePipe(before, [allowed, errors, denied], maximum);
+    updateChips(gate.children[0], route.limits ?? [], shadow);
+    gate.classList.toggle("open", !route.limits?.length);
+    setText(gate.children[1], denied ? `${formatNumber(denied)}/s denied` : "");
+    updatePipe(after, [allowed, errors], maximum);
+    const { name, state, kind } = describeTarget(route, upstreams);
+    setText(target.children[0], name);
+    setText(target.children[1], state);
+    target.children[1].className = `state ${kind}`;
+    setText(target.children[2], errors ? `${formatNumber(errors)}/s errors` : "");
+  });
+  for (const lane of old.values()) lane.remove();
+  const more = find("#more-routes");
+  more.hidden = routes.length <= SHOWN_ROUTES;
+  setText(more, showAll ? `Show the ${SHOWN_ROUTES} busiest routes` : `Show all ${routes.length} routes`);
+}
+
+export function initFlow(update) {
+  find("#more-routes").addEventListener("click", () => {
+    showAll = !showAll;
+    update();
+  });
+}
