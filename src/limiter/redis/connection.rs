@@ -517,13 +517,20 @@ impl HelloReply {
 /// Check that the server has the expected mode, if it says.
 ///
 /// # Errors
-/// It has another mode, or the connection was lost. A server that rejects HELLO is accepted.
+/// It has another mode, requires a login, or the connection was lost. A server that rejects HELLO is accepted.
 pub async fn verify_server(
     pipe: &mut MultiplexedConnection,
     expected: ServerMode,
     address: &ConnectionAddr,
 ) -> RedisResult<()> {
     let reply = pipe.send_packed_command(&redis::cmd("HELLO")).await?;
+    // Redis closes unauthenticated connections that send long arguments, such as scripts, so the reply to a script may
+    // be lost.
+    if let Value::ServerError(error) = &reply
+        && error.code() == "NOAUTH"
+    {
+        return Err(error.clone().into());
+    }
     match HelloReply::read(&reply).and_then(|hello| hello.mismatch(expected, address)) {
         Some(mismatch) => Err(RedisError::from((ErrorKind::InvalidClientConfig, "another kind of server", mismatch))),
         None => Ok(()),
