@@ -274,8 +274,8 @@ pub struct ApiKey {
     /// Requests without a key. `"reject"`: 401. `"anonymous"`: the client network is the identity.
     #[schemars(extend("enum" = ["reject", "anonymous"], "default" = "reject"))]
     pub on_missing: Option<Text>,
-    /// Unknown keys. `"reject"`: 401. `"anonymous"`: the client network is the identity. `"accept"`: each key is an
-    /// identity of its own.
+    /// Unknown keys. `"reject"`: 401. `"anonymous"`: the client network is the identity. `"accept"`: each key is a
+    /// separate identity.
     #[schemars(extend("enum" = ["reject", "anonymous", "accept"], "default" = "reject"))]
     pub on_unknown: Option<Text>,
 }

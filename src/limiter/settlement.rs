@@ -7,8 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use futures_util::StreamExt;
-use futures_util::stream::FuturesUnordered;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
@@ -87,8 +85,8 @@ pub struct StoreHandle {
     pub tasks: TaskTracker,
 }
 
-/// The queue of the calls that requests leave behind when they end. One task makes these calls, all of them
-/// concurrently.
+/// The queue of the calls that requests leave behind when they end. One task takes them from the queue and spawns each
+/// of them, so that a slow or failed call does not affect the others.
 ///
 /// The queue is unbounded, but an entry only takes over the permits or charges of a request that ended.
 #[derive(Debug)]
@@ -140,22 +138,13 @@ impl SettlementQueue {
 
 /// Make the queued calls until the queue is dropped and empty.
 async fn make_queued_calls(store_handle: Arc<StoreHandle>, mut queue: UnboundedReceiver<QueuedSettlement>) {
-    let mut calls = FuturesUnordered::new();
-    loop {
-        tokio::select! {
-            biased;
-            queued = queue.recv() => match queued {
-                Some(queued) => calls.push(queued.settle(&store_handle)),
-                None => break,
-            },
-            Some(()) = calls.next() => {}
-        }
+    while let Some(queued) = queue.recv().await {
+        tokio::spawn(queued.settle(store_handle.clone()));
     }
-    while calls.next().await.is_some() {}
 }
 
 impl QueuedSettlement {
-    async fn settle(self, store_handle: &StoreHandle) {
+    async fn settle(self, store_handle: Arc<StoreHandle>) {
         match self.settlement {
             Settlement::Release { permits, is_certain, max_ttl } => {
                 store_handle.release(&permits, is_certain, max_ttl).await;

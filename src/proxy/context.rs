@@ -33,8 +33,8 @@ use crate::telemetry::trace::TraceContext;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Upstream, UpstreamError};
 
-/// What is known of a request while it is handled. If it is dropped before [`complete`](Self::complete), the client
-/// aborted the request, and the access log says so.
+/// What is known of a request while it is handled. If it is dropped before [`complete`](Self::complete), the connection
+/// or stream has ended: the client closed it, or `drain_timeout` expired. The access log then has status 499.
 pub(super) struct RequestContext<'a> {
     /// The configuration for the whole request.
     pub(super) snapshot: &'a ConfigSnapshot,
