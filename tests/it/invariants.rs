@@ -22,7 +22,7 @@
 //! 15. A new rate forgives no debt of a bucket: the debt is converted exactly, or rounded up by at most 2 parts. A
 //!     lower rate restores at most half a second of what the earlier rate has repaid.
 //!
-//! `leases.rs` has more random cases for concurrency permits.
+//! `permits.rs` has more random cases for concurrency permits.
 //! `OPERATIONS=1000000` makes a long run (`make test-long`), `SEED=…` repeats a run.
 
 use std::collections::HashMap;

@@ -15,7 +15,7 @@ const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
         None,
         "oha comes from crates.io only; its options are those of its own README",
     ),
-    ("docs/how-to/operate.md", "kill -USR2", None, "tests/it/handover.rs does it under load"),
+    ("docs/how-to/operate.md", "kill -USR2", None, "tests/it/hot_restart.rs does it under load"),
     ("docs/how-to/operate.md", "sluicegate top", None, DENIED),
     ("docs/how-to/operate.md", "sluicegate inspect", None, DENIED),
     ("docs/how-to/operate.md", "sluicegate reset", None, DENIED),
@@ -30,7 +30,7 @@ const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ),
 ];
 
-const DENIED: &str = "needs a gateway that has denied requests: tests/it/operating_cli.rs";
+const DENIED: &str = "needs a gateway that has denied requests: tests/it/admin_commands.rs";
 
 /// Languages of blocks that are neither configurations nor commands.
 const SHOWN: &[(&str, &str)] = &[
@@ -38,7 +38,7 @@ const SHOWN: &[(&str, &str)] = &[
     ("http", "answers"),
     ("json", "is parsed below"),
     ("nginx", "is given to nginx below"),
-    ("redis", "for redis-cli: tests/it/reaching.rs and tests/it/doctor.rs take them from the page"),
+    ("redis", "for redis-cli: tests/it/store_connections.rs and tests/it/doctor.rs take them from the page"),
     ("yaml", "of other programs"),
     ("ini", "of systemd"),
     ("logrotate", "of logrotate"),
