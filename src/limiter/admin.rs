@@ -3,8 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use redis::Cmd;
-
 use crate::limiter::clock::monotonic;
 use crate::limiter::denial_cache::MAX_DENIAL_AGE;
 use crate::limiter::key::{Identity, Key, StateName};
@@ -13,54 +11,51 @@ use crate::limiter::overrides::{
     MAX_OVERRIDES, MAX_PROPAGATION, Override, OverrideQuota, Overrides, override_field, reset_field,
 };
 use crate::limiter::quota::QuotaError;
-use crate::limiter::redis::cluster::topology::{identity_slot, key_slot};
 use crate::limiter::redis::overrides;
-use crate::limiter::redis::overrides::{KnownRevision, WriteStatus, parse_write_reply};
+use crate::limiter::redis::overrides::{KnownRevision, OverrideWrite, WriteStatus};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
 use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
-/// A reset is told to the other gateways for so long: none of them polls less often.
+/// Time for which the other gateways can read of a reset. All of them poll more often than that.
 const RESET_BROADCAST_TTL: Duration = Duration::from_secs(5);
 
-/// Where an operator finds the states of identities.
+/// Administration of the limits of a process.
 #[derive(Debug)]
 pub struct LimiterAdmin {
-    /// The states of this process: all, or the local shares.
+    /// States of this process: all states, or the local shares for outages of Redis.
     pub memory: Arc<MemoryStore>,
-    /// Those that all gateways share, and the first part of their keys.
+    /// Redis and the prefix of its keys, if gateways share it.
     pub redis: Option<(RedisStore, String)>,
-    /// What was decided about single identities.
+    /// Overrides in force.
     pub overrides: Arc<Overrides>,
 }
 
-/// What a reset did.
+/// Result of a reset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ResetResult {
-    /// Whether anything was counted.
+    /// Whether the identity had a state.
     pub was_counted: bool,
-    /// Within this time no gateway denies by what it remembers.
+    /// Time within which all gateways drop cached denials of the identity.
     pub effective_within: Duration,
 }
 
-/// Why something is not done.
+/// Error of an administrative operation.
 #[derive(Debug, thiserror::Error)]
 pub enum AdminError {
-    /// The store did not answer.
+    /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The quota is invalid, or the limit does not support it.
     #[error(transparent)]
     Quota(#[from] QuotaError),
-    /// There are [`MAX_OVERRIDES`] other overrides.
-    #[error(
-        "there are {MAX_OVERRIDES} overrides, which is as many as there may be; remove one, or wait until one is over"
-    )]
+    /// [`MAX_OVERRIDES`] overrides are in force.
+    #[error("{MAX_OVERRIDES} overrides are in force, which is the maximum: remove one, or wait until one expires")]
     TooManyOverrides,
 }
 
 impl LimiterAdmin {
-    /// What a request of `cost` units would be told by a limit in this size; nothing is charged.
+    /// Return the verdict on a request of this cost, without a charge.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -74,7 +69,7 @@ impl LimiterAdmin {
         }
     }
 
-    /// Forgets what an identity has used of a limit, in whichever of its sizes.
+    /// Delete the states of an identity for a limit. `state_names` has the variants of the limit.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -84,49 +79,36 @@ impl LimiterAdmin {
         identity: Identity,
         state_names: &[&StateName],
     ) -> Result<ResetResult, StoreError> {
-        let keys = || state_names.iter().map(|bucket| Key { identity, state_name: bucket });
+        let keys = || state_names.iter().map(|state_name| Key { identity, state_name });
         let mut was_counted = false;
         let Some((store, prefix)) = &self.redis else {
             keys().for_each(|key| was_counted |= self.memory.remove(key.local_hash()));
             return Ok(ResetResult { was_counted, effective_within: Duration::ZERO });
         };
         for key in keys() {
-            let mut name = Vec::new();
-            key.write(prefix, &mut name);
-            // Repeating it would be harmless; the caller may retry.
-            let deleted = store.admin_command(identity_slot(identity), redis::cmd("DEL").arg(name)).await?;
-            was_counted |= deleted == redis::Value::Int(1);
-            // The share of an outage.
+            let mut redis_key = Vec::new();
+            key.write(prefix, &mut redis_key);
+            was_counted |= store.delete_state(identity, redis_key).await?;
+            // The local share for outages.
             self.memory.remove(key.local_hash());
         }
         let (hash, field) = (overrides::hash_key(prefix), reset_field(limit, identity));
-        let broadcast = store
-            .admin_command(
-                key_slot(hash.as_bytes()),
-                &overrides::set_command(
-                    &hash,
-                    &field,
-                    "",
-                    RESET_BROADCAST_TTL,
-                    KnownRevision::default(),
-                    MAX_OVERRIDES,
-                ),
-            )
-            .await;
+        let record = Some(("", RESET_BROADCAST_TTL));
+        let broadcast = OverrideWrite { field: &field, known: KnownRevision::default(), record };
+        let written = store.write_override(&hash, &broadcast, MAX_OVERRIDES).await;
         let refreshed = self.overrides.refresh(store, &hash).await;
-        let told = broadcast.and_then(|reply| parse_write_reply(reply, &field, ""));
-        let effective_within = match (told, refreshed) {
+        let effective_within = match (written, refreshed) {
             (Ok((WriteStatus::Written, _)), Ok(())) => MAX_PROPAGATION,
-            // They find out when what they remember is over.
+            // The other gateways were not notified: their cached denials expire.
             _ => MAX_DENIAL_AGE,
         };
         Ok(ResetResult { was_counted, effective_within })
     }
 
-    /// Gives an identity another size for this time.
+    /// Override the quota of an identity for the time `ttl`.
     ///
     /// # Errors
-    /// The limit cannot have the size, there are too many, or the store does not answer.
+    /// The limit does not support the quota, there are too many overrides, or the store failed.
     pub async fn put(
         &self,
         limit: &Arc<LimitSpec>,
@@ -134,54 +116,51 @@ impl LimiterAdmin {
         quota: OverrideQuota,
         ttl: Duration,
     ) -> Result<Arc<Override>, AdminError> {
-        // Before anybody is told: the others will do the same.
+        // Compiled before it is shared: the other gateways must be able to compile it, too.
         let new = self.overrides.compile(limit, identity, quota, ttl)?;
         let Some((store, prefix)) = &self.redis else {
             return self.overrides.put(new).ok_or(AdminError::TooManyOverrides);
         };
-        let (hash, field) = (overrides::hash_key(prefix), override_field(limit, identity));
+        let field = override_field(limit, identity);
         let value = serde_json::to_string(&new.quota).map_err(|_| StoreError::MalformedReply)?;
-        let command =
-            overrides::set_command(&hash, &field, &value, ttl, self.overrides.known_revision(&field), MAX_OVERRIDES);
-        match self.write(store, &hash, &command, &field, &value).await? {
+        match self.write(store, prefix, &field, Some((&value, ttl))).await? {
             WriteStatus::Written => Ok(Arc::new(new)),
             WriteStatus::TooMany | WriteStatus::Unchanged => Err(AdminError::TooManyOverrides),
         }
     }
 
-    /// Send a command that sets or removes a field, and put its result in force.
-    async fn write(
-        &self,
-        store: &RedisStore,
-        hash: &str,
-        command: &Cmd,
-        field: &str,
-        text: &str,
-    ) -> Result<WriteStatus, StoreError> {
-        let asked_at = monotonic();
-        let reply = store.admin_command(key_slot(hash.as_bytes()), command).await?;
-        let (written, record) = parse_write_reply(reply, field, text)?;
-        if let Some(record) = record {
-            // At once: Redis may lose the record before it is read again.
-            self.overrides.apply_snapshot(&record, asked_at, false);
-        }
-        // If this fails, the next poll reads the rest.
-        let _ = self.overrides.refresh(store, hash).await;
-        Ok(written)
-    }
-
-    /// Ends an override; whether there was one.
+    /// Remove an override. Return whether it existed.
     ///
     /// # Errors
     /// See [`StoreError`].
     pub async fn remove(&self, limit: &LimitSpec, identity: Identity) -> Result<bool, StoreError> {
         let Some((store, prefix)) = &self.redis else { return Ok(self.overrides.remove(limit, identity)) };
-        let (hash, field) = (overrides::hash_key(prefix), override_field(limit, identity));
-        let command = overrides::remove_command(&hash, &field, self.overrides.known_revision(&field), MAX_OVERRIDES);
-        Ok(self.write(store, &hash, &command, &field, "").await? == WriteStatus::Written)
+        let field = override_field(limit, identity);
+        Ok(self.write(store, prefix, &field, None).await? == WriteStatus::Written)
     }
 
-    /// Return all overrides in force on this gateway, and why the store could not be read, if so.
+    /// Set or remove a record in Redis, and apply the result in this process.
+    async fn write(
+        &self,
+        store: &RedisStore,
+        prefix: &str,
+        field: &str,
+        record: Option<(&str, Duration)>,
+    ) -> Result<WriteStatus, StoreError> {
+        let asked_at = monotonic();
+        let hash = overrides::hash_key(prefix);
+        let write = OverrideWrite { field, known: self.overrides.known_revision(field), record };
+        let (status, written) = store.write_override(&hash, &write, MAX_OVERRIDES).await?;
+        if let Some(written) = written {
+            // Applied at once: Redis may lose the record before it is read again.
+            self.overrides.apply_snapshot(&written, asked_at, false);
+        }
+        // If this fails, the next poll reads the other records.
+        let _ = self.overrides.refresh(store, &hash).await;
+        Ok(status)
+    }
+
+    /// Return all overrides in force on this gateway, and the error if the store could not be read.
     pub async fn overrides(&self) -> (Vec<Arc<Override>>, Option<StoreError>) {
         let read = match &self.redis {
             Some((store, prefix)) => self.overrides.refresh(store, &overrides::hash_key(prefix)).await,

@@ -17,9 +17,7 @@ use crate::limiter::decision::LimitCheck;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::key::{Identity, IdentityHasher, Key};
 use crate::limiter::quota::QuotaError;
-use crate::limiter::redis::cluster::topology::key_slot;
-use crate::limiter::redis::overrides;
-use crate::limiter::redis::overrides::{OverrideEntry, Snapshot, WriteStatus, parse_restore_reply};
+use crate::limiter::redis::overrides::{KnownRevision, OverrideEntry, Snapshot, WriteStatus};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
 use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::StoreError;
@@ -228,10 +226,7 @@ impl Overrides {
     /// See [`StoreError`]. Records that cannot be written back stay in force in this process and are no error.
     pub async fn refresh(&self, store: &RedisStore, key: &str) -> Result<(), StoreError> {
         let asked_at = monotonic();
-        let slot = key_slot(key.as_bytes());
-        let time = store.admin_command(slot, &overrides::time_command()).await?;
-        let fields = store.admin_command(slot, &overrides::read_command(key)).await?;
-        let snapshot = overrides::parse_snapshot(time, fields)?;
+        let snapshot = store.read_overrides(key).await?;
         self.apply_snapshot(&snapshot, asked_at, true);
         let lost = self.lost_entries(&snapshot);
         if !lost.is_empty()
@@ -250,11 +245,9 @@ impl Overrides {
         let mut written_count = 0;
         let mut dropped = 0;
         for lost in lost.chunks(MAX_RESTORE_BATCH) {
-            let reply = store
-                .admin_command(key_slot(key.as_bytes()), &overrides::restore_command(key, lost, MAX_OVERRIDES))
-                .await?;
+            let statuses = store.restore_overrides(key, lost, MAX_OVERRIDES).await?;
             let mut known = self.lock_entries();
-            for (record, written) in lost.iter().zip(parse_restore_reply(reply)?) {
+            for (record, written) in lost.iter().zip(statuses) {
                 match written {
                     WriteStatus::Written => written_count += 1,
                     WriteStatus::Unchanged => {}
@@ -281,18 +274,15 @@ impl Overrides {
     }
 
     /// Return the revision of a field that this process knows.
-    pub fn known_revision(&self, field: &str) -> overrides::KnownRevision {
+    pub fn known_revision(&self, field: &str) -> KnownRevision {
         let now = monotonic();
         let entries = self.lock_entries();
         let entry = entries.get(field).filter(|known| now < known.forget_at);
-        entry.map_or_else(
-            overrides::KnownRevision::default,
-            |KnownEntry { entry: record, expires_at: until, .. }| overrides::KnownRevision {
-                revision: record.revision,
-                keep_until_us: record.keep_until_us,
-                is_in_force: now < *until,
-            },
-        )
+        entry.map_or_else(KnownRevision::default, |KnownEntry { entry: record, expires_at: until, .. }| KnownRevision {
+            revision: record.revision,
+            keep_until_us: record.keep_until_us,
+            is_in_force: now < *until,
+        })
     }
 
     /// Return the known records that a snapshot lacks or has in an older revision, for writing back. They expire no

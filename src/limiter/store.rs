@@ -7,13 +7,15 @@ use redis::{Cmd, Value};
 use tokio::time::{sleep, timeout};
 
 use crate::limiter::clock::elapsed_since;
+use crate::limiter::key::Identity;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::{AnsweredBy, LimiterMetrics};
 use crate::limiter::redis::circuit_breaker::{CircuitBreaker, RecoverySignal};
 use crate::limiter::redis::cluster::ClusterStore;
-use crate::limiter::redis::cluster::topology::ClusterMap;
+use crate::limiter::redis::cluster::topology::{ClusterMap, identity_slot, key_slot};
+use crate::limiter::redis::overrides::{OverrideEntry, OverrideWrite, Snapshot, WriteStatus};
 use crate::limiter::redis::server_store::ServerStore;
-use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster};
+use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, overrides};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// The store for the counters of one worker.
@@ -98,22 +100,71 @@ impl RedisStore {
         }
     }
 
-    /// Send an administrator's command about keys of one slot; see [`ServerStore::admin_command`].
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
-        match self {
-            RedisStore::Single(server) => server.admin_command(server.timeout(), false, command).await,
-            RedisStore::Cluster(cluster) => Box::pin(cluster.admin_command(slot, command)).await,
-        }
-    }
-
     /// Return the maximum time from the start of a check to its verdict.
     pub fn timeout(&self) -> Duration {
         match self {
             RedisStore::Single(server) => server.timeout(),
             RedisStore::Cluster(cluster) => cluster.timeout(),
+        }
+    }
+}
+
+// === Administration: single states, and the records of overrides ===
+
+impl RedisStore {
+    /// Delete the state with this Redis key. Return whether it existed. Repeating the call is harmless.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn delete_state(&self, identity: Identity, redis_key: Vec<u8>) -> Result<bool, StoreError> {
+        let deleted = self.admin_command(identity_slot(identity), redis::cmd("DEL").arg(redis_key)).await?;
+        Ok(deleted == Value::Int(1))
+    }
+
+    /// Read all override records from the hash at `hash_key`.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn read_overrides(&self, hash_key: &str) -> Result<Snapshot, StoreError> {
+        let slot = key_slot(hash_key.as_bytes());
+        let time = self.admin_command(slot, &overrides::time_command()).await?;
+        let fields = self.admin_command(slot, &overrides::read_command(hash_key)).await?;
+        overrides::parse_snapshot(time, fields)
+    }
+
+    /// Write one override record. Return the status and, if written, the record that Redis now has.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn write_override(
+        &self,
+        hash_key: &str,
+        write: &OverrideWrite<'_>,
+        max_records: usize,
+    ) -> Result<(WriteStatus, Option<Snapshot>), StoreError> {
+        let reply = self.admin_command(key_slot(hash_key.as_bytes()), &write.command(hash_key, max_records)).await?;
+        write.parse_reply(reply)
+    }
+
+    /// Write back records that Redis lost. Return a status for each record.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn restore_overrides(
+        &self,
+        hash_key: &str,
+        records: &[OverrideEntry],
+        max_records: usize,
+    ) -> Result<Vec<WriteStatus>, StoreError> {
+        let command = overrides::restore_command(hash_key, records, max_records);
+        overrides::parse_restore_reply(self.admin_command(key_slot(hash_key.as_bytes()), &command).await?)
+    }
+
+    /// Send an administrator's command about keys of one slot; see [`ServerStore::admin_command`].
+    async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
+        match self {
+            RedisStore::Single(server) => server.admin_command(server.timeout(), false, command).await,
+            RedisStore::Cluster(cluster) => Box::pin(cluster.admin_command(slot, command)).await,
         }
     }
 }

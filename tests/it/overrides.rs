@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use sluicegate::limiter::clock::monotonic;
 use sluicegate::limiter::redis::overrides;
 use sluicegate::limiter::redis::overrides::{
-    KnownRevision, OverrideEntry, WriteStatus, parse_restore_reply, parse_write_reply,
+    KnownRevision, OverrideEntry, OverrideWrite, WriteStatus, parse_restore_reply,
 };
 
 const HASH: &str = "rl:overrides";
@@ -258,12 +258,16 @@ fn records_without_a_revision_apply_and_are_replaced() {
     eventually("it is written back", || stored(&redis).into_keys().eq([field(1)]));
 }
 
+/// Return the command that sets a field for an hour, of at most two.
+fn set_field(field: &str, value: &str, known: KnownRevision) -> redis::Cmd {
+    OverrideWrite { field, known, record: Some((value, Duration::from_secs(3600))) }.command(HASH, 2)
+}
+
 #[test]
 fn script_does_not_overwrite_a_newer_revision() {
     let redis = Redis::start();
     let mut connection = redis.connection();
     let mut run = |command: redis::Cmd| command.query::<redis::Value>(&mut connection).unwrap();
-    let hour = Duration::from_secs(3600);
     let record = |identity: u128, text: &str, revision: u64, expiry_us: u64| OverrideEntry {
         key: field(identity),
         value: text.to_owned(),
@@ -272,7 +276,7 @@ fn script_does_not_overwrite_a_newer_revision() {
         keep_until_us: expiry_us.max(1),
     };
     // A gateway that missed the change wants to restore what it knows.
-    run(overrides::set_command(HASH, &field(1), "new", hour, KnownRevision::default(), 2));
+    run(set_field(&field(1), "new", KnownRevision::default()));
     let [_, newest, _] = numbers(&stored(&redis)[&field(1)]);
     let before = stored(&redis);
     let older = [record(1, "old", newest - 1, FAR), record(1, "same", newest, FAR)];
@@ -291,15 +295,17 @@ fn script_does_not_overwrite_a_newer_revision() {
     assert_eq!(stored(&redis).into_keys().collect::<Vec<_>>(), [field(1), field(2)]);
     // Redis' clock was set back: a change is newer all the same.
     let known = KnownRevision { revision: FAR, keep_until_us: FAR, is_in_force: true };
-    run(overrides::set_command(HASH, &field(2), "changed", hour, known, 2));
+    run(set_field(&field(2), "changed", known));
     assert_eq!(numbers(&stored(&redis)[&field(2)])[1..], [FAR + 1, FAR]);
     // The removal of an override that Redis has lost is written.
-    let reply = run(overrides::remove_command(HASH, &field(5), known, 2));
-    assert_eq!(parse_write_reply(reply, &field(5), "").unwrap().0, WriteStatus::Written);
+    let field_5 = field(5);
+    let removal = OverrideWrite { field: &field_5, known, record: None };
+    let reply = run(removal.command(HASH, 2));
+    assert_eq!(removal.parse_reply(reply).unwrap().0, WriteStatus::Written);
     assert_eq!(numbers(&stored(&redis)[&field(5)]), [0, FAR + 1, FAR]);
     // Another gateway has removed it before.
-    let reply = run(overrides::remove_command(HASH, &field(5), known, 2));
-    assert_eq!(parse_write_reply(reply, &field(5), "").unwrap().0, WriteStatus::Unchanged);
+    let reply = run(removal.command(HASH, 2));
+    assert_eq!(removal.parse_reply(reply).unwrap().0, WriteStatus::Unchanged);
 }
 
 #[test]
@@ -309,8 +315,7 @@ fn record_that_replaces_an_expired_one_is_kept() {
     let mut run = |command: redis::Cmd| drop(command.query::<redis::Value>(&mut connection).unwrap());
     // The last one is only deleted.
     plant(&redis, (1..=3).map(|identity| (identity, [1, 1, 1])));
-    let hour = Duration::from_secs(3600);
-    run(overrides::set_command(HASH, &field(1), "new", hour, KnownRevision::default(), 2));
+    run(set_field(&field(1), "new", KnownRevision::default()));
     plant(&redis, [2, 3].into_iter().map(|identity| (identity, [1, 1, 1])));
     let lost =
         OverrideEntry { key: field(2), value: "lost".to_owned(), revision: 5, expires_at_us: FAR, keep_until_us: FAR };

@@ -105,8 +105,8 @@ impl ClusterStore {
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
         let Some(charge) = charges.first() else { return Err(StoreError::MalformedReply) };
-        let ask = |guard: ServerStore, asking| async move { guard.call(deadline, asking, operation, charges).await };
-        self.with_owner(identity_slot(charge.key.identity), deadline, ask).await
+        let call = |node: ServerStore, asking| async move { node.call(deadline, asking, operation, charges).await };
+        self.with_owner(identity_slot(charge.key.identity), deadline, call).await
     }
 
     /// Send an administrator's command about keys of one slot; see [`ServerStore::admin_command`].
@@ -115,18 +115,18 @@ impl ClusterStore {
     /// See [`StoreError`].
     pub async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
         let deadline = monotonic() + self.timeout();
-        let ask = |guard: ServerStore, asking| async move {
-            guard.admin_command(deadline.saturating_duration_since(monotonic()), asking, command).await
+        let call = |node: ServerStore, asking| async move {
+            node.admin_command(deadline.saturating_duration_since(monotonic()), asking, command).await
         };
-        self.with_owner(slot, deadline, ask).await
+        self.with_owner(slot, deadline, call).await
     }
 
-    /// Run `ask` with the master of a slot, and follow redirections.
+    /// Run `call` with the master of a slot, and follow redirections.
     async fn with_owner<T, F: Future<Output = Result<T, StoreError>>>(
         &self,
         slot: u16,
         deadline: Instant,
-        ask: impl Fn(ServerStore, bool) -> F,
+        call: impl Fn(ServerStore, bool) -> F,
     ) -> Result<T, StoreError> {
         let mut address = self.owner(slot).await?;
         let mut asking = false;
@@ -140,7 +140,7 @@ impl ClusterStore {
                 }
                 break;
             }
-            let error = match ask(self.guarded_node(&address)?, asking).await {
+            let error = match call(self.guarded_node(&address)?, asking).await {
                 Ok(answer) => return Ok(answer),
                 Err(error) => error,
             };

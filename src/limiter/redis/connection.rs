@@ -564,7 +564,7 @@ mod throttle_tests {
         for ms in 0..5000 {
             match throttle.try_begin(failed + Duration::from_millis(ms)) {
                 Ok(()) => attempts.push(ms),
-                Err(error) => assert_eq!(error.to_string(), "nothing listens there", "the reason is told"),
+                Err(error) => assert_eq!(error.to_string(), "nothing listens there", "the reason is reported"),
             }
         }
         assert!((9..=10).contains(&attempts.len()), "{attempts:?}");
@@ -627,7 +627,7 @@ mod hello_tests {
             match expected {
                 None => assert_eq!(mismatch, None, "{hello:?}"),
                 Some(expected) => {
-                    assert!(mismatch.as_ref().is_some_and(|said| said.starts_with(expected)), "{mismatch:?}")
+                    assert!(mismatch.as_ref().is_some_and(|text| text.starts_with(expected)), "{mismatch:?}")
                 }
             }
         }

@@ -51,24 +51,40 @@ pub fn hash_key(prefix: &str) -> String {
     format!("{prefix}:overrides")
 }
 
-/// Return the command that sets a field. [`parse_write_reply`] parses its reply.
-pub fn set_command(key: &str, field: &str, text: &str, ttl: Duration, known: KnownRevision, max_entries: usize) -> Cmd {
-    overrides_command(
-        key,
-        "set",
-        max_entries,
-        [(field, ttl.as_micros() as u64, known.keep_until_us, known.revision, text)],
-    )
+/// A write of one field. The revision that the gateway knows decides between concurrent writes.
+#[derive(Debug, Clone, Copy)]
+pub struct OverrideWrite<'a> {
+    /// Limit, identity and kind of the record.
+    pub field: &'a str,
+    /// The state of the field as this gateway knows it.
+    pub known: KnownRevision,
+    /// The new record, or `None` to remove it.
+    pub record: Option<(&'a str, Duration)>,
 }
 
-/// Return the command that removes a field. [`parse_write_reply`] parses its reply.
-pub fn remove_command(key: &str, field: &str, known: KnownRevision, max_entries: usize) -> Cmd {
-    overrides_command(
-        key,
-        "remove",
-        max_entries,
-        [(field, u64::from(known.is_in_force), known.keep_until_us, known.revision, "")],
-    )
+impl OverrideWrite<'_> {
+    /// Return the command for the hash at `key`.
+    pub fn command(&self, key: &str, max_records: usize) -> Cmd {
+        let KnownRevision { revision, keep_until_us, is_in_force } = self.known;
+        let (operation, number, value) = match self.record {
+            Some((value, ttl)) => ("set", ttl.as_micros() as u64, value),
+            None => ("remove", u64::from(is_in_force), ""),
+        };
+        overrides_command(key, operation, max_records, [(self.field, number, keep_until_us, revision, value)])
+    }
+
+    /// Parse the reply: the status and, if written, the record that Redis now has.
+    ///
+    /// # Errors
+    /// The reply is malformed.
+    pub fn parse_reply(&self, reply: Value) -> Result<(WriteStatus, Option<Snapshot>), StoreError> {
+        let (status, now_us, expires_at_us, revision, keep_until_us) =
+            from_redis_value::<(i64, u64, u64, u64, u64)>(reply).map_err(|_| StoreError::MalformedReply)?;
+        let status = WriteStatus::from_status(status)?;
+        let value = self.record.map_or("", |(value, _)| value).to_owned();
+        let record = OverrideEntry { key: self.field.to_owned(), value, revision, expires_at_us, keep_until_us };
+        Ok((status, (status == WriteStatus::Written).then(|| Snapshot { now_us, entries: vec![record] })))
+    }
 }
 
 /// Return the command that restores records that Redis lost. Redis keeps its own records if they are not older.
@@ -116,30 +132,6 @@ impl WriteStatus {
             _ => Err(StoreError::MalformedReply),
         }
     }
-}
-
-/// Parse the reply to [`set_command`] and [`remove_command`]: the status and, if written, the record that Redis now
-/// has.
-///
-/// # Errors
-/// The reply is malformed.
-pub fn parse_write_reply(
-    reply: Value,
-    field: &str,
-    value: &str,
-) -> Result<(WriteStatus, Option<Snapshot>), StoreError> {
-    let (status, now_us, expiry_us, revision, kept_us) =
-        from_redis_value::<(i64, u64, u64, u64, u64)>(reply).map_err(|_| StoreError::MalformedReply)?;
-    let written = WriteStatus::from_status(status)?;
-    let record = OverrideEntry {
-        key: field.to_owned(),
-        value: value.to_owned(),
-        revision,
-        expires_at_us: expiry_us,
-        keep_until_us: kept_us,
-    };
-    let totals = (written == WriteStatus::Written).then(|| Snapshot { now_us, entries: vec![record] });
-    Ok((written, totals))
 }
 
 /// Parse the reply to [`restore_command`]: a status for each record.

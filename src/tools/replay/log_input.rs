@@ -364,7 +364,7 @@ mod tests {
         let text: String = (0..20_000).map(|number| format!("line {number}\n")).collect();
         let compressed = gzip(text.as_bytes());
         let (read, failed) = lines(compressed[..compressed.len() / 2].to_vec());
-        assert!(failed, "it is said");
+        assert!(failed, "the error is reported");
         assert!(read.len() > 1000 && read.len() < 20_000, "{} lines", read.len());
         assert!(text.starts_with(&read.join("\n")), "as they were written");
     }
