@@ -229,7 +229,7 @@ pub fn upstream_status(error: &UpstreamError) -> StatusCode {
 
 fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle], is_grpc: bool) -> Response<Body> {
     let detail = match decision.retry_us() {
-        Some(us) => format!("try again in {}", format_wait(ratelimit_headers::ceil_seconds(us).max(1))),
+        Some(us) => retry_detail(ratelimit_headers::ceil_seconds(us).max(1)),
         None => "the request costs more than the limit ever allows".to_owned(),
     };
     let problem = Problem {
@@ -245,16 +245,16 @@ fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle],
     response
 }
 
-/// Format a wait for people, rounded up to its unit: a client that waits as told must not retry too early. Programs
-/// read the seconds of `Retry-After`.
-fn format_wait(seconds: u64) -> String {
+/// Return the time until a retry for people, rounded up to its unit: a client that waits this long must not be too
+/// early. Programs read the seconds of `Retry-After`.
+fn retry_detail(seconds: u64) -> String {
     let (unit, name) = match seconds {
-        ..120 => return format!("{seconds} s"),
+        ..120 => (1, "s"),
         120..7200 => (60, "minutes"),
         7200..172_800 => (3600, "hours"),
         172_800.. => (86_400, "days"),
     };
-    format!("{} {name}", seconds.div_ceil(unit))
+    format!("try again in {} {name}", seconds.div_ceil(unit))
 }
 
 /// Build a trailers-only response, as in gRPC over HTTP/2. gRPC clients read `grpc-status` and would map a 429 to
@@ -294,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn format_wait_rounds_up_to_a_readable_unit() {
+    fn retry_detail_rounds_up_to_a_readable_unit() {
         for (seconds, expected) in [
             (1, "1 s"),
             (119, "119 s"),
@@ -306,7 +306,7 @@ mod tests {
             (172_800, "2 days"),
             (870_626, "11 days"),
         ] {
-            assert_eq!(format_wait(seconds), expected);
+            assert_eq!(retry_detail(seconds), format!("try again in {expected}"));
         }
     }
 }
