@@ -144,7 +144,7 @@ pub struct Limit {
     #[schemars(extend("default" = false))]
     pub shadow: bool,
     /// Tell clients about the limit in the RateLimit headers and in `violated-policies`. `false` hides it: its denials
-    /// have only `Retry-After`.
+    /// have `Retry-After`, but do not name it.
     #[schemars(extend("default" = true))]
     pub announce: Option<Spanned<bool>>,
     /// Quota unit in the RateLimit headers (`qu`): `requests`, `tokens` or another name of up to 32 lowercase letters,
