@@ -380,9 +380,33 @@ fn key_sets() {
         b"{\"keys\": []}",
     ];
     let tokens = [
-        "{", "}", "[", "]", "\"", ":", ",", "null", "true", "1e308", "\\u0000", "\\ud800", "\"kty\":\"oct\"", "\"kty\":\"EC\"",
-        "\"crv\":\"P-256\"", "\"crv\":\"Ed25519\"", "\"crv\":\"secp256k1\"", "\"alg\":\"none\"", "\"alg\":\"HS256\"",
-        "\"use\":\"enc\"", "\"key_ops\":[\"verify\"]", "\"kid\":\"\"", "\"x\":\"\"", "\"e\":\"AQ\"", "AAAA", "=", "{\"keys\":",
+        "{",
+        "}",
+        "[",
+        "]",
+        "\"",
+        ":",
+        ",",
+        "null",
+        "true",
+        "1e308",
+        "\\u0000",
+        "\\ud800",
+        "\"kty\":\"oct\"",
+        "\"kty\":\"EC\"",
+        "\"crv\":\"P-256\"",
+        "\"crv\":\"Ed25519\"",
+        "\"crv\":\"secp256k1\"",
+        "\"alg\":\"none\"",
+        "\"alg\":\"HS256\"",
+        "\"use\":\"enc\"",
+        "\"key_ops\":[\"verify\"]",
+        "\"kid\":\"\"",
+        "\"x\":\"\"",
+        "\"e\":\"AQ\"",
+        "AAAA",
+        "=",
+        "{\"keys\":",
     ];
     fuzz("key set", &examples, &tokens, key_set::run);
 }
@@ -390,8 +414,13 @@ fn key_sets() {
 #[test]
 fn configurations() {
     let limits: &[u8] = b"[[listener]]\naddress = \"${GIVEN}:0\"\n[limit.a]\nby = [\"ip\", \"path:id\"]\nquota = \"10/s\"\nburst = 3\nmax_wait = \"1s\"\n[limit.b]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"5\"\n[[route]]\nname = \"r\"\npath = \"/{id}\"\nlimits = [\"a\", \"b\"]\nrespond = { status = 200 }\n";
-    let examples: [&[u8]; 5] =
-        [include_bytes!("../gateway.toml"), limits, ACCESS.as_bytes(), include_bytes!("config/valid/everything.toml"), b""];
+    let examples: [&[u8]; 5] = [
+        include_bytes!("../gateway.toml"),
+        limits,
+        ACCESS.as_bytes(),
+        include_bytes!("config/valid/everything.toml"),
+        b"",
+    ];
     let tokens = [
         "\"",
         "'",

@@ -67,8 +67,11 @@ pub(crate) fn run(data: &[u8]) {
         assert_eq!(headers.get_all(name).iter().count(), 1, "{name}");
     }
     for standing in &standings {
-        for name in [format!("x-ratelimit-reset-{}", standing.unit), format!("anthropic-ratelimit-{}-reset", standing.unit)] {
-            let has_time = standings.iter().any(|other| other.unit == standing.unit && other.period != QuotaPeriod::InFlight);
+        for name in
+            [format!("x-ratelimit-reset-{}", standing.unit), format!("anthropic-ratelimit-{}-reset", standing.unit)]
+        {
+            let has_time =
+                standings.iter().any(|other| other.unit == standing.unit && other.period != QuotaPeriod::InFlight);
             assert_eq!(headers.contains_key(&name), has_time, "{name}");
         }
     }

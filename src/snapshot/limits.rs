@@ -211,7 +211,8 @@ fn quota_unit(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Opti
         && unit.starts_with(|c: char| c.is_ascii_lowercase())
         && unit.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
     let (message, hint) = if !is_valid {
-        let hint = "1 to 32 lowercase letters, digits or `-`, such as \"requests\" or \"tokens\": units appear in headers";
+        let hint =
+            "1 to 32 lowercase letters, digits or `-`, such as \"requests\" or \"tokens\": units appear in headers";
         (format!("`{unit}` is not a valid unit"), hint.to_owned())
     } else if unit == CONCURRENT_REQUESTS {
         (format!("`{unit}` is the unit of concurrency limits"), "algorithm = \"concurrency\" without `unit`".to_owned())

@@ -226,7 +226,8 @@ fn openai_and_anthropic_headers_report_the_effective_limit_of_each_unit() {
     };
     let told = |reply: &Reply| -> Vec<String> {
         let by_unit = |name: &str| name.contains("ratelimit") && !name.ends_with("-reset");
-        let told = reply.headers.iter().filter(|(name, _)| by_unit(name)).map(|(name, value)| format!("{name}: {value}"));
+        let told =
+            reply.headers.iter().filter(|(name, _)| by_unit(name)).map(|(name, value)| format!("{name}: {value}"));
         let mut told: Vec<_> = told.collect();
         told.sort();
         told
