@@ -24,6 +24,8 @@ mod field_writer;
 mod forwarded;
 #[path = "../fuzz/targets/head.rs"]
 mod head;
+#[path = "../fuzz/targets/key_set.rs"]
+mod key_set;
 #[path = "../fuzz/targets/proxy.rs"]
 mod proxy;
 #[path = "../fuzz/targets/rewrite.rs"]
@@ -299,10 +301,126 @@ fn heads_to_identities() {
     fuzz("head, route, identity", &examples, &tokens, head::run);
 }
 
+/// Every key about who may come in, where requests go and what their headers are.
+const ACCESS: &str = r#"[server]
+block_unknown_hosts = true
+[tiers]
+from = "jwt:plan"
+[[listener]]
+name = "plain"
+address = "127.0.0.1:0"
+allow = ["10.0.0.0/8", "file:blocked.txt"]
+deny = ["10.9.0.1"]
+[auth.keys]
+kind = "api-key"
+header = ["authorization", "x-api-key"]
+scheme = "Bearer"
+consumers = "consumers.toml"
+on_missing = "anonymous"
+on_unknown = "accept"
+forward_credential = true
+[auth.users]
+kind = "basic"
+users = "htpasswd"
+realm = "a \"realm\""
+[auth.tokens]
+kind = "jwt"
+jwks_file = "jwks.json"
+issuer = "https://issuer.test"
+audience = "a"
+claims = { scope = "write" }
+[auth.sso]
+kind = "forward"
+url = "http://127.0.0.1:1/verify"
+request_headers = ["cookie"]
+response_headers = ["x-user"]
+timeout = "2s"
+on_error = "allow"
+cache = { by = ["cookie"], ttl = "10s", max_entries = 10 }
+[limit.l]
+by = ["basic", "ip"]
+quota = "10/s"
+unit = "tokens"
+announce = false
+[upstream.u]
+servers = ["http://127.0.0.1:1"]
+client_cert_header = true
+proxy_protocol = "v2"
+[[route]]
+name = "r"
+hosts = ["a.test", "*.b.test"]
+listeners = ["plain"]
+path_regex = '/v(?<version>[0-9]+)/[a-z]{1,20}'
+match = { headers = { x-plan = { prefix = "a" } }, query = { debug = { present = true } } }
+trailing_slash = "redirect"
+upstream = "u"
+limits = ["l"]
+require = ["keys", ["users", "tokens"]]
+identify = ["sso"]
+allow = ["10.0.0.0/8"]
+deny = ["10.9.0.0/16"]
+cors = { origins = ["https://a.test", "https://*.b.test"], methods = ["GET"], headers = ["x-a"], credentials = true, max_age = "10m", expose = ["x-total"] }
+mirror = { upstream = "u", percent = 10, max_body = "64KiB", max_in_flight = 100 }
+request_headers = { set = { x-user = "{consumer}" } }
+response_headers = { set = { x-id = "{request_id}" }, on_errors = true }
+[[route]]
+name = "s"
+path = "/"
+redirect = { scheme = "https", port = 443, status = 308 }
+"#;
+
+/// JSON Web Key Sets, as issuers publish them.
+#[test]
+fn key_sets() {
+    let examples: [&[u8]; 5] = [
+        include_bytes!("certs/jwks.json"),
+        include_bytes!("config/invalid/jwks_symmetric.json"),
+        include_bytes!("config/invalid/jwks_twice.json"),
+        include_bytes!("config/invalid/jwks_broken_key.json"),
+        b"{\"keys\": []}",
+    ];
+    let tokens = [
+        "{",
+        "}",
+        "[",
+        "]",
+        "\"",
+        ":",
+        ",",
+        "null",
+        "true",
+        "1e308",
+        "\\u0000",
+        "\\ud800",
+        "\"kty\":\"oct\"",
+        "\"kty\":\"EC\"",
+        "\"crv\":\"P-256\"",
+        "\"crv\":\"Ed25519\"",
+        "\"crv\":\"secp256k1\"",
+        "\"alg\":\"none\"",
+        "\"alg\":\"HS256\"",
+        "\"use\":\"enc\"",
+        "\"key_ops\":[\"verify\"]",
+        "\"kid\":\"\"",
+        "\"x\":\"\"",
+        "\"e\":\"AQ\"",
+        "AAAA",
+        "=",
+        "{\"keys\":",
+    ];
+    fuzz("key set", &examples, &tokens, key_set::run);
+}
+
 #[test]
 fn configurations() {
     let limits: &[u8] = b"[[listener]]\naddress = \"${GIVEN}:0\"\n[limit.a]\nby = [\"ip\", \"path:id\"]\nquota = \"10/s\"\nburst = 3\nmax_wait = \"1s\"\n[limit.b]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"5\"\n[[route]]\nname = \"r\"\npath = \"/{id}\"\nlimits = [\"a\", \"b\"]\nrespond = { status = 200 }\n";
-    let examples: [&[u8]; 3] = [include_bytes!("../gateway.toml"), limits, b""];
+    let examples: [&[u8]; 5] = [
+        include_bytes!("../gateway.toml"),
+        limits,
+        ACCESS.as_bytes(),
+        include_bytes!("config/valid/everything.toml"),
+        b"",
+    ];
     let tokens = [
         "\"",
         "'",
@@ -344,6 +462,31 @@ fn configurations() {
         "path = \"/{*rest}\"\n",
         "by = []\n",
         "*.",
+        "announce = false\n",
+        "unit = \"tokens\"\n",
+        "ratelimit_headers = [\"openai\", \"anthropic\"]\n",
+        "include = [\"*.toml\"]\n",
+        "path_regex = '/a/[0-9]+'\n",
+        "path_regex = '(a{1000}){1000}'\n",
+        "(?i)",
+        "\\p{L}",
+        "match = { headers = { x-a = { regex = 'a+' } } }\n",
+        "{ present = true }",
+        "{ absent = true }",
+        "{ prefix = \"\" }",
+        "{client_ip}",
+        "{consumer}",
+        "{{",
+        "}}",
+        "https://*.a.test",
+        "https://a.test:443",
+        "null",
+        "10.0.0.0/33",
+        "::ffff:10.0.0.1",
+        "file:blocked.txt",
+        "[auth.k]\nkind = \"basic\"\nusers = \"htpasswd\"\n",
+        "require = [\"k\", [\"k\", \"t\"]]\n",
+        "tiers.from = \"auth:x-plan\"\n",
     ];
     fuzz("configuration", &examples, &tokens, configuration::run);
 }

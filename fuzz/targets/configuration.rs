@@ -5,8 +5,16 @@ use sluicegate::snapshot::CompiledConfig;
 thread_local! {
     static DIRECTORY: tempfile::TempDir = {
         let directory = tempfile::tempdir().expect("a folder");
-        // What the shipped configuration names.
-        std::fs::write(directory.path().join("consumers.toml"), include_str!("../../consumers.toml")).expect("a file");
+        // What the examples name.
+        for (name, text) in [
+            ("consumers.toml", include_str!("../../consumers.toml")),
+            ("jwks.json", include_str!("../../tests/certs/jwks.json")),
+            // The user `u` with the password `p`, as `htpasswd` writes it.
+            ("htpasswd", "u:$apr1$01234567$Hxhr8xh.ujGiqqlDGh50P/\n"),
+            ("blocked.txt", "# networks\n192.0.2.0/24\n2001:db8::/32\n"),
+        ] {
+            std::fs::write(directory.path().join(name), text).expect("a file");
+        }
         directory
     };
 }

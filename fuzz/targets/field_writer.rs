@@ -1,13 +1,16 @@
-//! The RateLimit fields are structured fields (RFC 9651) that say what they were told, whatever the numbers are.
+//! The RateLimit fields are structured fields (RFC 9651) that say what they were told, whatever the numbers are; those of
+//! the older styles and of the styles by unit are single values.
 
 use http::HeaderMap;
 use sfv::{BareItem, List, ListEntry, Parser};
 use sluicegate::http::ratelimit_headers::{
-    HeaderStyle, LimitStatus, QuotaUnit, append_ratelimit_headers, ceil_seconds, ratelimit_policy, set_retry_after,
+    HeaderStyle, LimitStatus, QuotaPeriod, append_style_headers, ceil_seconds, ratelimit_policy, set_retry_after,
 };
 
 /// The characters that names of limits may have.
 const NAMES: &[u8] = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
+/// Units as in the configuration.
+const UNITS: [&str; 4] = ["requests", "tokens", "concurrent-requests", "a-1"];
 /// The largest Integer (RFC 9651 §3.3.1).
 const LARGEST: u64 = 999_999_999_999_999;
 /// Quotas and what remains of them are exact up to here; times are in µs.
@@ -24,27 +27,25 @@ pub(crate) fn run(data: &[u8]) {
         .zip(&names)
         .map(|(limit, name)| {
             let number = |at: usize| u64::from_le_bytes(limit[at..at + 8].try_into().expect("eight bytes"));
-            let counts = match limit[0] % 3 {
-                0 => QuotaUnit::ConcurrentRequests,
-                1 => QuotaUnit::PerWindow { window_s: None },
-                _ => QuotaUnit::PerWindow { window_s: Some(ceil_seconds(number(33) % EXACT)) },
+            let period = match limit[0] % 3 {
+                0 => QuotaPeriod::InFlight,
+                1 => QuotaPeriod::Window { seconds: None },
+                _ => QuotaPeriod::Window { seconds: Some(ceil_seconds(number(33) % EXACT)) },
             };
+            let unit = UNITS[usize::from(limit[0] / 3) % UNITS.len()];
             let (quota, remaining, until_us) = (number(9) % EXACT, number(17) % EXACT, number(25) % EXACT);
-            LimitStatus { name, quota, unit: counts, remaining, reset_us: until_us }
+            LimitStatus { name, quota, unit, period, remaining, reset_us: until_us }
         })
         .collect();
-    let written = ratelimit_policy(standings.iter().copied());
-    assert_eq!(written.is_none(), standings.is_empty(), "an empty list is not sent");
     let mut headers = HeaderMap::new();
-    let binding = standings.first().copied();
-    append_ratelimit_headers(
-        &mut headers,
-        &[HeaderStyle::Draft11, HeaderStyle::Draft03, HeaderStyle::Github],
-        written,
-        standings.iter().copied(),
-        binding,
-        EXACT,
-    );
+    let policy = ratelimit_policy(standings.iter().copied());
+    assert_eq!(policy.is_none(), standings.is_empty(), "an empty list is not sent");
+    headers.extend(policy.map(|policy| (http::HeaderName::from_static("ratelimit-policy"), policy)));
+    for style in
+        [HeaderStyle::Draft11, HeaderStyle::Draft03, HeaderStyle::Github, HeaderStyle::OpenAi, HeaderStyle::Anthropic]
+    {
+        append_style_headers(&mut headers, style, standings.iter().copied(), EXACT);
+    }
     for (field, first, quantity) in [("ratelimit-policy", "q", 0), ("ratelimit", "r", 1)] {
         let Some(value) = headers.get(field) else { continue };
         let list = Parser::new(value.as_bytes()).parse::<List>().unwrap_or_else(|error| panic!("{value:?}: {error}"));
@@ -55,12 +56,26 @@ pub(crate) fn run(data: &[u8]) {
             let told = if quantity == 0 { standing.quota } else { standing.remaining };
             let number = item.params.get(first).and_then(BareItem::as_integer).map(i64::from);
             assert_eq!(number, i64::try_from(told.min(LARGEST)).ok(), "{value:?}");
+            // The default of the specification is not sent.
+            let unit = item.params.get("qu").and_then(BareItem::as_string).map(|unit| unit.as_str());
+            let expected = Some(standing.unit).filter(|unit| quantity == 0 && *unit != "requests");
+            assert_eq!(unit, expected, "{value:?}");
         }
     }
-    for value in headers.iter().filter(|(name, _)| name.as_str().contains("limit-")).map(|(_, value)| value) {
-        assert!(value.to_str().is_ok(), "{value:?}");
+    for (name, value) in headers.iter().filter(|(name, _)| name.as_str().contains("limit-")) {
+        assert!(value.to_str().is_ok(), "{name}: {value:?}");
+        assert_eq!(headers.get_all(name).iter().count(), 1, "{name}");
     }
-    if let Some(standing) = binding {
+    for standing in &standings {
+        for name in
+            [format!("x-ratelimit-reset-{}", standing.unit), format!("anthropic-ratelimit-{}-reset", standing.unit)]
+        {
+            let has_time =
+                standings.iter().any(|other| other.unit == standing.unit && other.period != QuotaPeriod::InFlight);
+            assert_eq!(headers.contains_key(&name), has_time, "{name}");
+        }
+    }
+    if let Some(standing) = standings.first() {
         set_retry_after(&mut headers, standing.reset_us);
         let told: u64 = headers["retry-after"].to_str().expect("digits").parse().expect("digits");
         assert!(

@@ -90,6 +90,8 @@ struct ConnectionCounts {
 struct LimitDecisionCounts<'a> {
     limit: &'a str,
     quota: String,
+    /// Quota unit, such as `requests`.
+    unit: &'a str,
     shadow: bool,
     /// Decisions since the start of the process, by kind.
     decisions: BTreeMap<&'static str, u64>,
@@ -230,6 +232,7 @@ fn second_event(
     let limits = active.config.limits.iter().map(|(name, compiled)| LimitDecisionCounts {
         limit: name,
         quota: compiled.limit.default_variant.quota.to_string(),
+        unit: &compiled.limit.unit,
         shadow: compiled.limit.shadow,
         decisions: LimitDecision::ALL.iter().map(|kind| kind.label()).zip(decisions.of(name)).collect(),
         interval: interval.and_then(|_| limit_intervals.get(name.as_str())?.back().copied()),

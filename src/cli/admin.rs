@@ -14,6 +14,7 @@ use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::{Map, Value, json};
 
 use crate::cli::admin::client::AdminClient;
+use crate::limiter::spec::{CONCURRENT_REQUESTS, DEFAULT_UNIT};
 
 /// A command for a running gateway.
 #[derive(Debug, Subcommand)]
@@ -300,6 +301,14 @@ pub(crate) fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()
     Ok(())
 }
 
+/// Return the text after a quota that counts something else than requests, such as ` tokens`.
+pub(crate) fn unit_suffix(unit: &str) -> String {
+    match unit {
+        "" | DEFAULT_UNIT | CONCURRENT_REQUESTS => String::new(),
+        unit => format!(" {unit}"),
+    }
+}
+
 /// Write a response of `/api/identities`.
 pub(crate) fn write_identities(response: &Value, out: &mut impl Write) -> io::Result<()> {
     let statuses = as_list(&response["limits"]);
@@ -308,7 +317,7 @@ pub(crate) fn write_identities(response: &Value, out: &mut impl Write) -> io::Re
         [
             printable(&entry["limit"]) + shadow,
             printable(&entry["decision"]),
-            printable(&entry["quota"]),
+            printable(&entry["quota"]) + &unit_suffix(&printable(&entry["unit"])),
             format!("{} of {}", entry["remaining"], entry["capacity"]),
             format_seconds(&entry["reset_seconds"]),
             format_seconds(&entry["retry_seconds"]),

@@ -17,7 +17,7 @@ use toml::de::{DeTable, DeValue};
 use uuid::Uuid;
 
 use crate::cli::admin::client::AdminClient;
-use crate::cli::admin::request_target;
+use crate::cli::admin::{request_target, unit_suffix};
 use crate::cli::{EXIT_INVALID_CONFIG, doctor, env_var};
 use crate::config::Config;
 use crate::config::error::{ConfigError, FileIssues, Issue};
@@ -245,6 +245,8 @@ pub(crate) struct Guarantee<'a> {
     tier: Option<&'a str>,
     /// Maximum cost admitted in any window, or requests in flight.
     max_admitted: u64,
+    /// Quota unit, such as `requests`.
+    unit: &'a str,
     /// Length of the window. None: concurrency limit.
     window_seconds: Option<f64>,
     capacity: u64,
@@ -262,6 +264,7 @@ pub(crate) fn guarantees(compiled: &CompiledLimit) -> impl Iterator<Item = Guara
         limit: &limit.name,
         tier,
         max_admitted: variant.worst_case(),
+        unit: &limit.unit,
         window_seconds: window_seconds(variant),
         capacity: variant.rule.capacity(),
         prefetch: prefetch_per_gateway(limit, variant),
@@ -292,7 +295,7 @@ impl Guarantee<'_> {
         if let Some(tier) = self.tier {
             text += &format!(", tier {tier}");
         }
-        text += &format!(": at most {} ", self.max_admitted);
+        text += &format!(": at most {}{} ", self.max_admitted, unit_suffix(self.unit));
         text += &match self.window_seconds {
             None => "at the same time".to_owned(),
             Some(seconds) => format!("in any {}, {} at once", format_window(seconds), self.capacity),

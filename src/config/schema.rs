@@ -104,7 +104,13 @@ pub(super) fn key_hashes(_: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn dialects(_: &mut SchemaGenerator) -> Schema {
-    array_schema(&json_schema!({ "type": "string", "enum": ["ietf", "draft-11", "draft-07", "draft-03", "github"] }))
+    array_schema(
+        &json_schema!({ "type": "string", "enum": ["ietf", "draft-11", "draft-07", "draft-03", "github", "openai", "anthropic"] }),
+    )
+}
+
+pub(super) fn unit(_: &mut SchemaGenerator) -> Schema {
+    pattern_schema("^[a-z][a-z0-9-]{0,31}$")
 }
 
 pub(super) fn identities(_: &mut SchemaGenerator) -> Schema {

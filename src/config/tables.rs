@@ -55,9 +55,10 @@ pub struct Route {
     /// Allow protocol upgrades, such as WebSocket.
     #[schemars(extend("default" = false))]
     pub websocket: Option<Spanned<bool>>,
-    /// Styles of the RateLimit headers: `draft-11` (all limits) or `draft-07`, `draft-03`, `github`. `ietf` is the
-    /// newest draft, `draft-11`. `[]` = no headers. The older styles describe one limit: the violated one with the
-    /// longest wait, otherwise the one with the smallest remaining share.
+    /// Styles of the RateLimit headers: `draft-11` (all limits), `draft-07`, `draft-03`, `github`, `openai` or
+    /// `anthropic`. `ietf` is the newest draft, `draft-11`. `[]` = no headers. The other styles describe one limit,
+    /// `openai` and `anthropic` one for each `unit`: the violated one with the longest wait, otherwise the one with the
+    /// smallest remaining share.
     #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
     pub ratelimit_headers: Option<Vec<Text>>,
     /// Send `Access-Control-Expose-Headers` for the RateLimit headers and `Retry-After`.
@@ -142,6 +143,14 @@ pub struct Limit {
     /// Dry run: decide and log (`shadow_denied` in the access log), but never deny and send no response headers.
     #[schemars(extend("default" = false))]
     pub shadow: bool,
+    /// Tell clients about the limit in the RateLimit headers and in `violated-policies`. `false` hides it: its denials
+    /// have `Retry-After`, but do not name it.
+    #[schemars(extend("default" = true))]
+    pub announce: Option<Spanned<bool>>,
+    /// Quota unit in the RateLimit headers (`qu`): `requests`, `tokens` or another name of up to 32 lowercase letters,
+    /// digits and `-`. It only names what `cost` counts. Not for `concurrency`, whose unit is `concurrent-requests`.
+    #[schemars(schema_with = "schema::unit", extend("default" = "requests"))]
+    pub unit: Option<Text>,
     /// HTTP methods that the limit applies to, such as `["POST"]`. Default: all.
     pub methods: Option<Vec<Text>>,
     /// Identities that are never limited: `SOURCE=VALUE` with a source of `by`, such as `"api-key=batch"` (a consumer,

@@ -1,5 +1,7 @@
-//! The RateLimit headers: draft-ietf-httpapi-ratelimit-headers-11 as structured fields (RFC 9651), and older styles.
+//! The RateLimit headers: draft-ietf-httpapi-ratelimit-headers-11 as structured fields (RFC 9651), older styles, and those of the
+//! OpenAI and Anthropic APIs.
 
+use std::borrow::Cow;
 use std::fmt::Write;
 
 use bytes::BytesMut;
@@ -8,6 +10,7 @@ use http::header::{HeaderName, HeaderValue, RETRY_AFTER};
 
 use crate::limiter::algorithm::{Rule, Status};
 use crate::limiter::decision::{Decision, LimitResult};
+use crate::limiter::spec::DEFAULT_UNIT;
 
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -21,6 +24,7 @@ const GITHUB_HEADERS: [HeaderName; 3] = [
     HeaderName::from_static("x-ratelimit-remaining"),
     HeaderName::from_static("x-ratelimit-reset"),
 ];
+const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 
 /// Maximum Integer of a structured field (RFC 9651 §3.3.1).
 const MAX_INTEGER: u64 = 999_999_999_999_999;
@@ -32,45 +36,48 @@ pub struct LimitStatus<'a> {
     pub name: &'a str,
     /// Quota in tokens per window.
     pub quota: u64,
-    /// What the limit counts.
-    pub unit: QuotaUnit,
+    /// Quota unit: what the quota counts, such as `requests`. Lowercase letters, digits and `-`.
+    pub unit: &'a str,
+    /// What makes the quota available again.
+    pub period: QuotaPeriod,
     /// Remaining whole tokens.
     pub remaining: u64,
     /// Time in µs until the whole quota is available again, or until the denied request would be admitted.
     pub reset_us: u64,
 }
 
-/// What a limit counts.
+/// What makes a quota available again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum QuotaUnit {
-    /// Tokens in a window.
-    PerWindow {
+pub enum QuotaPeriod {
+    /// Time.
+    Window {
         /// Length of the window in whole seconds, rounded up; `None` for calendar windows.
-        window_s: Option<u64>,
+        seconds: Option<u64>,
     },
-    /// Concurrent requests, which are not released by a window.
-    ConcurrentRequests,
+    /// The end of requests in flight, whose time is unknown.
+    InFlight,
 }
 
 /// Return the status of a limit for the response to an admitted request.
 pub fn limit_status<'a>(result: &LimitResult<'a>) -> LimitStatus<'a> {
     let LimitResult { limit, quota, outcome, .. } = result;
-    // The end of requests in flight is unknown.
-    let (unit, reset_us) = match limit.default_variant.rule {
-        Rule::Concurrency(_) => (QuotaUnit::ConcurrentRequests, 0),
-        _ => (QuotaUnit::PerWindow { window_s: quota.window_us.map(ceil_seconds) }, outcome.reset_us),
+    let (period, reset_us) = match limit.default_variant.rule {
+        Rule::Concurrency(_) => (QuotaPeriod::InFlight, 0),
+        _ => (QuotaPeriod::Window { seconds: quota.window_us.map(ceil_seconds) }, outcome.reset_us),
     };
-    LimitStatus { name: &limit.name, quota: quota.count, unit, remaining: outcome.remaining, reset_us }
+    let (name, unit) = (&*limit.name, &*limit.unit);
+    LimitStatus { name, quota: quota.count, unit, period, remaining: outcome.remaining, reset_us }
 }
 
 /// Return the value of `RateLimit-Policy` for these limits, sent with every response that they applied to.
 pub fn ratelimit_policy<'a>(limits: impl Iterator<Item = LimitStatus<'a>>) -> Option<HeaderValue> {
     structured_list(limits, |out, limit| {
         write!(out, "\"{}\";q={}", limit.name, limit.quota.min(MAX_INTEGER))?;
-        match limit.unit {
-            QuotaUnit::PerWindow { window_s } => write_window(out, window_s),
-            QuotaUnit::ConcurrentRequests => out.write_str(";qu=\"concurrent-requests\""),
+        // The default unit is `requests` (§3.1).
+        if limit.unit != DEFAULT_UNIT {
+            write!(out, ";qu=\"{}\"", limit.unit)?;
         }
+        write_window(out, limit.period)
     })
 }
 
@@ -85,46 +92,106 @@ pub enum HeaderStyle {
     Draft03,
     /// `x-ratelimit-*` as used by GitHub: the effective limit, with the reset in seconds since the Unix epoch.
     Github,
+    /// `x-ratelimit-*-requests` and `x-ratelimit-*-tokens` as used by the OpenAI API: the effective limit of each unit,
+    /// with the reset as a duration such as `6m0s`.
+    OpenAi,
+    /// `anthropic-ratelimit-requests-*` and `anthropic-ratelimit-tokens-*` as used by the Anthropic API: the effective
+    /// limit of each unit, with the reset as a time in RFC 3339.
+    Anthropic,
 }
 
 impl HeaderStyle {
-    /// Return the names of the headers that the style sets.
-    pub fn header_names(self) -> &'static str {
+    /// Return the names of the headers that the style sets for limits with these quota units, separated by commas.
+    pub fn header_names(self, units: &[&str]) -> Cow<'static, str> {
         match self {
-            HeaderStyle::Draft11 | HeaderStyle::Draft07 => "RateLimit, RateLimit-Policy",
-            HeaderStyle::Draft03 => "RateLimit-Limit, RateLimit-Remaining, RateLimit-Reset",
-            HeaderStyle::Github => "X-RateLimit-Limit, X-RateLimit-Remaining, X-RateLimit-Reset",
+            HeaderStyle::Draft11 | HeaderStyle::Draft07 => "RateLimit, RateLimit-Policy".into(),
+            HeaderStyle::Draft03 => "RateLimit-Limit, RateLimit-Remaining, RateLimit-Reset".into(),
+            HeaderStyle::Github => "X-RateLimit-Limit, X-RateLimit-Remaining, X-RateLimit-Reset".into(),
+            HeaderStyle::OpenAi | HeaderStyle::Anthropic => {
+                let names = units.iter().flat_map(|unit| UNIT_HEADERS.map(|part| self.unit_header_name(part, unit)));
+                names.chain(["retry-after-ms".to_owned()]).collect::<Vec<_>>().join(", ").into()
+            }
+        }
+    }
+
+    /// Return whether the style has headers for each quota unit, and `retry-after-ms`.
+    fn is_by_unit(self) -> bool {
+        matches!(self, HeaderStyle::OpenAi | HeaderStyle::Anthropic)
+    }
+
+    /// Return the name of the header with `part` of the limit of a unit.
+    fn unit_header_name(self, part: &str, unit: &str) -> String {
+        match self {
+            HeaderStyle::Anthropic => format!("anthropic-ratelimit-{unit}-{part}"),
+            _ => format!("x-ratelimit-{part}-{unit}"),
         }
     }
 }
 
-/// Append the RateLimit headers of a decision. A denial lists the violated limits with their waits, and sets
-/// `Retry-After` if the same request can pass later. `policy` is the value of `RateLimit-Policy` if it is known;
-/// `None` derives it from the decision.
+/// Append the RateLimit headers of a decision about its announced limits. A denial describes the violated limits with
+/// their waits, and sets `Retry-After` if the same request can pass later. `policy` is the value of `RateLimit-Policy`
+/// if it is known; `None` derives it from the decision.
 pub fn append_decision_headers(
     headers: &mut HeaderMap,
     styles: &[HeaderStyle],
     policy: Option<&HeaderValue>,
     decision: &Decision<'_>,
 ) {
-    let statuses = || decision.results.iter().map(limit_status);
-    let policy = policy.cloned().or_else(|| ratelimit_policy(statuses()));
-    let (effective, now_us) = (effective_limit(decision), decision.now_us);
-    if decision.admitted {
-        append_ratelimit_headers(headers, styles, policy, statuses(), effective, now_us);
-        return;
+    let announced = || decision.results.iter().filter(|result| result.limit.announce);
+    for style in styles {
+        match style {
+            HeaderStyle::Draft11 => {
+                let policy = policy.cloned().or_else(|| ratelimit_policy(announced().map(limit_status)));
+                append_header(headers, RATELIMIT_POLICY, policy);
+                // The outcomes of limits that are not involved in a denial are unknown.
+                if decision.admitted {
+                    append_style_headers(headers, *style, announced().map(limit_status), decision.now_us);
+                } else {
+                    append_style_headers(headers, *style, violated_statuses(announced()), decision.now_us);
+                }
+            }
+            HeaderStyle::Draft07 | HeaderStyle::Draft03 | HeaderStyle::Github => {
+                let effective = effective_status(announced(), decision.admitted);
+                append_style_headers(headers, *style, effective.into_iter(), decision.now_us);
+            }
+            HeaderStyle::OpenAi | HeaderStyle::Anthropic => {
+                for (index, result) in announced().enumerate() {
+                    let has_same_unit = |other: &&LimitResult<'_>| other.limit.unit == result.limit.unit;
+                    if !announced().take(index).any(|other| has_same_unit(&other)) {
+                        let effective = effective_status(announced().filter(has_same_unit), decision.admitted);
+                        append_style_headers(headers, *style, effective.into_iter(), decision.now_us);
+                    }
+                }
+            }
+        }
     }
-    append_ratelimit_headers(headers, styles, policy, violated_statuses(decision), effective, now_us);
-    if let Some(retry_us) = decision.retry_us() {
+    if let Some(retry_us) = decision.retry_us().filter(|_| !decision.admitted) {
         set_retry_after(headers, retry_us);
+        if styles.iter().any(|style| style.is_by_unit()) {
+            // The time of the next free concurrency permit is unknown.
+            let retry_ms = if retry_us == 0 { 1000 } else { retry_us.div_ceil(1000) };
+            headers.insert(RETRY_AFTER_MS, HeaderValue::from(retry_ms));
+        }
     }
 }
 
-/// Return the limit shown by older header styles: the violated limit with the longest wait, otherwise the limit with
-/// the smallest remaining share of its quota.
+/// Return the limit that the access log shows: the violated limit with the longest wait, otherwise the limit with the
+/// smallest remaining share of its quota. Older header styles show the same limit if it is announced.
 pub fn effective_limit<'a>(decision: &Decision<'a>) -> Option<LimitStatus<'a>> {
-    let violated = violated_statuses(decision).max_by_key(|status| status.reset_us);
-    let statuses = decision.results.iter().map(limit_status);
+    effective_status(decision.results.iter(), decision.admitted)
+}
+
+/// Return the effective limit of these results. A denial has none among limits that are not violated: their remaining
+/// quota is unknown.
+fn effective_status<'a, 'b>(
+    results: impl Iterator<Item = &'b LimitResult<'a>> + Clone,
+    admitted: bool,
+) -> Option<LimitStatus<'a>>
+where
+    'a: 'b,
+{
+    let violated = violated_statuses(results.clone()).max_by_key(|status| status.reset_us);
+    let statuses = results.filter(|result| admitted || result.denies()).map(limit_status);
     // Compare r1/q1 < r2/q2 without division.
     let product = |one: &LimitStatus<'_>, other: &LimitStatus<'_>| u128::from(one.remaining) * u128::from(other.quota);
     violated.or_else(|| statuses.min_by(|one, other| product(one, other).cmp(&product(other, one))))
@@ -132,73 +199,121 @@ pub fn effective_limit<'a>(decision: &Decision<'a>) -> Option<LimitStatus<'a>> {
 
 /// Return the violated limits with their waits. Waits are rounded up to whole seconds, so that the largest equals
 /// `Retry-After`.
-fn violated_statuses<'a, 'b>(decision: &'b Decision<'a>) -> impl Iterator<Item = LimitStatus<'a>> + use<'a, 'b> {
-    decision.violated().filter(|result| result.outcome.status != Status::CostTooLarge).map(|result| {
+fn violated_statuses<'a, 'b>(
+    results: impl Iterator<Item = &'b LimitResult<'a>>,
+) -> impl Iterator<Item = LimitStatus<'a>>
+where
+    'a: 'b,
+{
+    results.filter(|result| matches!(result.outcome.status, Status::Exceeded | Status::Saturated)).map(|result| {
         let wait_us = if result.outcome.status == Status::Saturated { 0 } else { result.outcome.retry_us };
         LimitStatus { reset_us: ceil_seconds(wait_us).max(1) * 1_000_000, ..limit_status(result) }
     })
 }
 
-/// Append the headers to those that the upstream sent about its own limits. Draft 11 lists all `limits`. The older
-/// styles have space for one, the `effective` limit.
-pub fn append_ratelimit_headers<'a>(
+/// Append the headers of one style to those that the upstream sent about its own limits. Draft 11 lists all `limits`;
+/// `RateLimit-Policy` is separate. The other styles have space for one limit, those by unit for one limit of each unit.
+/// They replace the upstream's headers, since their clients read a single value. `now_us` is µs since the Unix epoch.
+pub fn append_style_headers<'a>(
     headers: &mut HeaderMap,
-    styles: &[HeaderStyle],
-    policy: Option<HeaderValue>,
-    limits: impl Iterator<Item = LimitStatus<'a>>,
-    effective: Option<LimitStatus<'a>>,
+    style: HeaderStyle,
+    mut limits: impl Iterator<Item = LimitStatus<'a>>,
     now_us: u64,
 ) {
-    if styles.contains(&HeaderStyle::Draft11) {
-        // Formatted with itoa: it is part of every response, and std formatting is a considerable share of the cost of
-        // a decision.
-        let statuses = structured_list(limits, |out, limit| {
-            let mut digits = itoa::Buffer::new();
-            for part in ["\"", limit.name, "\";r=", digits.format(limit.remaining.min(MAX_INTEGER))] {
-                out.extend_from_slice(part.as_bytes());
-            }
-            if let QuotaUnit::PerWindow { .. } = limit.unit {
-                out.extend_from_slice(b";t=");
-                out.extend_from_slice(digits.format(ceil_seconds(limit.reset_us)).as_bytes());
-            }
-            Ok(())
-        });
-        append_header(headers, RATELIMIT_POLICY, policy);
-        append_header(headers, RATELIMIT, statuses);
-    }
-    let Some(effective) = effective else { return };
-    let (quota, remaining, reset) = (effective.quota, effective.remaining, ceil_seconds(effective.reset_us));
-    let append_triple = |headers: &mut HeaderMap, names: [HeaderName; 3], reset: u64| {
-        for (name, number) in names.into_iter().zip([quota, remaining, reset]) {
-            headers.append(name, HeaderValue::from(number));
+    match style {
+        HeaderStyle::Draft11 => {
+            // Formatted with itoa: it is part of every response, and std formatting is a considerable share of the cost
+            // of a decision.
+            let statuses = structured_list(limits, |out, limit| {
+                let mut digits = itoa::Buffer::new();
+                for part in ["\"", limit.name, "\";r=", digits.format(limit.remaining.min(MAX_INTEGER))] {
+                    out.extend_from_slice(part.as_bytes());
+                }
+                if let QuotaPeriod::Window { .. } = limit.period {
+                    out.extend_from_slice(b";t=");
+                    out.extend_from_slice(digits.format(ceil_seconds(limit.reset_us)).as_bytes());
+                }
+                Ok(())
+            });
+            append_header(headers, RATELIMIT, statuses);
         }
-    };
-    for style in styles {
-        match style {
-            HeaderStyle::Draft11 => {}
-            HeaderStyle::Draft07 => {
-                let effective_only = || std::iter::once(effective);
-                let policy = structured_list(effective_only(), |out, limit| {
-                    write!(out, "{}", limit.quota)?;
-                    match limit.unit {
-                        QuotaUnit::PerWindow { window_s } => write_window(out, window_s),
-                        QuotaUnit::ConcurrentRequests => Ok(()),
+        HeaderStyle::Draft07 => {
+            let Some(limit) = limits.next() else { return };
+            let LimitStatus { quota, remaining, reset_us, period, .. } = limit;
+            let policy = structured_list(std::iter::once(limit), |out, _| {
+                write!(out, "{quota}")?;
+                write_window(out, period)
+            });
+            let reset = ceil_seconds(reset_us);
+            let status = structured_list(std::iter::once(limit), |out, _| {
+                write!(out, "limit={quota}, remaining={remaining}, reset={reset}")
+            });
+            append_header(headers, RATELIMIT_POLICY, policy);
+            append_header(headers, RATELIMIT, status);
+        }
+        HeaderStyle::Draft03 => append_triple(headers, DRAFT_03_HEADERS, limits, ceil_seconds),
+        HeaderStyle::Github => {
+            append_triple(headers, GITHUB_HEADERS, limits, |reset_us| ceil_seconds(now_us + reset_us))
+        }
+        HeaderStyle::OpenAi | HeaderStyle::Anthropic => {
+            for limit in limits {
+                let reset = match (limit.period, style) {
+                    (QuotaPeriod::InFlight, _) => None,
+                    (_, HeaderStyle::Anthropic) => rfc3339(ceil_seconds(now_us + limit.reset_us)),
+                    _ => Some(go_duration(ceil_seconds(limit.reset_us))),
+                };
+                let values = [
+                    Some(HeaderValue::from(limit.quota)),
+                    Some(HeaderValue::from(limit.remaining)),
+                    reset.and_then(|reset| HeaderValue::try_from(reset).ok()),
+                ];
+                for (part, value) in UNIT_HEADERS.into_iter().zip(values) {
+                    if let (Ok(name), Some(value)) = (style.unit_header_name(part, limit.unit).try_into(), value) {
+                        let name: HeaderName = name;
+                        headers.insert(name, value);
                     }
-                });
-                let status = structured_list(effective_only(), |out, _| {
-                    write!(out, "limit={quota}, remaining={remaining}, reset={reset}")
-                });
-                append_header(headers, RATELIMIT_POLICY, policy);
-                append_header(headers, RATELIMIT, status);
+                }
             }
-            HeaderStyle::Draft03 => append_triple(headers, DRAFT_03_HEADERS, reset),
-            HeaderStyle::Github => append_triple(headers, GITHUB_HEADERS, ceil_seconds(now_us + effective.reset_us)),
         }
     }
 }
 
-fn write_window(out: &mut BytesMut, window_s: Option<u64>) -> std::fmt::Result {
-    window_s.map_or(Ok(()), |seconds| write!(out, ";w={seconds}"))
+/// The parts of a limit that styles by unit have a header for.
+const UNIT_HEADERS: [&str; 3] = ["limit", "remaining", "reset"];
+
+fn append_triple<'a>(
+    headers: &mut HeaderMap,
+    names: [HeaderName; 3],
+    mut limits: impl Iterator<Item = LimitStatus<'a>>,
+    reset: impl Fn(u64) -> u64,
+) {
+    let Some(limit) = limits.next() else { return };
+    for (name, number) in names.into_iter().zip([limit.quota, limit.remaining, reset(limit.reset_us)]) {
+        headers.append(name, HeaderValue::from(number));
+    }
+}
+
+/// Format whole seconds as Go's `time.Duration` does and the OpenAI API documents: `1s`, `6m0s`, `24h0m0s`.
+fn go_duration(seconds: u64) -> String {
+    let (hours, minutes, rest) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    match (hours, minutes) {
+        (0, 0) => format!("{rest}s"),
+        (0, _) => format!("{minutes}m{rest}s"),
+        _ => format!("{hours}h{minutes}m{rest}s"),
+    }
+}
+
+/// Format seconds since the Unix epoch in RFC 3339. Return `None` after the year 9999.
+fn rfc3339(epoch_seconds: u64) -> Option<String> {
+    let seconds = i64::try_from(epoch_seconds).ok()?;
+    jiff::Timestamp::from_second(seconds).ok().map(|time| time.to_string())
+}
+
+fn write_window(out: &mut BytesMut, period: QuotaPeriod) -> std::fmt::Result {
+    match period {
+        QuotaPeriod::Window { seconds: Some(seconds) } => write!(out, ";w={seconds}"),
+        QuotaPeriod::Window { seconds: None } | QuotaPeriod::InFlight => Ok(()),
+    }
 }
 
 fn append_header(headers: &mut HeaderMap, name: HeaderName, value: Option<HeaderValue>) {
@@ -222,9 +337,11 @@ fn structured_list<'a>(
     limits: impl Iterator<Item = LimitStatus<'a>>,
     write_item: impl Fn(&mut BytesMut, LimitStatus<'a>) -> std::fmt::Result,
 ) -> Option<HeaderValue> {
-    let mut out = BytesMut::with_capacity(96);
+    let mut out = BytesMut::new();
     for limit in limits {
-        if !out.is_empty() {
+        if out.is_empty() {
+            out.reserve(96);
+        } else {
             out.extend_from_slice(b", ");
         }
         write_item(&mut out, limit).ok()?;
@@ -233,4 +350,27 @@ fn structured_list<'a>(
         return None;
     }
     HeaderValue::from_maybe_shared(out.freeze()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resets_have_the_formats_of_their_apis() {
+        for (seconds, duration, time) in [
+            (0, "0s", "1970-01-01T00:00:00Z"),
+            (1, "1s", "1970-01-01T00:00:01Z"),
+            (59, "59s", "1970-01-01T00:00:59Z"),
+            (60, "1m0s", "1970-01-01T00:01:00Z"),
+            (360, "6m0s", "1970-01-01T00:06:00Z"),
+            (3600, "1h0m0s", "1970-01-01T01:00:00Z"),
+            (86_399, "23h59m59s", "1970-01-01T23:59:59Z"),
+            (86_400, "24h0m0s", "1970-01-02T00:00:00Z"),
+            (1_767_225_600, "490896h0m0s", "2026-01-01T00:00:00Z"),
+        ] {
+            assert_eq!((go_duration(seconds).as_str(), rfc3339(seconds).as_deref()), (duration, Some(time)));
+        }
+        assert_eq!(rfc3339(u64::MAX), None, "out of range");
+    }
 }

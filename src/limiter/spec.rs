@@ -10,6 +10,12 @@ use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::key::{IdentityHasher, StateName};
 use crate::limiter::quota::{Quota, QuotaError};
 
+/// The quota unit of limits that count requests (draft-ietf-httpapi-ratelimit-headers-11 §3.1.2).
+pub const DEFAULT_UNIT: &str = "requests";
+
+/// The quota unit of concurrency limits (draft-ietf-httpapi-ratelimit-headers-11 §3.1.2).
+pub const CONCURRENT_REQUESTS: &str = "concurrent-requests";
+
 /// A named limit with its variants and its behaviour when the store fails.
 #[derive(Debug)]
 pub struct LimitSpec {
@@ -23,6 +29,10 @@ pub struct LimitSpec {
     pub on_store_error: OnStoreError,
     /// Whether this is a shadow limit: it decides and counts, but never denies and adds no response headers.
     pub shadow: bool,
+    /// Whether response headers and bodies tell clients about the limit. Its denials have `Retry-After` in any case.
+    pub announce: bool,
+    /// Quota unit: what the quota counts, for response headers. Lowercase letters, digits and `-`.
+    pub unit: Box<str>,
     /// Wait queue for requests that the limit would deny. `None` rejects them at once.
     pub queue_policy: Option<QueuePolicy>,
     /// Maximum number of tokens that a gateway may prefetch for a hot identity. 0 disables prefetching.
@@ -85,8 +95,8 @@ pub enum OnStoreError {
 }
 
 impl LimitSpec {
-    /// Create a limit without tiers, queue and prefetching. It denies, and falls back to its local share if the store
-    /// fails. Set the other fields to change this.
+    /// Create a limit without tiers, queue and prefetching. It counts requests, denies, is announced, and falls back to
+    /// its local share if the store fails. Set the other fields to change this.
     ///
     /// `name` is part of keys and response headers: 1 to 64 ASCII letters, digits, `-`, `_` or `.`. `rule` must be the
     /// rule for `quota`.
@@ -100,6 +110,7 @@ impl LimitSpec {
         rule: Rule,
         local_share: LocalShare,
     ) -> Result<Self, QuotaError> {
+        let unit = if let Rule::Concurrency(_) = rule { CONCURRENT_REQUESTS } else { DEFAULT_UNIT }.into();
         let default_variant = Arc::new(LimitVariant::new(hasher, name, quota, rule, local_share)?);
         Ok(LimitSpec {
             name: name.into(),
@@ -107,6 +118,8 @@ impl LimitSpec {
             tiers: BTreeMap::new(),
             on_store_error: OnStoreError::Local,
             shadow: false,
+            announce: true,
+            unit,
             queue_policy: None,
             prefetch: 0,
             local_share,

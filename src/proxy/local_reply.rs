@@ -237,12 +237,17 @@ fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle],
         title: "Request cannot be satisfied as assigned quota has been exceeded",
         status: StatusCode::TOO_MANY_REQUESTS,
         detail: &detail,
-        violated_policies: decision.violated().map(|result| &*result.limit.name).collect(),
+        violated_policies: announced_names(decision),
         request_id: None,
     };
     let mut response = if is_grpc { resource_exhausted_response(&detail) } else { problem.into_response() };
     ratelimit_headers::append_decision_headers(response.headers_mut(), header_styles, None, decision);
     response
+}
+
+/// Return the names of the violated limits that clients are told about.
+fn announced_names<'a>(decision: &Decision<'a>) -> Vec<&'a str> {
+    decision.violated().filter(|result| result.limit.announce).map(|result| &*result.limit.name).collect()
 }
 
 /// Return the time until a retry for people, rounded up to its unit: a client that waits this long must not be too

@@ -138,7 +138,7 @@ pub fn append_ratelimit_headers(headers: &mut HeaderMap, route: &Route, decision
     if decision.results.is_empty() {
         return;
     }
-    let is_standard = decision.results.len() == route.rate_limits.advertised
+    let is_standard = decision.results.len() == route.rate_limits.enforced
         && decision.results.iter().all(|judged| judged.quota == judged.limit.default_variant.quota);
     let policy = route.rate_limits.policy_header.as_ref().filter(|_| is_standard);
     append_decision_headers(headers, &route.rate_limits.header_styles, policy, decision);

@@ -22,7 +22,7 @@ use crate::limiter::algorithm::sliding_window::SlidingWindow;
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
-use crate::limiter::spec::{LimitSpec, LimitVariant, LocalShare, OnStoreError, QueuePolicy};
+use crate::limiter::spec::{CONCURRENT_REQUESTS, LimitSpec, LimitVariant, LocalShare, OnStoreError, QueuePolicy};
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::route_action::upstream_indices;
 use crate::snapshot::validator::Validator;
@@ -32,6 +32,12 @@ use crate::upstream::UpstreamSettings;
 /// Added to the response timeout of the slowest upstream for the TTL of a concurrency permit. Permits are renewed while
 /// their request runs.
 const PERMIT_TTL_SLACK: Duration = Duration::from_secs(5);
+
+/// Maximum length of a quota unit.
+const MAX_UNIT_LENGTH: usize = 32;
+
+/// Misspelled units for which clients would find no headers.
+const SINGULAR_UNITS: [(&str, &str); 2] = [("request", "requests"), ("token", "tokens")];
 
 /// Compile all limits.
 pub(super) fn limits(
@@ -78,6 +84,8 @@ pub(super) fn limits(
         let cost = cost(limit, trusted_proxies, reader);
         let refund_on = refund_on(limit, reader);
         let wait = queue_policy(limit, reader);
+        let announce = limit.announce.as_ref().is_none_or(|announce| *announce.get_ref());
+        let unit = quota_unit(limit, reader);
         let prefetch = reader.number(limit.prefetch.as_ref(), 0..1 << 32, 0) as u64;
         let errors = [("local", OnStoreError::Local), ("allow", OnStoreError::Allow), ("deny", OnStoreError::Deny)];
         let on_store_error = reader.one_of(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
@@ -85,7 +93,11 @@ pub(super) fn limits(
         check_conflicts(limit, cost.as_ref(), &rule, reader);
         let division = LocalShare { gateway_count: instances, max_cost: max_cost(config, name, cost.as_ref()) };
         let mut compiled = match LimitSpec::new(hasher, name, quota, rule, division) {
-            Ok(spec) => LimitSpec { on_store_error, shadow: limit.shadow, queue_policy: wait, prefetch, ..spec },
+            Ok(spec) => {
+                let unit = unit.unwrap_or(spec.unit);
+                let shadow = limit.shadow;
+                LimitSpec { on_store_error, shadow, announce, unit, queue_policy: wait, prefetch, ..spec }
+            }
             Err(error) => {
                 reader.push_issue(Issue::new(span, error.to_string()).with_hint(quota_hint(&error)));
                 continue;
@@ -191,6 +203,28 @@ fn refund_on(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Refun
     RefundOn(statuses)
 }
 
+/// Return the quota unit. It is part of header names and of a structured-field string.
+fn quota_unit(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Option<Box<str>> {
+    let text = limit.unit.as_ref()?;
+    let unit = text.get_ref().as_str();
+    let is_valid = (1..=MAX_UNIT_LENGTH).contains(&unit.len())
+        && unit.starts_with(|c: char| c.is_ascii_lowercase())
+        && unit.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
+    let (message, hint) = if !is_valid {
+        let hint =
+            "1 to 32 lowercase letters, digits or `-`, such as \"requests\" or \"tokens\": units appear in headers";
+        (format!("`{unit}` is not a valid unit"), hint.to_owned())
+    } else if unit == CONCURRENT_REQUESTS {
+        (format!("`{unit}` is the unit of concurrency limits"), "algorithm = \"concurrency\" without `unit`".to_owned())
+    } else if let Some((singular, plural)) = SINGULAR_UNITS.into_iter().find(|(singular, _)| unit == *singular) {
+        (format!("`{singular}` is not a valid unit"), format!("did you mean `{plural}`?"))
+    } else {
+        return Some(unit.into());
+    };
+    reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
+    None
+}
+
 fn queue_policy(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Option<QueuePolicy> {
     let max_queue = reader.number(limit.max_queue.as_ref(), 1..1 << 31, 1000) as usize;
     if limit.max_wait.is_none()
@@ -210,8 +244,14 @@ fn check_conflicts(limit: &config::tables::Limit, cost: Option<&Cost>, rule: &Ru
     let cost = limit.cost.as_ref().map(|cost| cost.span());
     let wait = limit.max_wait.as_ref().map(|wait| wait.span());
     let refund = limit.refund_on.first().map(|status| status.span());
+    let unit = limit.unit.as_ref().map(|unit| unit.span());
     let prefetch = limit.prefetch.as_ref().filter(|prefetch| *prefetch.get_ref() > 0).map(|lease| lease.span());
     let pairs = [
+        (
+            unit,
+            concurrency,
+            "the unit of a concurrency limit is always `concurrent-requests`: `unit` cannot be combined with concurrency",
+        ),
         (
             cost.clone(),
             concurrency,

@@ -1,7 +1,7 @@
 //! Compiled routes: match, action, limits and header changes.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write;
 use std::ops::Range;
 use std::sync::Arc;
@@ -88,13 +88,13 @@ pub struct RouteLimits {
     pub uses_api_key: bool,
     /// The limits.
     pub limits: Vec<RouteLimit>,
-    /// Number of limits in response headers: all but shadow limits.
-    pub advertised: usize,
+    /// Number of limits that can deny: all but shadow limits.
+    pub enforced: usize,
     /// Styles of the RateLimit headers.
     pub header_styles: Vec<HeaderStyle>,
     /// Value of Access-Control-Expose-Headers, which lets scripts of other origins read the RateLimit headers.
     pub expose_header: Option<HeaderValue>,
-    /// Precomputed RateLimit-Policy for responses in which every advertised limit decided with its default variant.
+    /// Precomputed RateLimit-Policy for responses in which every limit decided with its default variant.
     pub policy_header: Option<HeaderValue>,
 }
 
@@ -400,17 +400,21 @@ fn route_limits(
     if let Some(text) = route.limits.get(MAX_LIMITS) {
         reader.push_issue(Issue::new(text.span(), format!("a route has at most {MAX_LIMITS} limits")));
     }
-    let advertised: Vec<_> = used
+    let enforced: Vec<_> = used
         .iter()
         .filter(|route_limit| !route_limit.limit.shadow)
         .map(|route_limit| initial_result(&route_limit.limit))
         .collect();
-    let policy = ratelimit_headers::ratelimit_policy(advertised.iter().map(limit_status));
+    let announced = || enforced.iter().filter(|result| result.limit.announce).map(limit_status);
+    let policy = ratelimit_headers::ratelimit_policy(announced());
+    let units: BTreeSet<_> = announced().map(|status| status.unit).collect();
     let by_key =
         identities.iter().any(|identity_spec: &IdentitySpec| identity_spec.descriptors.contains(&Descriptor::ApiKey));
     let header_styles = header_styles(route, reader);
     let expose = route.expose_headers.then(|| {
-        let names: Vec<_> = header_styles.iter().map(|dialect| dialect.header_names()).chain(["Retry-After"]).collect();
+        let units = Vec::from_iter(units);
+        let names = header_styles.iter().map(|style| style.header_names(&units));
+        let names: Vec<_> = names.filter(|names| !names.is_empty()).chain(["Retry-After".into()]).collect();
         // Header names and commas form a valid header value.
         HeaderValue::from_str(&names.join(", ")).ok()
     });
@@ -418,7 +422,7 @@ fn route_limits(
     RouteLimits {
         identities,
         uses_api_key: by_key,
-        advertised: advertised.len(),
+        enforced: enforced.len(),
         limits: used,
         header_styles,
         expose_header: expose,
@@ -433,12 +437,14 @@ fn initial_result(limit: &LimitSpec) -> LimitResult<'_> {
 }
 
 fn header_styles(route: &config::tables::Route, reader: &mut Validator<'_>) -> Vec<HeaderStyle> {
-    const ALL: [(&str, HeaderStyle); 5] = [
+    const ALL: [(&str, HeaderStyle); 7] = [
         ("ietf", HeaderStyle::Draft11),
         ("draft-11", HeaderStyle::Draft11),
         ("draft-07", HeaderStyle::Draft07),
         ("draft-03", HeaderStyle::Draft03),
         ("github", HeaderStyle::Github),
+        ("openai", HeaderStyle::OpenAi),
+        ("anthropic", HeaderStyle::Anthropic),
     ];
     let Some(list) = &route.ratelimit_headers else { return vec![HeaderStyle::Draft11] };
     let mut styles = Vec::new();

@@ -13,16 +13,17 @@ import sys
 import urllib3
 
 import fields
+import llm
 import metrics
 import rpc
 import upstreams
 from gateway import CERTIFICATE, KEY, Gateway
 
 # Each has `check(clear, tls)`, which takes two URLs and returns a description of what it checked.
-FAMILIES = ["metrics", "fields", "curl", "requesting", "node", "rpc", "nghttp2", "slow", "tls"]
+FAMILIES = ["metrics", "fields", "curl", "requesting", "node", "rpc", "nghttp2", "slow", "tls", "llm"]
 
 
-def configuration(http, websocket, grpc):
+def configuration(http, websocket, grpc, models):
     """The configuration for all families. Each family has its own limits."""
     upstream = {"http": http, "websocket": websocket, "grpc": grpc}
     return f"""
@@ -100,15 +101,16 @@ name = "calls"
 path = "/test.Echo/{{*rest}}"
 upstream = "grpc"
 {fields.configuration()}
+{llm.configuration(models)}
 """
 
 
 def main():
     binary, *names = sys.argv[1:]
-    behind = [upstreams.http(), upstreams.websocket(), rpc.serve()]
+    behind = [upstreams.http(), upstreams.websocket(), rpc.serve(), llm.serve()]
     for name in names or FAMILIES:
         # Each has its own gateway.
-        with Gateway(binary, configuration(*behind)) as gateway:
+        with Gateway(binary, configuration(*behind), llm.files()) as gateway:
             urllib3.request("GET", f"{gateway.urls[0]}/closed")
             family = importlib.import_module(name)
             # One family uses the admin listener as well.

@@ -35,6 +35,10 @@ def configuration():
     parts.append('[limit.narrow]\nby = ["ip", "route"]\nquota = "3/15m"\nalgorithm = "sliding-log"\n')
     parts.append('[limit.broad]\nby = ["ip", "route"]\nquota = "1000/hour"\n')
     parts.append('[limit.month]\nby = ["ip", "route"]\nquota = "100000/month"\nalgorithm = "fixed-window"\n')
+    parts.append('[limit.words]\nby = "route"\nquota = "500/hour"\nunit = "tokens"\n')
+    parts.append('[limit.guard]\nby = "route"\nquota = "1000/hour"\nannounce = false\n')
+    parts.append('[limit.open]\nby = "route"\nquota = "5"\nalgorithm = "concurrency"\n')
+    route("units", ["broad", "words", "guard", "open"])
     for dialect in DIALECTS:
         for reader in ("python", "node"):
             route(f"{reader}-{dialect}", ["narrow", "broad", "month"], f'ratelimit_headers = ["{dialect}"]')
@@ -51,7 +55,8 @@ def items(value):
     for item in parsed:
         # A token is a str too, but not a string of RFC 9651.
         expect(type(item.value) is str, f"names are strings: {value}")
-        expect(all(type(number) is int for number in item.params.values()), f"parameters are integers: {value}")
+        kinds = {name: str if name == "qu" else int for name in item.params}
+        expect({name: type(one) for name, one in item.params.items()} == kinds, f"types of parameters: {value}")
     return {item.value: dict(item.params) for item in parsed}
 
 
@@ -75,6 +80,11 @@ def structured_fields(pool, address):
             longest = max(parameters["t"] for parameters in standing.values())
             expect(fields["retry-after"] == str(longest), f"Retry-After {fields['retry-after']} and t={longest}")
             expect(890 <= longest <= 900, f"the wait: {longest}")
+    fields = pool.request("GET", f"{address}/units", retries=False).headers
+    words, in_flight = {"q": 500, "qu": "tokens", "w": 3600}, {"q": 5, "qu": "concurrent-requests"}
+    policy = {"broad": {"q": 1000, "w": 3600}, "words": words, "open": in_flight}
+    expect(items(fields["ratelimit-policy"]) == policy, f"units: {fields['ratelimit-policy']}")
+    expect(set(items(fields["ratelimit"])) == set(policy), f"without the hidden one: {fields['ratelimit']}")
 
 
 def patience(pool, address, name, waits, failures):

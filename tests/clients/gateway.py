@@ -22,8 +22,11 @@ def expect(condition, what):
 class Gateway:
     """A running gateway. `urls` has its listeners in order, `admin` is the admin listener."""
 
-    def __init__(self, binary, configuration):
+    def __init__(self, binary, configuration, files):
+        """`files` are the contents of the files that the configuration names."""
         self.folder = tempfile.TemporaryDirectory()
+        for name, text in files.items():
+            (Path(self.folder.name) / name).write_text(text)
         path = Path(self.folder.name) / "gateway.toml"
         path.write_text(configuration)
         self.process = subprocess.Popen([binary, "--config", str(path)], stderr=subprocess.PIPE, text=True)

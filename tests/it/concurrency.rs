@@ -58,6 +58,28 @@ fn hold(gateway: &Gateway) -> Client {
 }
 
 #[test]
+fn openai_headers_of_a_concurrency_limit_have_no_reset() {
+    let upstream = Streaming::start();
+    let styles = "limits = [\"places\"]\nratelimit_headers = [\"openai\", \"anthropic\"]";
+    let config = config("", upstream.address, 1, "30s").replace("limits = [\"places\"]", styles);
+    let gateway = Gateway::start(&config);
+    let _one = hold(&gateway);
+    let full = gateway.get("/r");
+    full.assert_problem(429, "one is in flight");
+    for (name, expected) in [
+        ("x-ratelimit-limit-concurrent-requests", Some("1")),
+        ("x-ratelimit-remaining-concurrent-requests", Some("0")),
+        ("x-ratelimit-reset-concurrent-requests", None),
+        ("anthropic-ratelimit-concurrent-requests-remaining", Some("0")),
+        ("anthropic-ratelimit-concurrent-requests-reset", None),
+        ("retry-after", Some("1")),
+        ("retry-after-ms", Some("1000")),
+    ] {
+        assert_eq!(full.header(name), expected, "{name}");
+    }
+}
+
+#[test]
 fn permit_is_held_until_the_body_ends() {
     let redis = Redis::start();
     for store in [String::new(), redis.store()] {

@@ -115,7 +115,7 @@ fn check_json_reports_the_guarantees_of_limits() {
     assert_eq!((code, &report["ok"]), (Some(0), &Value::Bool(true)), "what is shipped has no warning: {out}");
     let limit = |limit: &str, at_most: u64, window: f64, at_once: u64| {
         json!({
-            "limit": limit, "tier": null, "max_admitted": at_most, "window_seconds": window, "capacity": at_once, "prefetch": 0,
+            "limit": limit, "tier": null, "max_admitted": at_most, "unit": "requests", "window_seconds": window, "capacity": at_once, "prefetch": 0,
             "overdraft": false, "shadow": false,
         })
     };

@@ -376,6 +376,27 @@ fn ratelimit_headers_of_the_upstream_are_kept() {
 }
 
 #[test]
+fn openai_and_anthropic_headers_replace_those_of_the_upstream() {
+    let upstream = Upstream::responding(respond_as_asked);
+    let styles = "limits = [\"l\"]\nratelimit_headers = [\"openai\", \"anthropic\"]";
+    let limit = "by = \"global\"\nquota = \"10/hour\"";
+    let gateway = Gateway::start(&proxied(limit, &upstream).replace("limits = [\"l\"]", styles));
+    let theirs = [
+        ("x-line", "x-ratelimit-remaining-requests: 4999"),
+        ("x-line", "x-ratelimit-remaining-tokens: 120000"),
+        ("x-line", "anthropic-ratelimit-requests-limit: 5000"),
+    ];
+    let reply = gateway.client().get_with("/r", &theirs);
+    let values = |name: &str| -> Vec<&str> {
+        reply.headers.iter().filter(|(other, _)| other == name).map(|(_, value)| value.as_str()).collect()
+    };
+    // Clients of these APIs read one number.
+    assert_eq!(values("x-ratelimit-remaining-requests"), ["9"]);
+    assert_eq!(values("anthropic-ratelimit-requests-limit"), ["10"]);
+    assert_eq!(values("x-ratelimit-remaining-tokens"), ["120000"], "the gateway has no limit of tokens");
+}
+
+#[test]
 fn cost_above_the_burst_is_denied_without_retry_after_and_check_warns() {
     let consumers = consumer("small", "limit.l = { quota = \"2/hour\" }");
     let limit = "by = \"api-key\"\nquota = \"100/hour\"\ncost = { request_header = \"x-cost\", max = 500 }\ntiers = { free = { quota = \"5/hour\" } }";

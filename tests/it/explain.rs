@@ -62,8 +62,8 @@ const LIMITS: [(&str, &str); 9] = [
     ("pair", "by = [\"header:x-user\", \"ip\"]\non_missing = \"skip\"\nquota = \"9/day\"\n"),
     ("trial", "by = \"ip\"\nquota = \"5/day\"\nshadow = true\n"),
     ("writes", "by = \"ip\"\nquota = \"12/day\"\nmethods = [\"POST\", \"PUT\"]\ncost = 2\n"),
-    ("user", "by = \"user:x-account\"\non_missing = \"ip\"\nquota = \"15/day\"\n"),
-    ("all", "by = [\"host\", \"method\", \"route\"]\nquota = \"200/day\"\n"),
+    ("user", "by = \"user:x-account\"\non_missing = \"ip\"\nquota = \"15/day\"\nannounce = false\n"),
+    ("all", "by = [\"host\", \"method\", \"route\"]\nquota = \"200/day\"\nunit = \"tokens\"\n"),
 ];
 
 const KEYS: [&str; 4] = ["key-of-alice", "key-of-bob", "unknown-key", ""];

@@ -113,6 +113,181 @@ fn older_header_dialects_report_the_binding_limit() {
     }
 }
 
+/// Three limits of different units, one of them hidden.
+const UNITS: &str = "[limit.narrow]\nby = \"ip\"\nquota = \"2/hour\"\nalgorithm = \"sliding-log\"\n\
+                     [limit.broad]\nby = \"ip\"\nquota = \"100/hour\"\nalgorithm = \"sliding-log\"\n\
+                     [limit.words]\nby = \"ip\"\nquota = \"1000/6m\"\nalgorithm = \"sliding-log\"\ncost = 100\nunit = \"tokens\"\n\
+                     [limit.guard]\nby = \"ip\"\nquota = \"2/24h\"\nalgorithm = \"sliding-log\"\nannounce = false\n";
+
+#[test]
+fn hidden_limit_denies_with_retry_after_and_is_in_no_other_header() {
+    let styles = [
+        ("draft-11", &["ratelimit-policy"][..]),
+        ("draft-07", &[]),
+        ("draft-03", &[]),
+        ("github", &[]),
+        ("openai", &["retry-after-ms"]),
+        ("anthropic", &["retry-after-ms"]),
+    ];
+    for (style, on_denial) in styles {
+        let extra = format!("limits = [\"broad\", \"guard\", \"words\"]\nratelimit_headers = [\"{style}\"]");
+        let gateway = Gateway::start(&routes(UNITS, &extra));
+        let mut client = gateway.client();
+        for _ in 0..2 {
+            let admitted = client.get("/all");
+            assert_eq!(admitted.status, 200, "{style}");
+            let told: Vec<_> = admitted.headers.iter().filter(|(name, _)| name.contains("ratelimit")).collect();
+            assert!(!told.is_empty() && told.iter().all(|(_, value)| !value.contains("guard")), "{style}: {told:?}");
+        }
+        let denied = client.get("/all");
+        assert_eq!(denied.status, 429, "{style}");
+        let told = |(name, _): &&(String, String)| name.contains("ratelimit") || name == "retry-after-ms";
+        let told: Vec<_> = denied.headers.iter().filter(told).map(|(name, _)| name.as_str()).collect();
+        assert_eq!(told, on_denial, "{style}: {denied:?}");
+        let retry: u32 = denied.header("retry-after").unwrap().parse().unwrap();
+        assert!((86_390..=86_400).contains(&retry), "{style}: {retry}");
+        let problem = denied.json();
+        assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
+        assert!(problem.get("violated-policies").is_none() && !denied.text().contains("guard"), "{}", denied.text());
+    }
+}
+
+#[test]
+fn retry_after_covers_hidden_limits_beside_announced_ones() {
+    let gateway = Gateway::start(&routes(UNITS, "limits = [\"narrow\", \"guard\"]"));
+    let mut client = gateway.client();
+    let statuses = [0, 1].map(|_| client.get("/all").status);
+    let denied = client.get("/all");
+    assert_eq!((statuses, denied.status), ([200, 200], 429));
+    let retry: i64 = denied.header("retry-after").unwrap().parse().unwrap();
+    let told = items(&denied, "ratelimit");
+    let [(name, parameters)] = &told[..] else { panic!("{told:?}") };
+    assert_eq!((name.as_str(), parameters[0].1), ("narrow", 0));
+    assert!((3590..=3600).contains(&parameters[1].1) && (86_390..=86_400).contains(&retry), "{told:?} and {retry}");
+    assert_eq!(items(&denied, "ratelimit-policy"), [item("narrow", &[("q", 2), ("w", 3600)])]);
+    assert_eq!(denied.json()["violated-policies"], serde_json::json!(["narrow"]));
+}
+
+#[test]
+fn route_with_hidden_limits_only_sends_no_ratelimit_headers() {
+    let gateway = Gateway::start(&routes(UNITS, "limits = [\"guard\"]\nexpose_headers = true"));
+    let mut client = gateway.client();
+    for status in [200, 200, 429] {
+        let reply = client.get("/all");
+        assert_eq!(reply.status, status);
+        assert!(reply.headers.iter().all(|(name, _)| !name.starts_with("ratelimit")), "{reply:?}");
+        assert_eq!(reply.header("retry-after").is_some(), status == 429);
+    }
+}
+
+#[test]
+fn access_log_has_hidden_limits() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("access.log");
+    let log = format!("[log]\nformat = \"json\"\naccess = \"{}\"\n", path.display());
+    let mut gateway = Gateway::start(&routes(&(log + UNITS), "limits = [\"broad\", \"guard\"]"));
+    let mut client = gateway.client();
+    assert_eq!([0, 1, 2].map(|_| client.get("/all").status), [200, 200, 429]);
+    gateway.terminate();
+    gateway.wait();
+    let text = std::fs::read_to_string(path).unwrap();
+    let last: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    assert_eq!((&last["limit"], &last["remaining"]), (&"guard".into(), &0.into()), "{text}");
+}
+
+#[test]
+fn policy_names_units_other_than_requests() {
+    let limits = format!("{UNITS}[limit.busy]\nby = \"ip\"\nalgorithm = \"concurrency\"\nquota = \"7\"\n");
+    let gateway = Gateway::start(&routes(&limits, "limits = [\"broad\", \"words\", \"busy\", \"guard\"]"));
+    let reply = gateway.get("/all");
+    let expected =
+        "\"broad\";q=100;w=3600, \"words\";q=1000;qu=\"tokens\";w=360, \"busy\";q=7;qu=\"concurrent-requests\"";
+    assert_eq!(reply.header("ratelimit-policy"), Some(expected));
+    assert_eq!(reply.header("ratelimit"), Some("\"broad\";r=99;t=3600, \"words\";r=900;t=360, \"busy\";r=6"));
+    let list: List = Parser::new(expected).parse().unwrap();
+    let units = list.iter().map(|entry| match entry {
+        ListEntry::Item(item) => item.params.get("qu").and_then(BareItem::as_string).map(|unit| unit.as_str()),
+        ListEntry::InnerList(_) => panic!("an inner list in {expected}"),
+    });
+    assert_eq!(units.collect::<Vec<_>>(), [None, Some("tokens"), Some("concurrent-requests")]);
+}
+
+#[test]
+fn openai_and_anthropic_headers_report_the_effective_limit_of_each_unit() {
+    let limits = format!("{UNITS}[limit.busy]\nby = \"ip\"\nalgorithm = \"concurrency\"\nquota = \"7\"\n");
+    let extra = "limits = [\"broad\", \"narrow\", \"words\", \"busy\"]\nratelimit_headers = [\"openai\", \"anthropic\"]\n\
+                 expose_headers = true";
+    let gateway = Gateway::start(&routes(&limits, extra));
+    let mut client = gateway.client();
+    let started = jiff::Timestamp::now().as_second();
+    let seconds_until = |time: &str| {
+        assert!(time.len() == 20 && time.ends_with('Z'), "RFC 3339 without a fraction: {time}");
+        time.parse::<jiff::Timestamp>().unwrap().as_second() - started
+    };
+    let told = |reply: &Reply| -> Vec<String> {
+        let by_unit = |name: &str| name.contains("ratelimit") && !name.ends_with("-reset");
+        let told =
+            reply.headers.iter().filter(|(name, _)| by_unit(name)).map(|(name, value)| format!("{name}: {value}"));
+        let mut told: Vec<_> = told.collect();
+        told.sort();
+        told
+    };
+    // `narrow` has the smaller remaining share of the two limits that count requests.
+    let first = client.get("/all");
+    assert_eq!(
+        told(&first),
+        [
+            "anthropic-ratelimit-concurrent-requests-limit: 7",
+            "anthropic-ratelimit-concurrent-requests-remaining: 6",
+            "anthropic-ratelimit-requests-limit: 2",
+            "anthropic-ratelimit-requests-remaining: 1",
+            "anthropic-ratelimit-tokens-limit: 1000",
+            "anthropic-ratelimit-tokens-remaining: 900",
+            "x-ratelimit-limit-concurrent-requests: 7",
+            "x-ratelimit-limit-requests: 2",
+            "x-ratelimit-limit-tokens: 1000",
+            "x-ratelimit-remaining-concurrent-requests: 6",
+            "x-ratelimit-remaining-requests: 1",
+            "x-ratelimit-remaining-tokens: 900",
+            "x-ratelimit-reset-requests: 1h0m0s",
+            "x-ratelimit-reset-tokens: 6m0s",
+        ]
+    );
+    for (name, expected) in
+        [("anthropic-ratelimit-requests-reset", 3600..=3610), ("anthropic-ratelimit-tokens-reset", 360..=370)]
+    {
+        let seconds = seconds_until(first.header(name).unwrap());
+        assert!(expected.contains(&seconds), "{name}: {seconds}");
+    }
+    assert_eq!((first.header("retry-after"), first.header("retry-after-ms")), (None, None));
+    let exposed = first.header("access-control-expose-headers").unwrap();
+    for name in ["x-ratelimit-reset-tokens", "anthropic-ratelimit-requests-limit", "retry-after-ms", "Retry-After"] {
+        assert!(exposed.split(", ").any(|exposed| exposed == name), "{name} in {exposed}");
+    }
+
+    assert_eq!(client.get("/all").status, 200);
+    let denied = client.get("/all");
+    assert_eq!(denied.status, 429);
+    let retry: u64 = denied.header("retry-after").unwrap().parse().unwrap();
+    let retry_ms: u64 = denied.header("retry-after-ms").unwrap().parse().unwrap();
+    assert!(retry_ms.div_ceil(1000) == retry && (3590..=3600).contains(&retry), "{retry_ms} ms and {retry} s");
+    let (minutes, seconds) = (retry / 60 % 60, retry % 60);
+    let duration = if retry == 3600 { "1h0m0s".to_owned() } else { format!("{minutes}m{seconds}s") };
+    // The remaining quota of limits that are not violated is unknown in a denial.
+    assert_eq!(
+        told(&denied),
+        [
+            "anthropic-ratelimit-requests-limit: 2".to_owned(),
+            "anthropic-ratelimit-requests-remaining: 0".to_owned(),
+            "x-ratelimit-limit-requests: 2".to_owned(),
+            "x-ratelimit-remaining-requests: 0".to_owned(),
+            format!("x-ratelimit-reset-requests: {duration}"),
+        ]
+    );
+    let seconds = seconds_until(denied.header("anthropic-ratelimit-requests-reset").unwrap());
+    assert!((3590..=3610).contains(&seconds), "{seconds}");
+}
+
 #[test]
 fn shadow_limits_never_deny_and_are_not_advertised() {
     let directory = tempfile::tempdir().unwrap();

@@ -175,6 +175,8 @@ fn load(file: &Value) -> Result<String, String> {
                 sizes,
                 limit.on_store_error,
                 limit.shadow,
+                limit.announce,
+                limit.unit.clone(),
                 limit.queue_policy,
                 limit.prefetch,
                 terms.clone().identity_spec,

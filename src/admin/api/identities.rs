@@ -130,6 +130,8 @@ struct IdentityStatus<'a> {
     consumer: Option<String>,
     algorithm: &'static str,
     quota: String,
+    /// Quota unit, such as `requests`.
+    unit: &'a str,
     capacity: u64,
     cost: u64,
     decision: &'static str,
@@ -216,6 +218,7 @@ async fn identity_status<'a>(
         },
         algorithm: algorithm_name(&variant.rule),
         quota: variant.quota.to_string(),
+        unit: &limit.unit,
         capacity: variant.rule.capacity(),
         cost,
         decision,

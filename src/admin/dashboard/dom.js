@@ -73,6 +73,9 @@ export function updateTable(table, rows) {
   }
 }
 
+/** Return the text after a quota that counts something else than requests. */
+export const unitText = (unit) => (unit === "requests" || unit === "concurrent-requests" ? "" : ` ${unit}`);
+
 /** Return a cell with the remaining quota as a text and a bar. The bar shows the used part. */
 export function usageCell(remaining, capacity) {
   const text = `${formatNumber(remaining)} of ${formatNumber(capacity)}`;

@@ -2,7 +2,7 @@
 
 import { hasToken, request } from "./api.js";
 import { askOverride, confirmChange } from "./dialogs.js";
-import { find, formatDuration, formatNumber, numberCell, setText, updateTable, usageCell } from "./dom.js";
+import { find, formatDuration, formatNumber, numberCell, setText, unitText, updateTable, usageCell } from "./dom.js";
 
 const HASH = /^[0-9a-f]{32}$/i;
 /** Number of most denied identities that are shown. */
@@ -41,7 +41,7 @@ async function showUsage() {
       usage.limit + (usage.shadow ? " (shadow)" : ""),
       { text: usage.decision, kind: isDenied(usage) ? "bad" : "good" },
       usageCell(usage.remaining, usage.capacity),
-      usage.quota,
+      usage.quota + unitText(usage.unit),
       { text: formatDuration(usage.reset_seconds), kind: "number" },
       { text: formatDuration(usage.retry_seconds), kind: "number" },
       overrideText(usage.override),

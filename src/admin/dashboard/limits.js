@@ -1,7 +1,7 @@
 // The table of limits: quotas, rates and a small chart for each.
 
 import { sparklineCell } from "./chart.js";
-import { find, formatNumber, make, numberCell, setText, updateTable } from "./dom.js";
+import { find, formatNumber, make, numberCell, setText, unitText, updateTable } from "./dom.js";
 
 const asList = (value) => (Array.isArray(value) ? value : value == null ? [] : [value]);
 
@@ -15,12 +15,12 @@ function updateLines(cell, lines) {
   });
 }
 
-const quotaText = ({ quota, burst }, fallback) => `${quota ?? fallback}${burst ? `, burst ${formatNumber(burst)}` : ""}`;
+const quotaText = ({ quota, burst }, unit, fallback) => `${quota ?? fallback}${unitText(unit)}${burst ? `, burst ${formatNumber(burst)}` : ""}`;
 
 /** Show a row for each limit. `before` are the limits of an earlier event, `elapsed` the seconds since then. */
 export function showLimits(limits, { before, elapsed, configuration, intervals, range }) {
   const earlier = new Map(before.map(({ limit, decisions }) => [limit, decisions]));
-  updateTable(find("#limits table"), limits.map(({ limit, quota, shadow, decisions }) => {
+  updateTable(find("#limits table"), limits.map(({ limit, quota, unit, shadow, decisions }) => {
     const sum = (counts, ...kinds) => kinds.reduce((total, kind) => total + counts[kind], 0);
     const rateOf = (...kinds) => {
       const old = earlier.get(limit);
@@ -38,8 +38,8 @@ export function showLimits(limits, { before, elapsed, configuration, intervals, 
         { update: (cell) => updateLines(cell, [[limit + (shadow ? " (shadow)" : ""), "name"], [`${written.algorithm ?? "token-bucket"} by ${asList(written.by).join(" + ") || "–"}`, "detail"]]) },
         {
           update: (cell) => updateLines(cell, [
-            [quotaText({ quota, burst: written.burst }) + (written.algorithm === "concurrency" ? " in flight" : ""), "quota"],
-            ...tiers.map(([tier, variant]) => [`${tier}: ${quotaText(variant, quota)}`, "chip"]),
+            [quotaText({ quota, burst: written.burst }, unit) + (written.algorithm === "concurrency" ? " in flight" : ""), "quota"],
+            ...tiers.map(([tier, variant]) => [`${tier}: ${quotaText(variant, unit, quota)}`, "chip"]),
           ]),
           kind: "quotas",
         },

@@ -5,7 +5,7 @@ use std::io::Write;
 
 use anstyle::{AnsiColor, Style};
 
-use crate::cli::admin::format_duration;
+use crate::cli::admin::{format_duration, unit_suffix};
 use crate::tools::explain::report::{
     ClientReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport, LimitReport, LimitUsage, OtherRoute,
     ResponseReport, UpstreamReport,
@@ -90,11 +90,13 @@ fn limit_lines(limit: &LimitReport) -> Vec<String> {
     if let (Some(usage), Some(quota)) = (&limit.usage, &limit.effective_quota) {
         lines.push(usage_text(usage, quota) + shadow);
     }
-    if let (Some(EffectiveQuota { source, quota, capacity }), Some(cost)) = (&limit.effective_quota, limit.cost) {
+    if let (Some(EffectiveQuota { source, quota, unit, capacity }), Some(cost)) = (&limit.effective_quota, limit.cost) {
+        let unit_note = unit_suffix(unit);
         let source_note = if source == "standard" { String::new() } else { format!(" ({source})") };
         let cost_text =
             if limit.post_paid { "the cost comes with the response".to_owned() } else { format!("costs {cost}") };
-        lines.push(format!("{quota}{source_note}, {capacity} at once; {cost_text}"));
+        let hidden_note = if limit.announce || limit.shadow { "" } else { "; clients are not told" };
+        lines.push(format!("{quota}{unit_note}{source_note}, {capacity} at once; {cost_text}{hidden_note}"));
     }
     let part = |IdentityPartReport { part, value, source }: &IdentityPartReport| {
         format!("{part}={}, {source}", value.as_deref().unwrap_or("(hidden)"))

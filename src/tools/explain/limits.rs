@@ -82,6 +82,7 @@ pub(super) fn limit_reports(
         LimitReport {
             limit: route_limit.limit.name.to_string(),
             shadow: route_limit.limit.shadow,
+            announce: route_limit.limit.announce,
             skipped,
             error,
             parts: if identity.is_some() {
@@ -153,7 +154,8 @@ fn effective_quota(check: &LimitCheck<'_, '_>, attributes: &RequestAttributes<'_
         (_, Some((tier, _))) => format!("tier {tier}"),
         (_, None) => "override".to_owned(),
     };
-    EffectiveQuota { source, quota: variant.quota.to_string(), capacity: variant.rule.capacity() }
+    let (quota, unit) = (variant.quota.to_string(), limit.unit.to_string());
+    EffectiveQuota { source, quota, unit, capacity: variant.rule.capacity() }
 }
 
 fn limit_usage(

@@ -80,6 +80,8 @@ pub struct LimitReport {
     pub limit: String,
     /// Whether the limit runs in shadow mode.
     pub shadow: bool,
+    /// Whether clients are told about the limit.
+    pub announce: bool,
     /// Why the limit does not apply. None: it applies.
     pub skipped: Option<String>,
     /// Why the identity cannot be determined, so that the request is rejected. None: no error.
@@ -116,6 +118,8 @@ pub struct EffectiveQuota {
     pub source: String,
     /// Tokens per time.
     pub quota: String,
+    /// Quota unit, such as `requests`.
+    pub unit: String,
     /// The largest cost that can ever fit.
     pub capacity: u64,
 }

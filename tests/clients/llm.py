@@ -1,0 +1,306 @@
+"""The Python SDKs of OpenAI and Anthropic with nothing but `base_url` and a key: their calls, their retries after 429, their headers."""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from datetime import datetime, timezone
+from http.server import BaseHTTPRequestHandler
+
+import anthropic
+import openai
+
+from gateway import expect
+from upstreams import Quiet
+
+KEY = "sk-test-0123456789"
+# Words of a response, and the tokens that the model server reports for it.
+WORDS, TOKENS = ["Hello", ", ", "client"], 250
+# A wait with a fraction of a second, which `retry-after-ms` can say and `Retry-After` cannot.
+SHORT_MS = 1500
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+# The credential as the SDKs send it. The gateway compares the whole value of `authorization`.
+AUTHENTICATION = """
+[api_key]
+header = "authorization"
+consumers = "consumers.toml"
+on_missing = "anonymous"
+"""
+REQUIRE = ""
+KEY_AS_SENT = f"Bearer {KEY}"
+
+
+def files():
+    """Return the files beside the configuration."""
+    digest = hashlib.sha256(KEY_AS_SENT.encode()).hexdigest()
+    return {"consumers.toml": f'[[consumer]]\nname = "acme"\nkeys = ["sha256:{digest}"]\n'}
+
+
+def configuration(models):
+    """Each SDK has its routes, with limits of their own. A base URL may have a path."""
+    limits = f"""
+{AUTHENTICATION}
+[upstream.models]
+servers = ["http://{models}"]
+[limit.llm-requests]
+by = ["api-key", "route"]
+quota = "60/min"
+[limit.llm-tokens]
+by = ["api-key", "route"]
+quota = "100000/hour"
+unit = "tokens"
+cost.response_header = "x-tokens-used"
+[limit.llm-short]
+by = ["api-key", "route"]
+quota = "1/{SHORT_MS}ms"
+burst = 1
+[limit.llm-day]
+by = ["api-key", "route"]
+quota = "1/24h"
+# A day of its own, whatever the time is.
+algorithm = "sliding-log"
+[limit.llm-hidden]
+by = ["api-key", "route"]
+quota = "1/{SHORT_MS}ms"
+burst = 1
+announce = false
+"""
+    routes = [
+        f"""
+[[route]]
+name = "{style}-{name}"
+path = "/{style}-{name}/{{*rest}}"
+rewrite = "/{{rest}}"
+upstream = "models"
+limits = {json.dumps(limits)}
+{REQUIRE}
+{f'ratelimit_headers = ["{style}"]' if name != "standard" else ""}
+"""
+        for style in ["openai", "anthropic"]
+        for name, limits in [
+            ("usage", ["llm-requests", "llm-tokens"]),
+            ("short", ["llm-short"]),
+            # The RateLimit headers of the draft, and `Retry-After` alone.
+            ("standard", ["llm-short"]),
+            ("hidden", ["llm-requests", "llm-hidden"]),
+            ("day", ["llm-day"]),
+        ]
+    ]
+    return limits + "".join(routes)
+
+
+class Models(BaseHTTPRequestHandler):
+    """The smallest responses that the SDKs accept, streamed and not."""
+
+    protocol_version = "HTTP/1.1"
+    # Credentials that arrived.
+    seen = []
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.seen.append(self.headers.get("authorization") or self.headers.get("x-api-key"))
+        shape = openai_response if self.path == "/v1/chat/completions" else anthropic_response
+        body = shape(asked.get("stream", False))
+        kind = "text/event-stream" if asked.get("stream") else "application/json"
+        self.send_response(200)
+        headers = {"content-type": kind, "content-length": str(len(body)), "x-tokens-used": str(TOKENS)}
+        # Those of the provider's account, which are no business of the gateway's clients.
+        headers |= {"x-ratelimit-remaining-requests": "9999", "anthropic-ratelimit-requests-remaining": "9999"}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def openai_response(stream):
+    common = {"id": "chatcmpl-1", "created": 0, "model": "m"}
+    if not stream:
+        message = {"role": "assistant", "content": "".join(WORDS)}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 50, "completion_tokens": TOKENS - 50, "total_tokens": TOKENS}
+        return json.dumps({**common, "object": "chat.completion", "choices": [choice], "usage": usage}).encode()
+    deltas = [{"index": 0, "delta": {"content": word}, "finish_reason": None} for word in WORDS]
+    deltas.append({"index": 0, "delta": {}, "finish_reason": "stop"})
+    chunks = [json.dumps({**common, "object": "chat.completion.chunk", "choices": [delta]}) for delta in deltas]
+    return "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"]).encode()
+
+
+def anthropic_response(stream):
+    usage = {"input_tokens": 50, "output_tokens": TOKENS - 50}
+    message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "m", "stop_sequence": None, "usage": usage}
+    if not stream:
+        content = [{"type": "text", "text": "".join(WORDS)}]
+        return json.dumps({**message, "content": content, "stop_reason": "end_turn"}).encode()
+    events = [
+        {"type": "message_start", "message": {**message, "content": [], "stop_reason": None}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        *({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": word}} for word in WORDS),
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": usage},
+        {"type": "message_stop"},
+    ]
+    return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events).encode()
+
+
+def serve():
+    """Start the model server. Return its address."""
+    server = Quiet(("127.0.0.1", 0), Models)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return "%s:%d" % server.server_address
+
+
+class OpenAI:
+    """The calls of OpenAI's SDK."""
+
+    style, module = "openai", openai
+
+    def __init__(self, url, **options):
+        self.calls = openai.OpenAI(base_url=f"{url}/v1", **{"api_key": KEY, **options}).chat.completions
+
+    def raw(self):
+        return self.calls.with_raw_response.create(model="m", messages=MESSAGES)
+
+    def text(self, raw):
+        return raw.parse().choices[0].message.content
+
+    def stream(self):
+        chunks = self.calls.create(model="m", messages=MESSAGES, stream=True)
+        return [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
+
+    def quota(self, headers, unit):
+        """Return limit, remaining quota and the seconds until the reset."""
+        limit, remaining, reset = (headers[f"x-ratelimit-{part}-{unit}"] for part in ("limit", "remaining", "reset"))
+        return int(limit), int(remaining), go_seconds(reset)
+
+
+class Anthropic:
+    """The calls of Anthropic's SDK."""
+
+    style, module = "anthropic", anthropic
+
+    def __init__(self, url, **options):
+        self.calls = anthropic.Anthropic(base_url=url, **{"api_key": KEY, **options}).messages
+
+    def raw(self):
+        return self.calls.with_raw_response.create(model="m", messages=MESSAGES, max_tokens=100)
+
+    def text(self, raw):
+        return raw.parse().content[0].text
+
+    def stream(self):
+        with self.calls.stream(model="m", messages=MESSAGES, max_tokens=100) as stream:
+            return list(stream.text_stream)
+
+    def quota(self, headers, unit):
+        limit, remaining, reset = (headers[f"anthropic-ratelimit-{unit}-{part}"] for part in ("limit", "remaining", "reset"))
+        until = datetime.strptime(reset, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+        return int(limit), int(remaining), (until - datetime.now(timezone.utc)).total_seconds()
+
+
+def go_seconds(text):
+    """Read a duration such as `1h6m0s`."""
+    seconds, number = 0, ""
+    for character in text:
+        if character.isdigit():
+            number += character
+        else:
+            seconds += int(number) * {"h": 3600, "m": 60, "s": 1}[character]
+            number = ""
+    expect(number == "", f"a duration with units: {text}")
+    return seconds
+
+
+def usage(sdk, url):
+    """Both limits are told, each by its unit, with what the response cost; streams arrive in pieces."""
+    client = sdk(f"{url}/{sdk.style}-usage", max_retries=0)
+    for number in range(1, 3):
+        raw = client.raw()
+        expect(client.text(raw) == "".join(WORDS), f"{sdk.style}: the text of a response")
+        limit, remaining, reset = client.quota(raw.headers, "requests")
+        expect((limit, remaining) == (60, 60 - number) and 0 < reset <= 3, f"requests: {dict(raw.headers)}")
+        limit, remaining, reset = client.quota(raw.headers, "tokens")
+        # A bucket refills 28 tokens in a second.
+        expect(limit == 100_000 and 0 <= remaining - (limit - number * TOKENS) < 1000, f"tokens: {dict(raw.headers)}")
+        expect(0 < reset <= 25, f"tokens: {dict(raw.headers)}")
+        expect("retry-after-ms" not in raw.headers, dict(raw.headers))
+    expect(client.stream() == WORDS, "the pieces of a stream")
+
+
+def retries(sdk, url, name, shortest, longest):
+    """After a 429 the SDK waits as told, once, and is admitted. Return the seconds."""
+    client = sdk(f"{url}/{sdk.style}-{name}")
+    expect(client.raw().retries_taken == 0, "the first is admitted")
+    started = time.monotonic()
+    raw = client.raw()
+    took = time.monotonic() - started
+    expect(raw.retries_taken == 1, f"{sdk.style}-{name}: {raw.retries_taken} retries")
+    expect(shortest <= took < longest, f"{sdk.style}-{name}: {took:.2f} s")
+    return took
+
+
+def denial(sdk, url):
+    """A denial is the SDK's own error, with the problem document."""
+    client = sdk(f"{url}/{sdk.style}-day", max_retries=0)
+    client.raw()
+    try:
+        client.raw()
+    except sdk.module.RateLimitError as error:
+        headers, wait_ms = error.response.headers, int(error.response.headers["retry-after-ms"])
+        expect(error.status_code == 429 and error.body["violated-policies"] == ["llm-day"], error.body)
+        expect(int(headers["retry-after"]) == -(-wait_ms // 1000) and wait_ms > 86_000_000, dict(headers))
+        limit, remaining, reset = client.quota(headers, "requests")
+        expect((limit, remaining) == (1, 0) and reset > 86_000, dict(headers))
+    else:
+        raise AssertionError(f"{sdk.style}: the second is admitted")
+    for name in ["short", "hidden"]:
+        client = sdk(f"{url}/{sdk.style}-{name}", max_retries=0)
+        try:
+            while True:
+                client.raw()
+        except sdk.module.RateLimitError as error:
+            told = [name for name in error.response.headers if "ratelimit" in name]
+            expect(bool(told) == (name == "short"), f"{name}: {told}")
+            expect(1 <= int(error.response.headers["retry-after-ms"]) <= SHORT_MS, dict(error.response.headers))
+
+
+def authentication(sdk, url):
+    """A key that the gateway does not know is the SDK's own error."""
+    client = sdk(f"{url}/{sdk.style}-usage", max_retries=0, api_key="sk-unknown")
+    try:
+        client.raw()
+    except sdk.module.AuthenticationError as error:
+        expect(error.status_code == 401 and error.body["status"] == 401, error.body)
+        expect("sk-unknown" not in Models.seen[-1], "the request was forwarded")
+    else:
+        raise AssertionError(f"{sdk.style}: an unknown key is admitted")
+
+
+def check(clear, _tls):
+    # The environment has neither keys, addresses nor proxies for the SDKs.
+    for name in list(os.environ):
+        if name.upper().startswith(("OPENAI_", "ANTHROPIC_")) or name.upper().endswith("_PROXY"):
+            del os.environ[name]
+    waits = []
+    for sdk in [OpenAI, Anthropic]:
+        usage(sdk, clear)
+        # `retry-after-ms` is exact, `Retry-After` is in whole seconds.
+        waits.append(retries(sdk, clear, "short", SHORT_MS / 1000 - 0.3, SHORT_MS / 1000 + 0.4))
+        waits.append(retries(sdk, clear, "standard", 2, 2.5))
+        denial(sdk, clear)
+        authentication(sdk, clear)
+    # OpenAI's SDK does not wait longer than two minutes; Anthropic's waits as long as it is told.
+    try:
+        OpenAI(f"{clear}/openai-day").raw()
+    except openai.RateLimitError:
+        pass
+    else:
+        raise AssertionError("openai: admitted after a day")
+    return (
+        f"openai {openai.__version__}, anthropic {anthropic.__version__}: calls and streams with base_url and a key alone, limits and "
+        f"resets of requests and tokens, errors, one retry after 429: {', '.join(f'{wait:.2f} s' for wait in waits)}"
+    )
