@@ -4,6 +4,7 @@
 mod support;
 
 mod access_log;
+mod access_rules;
 mod admin;
 mod ahead;
 mod bare_hyper;
@@ -12,6 +13,7 @@ mod calls;
 mod client_certificates;
 mod concurrency;
 mod config;
+mod cors;
 mod defects;
 mod distributed;
 mod doctor;
@@ -46,6 +48,7 @@ mod overrides;
 mod page;
 mod protocols;
 mod proxy_protocol;
+mod proxy_status;
 mod reaching;
 mod real_servers;
 mod recovery;
