@@ -18,6 +18,10 @@ const CORS_PREFIX: &str = "access-control-";
 const PREFLIGHT_VARY: HeaderValue =
     HeaderValue::from_static("Access-Control-Request-Method, Access-Control-Request-Headers");
 
+/// The same, of a policy that lists origins.
+const PREFLIGHT_VARY_ORIGIN: HeaderValue =
+    HeaderValue::from_static("Origin, Access-Control-Request-Method, Access-Control-Request-Headers");
+
 /// The CORS policy of a route.
 #[derive(Debug)]
 pub struct CorsPolicy {
@@ -122,15 +126,17 @@ impl CorsDecision<'_> {
                 response.insert(ACCESS_CONTROL_EXPOSE_HEADERS, names.clone());
             }
         }
-        if !matches!(self.policy.origins, AllowedOrigins::Any) {
-            add_vary_origin(response);
+        match (&self.policy.origins, self.is_preflight) {
+            (AllowedOrigins::Any, true) => drop(response.insert(VARY, PREFLIGHT_VARY)),
+            (AllowedOrigins::Any, false) => {}
+            (AllowedOrigins::Listed { .. }, true) => drop(response.insert(VARY, PREFLIGHT_VARY_ORIGIN)),
+            (AllowedOrigins::Listed { .. }, false) => add_vary_origin(response),
         }
     }
 
     /// Return the headers of a response to a preflight with the headers `request`, besides those of every response.
     pub fn preflight_headers(&self, request: &HeaderMap) -> HeaderMap {
         let mut headers = HeaderMap::new();
-        headers.insert(VARY, PREFLIGHT_VARY);
         if !self.is_allowed() {
             return headers;
         }
@@ -466,9 +472,7 @@ mod tests {
             ("access-control-request-method", "PUT"),
             ("access-control-request-headers", "x-one,x-two"),
         ];
-        let vary = ("vary", "Access-Control-Request-Method, Access-Control-Request-Headers");
         let expected = [
-            vary,
             ("access-control-allow-methods", "GET, PUT"),
             ("access-control-allow-headers", "x-one,x-two"),
             ("access-control-max-age", "600"),
@@ -476,11 +480,12 @@ mod tests {
         let request = map(&request);
         assert_eq!(listed.decide(&request, true).preflight_headers(&request), map(&expected));
         let other = map(&[("origin", "https://b.test"), ("access-control-request-method", "PUT")]);
-        assert_eq!(listed.decide(&other, true).preflight_headers(&other), map(&[vary]));
+        assert_eq!(listed.decide(&other, true).preflight_headers(&other), HeaderMap::new());
         // A preflight exposes nothing: its response is not for the script.
         let mut response = HeaderMap::new();
         listed.decide(&request, true).apply(&mut response);
-        assert!(!response.contains_key(ACCESS_CONTROL_EXPOSE_HEADERS), "{response:?}");
+        let vary = "Origin, Access-Control-Request-Method, Access-Control-Request-Headers";
+        assert_eq!(response, map(&[("access-control-allow-origin", "https://a.test"), ("vary", vary)]));
     }
 
     #[test]

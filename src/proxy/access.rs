@@ -22,7 +22,7 @@ pub(super) fn check<B>(
 ) -> Result<(), Rejection<'static>> {
     let runtime = &*context.snapshot.runtime;
     check_host(runtime, target)?;
-    let rules = access_rules(runtime, context.peer.listener_index, route);
+    let rules = access_rules(runtime, context.peer.listener, route);
     if rules.iter().all(Option::is_none) {
         return Ok(());
     }
@@ -48,9 +48,9 @@ pub fn check_host(runtime: &CompiledConfig, target: &RequestTarget<'_>) -> Resul
 /// Return the access rules of a listener, by its index, and of a route.
 pub fn access_rules<'r>(
     runtime: &'r CompiledConfig,
-    listener_index: usize,
+    listener: usize,
     route: Option<&'r Route>,
 ) -> [Option<&'r AccessRules>; 2] {
-    let listener = runtime.listeners.get(listener_index);
+    let listener = runtime.listeners.get(listener);
     [listener.and_then(|listener| listener.access.as_ref()), route.and_then(|route| route.access.as_deref())]
 }

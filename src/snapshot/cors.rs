@@ -19,9 +19,11 @@ const SAFELISTED_METHODS: HeaderValue = HeaderValue::from_static("GET, HEAD, POS
 /// Value that stands for all origins, methods or headers.
 const ALL: &str = "*";
 
-/// Compile the CORS policy of a route with these limits.
-pub(super) fn policy(route: &Route, limits: &RouteLimits, reader: &mut Validator<'_>) -> Option<CorsPolicy> {
+/// Compile the CORS policy of a route with these limits. It exposes their headers itself, so their `expose_header` is
+/// moved into it.
+pub(super) fn policy(route: &Route, limits: &mut RouteLimits, reader: &mut Validator<'_>) -> Option<CorsPolicy> {
     let written = route.cors.as_ref()?;
+    let of_limits = limits.expose_header.take().filter(|_| !limits.limits.is_empty());
     let (span, cors) = (written.span(), written.get_ref());
     let credentials = cors.credentials.as_ref().is_some_and(|value| *value.get_ref());
     let origins = origins(cors, reader);
@@ -53,7 +55,7 @@ pub(super) fn policy(route: &Route, limits: &RouteLimits, reader: &mut Validator
             AllowedNames::Listed(list_value(names.iter().map(|name| name.as_str())))
         }
     };
-    let expose = expose(cors, limits, credentials, reader);
+    let expose = expose(cors, of_limits.as_ref(), credentials, reader);
     Some(CorsPolicy { origins, methods, headers, credentials, max_age: max_age(cors.max_age.as_ref(), reader), expose })
 }
 
@@ -111,8 +113,14 @@ fn max_age(text: Option<&Text>, reader: &mut Validator<'_>) -> Option<HeaderValu
     Some(HeaderValue::from(age.as_secs()))
 }
 
-/// Return the value of `Access-Control-Expose-Headers`: the headers about the limits, and those of `expose`.
-fn expose(cors: &Cors, limits: &RouteLimits, credentials: bool, reader: &mut Validator<'_>) -> Option<HeaderValue> {
+/// Return the value of `Access-Control-Expose-Headers`: the headers about the limits, `Retry-After`, and those of
+/// `expose`.
+fn expose(
+    cors: &Cors,
+    of_limits: Option<&HeaderValue>,
+    credentials: bool,
+    reader: &mut Validator<'_>,
+) -> Option<HeaderValue> {
     if is_all(&cors.expose) {
         if let Some(text) = cors.expose.first().filter(|_| credentials) {
             let issue = Issue::new(text.span(), "`*` has no meaning for requests with credentials");
@@ -121,8 +129,7 @@ fn expose(cors: &Cors, limits: &RouteLimits, credentials: bool, reader: &mut Val
         return Some(HeaderValue::from_static(ALL));
     }
     let configured = header_names(&cors.expose, reader);
-    let styles = limits.header_styles.iter().filter(|_| limits.advertised > 0);
-    let of_limits = styles.flat_map(|style| style.header_names().split(", "));
+    let of_limits = of_limits.and_then(|names| names.to_str().ok()).into_iter().flat_map(|names| names.split(", "));
     let mut seen = HashSet::new();
     let names = of_limits.chain(["Retry-After"]).chain(configured.iter().map(|name| name.as_str()));
     list_value(names.filter(|name| seen.insert(name.to_ascii_lowercase())))

@@ -248,9 +248,9 @@ pub(super) fn routes(
         let action = route_action(written, &span, path, upstreams, reader);
         let rewrite = rewrite(written, path, reader);
         let timeout = timeout(written, reader);
-        let rate_limits = route_limits(written, path, limits, config, reader);
+        let mut rate_limits = route_limits(written, path, limits, config, reader);
         let access = access::rules(written.allow.as_deref(), written.deny.as_deref(), &span, network_files, reader);
-        let cors = cors::policy(written, &rate_limits, reader);
+        let cors = cors::policy(written, &mut rate_limits, reader);
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
         let websocket = websocket(written, upstreams, reader);
         let request_headers = header_mutations(written.request_headers.as_ref(), Direction::Request, reader);
@@ -423,8 +423,7 @@ fn route_limits(
     let by_key =
         identities.iter().any(|identity_spec: &IdentitySpec| identity_spec.descriptors.contains(&Descriptor::ApiKey));
     let header_styles = header_styles(route, reader);
-    // `cors` exposes the headers itself.
-    let expose = (route.expose_headers && route.cors.is_none()).then(|| {
+    let expose = (route.expose_headers || route.cors.is_some()).then(|| {
         let names: Vec<_> = header_styles.iter().map(|dialect| dialect.header_names()).chain(["Retry-After"]).collect();
         // Header names and commas form a valid header value.
         HeaderValue::from_str(&names.join(", ")).ok()

@@ -300,6 +300,7 @@ fn access_warnings(input: &LintInput<'_>) -> Vec<Issue> {
             issues.extend(rule_warnings(parsed.allow.as_deref(), parsed.deny.as_deref(), rules));
         }
         issues.extend(unserved_cors_methods(parsed, route));
+        issues.extend(unreachable_preflights(input, parsed, route));
         issues.extend(redundant_expose(parsed, route));
     }
     issues
@@ -346,6 +347,20 @@ fn unserved_cors_methods(parsed: &config::tables::Route, route: &Route) -> Vec<I
         Issue::new(text.span(), message).with_hint("add it to `methods` of the route, or remove it here")
     };
     listed.filter(is_unserved).map(issue).collect()
+}
+
+/// `cors` of a route that requires headers: a preflight has none of them, so it matches no route or another one.
+fn unreachable_preflights(input: &LintInput<'_>, parsed: &config::tables::Route, route: &Route) -> Option<Issue> {
+    let cors = parsed.cors.as_ref().filter(|_| !parsed.headers.is_empty())?;
+    let is_for_preflights = |other: &&Arc<Route>| {
+        let has_no_headers = || input.route(other.index).is_some_and(|parsed| parsed.get_ref().headers.is_empty());
+        other.path == route.path && other.cors.is_some() && has_no_headers()
+    };
+    if input.config.routes.iter().any(|other| is_for_preflights(&other)) {
+        return None;
+    }
+    let message = format!("no preflight reaches `{}`: preflights do not have the headers that it requires", route.name);
+    Some(Issue::new(cors.span(), message).with_hint("add a route with the same path and `cors`, and without `headers`"))
 }
 
 /// `expose_headers` next to `cors`, which exposes the same headers.

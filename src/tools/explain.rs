@@ -91,7 +91,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         *cors = policy.map(|policy| policy.decide(request.headers(), is_preflight));
         explanation.cors = cors.as_ref().map(|cors| access::cors_report(cors, request, is_preflight));
         check_host(config, &target)?;
-        let rules = access_rules(config, peer.listener_index, found);
+        let rules = access_rules(config, peer.listener, found);
         explanation.access = access::access_reports(rules, explanation.client.address);
         if explanation.access.iter().any(|report| !report.allowed) {
             return Err(Rejection::Forbidden);

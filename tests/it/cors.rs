@@ -71,6 +71,7 @@ fn preflight_is_answered_without_charge_credential_and_upstream() {
          cors = {{ origins = [\"{APP}\"], headers = [\"x-api-key\", \"content-type\"], credentials = true, max_age = \"10m\" }}\n",
         upstream.url()
     ));
+    let vary = format!("Origin, {PREFLIGHT_VARY}");
     for _ in 0..10 {
         let reply = preflight(&gateway, "/items/7", APP, "PUT");
         assert_eq!((reply.status, reply.body.len()), (204, 0));
@@ -80,8 +81,7 @@ fn preflight_is_answered_without_charge_credential_and_upstream() {
             ("access-control-allow-methods", "GET, PUT"),
             ("access-control-allow-origin", APP),
             ("access-control-max-age", "600"),
-            ("vary", PREFLIGHT_VARY),
-            ("vary", "Origin"),
+            ("vary", &*vary),
         ];
         assert_eq!(cors_headers(&reply), expected);
         assert_eq!((reply.header("ratelimit"), reply.header("proxy-status")), (None, None), "{reply:?}");
@@ -175,7 +175,7 @@ fn origins_that_are_not_allowed_get_no_cors_headers() {
         assert_eq!(values(&reply, "vary"), ["Origin"], "{origin}");
         let reply = preflight(&gateway, "/", origin, "PUT");
         assert_eq!((reply.status, values(&reply, "access-control-allow-origin")), (204, expected), "{origin}");
-        assert_eq!(cors_headers(&reply).len(), if allowed { 4 } else { 2 }, "{reply:?}");
+        assert_eq!(cors_headers(&reply).len(), if allowed { 3 } else { 1 }, "{reply:?}");
     }
     // A cache may use a response to a request without an origin for another one.
     let reply = ask(&gateway, "GET", "/", &[]);
@@ -260,7 +260,7 @@ fn every_response_of_the_route_has_the_cors_headers_once() {
     }
     let reply = gateway.client().request("POST", "/small", &[ORIGIN], b"two");
     assert_eq!((reply.status, values(&reply, "access-control-allow-origin")), (413, vec![APP]));
-    let reply = ask(&gateway, "GET", "/styles", &[ORIGIN]);
+    let reply = gateway.client().get_with("/styles", &[ORIGIN]);
     let names = "RateLimit-Limit, RateLimit-Remaining, RateLimit-Reset, X-RateLimit-Limit, X-RateLimit-Remaining, \
                  X-RateLimit-Reset, Retry-After, x-total";
     assert_eq!(values(&reply, "access-control-expose-headers"), [names]);
