@@ -65,7 +65,7 @@ test-ops:
 	cp ops/sluicegate.socket target/ops
 	if command -v systemd-analyze; then systemd-analyze verify target/ops/sluicegate.service target/ops/sluicegate.socket; fi
 
-# The dashboard in a headless Chromium, and its accessibility by axe-core, pinned from npm in target/axe/. Screenshots are in target/page/.
+# The dashboard and scripts of other origins (CORS) in a headless Chromium, and its accessibility by axe-core, pinned from npm in target/axe/. Screenshots are in target/page/.
 test-page: tools
 	@$(call ensure,chromium chromedriver,chromium chromium-driver)
 	@$(call ensure,npm,nodejs npm)
@@ -73,6 +73,7 @@ test-page: tools
 	cp tests/page/package.json tests/page/package-lock.json target/axe/
 	npm ci --prefix target/axe --silent --no-audit --no-fund
 	cargo build --locked
+	python3 tests/page/cors.py target/debug/sluicegate
 	python3 tests/page/page.py target/debug/sluicegate target/page target/axe/node_modules/axe-core/axe.min.js
 
 # A release build with profile-guided optimization (PGO), in dist/: about 20 minutes.

@@ -115,6 +115,12 @@ pub struct Server {
     /// Maximum number of concurrent streams per HTTP/2 connection.
     #[schemars(range(min = 1, max = 100000), extend("default" = 100))]
     pub http2_max_streams: Option<Spanned<i64>>,
+    /// Reject requests for hosts that no route names with 421, even if a route for any host would match.
+    #[schemars(extend("default" = false))]
+    pub block_unknown_hosts: Option<Spanned<bool>>,
+    /// Send `Proxy-Status` (RFC 9209) with errors that the gateway generates ([error types](http.md#proxy-status)).
+    #[schemars(extend("default" = true))]
+    pub proxy_status: Option<Spanned<bool>>,
 }
 
 /// `[[listener]]`
@@ -130,6 +136,11 @@ pub struct Listener {
     pub proxy_protocol: Option<Spanned<bool>>,
     /// TLS 1.2 and 1.3, with HTTP/2 or HTTP/1.1 by ALPN. Default: plaintext.
     pub tls: Option<Spanned<ListenerTls>>,
+    /// Client networks that may use the listener: `["10.0.0.0/8", "file:office.txt"]`. All other clients get 403
+    /// ([access rules](#access-rules)). Default: all.
+    pub allow: Option<Vec<Text>>,
+    /// Client networks that get 403, even if `allow` has them. Default: none.
+    pub deny: Option<Vec<Text>>,
 }
 
 /// `tls` of a listener

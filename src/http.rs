@@ -2,6 +2,7 @@
 
 pub mod body;
 pub mod body_limits;
+pub mod cors;
 pub mod flow;
 pub mod headers;
 pub(crate) mod problem;

@@ -1,5 +1,6 @@
 //! Identification: derives the identity that a limit counts from the attributes of a request.
 
+pub mod access;
 pub mod api_key;
 pub mod client_cert;
 pub mod client_ip;

@@ -1,5 +1,6 @@
 //! Request handling: routing, rate limits, forwarding and the response.
 
+pub mod access;
 pub mod context;
 pub mod forward;
 pub mod local_reply;
@@ -16,6 +17,7 @@ use http::{Request, Response};
 use http_body::Body as _;
 
 use crate::http::body::Body;
+use crate::http::cors;
 use crate::http::flow::StreamFlow;
 use crate::http::headers::is_grpc_call;
 use crate::http::request_body;
@@ -115,8 +117,17 @@ impl Gateway {
     ) -> Result<AdmittedRequest<'a>, Rejection<'a>> {
         let runtime = &context.snapshot.runtime;
         let target = RequestTarget::from_request(request, &runtime.server)?;
-        let route = target.find_route(runtime, request)?;
-        context.set_route(route);
+        let preflight_route = target.find_preflight_route(runtime, request);
+        let found = preflight_route.map_or_else(|| target.find_route(runtime, request), Ok);
+        if let Ok(route) = found {
+            context.set_route(route);
+            context.set_cors(route, request.headers(), preflight_route.is_some());
+        }
+        access::check(context, &target, found.as_ref().ok().copied(), request)?;
+        let route = found?;
+        if preflight_route.is_some() {
+            return Err(context.preflight(route, request));
+        }
         if route.max_body.is_some_and(|max| request.body().size_hint().lower() > max) {
             return Err(Rejection::BodyTooLarge);
         }
@@ -174,6 +185,9 @@ impl Gateway {
         };
         rate_limit::settle(&mut decision, route, &result).await;
         let mut response = result.map_err(Rejection::Upstream)?;
+        if route.cors.is_some() {
+            cors::remove_headers(response.headers_mut());
+        }
         // The route may remove headers that the settlement has read. The rate limit headers are appended afterwards.
         route.response_headers.apply(response.headers_mut());
         rate_limit::append_ratelimit_headers(response.headers_mut(), route, &decision);

@@ -127,6 +127,17 @@ impl<T> RouteTable<T> {
         self.matched_headers.iter()
     }
 
+    /// Return whether a route names a host.
+    pub fn has_hosts(&self) -> bool {
+        !self.exact_hosts.is_empty() || !self.wildcard_hosts.is_empty()
+    }
+
+    /// Return whether a route names this host, itself or by a wildcard. `host` is as for [`find`](Self::find).
+    pub fn names_host(&self, host: &str) -> bool {
+        self.exact_hosts.contains_key(host)
+            || host.match_indices('.').any(|(dot, _)| self.wildcard_hosts.contains_key(&host[dot..]))
+    }
+
     /// Return the target of the best match. `host` must be in lower case without port, `path` in canonical form.
     ///
     /// # Errors

@@ -1,6 +1,8 @@
 //! The compiled configuration: references resolved, values validated, all errors reported. Nothing fails later.
 
+mod access;
 pub mod client_tls;
+mod cors;
 pub mod cost;
 pub mod current;
 mod identities;
@@ -22,12 +24,13 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 
-use crate::config::error::{ConfigError, FileIssues};
+use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, ParsedFile, UnsetVariables};
 use crate::config::{Config, file};
 use crate::http::headers::ProtectedHeaders;
 use crate::identity::IdentitySpec;
+use crate::identity::access::{AccessRules, NetworkFile};
 use crate::identity::api_key::{ApiKeySettings, Consumers};
 use crate::identity::client_ip::ClientIpResolver;
 use crate::identity::jwt::JwtVerifier;
@@ -35,6 +38,7 @@ use crate::limiter::key::IdentityHasher;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::spec::LimitSpec;
 use crate::routing::RouteTable;
+use crate::snapshot::access::NetworkFiles;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::restart_required::RestartOnlyKeys;
@@ -67,6 +71,8 @@ pub struct CompiledConfig {
     pub consumers: ArcSwap<Consumers>,
     /// The file of consumers as read by the loader.
     pub consumers_file: Option<FileSnapshot>,
+    /// Files of networks that access rules name.
+    pub network_files: Vec<Arc<NetworkFile>>,
     /// Verifier of bearer tokens.
     pub verifier: JwtVerifier,
     /// The JWK Set file as read by the loader.
@@ -99,6 +105,8 @@ pub struct Listener {
     pub proxy_protocol: bool,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<ListenerTls>,
+    /// Clients that may use the listener. `None` = all.
+    pub access: Option<AccessRules>,
 }
 
 /// `tls` of a listener
@@ -221,7 +229,8 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     let client_ip = identities::client_ip(&config.client_ip, reader);
     // Counts invalid networks, too, so that these are the only error.
     let trusted_proxies = config.client_ip.trusted_proxies.as_ref().map_or(0, Vec::len);
-    let listeners = listeners::listeners(&config.listener, trusted_proxies, reader);
+    let mut network_files = NetworkFiles::default();
+    let listeners = listeners::listeners(&config.listener, trusted_proxies, &mut network_files, reader);
     let admin = config.admin.as_ref().and_then(|admin| settings::admin(admin, &listeners, reader));
     let api_keys = identities::api_key_settings(&config.api_key, reader);
     let (verifier, jwks_file) = identities::jwt_verifier(&config.jwt, reader);
@@ -234,7 +243,13 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     let (consumers, consumers_file) =
         named.map(|text| identities::load(text, config, &limits, &hasher, reader)).unwrap_or_default();
     identities::check_keys_known(config, &limits, &api_keys, &consumers, reader);
-    let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
+    let (routes, table) = routes::routes(config, &limits, &upstreams, &mut network_files, reader);
+    if let Some(value) = config.server.block_unknown_hosts.as_ref().filter(|_| server.block_unknown_hosts)
+        && !table.has_hosts()
+    {
+        let issue = Issue::new(value.span(), "no route names a host: every request would be rejected");
+        reader.push_issue(issue.with_hint("name the hosts in the routes, or leave it out"));
+    }
     let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
     let identity_headers = limits
@@ -255,6 +270,7 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
         api_key_settings: api_keys,
         consumers: ArcSwap::from_pointee(consumers),
         consumers_file,
+        network_files: network_files.0,
         verifier,
         jwks_file,
         hasher,

@@ -17,7 +17,7 @@ use crate::config::redact::has_secret;
 use crate::config::secrets::{is_secret, secret_ranges};
 use crate::config::shorthand::{CostTable, ServerTable};
 use crate::config::tables::{
-    DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, Redirect, Route, Upstream, UpstreamTls,
+    Cors, DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, Redirect, Route, Upstream, UpstreamTls,
 };
 use crate::config::{
     Admin, ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, Jwt, Listener, ListenerTls, Log, Server, Store,
@@ -145,7 +145,7 @@ pub fn parse_consumers(
 ///
 /// # Errors
 /// The content is not UTF-8. The issue has the span of the first invalid byte.
-fn utf8_text(path: &Path, content: Vec<u8>) -> Result<String, FileIssues> {
+pub(crate) fn utf8_text(path: &Path, content: Vec<u8>) -> Result<String, FileIssues> {
     String::from_utf8(content).map_err(|error| {
         let start = error.utf8_error().valid_up_to();
         let content = error.as_bytes();
@@ -262,7 +262,7 @@ fn first_definition(before: &str, line: &str) -> Option<usize> {
 }
 
 /// Keys with durations, besides those that end in `timeout`.
-const DURATION_KEYS: [&str; 4] = ["interval", "base_ejection_time", "slow_start", "max_wait"];
+const DURATION_KEYS: [&str; 5] = ["interval", "base_ejection_time", "slow_start", "max_wait", "max_age"];
 
 /// Keys with sizes.
 const SIZE_KEYS: [&str; 6] =
@@ -476,6 +476,7 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["route"] => ("route", field_names::<Route>()),
         ["route", "request_headers" | "response_headers"] => ("header rules", field_names::<HeaderRules>()),
         ["route", "respond"] => ("respond", field_names::<DirectResponse>()),
+        ["route", "cors"] => ("cors", field_names::<Cors>()),
         ["route", "redirect"] => ("redirect", field_names::<Redirect>()),
         ["consumer"] => ("consumer", field_names::<Consumer>()),
         _ => ("", &[]),

@@ -52,8 +52,10 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     let misspelled = |key: &str| FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);
     path.iter().enumerate().any(|(depth, key)| {
         let is_table = depth == 0 && path.len() > 1 && *key == "api_key";
+        // A boolean of `cors`.
+        let is_cors = depth > 0 && path[depth - 1] == "cors" && *key == "credentials";
         let is_named = depth > 0 && NAMED_TABLES.contains(&path[depth - 1]) && path.len() > depth + 1;
-        !is_table && !is_named && (is_secret_name(key) || misspelled(key))
+        !is_table && !is_named && !is_cors && (is_secret_name(key) || misspelled(key))
     })
 }
 
@@ -116,6 +118,7 @@ mod tests {
             (&["limit", "l", "tiers", "secret", "quota"], "1/s", false),
             (&["upstream", "session", "servers"], "http://a", false),
             (&["api_key", "header"], "x-api-key", false),
+            (&["route", "cors", "credentials"], "true", false),
             (&["log", "access"], "stdout", false),
         ] {
             assert_eq!(is_secret(path, text), expected, "{path:?} {text}");

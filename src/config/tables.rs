@@ -32,6 +32,14 @@ pub struct Route {
     pub respond: Option<Spanned<DirectResponse>>,
     /// Redirect: `{ to = "/v1/{rest}", status = 308 }`.
     pub redirect: Option<Spanned<Redirect>>,
+    /// Client networks that may use the route: `["10.0.0.0/8", "file:office.txt"]`. All other clients get 403
+    /// ([access rules](#access-rules)). Default: all.
+    pub allow: Option<Vec<Text>>,
+    /// Client networks that get 403, even if `allow` has them. Default: none.
+    pub deny: Option<Vec<Text>>,
+    /// CORS: `{ origins = ["https://app.example.com"] }`. The gateway answers preflights and sets the CORS headers of all
+    /// responses of the route ([CORS](#cors)). Default: preflights and CORS headers are those of the upstream.
+    pub cors: Option<Spanned<Cors>>,
     /// Names of up to 16 limits. All are charged in one atomic check, or none.
     pub limits: Vec<Text>,
     /// Cost of a request on each of these limits.
@@ -61,7 +69,8 @@ pub struct Route {
     /// smallest remaining share.
     #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
     pub ratelimit_headers: Option<Vec<Text>>,
-    /// Send `Access-Control-Expose-Headers` for the RateLimit headers and `Retry-After`.
+    /// Send `Access-Control-Expose-Headers` for the RateLimit headers and `Retry-After`, next to the CORS headers of the
+    /// upstream. Without effect on a route with `cors`, which exposes them.
     #[schemars(extend("default" = false))]
     pub expose_headers: bool,
 }
@@ -74,6 +83,32 @@ pub struct HeaderRules {
     pub set: BTreeMap<String, Text>,
     /// Headers to remove, with all their lines.
     pub remove: Vec<Text>,
+}
+
+/// `cors = { … }` of a route
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["origins"]))]
+pub struct Cors {
+    /// Origins whose scripts may read responses: `["https://app.example.com", "https://*.example.com"]`, where `*` stands
+    /// for one or more labels. Scheme and port must match. `["*"]` = all origins, without credentials.
+    pub origins: Vec<Text>,
+    /// Methods that preflights allow, besides GET, HEAD and POST. `["*"]` = the requested method. Default: `methods` of
+    /// the route.
+    pub methods: Option<Vec<Text>>,
+    /// Request headers that preflights allow, besides those that need no preflight. `["*"]` = the requested headers.
+    /// Default: none.
+    pub headers: Option<Vec<Text>>,
+    /// Whether browsers may send cookies, client certificates and HTTP authentication.
+    #[schemars(extend("default" = false))]
+    pub credentials: Option<Spanned<bool>>,
+    /// Time for which browsers may cache a preflight, in whole seconds. Browsers have a maximum of their own. Default:
+    /// that of the browser, usually 5s.
+    #[schemars(schema_with = "schema::duration")]
+    pub max_age: Option<Text>,
+    /// Response headers that scripts may read, besides `Retry-After` and the RateLimit headers of the route's limits.
+    /// `["*"]` = all, without credentials. Default: none.
+    pub expose: Vec<Text>,
 }
 
 /// `respond = { … }` of a route

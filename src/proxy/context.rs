@@ -12,6 +12,7 @@ use tracing::{debug, warn};
 use uuid::{NoContext, Timestamp, Uuid};
 
 use crate::http::body::{Body, OnComplete};
+use crate::http::cors::CorsDecision;
 use crate::http::flow::StreamFlow;
 use crate::http::headers::{ForwardedInfo, X_REQUEST_ID};
 use crate::http::request_body::RequestBody;
@@ -47,6 +48,8 @@ pub(super) struct RequestContext<'a> {
     pub(super) deadline: Option<tokio::time::Instant>,
     /// Permits of concurrency limits, held until the response ends.
     pub(super) permits: Option<Box<ConcurrencyPermits>>,
+    /// What the CORS policy of the route says of the request.
+    cors: Option<Box<CorsDecision<'a>>>,
     started_at: Instant,
     request_id: Option<RequestId>,
     /// `None` if the request is neither logged nor traced.
@@ -82,6 +85,7 @@ impl<'a> RequestContext<'a> {
             route: None,
             deadline: None,
             permits: None,
+            cors: None,
             started_at,
             request_id: None,
             record: RequestRecord::start(sinks, &start),
@@ -98,6 +102,20 @@ impl<'a> RequestContext<'a> {
     pub(super) fn set_route(&mut self, route: &'a Route) {
         self.route = Some(route);
         self.deadline = route.timeout.map(|timeout| tokio::time::Instant::now() + timeout);
+    }
+
+    /// Apply the CORS policy of the route to a request with these headers.
+    pub(super) fn set_cors(&mut self, route: &'a Route, headers: &HeaderMap, is_preflight: bool) {
+        self.cors = route.cors.as_ref().map(|policy| Box::new(policy.decide(headers, is_preflight)));
+    }
+
+    /// Return the response to a CORS preflight.
+    pub(super) fn preflight<B>(&mut self, route: &Route, request: &Request<B>) -> Rejection<'static> {
+        if self.is_recorded() {
+            self.record_client(self.peer.client_address(request.headers()), Some(route));
+        }
+        let headers = self.cors.as_ref().map(|cors| cors.preflight_headers(request.headers()));
+        Rejection::Preflight(Box::new(headers.unwrap_or_default()))
     }
 
     /// Return the request id. The first call determines it.
@@ -127,9 +145,10 @@ impl<'a> RequestContext<'a> {
     // === The access log record ===
 
     /// Record the address of the client and the route.
-    pub(super) fn record_client(&mut self, client: IpAddr, route: &Route) {
+    pub(super) fn record_client(&mut self, client: IpAddr, route: Option<&Route>) {
         let Some(record) = &mut self.record else { return };
         record.client = client;
+        let Some(route) = route else { return };
         record.route = Some(route.name.clone());
         record.path_template = record.trace.map(|_| route.path.clone());
     }
@@ -188,6 +207,9 @@ impl<'a> RequestContext<'a> {
         };
         let route_index = self.route.map(|route| route.index);
         self.snapshot.metrics.record_response(route_index, response.status(), self.started_at.elapsed());
+        if let Some(cors) = &self.cors {
+            cors.apply(response.headers_mut());
+        }
         if self.has_unread_body {
             request_body::set_connection_close(&mut response, self.flow);
         }
@@ -213,7 +235,7 @@ impl<'a> RequestContext<'a> {
             Rejection::Upstream(error) => warn!(%error, request_id, "upstream request failed"),
             _ => {}
         }
-        rejection.into_response(id)
+        rejection.into_response(id, self.snapshot.runtime.server.proxy_status)
     }
 }
 
@@ -310,6 +332,8 @@ pub struct Peer {
     pub forwarded: ForwardedInfo,
     /// Subject of the verified client certificate, if there is one.
     pub certificate_subject: Option<Box<str>>,
+    /// Index of the listener that accepted the connection. A reload changes neither the listeners nor their order.
+    pub listener: usize,
     /// Resolver that determined whether the peer is trusted.
     client_ip: Arc<ClientIpResolver>,
     /// Whether the peer must not be trusted: it forwards for a client whose address it does not tell.
@@ -317,12 +341,12 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Create the peer of a connection.
+    /// Create the peer of a connection to the first listener.
     pub fn new(address: IpAddr, scheme: &'static str, runtime: &CompiledConfig) -> Self {
         let address = address.to_canonical();
         let client_ip = runtime.client_ip.clone();
         let forwarded = ForwardedInfo::new(address, scheme, client_ip.is_trusted(address));
-        Peer { address, forwarded, certificate_subject: None, client_ip, is_distrusted: false }
+        Peer { address, forwarded, certificate_subject: None, listener: 0, client_ip, is_distrusted: false }
     }
 
     /// Return the client address of a request with these headers: that of the peer unless the peer is a trusted proxy.

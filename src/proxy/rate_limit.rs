@@ -40,7 +40,7 @@ pub(super) async fn check_limits<'a>(
     let ConfigSnapshot { runtime, metrics, .. } = context.snapshot;
     let peer = context.peer;
     let client = peer.client_address(request.headers());
-    context.record_client(client, route);
+    context.record_client(client, Some(route));
     let RouteLimits { identities, limits, .. } = &route.rate_limits;
     // Owned, not borrowed: an `arc_swap` guard held during the store call would make borrowing expensive for other
     // requests.

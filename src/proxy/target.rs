@@ -6,6 +6,7 @@ use http::header::TRANSFER_ENCODING;
 use http::uri::{PathAndQuery, Uri};
 use http::{Method, Request, Version};
 
+use crate::http::cors;
 use crate::http::headers::http1_header_count;
 use crate::http::target;
 use crate::http::target::{canonical_path, forwarded_path};
@@ -96,6 +97,14 @@ impl<'a> RequestTarget<'a> {
             Err(NoMatch::NotFound) => Err(Rejection::NoRoute),
             Err(NoMatch::MethodNotAllowed(allowed)) => Err(Rejection::MethodNotAllowed(allowed)),
         }
+    }
+
+    /// Return the route of a CORS preflight: that of the method which the preflight asks for, if it has a policy. `None`
+    /// if the request is no preflight, or one for another server to answer.
+    pub fn find_preflight_route<'r, B>(&self, runtime: &'r CompiledConfig, request: &Request<B>) -> Option<&'r Route> {
+        let method = cors::requested_method(request.method(), request.headers())?;
+        let route = runtime.table.find(&self.host, &self.path, &method, request.headers()).ok()?;
+        route.cors.is_some().then_some(&**route)
     }
 
     /// Return path and query after the route's rewrite, or `None` if the route has no rewrite.

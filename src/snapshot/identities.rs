@@ -2,19 +2,16 @@
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
-use std::net::IpAddr;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
-
-use arc_swap::ArcSwap;
-use ipnet::IpNet;
 
 use crate::config;
 use crate::config::error::{FileIssues, Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, UnsetVariables, closest_name, resolve_issues};
 use crate::config::{Config, file};
+use crate::identity::access::parse_network;
 use crate::identity::api_key::{ApiKeySettings, Consumer, Consumers, OnUnknownKey, parse_key_hash};
 use crate::identity::client_ip::ClientIpResolver;
 use crate::identity::jwt::{JwtVerifier, KeySet};
@@ -25,6 +22,7 @@ use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::limits::{limit_variant, quota_hint};
 use crate::snapshot::validator::{Validator, first_line_hint};
+use arc_swap::ArcSwap;
 
 /// Label of the client network in `by`.
 const IP_LABEL: &str = "ip";
@@ -148,11 +146,8 @@ fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Opt
     None
 }
 
-fn parse_network(text: &str) -> Option<IpNet> {
-    text.parse().ok().or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from))
-}
-
-fn network_issue(text: &str, span: Range<usize>, reader: &mut Validator<'_>) {
+/// Report a text that is not a network.
+pub(super) fn network_issue(text: &str, span: Range<usize>, reader: &mut Validator<'_>) {
     let issue = Issue::new(span, format!("`{text}` is not an address or a network"));
     reader.push_issue(issue.with_hint("such as \"10.0.0.0/8\" or \"2001:db8::/32\""));
 }

@@ -12,6 +12,8 @@ use crate::config::error::{Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::identity::Descriptor;
 use crate::identity::OnMissing;
+use crate::snapshot::access;
+use crate::snapshot::access::NetworkFiles;
 use crate::snapshot::client_tls;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::validator::Validator;
@@ -24,6 +26,7 @@ const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"c
 pub(super) fn listeners(
     listeners: &[Spanned<config::Listener>],
     trusted_proxies: usize,
+    network_files: &mut NetworkFiles,
     reader: &mut Validator<'_>,
 ) -> Vec<Listener> {
     if listeners.is_empty() {
@@ -35,6 +38,7 @@ pub(super) fn listeners(
         let span = listener.span();
         let listener = listener.get_ref();
         let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, reader));
+        let access = access::rules(listener.allow.as_deref(), listener.deny.as_deref(), &span, network_files, reader);
         let proxy_protocol = listener.proxy_protocol.as_ref().is_some_and(|value| *value.get_ref());
         if let Some(value) = listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && trusted_proxies == 0) {
             let message =
@@ -52,7 +56,7 @@ pub(super) fn listeners(
             }
             None => {
                 spans.push((address, text.span()));
-                compiled.push(Listener { address, proxy_protocol, tls });
+                compiled.push(Listener { address, proxy_protocol, tls, access });
             }
         }
     }

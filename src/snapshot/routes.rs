@@ -16,6 +16,7 @@ use crate::config::Config;
 use crate::config::error::{Issue, Spanned};
 use crate::config::tables::HeaderRules;
 use crate::http::body::Body;
+use crate::http::cors::CorsPolicy;
 use crate::http::headers::HeaderAliases;
 use crate::http::headers::{Direction, HeaderMutations, reserved_reason};
 use crate::http::ratelimit_headers::HeaderStyle;
@@ -24,6 +25,7 @@ use crate::http::target::canonical_path;
 use crate::http::{ratelimit_headers, target};
 use crate::identity::Descriptor;
 use crate::identity::IdentitySpec;
+use crate::identity::access::AccessRules;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::decision::LimitResult;
 use crate::limiter::spec::LimitSpec;
@@ -31,6 +33,9 @@ use crate::routing::pattern;
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
 use crate::routing::{RouteMatch, RouteTable};
 use crate::snapshot::CompiledLimit;
+use crate::snapshot::access;
+use crate::snapshot::access::NetworkFiles;
+use crate::snapshot::cors;
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::limits::check_cost_fits;
 use crate::snapshot::route_action::{WeightedUpstreams, rewrite, route_action, websocket};
@@ -54,6 +59,10 @@ pub struct Route {
     pub rewrite: Option<Rewrite>,
     /// Maximum time for a request, from its headers to the end of the response.
     pub timeout: Option<Duration>,
+    /// Clients that may use the route. `None` = all.
+    pub access: Option<Box<AccessRules>>,
+    /// CORS policy. `None` = CORS headers are those of the upstream.
+    pub cors: Option<Box<CorsPolicy>>,
     /// Limits and RateLimit headers.
     pub rate_limits: RouteLimits,
     /// Maximum size of a request body in bytes.
@@ -206,6 +215,7 @@ pub(super) fn routes(
     config: &Config,
     limits: &BTreeMap<String, CompiledLimit>,
     upstreams: &[UpstreamSettings],
+    network_files: &mut NetworkFiles,
     reader: &mut Validator<'_>,
 ) -> (Vec<Arc<Route>>, RouteTable<Arc<Route>>) {
     if config.route.is_empty() {
@@ -238,7 +248,9 @@ pub(super) fn routes(
         let action = route_action(written, &span, path, upstreams, reader);
         let rewrite = rewrite(written, path, reader);
         let timeout = timeout(written, reader);
-        let rate_limits = route_limits(written, path, limits, config, reader);
+        let mut rate_limits = route_limits(written, path, limits, config, reader);
+        let access = access::rules(written.allow.as_deref(), written.deny.as_deref(), &span, network_files, reader);
+        let cors = cors::policy(written, &mut rate_limits, reader);
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
         let websocket = websocket(written, upstreams, reader);
         let request_headers = header_mutations(written.request_headers.as_ref(), Direction::Request, reader);
@@ -252,6 +264,8 @@ pub(super) fn routes(
             action: target,
             rewrite,
             timeout,
+            access: access.map(Box::new),
+            cors: cors.map(Box::new),
             rate_limits,
             max_body,
             websocket,
@@ -411,7 +425,7 @@ fn route_limits(
     let by_key =
         identities.iter().any(|identity_spec: &IdentitySpec| identity_spec.descriptors.contains(&Descriptor::ApiKey));
     let header_styles = header_styles(route, reader);
-    let expose = route.expose_headers.then(|| {
+    let expose = (route.expose_headers || route.cors.is_some()).then(|| {
         let units = Vec::from_iter(units);
         let names = header_styles.iter().map(|style| style.header_names(&units));
         let names: Vec<_> = names.filter(|names| !names.is_empty()).chain(["Retry-After".into()]).collect();

@@ -60,6 +60,10 @@ pub struct ServerSettings {
     pub max_uri: usize,
     /// Maximum number of concurrent streams per HTTP/2 connection.
     pub http2_max_streams: u32,
+    /// Whether requests for hosts that no route names are rejected.
+    pub block_unknown_hosts: bool,
+    /// Whether errors have `Proxy-Status`.
+    pub proxy_status: bool,
 }
 
 /// Maximum time that idle connections stay open during a drain, for requests that are already on their way.
@@ -145,6 +149,8 @@ pub(super) fn server(server: &config::Server, reader: &mut Validator<'_>) -> Ser
         max_headers: reader.number(server.max_headers.as_ref(), 1..10_001, 100) as usize,
         max_uri: reader.size(server.max_uri.as_ref(), 8 << 10),
         http2_max_streams: reader.number(server.http2_max_streams.as_ref(), 1..100_001, 100) as u32,
+        block_unknown_hosts: server.block_unknown_hosts.as_ref().is_some_and(|value| *value.get_ref()),
+        proxy_status: server.proxy_status.as_ref().is_none_or(|value| *value.get_ref()),
     }
 }
 

@@ -14,6 +14,7 @@ use crate::config::error::{Issue, Spanned};
 use crate::config::file::ParsedFile;
 use crate::config::{Config, Text};
 use crate::identity::Descriptor;
+use crate::identity::access::{AccessRules, parse_network};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::redis::RedisDeployment;
 use crate::limiter::spec::{LimitSpec, OnStoreError};
@@ -37,6 +38,7 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
         config.warnings(now).into_iter().map(|(subject, text)| input.warning_issue(&subject, text)).collect();
     issues.extend(limit_warnings(&input));
     issues.extend(route_warnings(&input));
+    issues.extend(access_warnings(&input));
     issues.extend(client_warnings(&input));
     issues
 }
@@ -280,6 +282,92 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
         Issue { span: input.route(route.index).map(|parsed| parsed.span()), message, hint: None }
     });
     notes.collect()
+}
+
+// Access rules and CORS: entries without effect, and routes that no client may use.
+
+fn access_warnings(input: &LintInput<'_>) -> Vec<Issue> {
+    let mut issues = Vec::new();
+    for (parsed, compiled) in input.parsed.listener.iter().zip(&input.config.listeners) {
+        let parsed = parsed.get_ref();
+        if let Some(rules) = &compiled.access {
+            issues.extend(rule_warnings(parsed.allow.as_deref(), parsed.deny.as_deref(), rules));
+        }
+    }
+    for route in &input.config.routes {
+        let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { continue };
+        if let Some(rules) = &route.access {
+            issues.extend(rule_warnings(parsed.allow.as_deref(), parsed.deny.as_deref(), rules));
+        }
+        issues.extend(unserved_cors_methods(parsed, route));
+        issues.extend(unreachable_preflights(input, parsed, route));
+        issues.extend(redundant_expose(parsed, route));
+    }
+    issues
+}
+
+/// Networks with bits after the prefix, networks of `allow` that `deny` covers or that `allow` lacks in `deny`, and an
+/// `allow` without a network.
+fn rule_warnings(allow: Option<&[Text]>, deny: Option<&[Text]>, rules: &AccessRules) -> Vec<Issue> {
+    let networks = |items: Option<&[Text]>| {
+        let items = items.unwrap_or_default().iter();
+        items.filter_map(|text| Some((text.clone(), parse_network(text.get_ref())?))).collect::<Vec<_>>()
+    };
+    let (allowed, denied) = (networks(allow), networks(deny));
+    let mut issues = Vec::new();
+    for (text, network) in allowed.iter().chain(&denied).filter(|(_, network)| *network != network.trunc()) {
+        let message = format!("`{}` has bits after its prefix, which are ignored", text.get_ref());
+        issues.push(Issue::new(text.span(), message).with_hint(format!("\"{}\"", network.trunc())));
+    }
+    for (text, _) in allowed.iter().filter(|(_, network)| rules.deny.covers(*network)) {
+        let message = format!("`{}` has no effect: `deny` has all of it, and takes precedence", text.get_ref());
+        issues.push(Issue::new(text.span(), message).with_hint("remove it, or deny a smaller network"));
+    }
+    let Some(rule) = &rules.allow else { return issues };
+    for (text, _) in denied.iter().filter(|(_, network)| !rule.intersects(*network)) {
+        let message = format!("`{}` has no effect: `allow` has none of it", text.get_ref());
+        issues.push(Issue::new(text.span(), message).with_hint("remove it"));
+    }
+    if let Some(text) = allow.and_then(<[Text]>::first).filter(|_| rule.is_empty()) {
+        let message = "the files of `allow` have no network: every client is rejected with 403";
+        issues.push(Issue::new(text.span(), message).with_hint("add a network to the file, such as 10.0.0.0/8"));
+    }
+    issues
+}
+
+/// Methods of `cors` that the route does not serve: no preflight for them reaches it.
+fn unserved_cors_methods(parsed: &config::tables::Route, route: &Route) -> Vec<Issue> {
+    let Some(served) = &parsed.methods else { return Vec::new() };
+    let listed = parsed.cors.iter().flat_map(|cors| cors.get_ref().methods.iter().flatten());
+    let is_unserved =
+        |text: &&Text| text.get_ref() != "*" && !served.iter().any(|method| method.get_ref() == text.get_ref());
+    let issue = |text: &Text| {
+        let message =
+            format!("`{}` does not serve {}: no preflight for it reaches the route", route.name, text.get_ref());
+        Issue::new(text.span(), message).with_hint("add it to `methods` of the route, or remove it here")
+    };
+    listed.filter(is_unserved).map(issue).collect()
+}
+
+/// `cors` of a route that requires headers: a preflight has none of them, so it matches no route or another one.
+fn unreachable_preflights(input: &LintInput<'_>, parsed: &config::tables::Route, route: &Route) -> Option<Issue> {
+    let cors = parsed.cors.as_ref().filter(|_| !parsed.headers.is_empty())?;
+    let is_for_preflights = |other: &&Arc<Route>| {
+        let has_no_headers = || input.route(other.index).is_some_and(|parsed| parsed.get_ref().headers.is_empty());
+        other.path == route.path && other.cors.is_some() && has_no_headers()
+    };
+    if input.config.routes.iter().any(|other| is_for_preflights(&other)) {
+        return None;
+    }
+    let message = format!("no preflight reaches `{}`: preflights do not have the headers that it requires", route.name);
+    Some(Issue::new(cors.span(), message).with_hint("add a route with the same path and `cors`, and without `headers`"))
+}
+
+/// `expose_headers` next to `cors`, which exposes the same headers.
+fn redundant_expose(parsed: &config::tables::Route, route: &Route) -> Option<Issue> {
+    let cors = parsed.cors.as_ref().filter(|_| parsed.expose_headers)?;
+    let message = format!("`expose_headers` of `{}` has no effect: `cors` exposes the same headers", route.name);
+    Some(Issue::new(cors.span(), message).with_hint("remove `expose_headers`"))
 }
 
 // Limits: without effect, too small for the cost of a request, or failing open on credential routes.

@@ -1,5 +1,6 @@
 //! Explanation of a request: calls the functions of the request path, but sends nothing and charges nothing.
 
+mod access;
 pub mod limits;
 pub mod report;
 mod routing;
@@ -7,9 +8,11 @@ mod routing;
 use http::header::CONTENT_LENGTH;
 use http::{HeaderMap, Request};
 
+use crate::http::cors::CorsDecision;
 use crate::http::headers::is_grpc_call;
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::verdict::Verdict;
+use crate::proxy::access::{access_rules, check_host};
 use crate::proxy::context::Peer;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::{LimitContext, build_checks, build_unauthenticated_checks};
@@ -48,6 +51,8 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             route: None,
             other_routes: Vec::new(),
             other_routes_omitted: 0,
+            access: Vec::new(),
+            cors: None,
             store: self.config.store.name.clone(),
             counters_unavailable: None,
             limits: Vec::new(),
@@ -55,30 +60,46 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             response: ResponseReport::default(),
             upstream: None,
         };
-        explanation.response = match self.evaluate(request, peer, &mut explanation) {
+        let mut cors = None;
+        explanation.response = match self.evaluate(request, peer, &mut explanation, &mut cors) {
             Ok(answer) => answer,
-            Err(rejection) => routing::rejection_response(rejection),
+            Err(rejection) => routing::rejection_response(rejection, cors.as_ref(), self.config.server.proxy_status),
         };
         explanation
     }
 
     /// Run the steps of the request path and record each result in `explanation`.
-    fn evaluate(
-        &self,
+    fn evaluate<'s>(
+        &'s self,
         request: &Request<()>,
         peer: &Peer,
         explanation: &mut Explanation,
-    ) -> Result<ResponseReport, Rejection<'_>> {
+        cors: &mut Option<CorsDecision<'s>>,
+    ) -> Result<ResponseReport, Rejection<'s>> {
         let config = self.config;
         let target = RequestTarget::from_request(request, &config.server)?;
         explanation.host = Some(target.host.to_string());
         explanation.path = Some(target.path.to_string());
-        let route = target.find_route(config, request);
-        let route_index = route.as_ref().ok().map(|route| route.index);
+        let preflight_route = target.find_preflight_route(config, request);
+        let route = preflight_route.map_or_else(|| target.find_route(config, request), Ok);
+        let found = route.as_ref().ok().copied();
         (explanation.other_routes, explanation.other_routes_omitted) =
-            routing::other_routes(config, request, &target, route_index, self.max_other_routes);
+            routing::other_routes(config, request, &target, found.map(|route| route.index), self.max_other_routes);
+        explanation.route = found.map(routing::matched_route);
+        let is_preflight = preflight_route.is_some();
+        let policy = found.and_then(|route| route.cors.as_deref());
+        *cors = policy.map(|policy| policy.decide(request.headers(), is_preflight));
+        explanation.cors = cors.as_ref().map(|cors| access::cors_report(cors, request, is_preflight));
+        check_host(config, &target)?;
+        let rules = access_rules(config, peer.listener, found);
+        explanation.access = access::access_reports(rules, explanation.client.address);
+        if explanation.access.iter().any(|report| !report.allowed) {
+            return Err(Rejection::Forbidden);
+        }
         let route = route?;
-        explanation.route = Some(routing::matched_route(route));
+        if let Some(cors) = cors.as_ref().filter(|_| is_preflight) {
+            return Err(Rejection::Preflight(Box::new(cors.preflight_headers(request.headers()))));
+        }
         let length = body_length(request.headers());
         if route.max_body.zip(length).is_some_and(|(max, length)| length > max) {
             return Err(Rejection::BodyTooLarge);
@@ -143,7 +164,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             explanation.upstream =
                 Some(routing::upstream_report(config, route, weighted_upstreams, request, peer, (target, length)));
         }
-        Ok(routing::admitted_response(route, request, target.forwarded_path(), decision.as_ref()))
+        Ok(routing::admitted_response(route, request, target.forwarded_path(), decision.as_ref(), cors.as_ref()))
     }
 
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {

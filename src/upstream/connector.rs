@@ -322,8 +322,29 @@ fn client_config(
 
 /// Cause of a TLS failure.
 #[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub(super) struct TlsDiagnosis(String);
+#[error("{message}")]
+pub(super) struct TlsDiagnosis {
+    message: String,
+    failure: TlsFailure,
+}
+
+/// What failed in a TLS handshake.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TlsFailure {
+    /// The gateway rejected the certificate of the server.
+    Certificate,
+    /// The server sent an alert.
+    Alert,
+    /// Anything else.
+    Protocol,
+}
+
+impl TlsFailure {
+    /// Return what failed in TLS, or `None` if an I/O error has another cause.
+    pub fn from_error(error: &io::Error) -> Option<TlsFailure> {
+        error.get_ref()?.downcast_ref::<TlsDiagnosis>().map(|diagnosis| diagnosis.failure)
+    }
+}
 
 impl TlsDiagnosis {
     /// Describe an error of the TLS handshake.
@@ -353,7 +374,14 @@ impl TlsDiagnosis {
     /// Describe the rustls error inside an I/O error. Other errors are returned unchanged.
     pub(super) fn from_io_error(error: io::Error) -> io::Error {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
-            Some(source) => io::Error::new(error.kind(), TlsDiagnosis(describe_error(source))),
+            Some(source) => {
+                let failure = match source {
+                    Error::InvalidCertificate(_) => TlsFailure::Certificate,
+                    Error::AlertReceived(_) => TlsFailure::Alert,
+                    _ => TlsFailure::Protocol,
+                };
+                io::Error::new(error.kind(), TlsDiagnosis { message: describe_error(source), failure })
+            }
             None => error,
         }
     }
@@ -365,7 +393,7 @@ impl TlsDiagnosis {
     }
 
     fn with_message(advice: &str) -> io::Error {
-        io::Error::other(TlsDiagnosis(advice.to_owned()))
+        io::Error::other(TlsDiagnosis { message: advice.to_owned(), failure: TlsFailure::Protocol })
     }
 }
 

@@ -66,6 +66,23 @@ const LIMITS: [(&str, &str); 9] = [
     ("all", "by = [\"host\", \"method\", \"route\"]\nquota = \"200/day\"\nunit = \"tokens\"\n"),
 ];
 
+/// Access rules of a route. The clients of requests are loopback addresses, and those that proxies report.
+const ACCESS: [&str; 5] = [
+    "",
+    "",
+    "",
+    "deny = [\"127.0.0.3\", \"192.0.2.8/32\"]\n",
+    "allow = [\"127.0.0.0/30\", \"192.0.2.0/24\"]\ndeny = [\"192.0.2.7\"]\n",
+];
+
+/// CORS policies of a route.
+const CORS: [&str; 4] = [
+    "",
+    "",
+    "cors = { origins = [\"*\"], headers = [\"*\"], max_age = \"1m\" }\n",
+    "cors = { origins = [\"https://a.test\", \"https://*.b.test\"], methods = [\"*\"], credentials = true, expose = [\"x-by\"] }\n",
+];
+
 const KEYS: [&str; 4] = ["key-of-alice", "key-of-bob", "unknown-key", ""];
 
 fn consumers() -> String {
@@ -113,6 +130,8 @@ fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
                 if !version.is_empty() {
                     writeln!(text, "headers = {{ x-version = \"{version}\" }}").unwrap();
                 }
+                text += random.of(&ACCESS);
+                text += random.of(&CORS);
                 let rest = if path.contains("{*rest}") { "{rest}" } else { "" };
                 text += &match random.below(4) {
                     0 => "respond = { status = 200, body = \"own\\n\" }\n".to_owned(),
@@ -173,7 +192,14 @@ fn request(random: &mut Random) -> Asked {
         headers.push(("connection", "x-hop".to_owned()));
         headers.push(("x-hop", "1".to_owned()));
     }
-    let method = random.of(&["GET", "GET", "POST", "PUT", "DELETE", "HEAD"]);
+    if random.happens(40) {
+        headers.push(("origin", random.of(&["https://a.test", "https://x.b.test", "https://c.test"]).to_owned()));
+    }
+    if random.happens(30) {
+        headers.push(("access-control-request-method", random.of(&["GET", "PUT", "DELETE"]).to_owned()));
+        headers.push(("access-control-request-headers", "x-user".to_owned()));
+    }
+    let method = random.of(&["GET", "GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"]);
     Asked { from: Ipv4Addr::new(127, 0, 0, random.of(&[1, 2, 3])), method, target, headers }
 }
 
@@ -250,6 +276,24 @@ fn headers_of(head: &str) -> BTreeSet<String> {
     lines.collect()
 }
 
+/// Response headers that an explanation has if and only if the response has them.
+const HEADERS: [&str; 14] = [
+    "ratelimit",
+    "ratelimit-policy",
+    "retry-after",
+    "location",
+    "allow",
+    "x-by",
+    "proxy-status",
+    "vary",
+    "access-control-allow-origin",
+    "access-control-allow-credentials",
+    "access-control-allow-methods",
+    "access-control-allow-headers",
+    "access-control-expose-headers",
+    "access-control-max-age",
+];
+
 #[test]
 fn explanation_matches_the_gateway_for_a_thousand_requests() {
     // A response to HEAD has no body.
@@ -299,7 +343,7 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
                     _ => assert_eq!(reply.header(name), value, "seed {seed}: {name} of {asked:?}"),
                 }
             }
-            for name in ["ratelimit", "ratelimit-policy", "retry-after", "location", "allow", "x-by"] {
+            for name in HEADERS {
                 let is_said =
                     facts["response"]["headers"].as_array().unwrap().iter().any(|field| field["name"] == name);
                 assert_eq!(is_said, reply.header(name).is_some(), "seed {seed}: {name} of {asked:?}\n{facts:#}");
@@ -332,7 +376,9 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
     }
     // The random requests cover denials, forwarded requests and routes.
     assert!(denied > 30 && sent > 100 && routes.len() > 30, "{denied} denied, {sent} sent, {routes:?}");
-    for outcome in ["ok", "rate-limited", "no-identity", "method-not-allowed", "bad-path", "bad-host"] {
+    let expected =
+        ["ok", "rate-limited", "no-identity", "method-not-allowed", "bad-path", "bad-host", "forbidden", "preflight"];
+    for outcome in expected {
         assert!(outcomes.contains(outcome), "{outcome} is not among {outcomes:?}");
     }
 }

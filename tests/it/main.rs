@@ -4,6 +4,7 @@
 mod support;
 
 mod access_log;
+mod access_rules;
 mod admin;
 mod admin_api;
 mod admin_commands;
@@ -13,6 +14,7 @@ mod bounds;
 mod client_certificates;
 mod concurrency;
 mod config;
+mod cors;
 mod costs;
 mod dashboard;
 mod defects;
@@ -48,6 +50,7 @@ mod permits;
 mod prefetch;
 mod protocols;
 mod proxy_protocol;
+mod proxy_status;
 mod real_servers;
 mod recovery;
 mod reload;

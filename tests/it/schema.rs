@@ -131,7 +131,7 @@ fn every_key() -> Value {
             "u": { "servers": [{ "url": "http://127.0.0.1:1" }, "http://127.0.0.1:2"], "health_check": { "path": "/" }, "outlier_detection": {} },
         },
         "route": [
-            { "name": "r", "path": "/", "respond": { "status": 200 }, "limits": ["l"] },
+            { "name": "r", "host": "h", "path": "/", "respond": { "status": 200 }, "limits": ["l"], "cors": { "origins": ["https://a.test"] } },
             { "name": "m", "path": "/m", "redirect": { "to": "/" } },
         ],
     })
@@ -193,7 +193,7 @@ fn load(file: &Value) -> Result<String, String> {
                 route.websocket,
                 route.timeout,
                 &route.rate_limits.header_styles,
-                &route.rate_limits.expose_header,
+                (&route.rate_limits.expose_header, &route.cors),
                 costs,
             )
         })

@@ -53,6 +53,13 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
         };
         files.push((vec![file.clone()], Box::new(reload)));
     }
+    for (index, networks) in config.network_files.iter().enumerate() {
+        let config = config.clone();
+        let reload = move |files: &[FileSnapshot]| {
+            log_result(&files[0], config.reload_networks(index, &files[0].content));
+        };
+        files.push((vec![networks.file.clone()], Box::new(reload)));
+    }
     for (index, tls) in config.upstream_tls.iter().enumerate().filter(|(_, tls)| !tls.files().is_empty()) {
         let config = config.clone();
         let reload = move |files: &[FileSnapshot]| {

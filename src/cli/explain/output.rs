@@ -7,8 +7,8 @@ use anstyle::{AnsiColor, Style};
 
 use crate::cli::admin::{format_duration, unit_suffix};
 use crate::tools::explain::report::{
-    ClientReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport, LimitReport, LimitUsage, OtherRoute,
-    ResponseReport, UpstreamReport,
+    AccessReport, ClientReport, CorsReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport, LimitReport,
+    LimitUsage, OtherRoute, ResponseReport, UpstreamReport,
 };
 
 /// Maximum width of a line, unless a single word is longer.
@@ -25,6 +25,8 @@ const ERROR_STYLE: Style = AnsiColor::Red.on_default();
 pub(super) fn write(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
     write_request(explanation, out)?;
     write_routes(explanation, out)?;
+    write_access(explanation, out)?;
+    write_cors(explanation, out)?;
     write_limits(explanation, out)?;
     write_response(explanation, out)?;
     explanation.upstream.as_ref().map_or(Ok(()), |upstream_report| write_upstream(explanation, upstream_report, out))
@@ -62,6 +64,33 @@ fn write_routes(explanation: &Explanation, out: &mut impl Write) -> io::Result<(
     match explanation.other_routes_omitted {
         0 => Ok(()),
         more => writeln!(out, "  {more} more with --all"),
+    }
+}
+
+fn write_access(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    if explanation.access.is_empty() {
+        return Ok(());
+    }
+    write_heading(out, "\nAccess")?;
+    explanation.access.iter().try_for_each(|AccessReport { rule, allowed, reason }| {
+        let decision = if *allowed { "allows" } else { "denies" };
+        write_item(out, 8, rule, &[format!("{decision} the client: {reason}")])
+    })
+}
+
+fn write_cors(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    let Some(CorsReport { origin, allowed, preflight }) = &explanation.cors else { return Ok(()) };
+    write_heading(out, "\nCORS")?;
+    let text = match (origin, allowed) {
+        (None, false) => "the request has no origin".to_owned(),
+        (None, true) => "all origins are allowed".to_owned(),
+        (Some(origin), true) => format!("{origin} is allowed"),
+        (Some(origin), false) => format!("{origin} is not allowed: its scripts cannot read the response"),
+    };
+    write_item(out, 9, "origin", &[text])?;
+    match preflight {
+        true => write_item(out, 9, "preflight", &["answered by the gateway, without a charge".to_owned()]),
+        false => Ok(()),
     }
 }
 
@@ -132,7 +161,7 @@ fn usage_text(usage: &LimitUsage, effective_quota: &EffectiveQuota) -> String {
 
 fn write_response(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
     let ResponseReport { source, status, outcome, headers, removed_headers, body } = &explanation.response;
-    let style = if matches!(*outcome, "ok") { SUCCESS_STYLE } else { ERROR_STYLE };
+    let style = if matches!(*outcome, "ok" | "preflight") { SUCCESS_STYLE } else { ERROR_STYLE };
     let status_text = match (status, *source) {
         (Some(status), _) => format!("{status} from the gateway ({outcome})"),
         (None, _) => "the upstream's".to_owned(),

@@ -23,6 +23,10 @@ pub struct Explanation {
     pub other_routes: Vec<OtherRoute>,
     /// Number of further routes that are not listed.
     pub other_routes_omitted: usize,
+    /// The access rules that apply: those of the listener, then those of the route.
+    pub access: Vec<AccessReport>,
+    /// The CORS policy of the route. None: it has none.
+    pub cors: Option<CorsReport>,
     /// Name of the store.
     pub store: String,
     /// Why the counters were not read. None: they were read.
@@ -71,6 +75,28 @@ pub struct OtherRoute {
     pub mismatch: &'static str,
     /// The reason as text.
     pub reason: String,
+}
+
+/// The decision of an access rule.
+#[derive(Debug, Serialize)]
+pub struct AccessReport {
+    /// `listener` or `route`.
+    pub rule: &'static str,
+    /// Whether the client is allowed.
+    pub allowed: bool,
+    /// The reason as text.
+    pub reason: String,
+}
+
+/// The CORS policy of the route for the request.
+#[derive(Debug, Serialize)]
+pub struct CorsReport {
+    /// The origin of the request. None: it has none.
+    pub origin: Option<String>,
+    /// Whether scripts of the origin may read the response.
+    pub allowed: bool,
+    /// Whether the request is a preflight, which the gateway answers.
+    pub preflight: bool,
 }
 
 /// A limit of the route.

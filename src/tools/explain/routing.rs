@@ -6,6 +6,8 @@ use http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use http_body_util::BodyExt;
 
 use crate::http::body::Body;
+use crate::http::cors;
+use crate::http::cors::CorsDecision;
 use crate::http::headers::X_REQUEST_ID;
 use crate::limiter::decision::Decision;
 use crate::proxy::context::{Peer, RequestId};
@@ -34,7 +36,11 @@ pub(super) fn other_routes(
     route_index: Option<usize>,
     max: usize,
 ) -> (Vec<OtherRoute>, usize) {
-    let (method, headers) = (request.method(), request.headers());
+    let headers = request.headers();
+    // A preflight is for the route of the method that it asks for.
+    let requested_method =
+        target.find_preflight_route(config, request).and_then(|_| cors::requested_method(request.method(), headers));
+    let method = requested_method.as_ref().unwrap_or(request.method());
     let mut all = config.table.candidates(&target.host, &target.path, method, headers);
     all.sort_by_key(|candidate| (candidate.distance(), candidate.target.index));
     let (winner, others): (Vec<_>, Vec<_>) =
@@ -137,8 +143,15 @@ pub(super) fn upstream_report(
 // The response.
 
 /// Report the response to a rejected request.
-pub(super) fn rejection_response(rejection: Rejection<'_>) -> ResponseReport {
-    let (response, outcome) = rejection.into_response(None);
+pub(super) fn rejection_response(
+    rejection: Rejection<'_>,
+    cors: Option<&CorsDecision<'_>>,
+    proxy_status: bool,
+) -> ResponseReport {
+    let (mut response, outcome) = rejection.into_response(None, proxy_status);
+    if let Some(cors) = cors {
+        cors.apply(response.headers_mut());
+    }
     gateway_response(response, outcome, |_| false)
 }
 
@@ -148,6 +161,7 @@ pub(super) fn admitted_response(
     request: &Request<()>,
     path: &str,
     decision: Option<&Decision<'_>>,
+    cors: Option<&CorsDecision<'_>>,
 ) -> ResponseReport {
     let mutations = &route.response_headers;
     let is_configured = |name: &str| mutations.set.iter().any(|(set, _)| *set == *name);
@@ -155,6 +169,9 @@ pub(super) fn admitted_response(
         mutations.apply(headers);
         if let Some(decision) = decision {
             append_ratelimit_headers(headers, route, decision);
+        }
+        if let Some(cors) = cors {
+            cors.apply(headers);
         }
     };
     let mut response = match &route.action {

@@ -43,6 +43,8 @@ pub struct LogEntry<'l> {
     pub route: Option<Cow<'l, str>>,
     /// The logged costs by limit.
     pub costs: Vec<(Cow<'l, str>, u64)>,
+    /// Whether the gateway responded without a check of limits.
+    pub is_unchecked: bool,
 }
 
 /// A log field that becomes a header of the replayed request.

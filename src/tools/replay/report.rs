@@ -49,6 +49,8 @@ pub struct LineCounts {
     pub no_route: u64,
     /// Requests without the identity of a limit.
     pub no_identity: u64,
+    /// Requests of clients that an access rule denies.
+    pub forbidden: u64,
     /// Requests with an invalid path, host, method or cost.
     pub malformed: u64,
     /// Lines that are not valid HTTP requests.
@@ -162,6 +164,7 @@ impl ReplayReport {
             unlimited: statistics.unlimited,
             no_route: statistics.rejected_for(RejectReason::NoRoute),
             no_identity: statistics.rejected_for(RejectReason::NoIdentity),
+            forbidden: statistics.rejected_for(RejectReason::Forbidden),
             malformed: statistics.rejected_for(RejectReason::Malformed),
             not_http: statistics.rejected_for(RejectReason::NotHttp),
             unreadable: statistics.unreadable,
@@ -352,7 +355,8 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
         [one] => one.clone(),
         many => format!("{} logs", many.len()),
     };
-    let LineCounts { requests, limited, unlimited, no_route, no_identity, malformed, not_http, .. } = report.lines;
+    let LineCounts { requests, limited, unlimited, no_route, no_identity, forbidden, malformed, not_http, .. } =
+        report.lines;
     write_wrapped(out, "", &format!("{logs} ({}): {}", report.format, format_count(requests, "request", "requests")))?;
     if let (Some(from), Some(to)) = (&report.from, &report.to) {
         writeln!(out, "from {from} to {to}")?;
@@ -361,6 +365,7 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
         (unlimited, "meets no limit", "meet no limit"),
         (no_route, "matches no route", "match no route"),
         (no_identity, "lacks the identity of a limit", "lack the identity of a limit"),
+        (forbidden, "is denied by `allow` or `deny`", "are denied by `allow` or `deny`"),
         (malformed, "would be rejected", "would be rejected"),
         (not_http, "is not a valid HTTP request", "are not valid HTTP requests"),
     ];

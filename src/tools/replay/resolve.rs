@@ -75,6 +75,8 @@ pub enum RejectReason {
     NoIdentity,
     /// The path, host, method or cost is invalid.
     Malformed,
+    /// An access rule of the route denies the client.
+    Forbidden,
 }
 
 /// The identities that one limit has seen.
@@ -126,6 +128,9 @@ impl<'v> LineResolver<'v> {
 
     /// Build the checks that the gateway would make for a logged request.
     pub fn resolve(&mut self, entry: &LogEntry<'_>) -> ResolvedLine {
+        if entry.is_unchecked {
+            return ResolvedLine::Unlimited;
+        }
         if !self.build_request(entry) {
             return ResolvedLine::Rejected(RejectReason::NotHttp);
         }
@@ -146,12 +151,17 @@ impl<'v> LineResolver<'v> {
             },
         };
         let replay_route = &self.config.routes[route.index];
-        if replay_route.limits.is_empty() {
+        // Logs of other programs have no `Origin`: OPTIONS requests of a route with CORS are nearly always preflights.
+        let is_preflight = entry.route.is_none() && *method == Method::OPTIONS && route.cors.is_some();
+        if is_preflight || replay_route.limits.is_empty() {
             return ResolvedLine::Unlimited;
         }
         let peer = entry.client.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
         let trusted = !entry.is_client_resolved && compiled.client_ip.is_trusted(peer);
         let client = if trusted { compiled.client_ip.client_address(peer, headers) } else { peer };
+        if route.access.as_ref().is_some_and(|rules| !rules.decide(client).is_allowed()) {
+            return ResolvedLine::Rejected(RejectReason::Forbidden);
+        }
         if trusted && !headers.contains_key(&compiled.client_ip.header) {
             self.missing_client_count += 1;
         }

@@ -33,6 +33,8 @@ struct NativeLine<'l> {
     status: u16,
     #[serde(borrow)]
     route: Option<Cow<'l, str>>,
+    #[serde(borrow)]
+    outcome: Option<Cow<'l, str>>,
     #[serde(borrow, default)]
     limits: Vec<NativeLimit<'l>>,
 }
@@ -49,10 +51,14 @@ struct NativeLimit<'l> {
 /// Prefix of a mapped field that means the identity hash of a limit.
 pub(super) const HASH_FIELD_PREFIX: &str = "limits.";
 
+/// Outcomes of requests that have a route and are answered without a check of its limits.
+const UNCHECKED_OUTCOMES: [&str; 2] = ["forbidden", "preflight"];
+
 impl NativeFormat {
     pub(super) fn parse<'l>(&mut self, line: &'l [u8]) -> Result<LogEntry<'l>, LineError> {
         let native_line: NativeLine<'l> = serde_json::from_slice(line).map_err(|_| LineError::Malformed)?;
-        let NativeLine { time, decided_at, duration_ms, client, method, path, status, route, limits } = native_line;
+        let NativeLine { time, decided_at, duration_ms, client, method, path, status, route, outcome, limits } =
+            native_line;
         let received_us = seconds_to_us(time).ok_or(LineError::InvalidTime)?;
         let mut headers = Vec::new();
         if !self.mappings.is_empty() {
@@ -82,6 +88,7 @@ impl NativeFormat {
             is_client_resolved: true,
             route,
             costs,
+            is_unchecked: outcome.is_some_and(|outcome| UNCHECKED_OUTCOMES.contains(&&*outcome)),
         })
     }
 }

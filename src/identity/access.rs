@@ -1,0 +1,331 @@
+//! Access rules: the networks whose clients are allowed or denied, inline or from files.
+
+use std::net::{IpAddr, Ipv6Addr};
+use std::ops::Range;
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use ipnet::IpNet;
+
+use crate::config::file::FileSnapshot;
+
+/// Length of the prefix `::ffff:0:0/96` of IPv4-mapped IPv6 addresses (RFC 4291 §2.5.5.2).
+const MAPPED_PREFIX_LENGTH: u8 = 96;
+
+/// A set of networks: the disjoint address ranges of each family, sorted. A lookup is a binary search, so that its cost
+/// grows with the logarithm of the number of networks. IPv4-mapped IPv6 addresses and networks are IPv4.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NetworkSet {
+    ipv4: Vec<AddressRange<u32>>,
+    ipv6: Vec<AddressRange<u128>>,
+}
+
+/// All addresses from the first to the last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct AddressRange<A> {
+    first: A,
+    last: A,
+}
+
+impl NetworkSet {
+    /// Create the set of all addresses of these networks.
+    pub fn new(networks: impl IntoIterator<Item = IpNet>) -> Self {
+        let (mut ipv4, mut ipv6) = (Vec::new(), Vec::new());
+        for network in networks {
+            match canonical_network(network) {
+                IpNet::V4(network) => {
+                    ipv4.push(AddressRange { first: network.network().to_bits(), last: network.broadcast().to_bits() });
+                }
+                IpNet::V6(network) => {
+                    ipv6.push(AddressRange { first: network.network().to_bits(), last: network.broadcast().to_bits() });
+                }
+            }
+        }
+        NetworkSet { ipv4: merge(ipv4, u32::checked_add), ipv6: merge(ipv6, u128::checked_add) }
+    }
+
+    /// Return whether a network of the set has this address.
+    pub fn contains(&self, address: IpAddr) -> bool {
+        match address.to_canonical() {
+            IpAddr::V4(address) => contains(&self.ipv4, address.to_bits()),
+            IpAddr::V6(address) => contains(&self.ipv6, address.to_bits()),
+        }
+    }
+
+    /// Return whether the set has no network.
+    pub fn is_empty(&self) -> bool {
+        self.ipv4.is_empty() && self.ipv6.is_empty()
+    }
+
+    /// Return whether every address of a network is in the set.
+    pub fn covers(&self, network: IpNet) -> bool {
+        // Ranges are merged, so one range has them all.
+        match canonical_network(network) {
+            IpNet::V4(network) => covers(&self.ipv4, network.network().to_bits(), network.broadcast().to_bits()),
+            IpNet::V6(network) => covers(&self.ipv6, network.network().to_bits(), network.broadcast().to_bits()),
+        }
+    }
+
+    /// Return whether an address of a network is in the set.
+    pub fn intersects(&self, network: IpNet) -> bool {
+        match canonical_network(network) {
+            IpNet::V4(network) => intersects(&self.ipv4, network.network().to_bits(), network.broadcast().to_bits()),
+            IpNet::V6(network) => intersects(&self.ipv6, network.network().to_bits(), network.broadcast().to_bits()),
+        }
+    }
+}
+
+/// Convert a network of IPv4-mapped addresses to IPv4.
+fn canonical_network(network: IpNet) -> IpNet {
+    let IpNet::V6(mapped) = network else { return network };
+    let Some(prefix_length) = mapped.prefix_len().checked_sub(MAPPED_PREFIX_LENGTH) else { return network };
+    let address: Option<IpAddr> = Ipv6Addr::to_ipv4_mapped(&mapped.network()).map(IpAddr::V4);
+    address.and_then(|address| IpNet::new(address, prefix_length).ok()).unwrap_or(network)
+}
+
+/// Sort ranges and join those that overlap or are adjacent.
+fn merge<A: Copy + Ord + From<u8>>(
+    mut ranges: Vec<AddressRange<A>>,
+    checked_add: impl Fn(A, A) -> Option<A>,
+) -> Vec<AddressRange<A>> {
+    ranges.sort_unstable_by_key(|range| range.first);
+    let mut merged: Vec<AddressRange<A>> = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        match merged.last_mut() {
+            // After the last address of the family, everything is included.
+            Some(last) if checked_add(last.last, A::from(1)).is_none_or(|next| range.first <= next) => {
+                last.last = last.last.max(range.last);
+            }
+            _ => merged.push(range),
+        }
+    }
+    merged.shrink_to_fit();
+    merged
+}
+
+/// Return the range that could have an address: the last one that does not begin after it.
+fn candidate<A: Copy + Ord>(ranges: &[AddressRange<A>], address: A) -> Option<&AddressRange<A>> {
+    ranges[..ranges.partition_point(|range| range.first <= address)].last()
+}
+
+fn contains<A: Copy + Ord>(ranges: &[AddressRange<A>], address: A) -> bool {
+    candidate(ranges, address).is_some_and(|range| address <= range.last)
+}
+
+fn covers<A: Copy + Ord>(ranges: &[AddressRange<A>], first: A, last: A) -> bool {
+    candidate(ranges, first).is_some_and(|range| last <= range.last)
+}
+
+fn intersects<A: Copy + Ord>(ranges: &[AddressRange<A>], first: A, last: A) -> bool {
+    candidate(ranges, last).is_some_and(|range| first <= range.last)
+}
+
+/// Parse a network in CIDR notation or an address.
+pub fn parse_network(text: &str) -> Option<IpNet> {
+    text.parse().ok().or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from))
+}
+
+// === Files of networks ===
+
+/// A line of a file that is not a network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InvalidLine {
+    /// Byte range of the text in the file, without the spaces and the comment around it.
+    pub span: Range<usize>,
+}
+
+/// Maximum number of invalid lines that are reported. A file in another format has many.
+const MAX_INVALID_LINES: usize = 5;
+
+/// Parse a file of networks: one per line, with comments from `#` to the end of the line.
+///
+/// # Errors
+/// The first invalid lines, and the number of further ones.
+pub fn parse_networks(text: &str) -> Result<NetworkSet, (Vec<InvalidLine>, usize)> {
+    let (mut networks, mut invalid, mut further) = (Vec::new(), Vec::new(), 0);
+    let mut line_start = 0;
+    for line in text.split('\n') {
+        let item = line.split('#').next().unwrap_or_default();
+        let start = line_start + (item.len() - item.trim_start().len());
+        let item = item.trim();
+        line_start += line.len() + 1;
+        match parse_network(item) {
+            _ if item.is_empty() => {}
+            Some(network) => networks.push(network),
+            None if invalid.len() < MAX_INVALID_LINES => {
+                invalid.push(InvalidLine { span: start..start + item.len() });
+            }
+            None => further += 1,
+        }
+    }
+    if invalid.is_empty() { Ok(NetworkSet::new(networks)) } else { Err((invalid, further)) }
+}
+
+/// A file of networks that rules name. All rules that name it share it.
+#[derive(Debug)]
+pub struct NetworkFile {
+    /// Name of the file as written in the first rule.
+    pub name: Box<str>,
+    /// The file as read by the loader.
+    pub file: FileSnapshot,
+    /// The networks. Replaced when the file changes.
+    pub networks: ArcSwap<NetworkSet>,
+}
+
+// === Rules ===
+
+/// `allow` and `deny` of a listener or a route. `deny` takes precedence.
+#[derive(Debug)]
+pub struct AccessRules {
+    /// Clients that are allowed. `None` allows all.
+    pub allow: Option<NetworkList>,
+    /// Clients that are denied.
+    pub deny: NetworkList,
+}
+
+/// The networks of `allow` or `deny`.
+#[derive(Debug, Default)]
+pub struct NetworkList {
+    /// Networks in the configuration file.
+    pub inline: NetworkSet,
+    /// Files of networks.
+    pub files: Vec<Arc<NetworkFile>>,
+}
+
+/// Why a rule allows or denies a client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AccessDecision<'r> {
+    /// No `allow`, and no network of `deny` has the client.
+    NotDenied,
+    /// A network of `allow` has the client.
+    Allowed(ListSource<'r>),
+    /// A network of `deny` has the client.
+    Denied(ListSource<'r>),
+    /// There is an `allow`, and none of its networks has the client.
+    NotAllowed,
+}
+
+/// Where a network is from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ListSource<'r> {
+    /// The configuration file.
+    Inline,
+    /// This file of networks.
+    File(&'r str),
+}
+
+impl AccessDecision<'_> {
+    /// Return whether the client may send the request.
+    pub fn is_allowed(self) -> bool {
+        matches!(self, AccessDecision::NotDenied | AccessDecision::Allowed(_))
+    }
+}
+
+impl AccessRules {
+    /// Decide about a client.
+    pub fn decide(&self, client: IpAddr) -> AccessDecision<'_> {
+        if let Some(source) = self.deny.find(client) {
+            return AccessDecision::Denied(source);
+        }
+        match &self.allow {
+            None => AccessDecision::NotDenied,
+            Some(allow) => allow.find(client).map_or(AccessDecision::NotAllowed, AccessDecision::Allowed),
+        }
+    }
+}
+
+impl NetworkList {
+    fn find(&self, client: IpAddr) -> Option<ListSource<'_>> {
+        if self.inline.contains(client) {
+            return Some(ListSource::Inline);
+        }
+        let file = self.files.iter().find(|file| file.networks.load().contains(client))?;
+        Some(ListSource::File(&file.name))
+    }
+
+    /// Return whether neither the configuration nor a file has a network.
+    pub fn is_empty(&self) -> bool {
+        self.inline.is_empty() && self.files.iter().all(|file| file.networks.load().is_empty())
+    }
+
+    /// Return whether an address of a network is in one of the sets.
+    pub fn intersects(&self, network: IpNet) -> bool {
+        self.inline.intersects(network) || self.files.iter().any(|file| file.networks.load().intersects(network))
+    }
+
+    /// Return whether all addresses of a network are in one of the sets.
+    pub fn covers(&self, network: IpNet) -> bool {
+        self.inline.covers(network) || self.files.iter().any(|file| file.networks.load().covers(network))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(networks: &[&str]) -> NetworkSet {
+        NetworkSet::new(networks.iter().map(|text| parse_network(text).unwrap()))
+    }
+
+    fn address(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn ranges_are_merged_per_family() {
+        let networks =
+            set(&["10.0.0.0/9", "10.128.0.0/9", "10.1.0.0/16", "192.0.2.1", "2001:db8::/33", "2001:db8:8000::/33"]);
+        assert_eq!(networks, set(&["10.0.0.0/8", "192.0.2.1/32", "2001:db8::/32"]));
+        assert_eq!((networks.ipv4.len(), networks.ipv6.len()), (2, 1));
+        assert_eq!(set(&["0.0.0.0/0", "255.255.255.255"]), set(&["0.0.0.0/0"]));
+        assert_eq!(set(&["::/0", "ffff::/16"]), set(&["::/0"]));
+        // Bits after the prefix are ignored.
+        assert_eq!(set(&["10.1.2.3/8"]), set(&["10.0.0.0/8"]));
+    }
+
+    #[test]
+    fn mapped_addresses_and_networks_are_ipv4() {
+        let networks = set(&["::ffff:10.0.0.0/104", "::ffff:192.0.2.1"]);
+        assert_eq!(networks, set(&["10.0.0.0/8", "192.0.2.1"]));
+        for inside in ["10.9.9.9", "::ffff:10.9.9.9", "192.0.2.1", "::ffff:c000:201"] {
+            assert!(networks.contains(address(inside)), "{inside}");
+        }
+        // A network of IPv6 has no address of IPv4, even if it includes the mapped addresses.
+        assert!(!set(&["::/0"]).contains(address("::ffff:10.0.0.1")));
+        assert!(set(&["::ffff:0:0/96"]).contains(address("10.0.0.1")));
+    }
+
+    #[test]
+    fn deny_takes_precedence_over_allow() {
+        let list = |networks: &[&str]| NetworkList { inline: set(networks), files: Vec::new() };
+        let rules = AccessRules { allow: Some(list(&["10.0.0.0/8"])), deny: list(&["10.9.0.0/16"]) };
+        for (client, expected) in [
+            ("10.1.1.1", AccessDecision::Allowed(ListSource::Inline)),
+            ("10.9.1.1", AccessDecision::Denied(ListSource::Inline)),
+            ("192.0.2.1", AccessDecision::NotAllowed),
+            ("::ffff:10.1.1.1", AccessDecision::Allowed(ListSource::Inline)),
+            ("2001:db8::1", AccessDecision::NotAllowed),
+        ] {
+            assert_eq!(rules.decide(address(client)), expected, "{client}");
+        }
+        let rules = AccessRules { allow: None, deny: list(&["2001:db8::/32"]) };
+        assert_eq!(rules.decide(address("10.1.1.1")), AccessDecision::NotDenied);
+        assert!(!rules.decide(address("2001:db8::1")).is_allowed());
+        // An `allow` without networks, such as an empty file, allows no client.
+        let rules = AccessRules { allow: Some(list(&[])), deny: list(&[]) };
+        assert_eq!(rules.decide(address("10.1.1.1")), AccessDecision::NotAllowed);
+    }
+
+    #[test]
+    fn files_have_one_network_per_line() {
+        let text = "# office\n10.0.0.0/8\r\n\n  192.0.2.1 # printer\n2001:db8::/32#lab\n";
+        assert_eq!(parse_networks(text).unwrap(), set(&["10.0.0.0/8", "192.0.2.1", "2001:db8::/32"]));
+        assert_eq!(parse_networks("").unwrap(), NetworkSet::default());
+        let text = "10.0.0.0/8\n deny 10.0.0.1; # nginx\n10.0.0.0/33\n10.0.0.1, 10.0.0.2\n";
+        let (invalid, further) = parse_networks(text).unwrap_err();
+        let spans: Vec<_> = invalid.into_iter().map(|line| &text[line.span]).collect();
+        assert_eq!((spans, further), (vec!["deny 10.0.0.1;", "10.0.0.0/33", "10.0.0.1, 10.0.0.2"], 0));
+        let (invalid, further) = parse_networks(&"x\n".repeat(100)).unwrap_err();
+        assert_eq!((invalid.len(), further), (MAX_INVALID_LINES, 95));
+    }
+}
