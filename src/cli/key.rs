@@ -78,7 +78,7 @@ pub(super) fn run(config_path: &Path, action: &Action) -> anyhow::Result<()> {
         }
         Action::New { consumer: Some(consumer), create, tier, prefix } => {
             let secret = Secret::generate(prefix)?;
-            let mut file = ConsumersFile::open(config_path)?;
+            let mut file = ConsumersFile::open(config_path, None)?;
             let mut document = file.document()?;
             if *create {
                 document.add_consumer(consumer, tier.as_deref())?;
@@ -94,13 +94,13 @@ pub(super) fn run(config_path: &Path, action: &Action) -> anyhow::Result<()> {
             writeln!(stdout(), "{secret}")?;
         }
         Action::Hash => writeln!(stdout(), "{}", format_hash(&read_secret()?.hash()))?,
-        Action::List => print_list(&ConsumersFile::open(config_path)?.document()?)?,
+        Action::List => print_list(&ConsumersFile::open(config_path, None)?.document()?)?,
         Action::Revoke { fingerprint } => {
             let digits = match fingerprint {
                 Some(text) => parse_fingerprint(text)?,
                 None => to_hex(&read_secret()?.hash()),
             };
-            let mut file = ConsumersFile::open(config_path)?;
+            let mut file = ConsumersFile::open(config_path, None)?;
             let mut document = file.document()?;
             let (consumer, hash) = document.revoke_key(&digits)?;
             file.replace(&document)?;

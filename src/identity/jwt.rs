@@ -1,12 +1,14 @@
 //! Verification of JSON Web Tokens (RFC 7519) that clients send as bearer tokens (RFC 6750).
 
 use std::borrow::Cow;
-use std::cell::OnceCell;
+use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use aws_lc_rs::signature::{
     ECDSA_P256_SHA256_FIXED, ED25519, ParsedPublicKey, RSA_PKCS1_2048_8192_SHA256, RsaPublicKeyComponents,
 };
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use http::HeaderMap;
 use http::header::AUTHORIZATION;
 use jsonwebtoken::dangerous::insecure_decode_claims;
@@ -14,15 +16,13 @@ use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, JwkSet, KeyAlgo
 use jsonwebtoken::{Algorithm, DecodingKey, DecodingKeyKind, crypto, decode_header};
 use serde_json::{Map, Value};
 
-use crate::identity::Descriptor;
-use crate::identity::IdentityError;
-use crate::limiter::clock;
+use crate::identity::auth::{AuthError, AuthRequest, Proof, Verification};
 
 /// Leeway in seconds for clock skew between issuer and gateway. RFC 7519 §4.1.4 allows "usually no more than a few
 /// minutes". Clocks synchronized by NTP differ by less than a second, those of virtual machines by more after a pause.
 const LEEWAY_S: f64 = 30.0;
 
-/// Keys and expected claims.
+/// A provider of kind `jwt`: keys and expected claims.
 #[derive(Debug, Default)]
 pub struct JwtVerifier {
     /// Public keys of the issuer. Replaced when the JWK Set changes.
@@ -31,19 +31,13 @@ pub struct JwtVerifier {
     pub issuer: Option<Box<str>>,
     /// Required value in `aud`. `None` rejects tokens with an `aud`.
     pub audience: Option<Box<str>>,
+    /// Required claims, each with a value that it must have or contain.
+    pub claims: Vec<(Arc<str>, Box<str>)>,
 }
 
 /// The claims of a verified token.
 #[derive(Debug)]
 pub struct Claims(Map<String, Value>);
-
-/// The bearer token of a request. It is verified once, when the first limit needs it.
-#[derive(Debug)]
-pub struct BearerToken<'a> {
-    verifier: &'a JwtVerifier,
-    headers: &'a HeaderMap,
-    claims: OnceCell<Result<Option<Claims>, IdentityError>>,
-}
 
 /// Reason why a token is rejected. Errors never contain parts of the token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -77,36 +71,40 @@ pub enum TokenError {
     Audience,
 }
 
-impl<'a> BearerToken<'a> {
-    /// Create the token of a request without verifying it.
-    pub fn new(verifier: &'a JwtVerifier, headers: &'a HeaderMap) -> Self {
-        BearerToken { verifier, headers, claims: OnceCell::new() }
-    }
-
-    /// Return the verified claims, or `None` if the request has no bearer token.
-    ///
-    /// # Errors
-    /// The token is invalid, or the request has several `Authorization` lines.
-    pub fn claims(&self) -> Result<Option<&Claims>, IdentityError> {
-        let claims = self.claims.get_or_init(|| match bearer_token(self.headers)? {
-            Some(token) => Ok(Some(self.verifier.verify(token, clock::unix_us() as f64 / 1e6)?)),
-            None => Ok(None),
-        });
-        claims.as_ref().map(Option::as_ref).map_err(Clone::clone)
-    }
-}
-
 /// Return the token of `Authorization: Bearer`, or `None` for other schemes.
-fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, IdentityError> {
+fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, AuthError> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
     let (Some(credentials), second) = (values.next(), values.next()) else { return Ok(None) };
     if second.is_some() {
-        return Err(IdentityError::Ambiguous(Descriptor::Header(AUTHORIZATION)));
+        return Err(AuthError::Ambiguous(AUTHORIZATION));
     }
-    let credentials = credentials.as_bytes();
+    Ok(token_of(credentials.as_bytes()))
+}
+
+fn token_of(credentials: &[u8]) -> Option<&[u8]> {
     let end = credentials.iter().position(u8::is_ascii_whitespace).unwrap_or(credentials.len());
     let (scheme, token) = credentials.split_at(end);
-    Ok(scheme.eq_ignore_ascii_case(b"bearer").then(|| token.trim_ascii()))
+    scheme.eq_ignore_ascii_case(b"bearer").then(|| token.trim_ascii())
+}
+
+/// Return whether a request has a bearer token, in any line.
+pub(super) fn has_bearer_token(headers: &HeaderMap) -> bool {
+    headers.get_all(AUTHORIZATION).iter().any(|value| token_of(value.as_bytes()).is_some())
+}
+
+/// Return whether a credential has the shape of a JWT: three base64url parts, of which the first is a JSON object with
+/// `alg` (RFC 7515 §3.1).
+pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
+    // A fourth part is the rest, which contains dots or is one part too many.
+    let parts: Vec<_> = credential.splitn(4, |byte| *byte == b'.').collect();
+    let is_base64url = |part: &&[u8]| part.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(byte));
+    let [header, payload, _] = &parts[..] else { return false };
+    if header.is_empty() || payload.is_empty() || !parts.iter().all(is_base64url) {
+        return false;
+    }
+    let header = URL_SAFE_NO_PAD.decode(header).ok();
+    let header = header.and_then(|json| serde_json::from_slice::<Map<String, Value>>(&json).ok());
+    header.is_some_and(|header| header.contains_key("alg"))
 }
 
 /// The library reports an error if it cannot parse or decode a token.
@@ -117,6 +115,29 @@ impl From<jsonwebtoken::errors::Error> for TokenError {
 }
 
 impl JwtVerifier {
+    /// Verify the bearer token of a request.
+    pub(super) fn verify_request(&self, request: &AuthRequest<'_>) -> Verification {
+        let token = match bearer_token(request.headers) {
+            Ok(Some(token)) => token,
+            Ok(None) => return Verification::Absent,
+            Err(error) => return Verification::Invalid(error),
+        };
+        if !is_jwt_shaped(token) {
+            return Verification::Foreign(TokenError::Malformed.into());
+        }
+        match self.verify(token, request.now_us as f64 / 1e6) {
+            Ok(claims) => match self.claims.iter().find(|(name, value)| !claims.contains(name, value)) {
+                Some((name, _)) => Verification::Forbidden(AuthError::Claim(name.clone())),
+                None => Verification::Valid(Proof::Jwt(Arc::new(claims))),
+            },
+            // The token may be for another provider of the route.
+            Err(error @ (TokenError::UnknownKey | TokenError::Issuer | TokenError::Audience)) => {
+                Verification::Foreign(error.into())
+            }
+            Err(error) => Verification::Invalid(error.into()),
+        }
+    }
+
     fn verify(&self, token: &[u8], now_s: f64) -> Result<Claims, TokenError> {
         let token = str::from_utf8(token).map_err(|_| TokenError::Malformed)?;
         let (message, signature) = token.rsplit_once('.').ok_or(TokenError::Malformed)?;
@@ -164,6 +185,18 @@ impl JwtVerifier {
 }
 
 impl Claims {
+    /// Return whether a claim has a value: a list contains it; a string is equal to it, or has it as one of its words
+    /// separated by spaces (`scope`, RFC 8693 §4.2).
+    fn contains(&self, name: &str, value: &str) -> bool {
+        match self.0.get(name) {
+            Some(Value::Array(list)) => list.iter().any(|item| *item == *value),
+            Some(Value::String(text)) => text == value || text.split(' ').any(|word| word == value),
+            Some(Value::Bool(flag)) => value == if *flag { "true" } else { "false" },
+            Some(Value::Number(number)) => number.to_string() == value,
+            Some(Value::Null | Value::Object(_)) | None => false,
+        }
+    }
+
     /// Return a claim as an identity: a string, a number or a boolean.
     pub fn text(&self, name: &str) -> Option<Cow<'_, str>> {
         match self.0.get(name)? {
@@ -285,31 +318,7 @@ impl Key {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aws_lc_rs::signature::{Ed25519KeyPair, KeyPair};
-    use base64::Engine;
-    use base64::engine::general_purpose::URL_SAFE_NO_PAD as BASE64;
     use serde_json::json;
-    use std::sync::Arc;
-
-    #[test]
-    fn token_is_verified_once_per_request() {
-        let pair = Ed25519KeyPair::generate().unwrap();
-        let jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": BASE64.encode(pair.public_key()) });
-        let keys = KeySet::parse(json!({ "keys": [jwk] }).to_string().as_bytes()).unwrap();
-        let verifier = JwtVerifier { keys: ArcSwap::from_pointee(keys), ..JwtVerifier::default() };
-        let head = json!({ "alg": "EdDSA" });
-        let claims = json!({ "sub": "alice", "exp": 9e9 });
-        let message = format!("{}.{}", BASE64.encode(head.to_string()), BASE64.encode(claims.to_string()));
-        let line = format!("Bearer {message}.{}", BASE64.encode(pair.sign(message.as_bytes())));
-        let headers = HeaderMap::from_iter([(AUTHORIZATION, line.parse().unwrap())]);
-        let bearer = BearerToken::new(&verifier, &headers);
-        let next = BearerToken::new(&verifier, &headers);
-        assert_eq!(bearer.claims().unwrap().unwrap().text("sub").as_deref(), Some("alice"));
-        verifier.keys.store(Arc::default());
-        assert!(bearer.claims().unwrap().is_some(), "verified claims are kept");
-        let error = next.claims().unwrap_err();
-        assert_eq!(error, IdentityError::Token(TokenError::UnknownKey), "the next request sees the new keys");
-    }
 
     #[test]
     fn expiration_and_not_before_allow_the_leeway() {

@@ -15,8 +15,10 @@ use crate::http::ratelimit_headers::HeaderStyle;
 use crate::http::target::PathError;
 use crate::identity::Descriptor;
 use crate::identity::IdentityError;
+use crate::identity::auth::AuthError;
 use crate::limiter::decision::Decision;
 use crate::limiter::fallback::StoreUnavailable;
+use crate::proxy::authentication::AuthRejection;
 use crate::snapshot::cost::CostError;
 use crate::upstream::UpstreamError;
 
@@ -43,6 +45,8 @@ pub enum Rejection<'a> {
     NoRoute,
     /// Routes match the host and path, but not the method. Contains the allowed methods.
     MethodNotAllowed(Vec<Method>),
+    /// The request is not authenticated.
+    Auth(AuthRejection<'a>),
     /// A limit of the route requires an identity that the request does not have.
     Identity(IdentityError),
     /// The header that determines a limit's cost has no valid value.
@@ -79,6 +83,15 @@ const STORE_RETRY_AFTER_S: u64 = 1;
 const OVERFLOW_RETRY_AFTER_S: u64 = 1;
 
 impl Rejection<'_> {
+    /// Return whether the request is charged to the limits that need no credential: it may be an attempt to guess one.
+    pub fn is_charged(&self) -> bool {
+        match self {
+            Rejection::Auth(rejection) => rejection.error.status() != StatusCode::BAD_REQUEST,
+            Rejection::Identity(error) => error.is_credential_error(),
+            _ => false,
+        }
+    }
+
     /// Return the response and its outcome, a single word for the access log. Responses to failures not caused by the
     /// client contain `request_id`, to find the request in the logs of the gateway and the upstream.
     pub fn into_response(self, request_id: Option<HeaderValue>) -> (Response<Body>, &'static str) {
@@ -128,7 +141,11 @@ impl Rejection<'_> {
                 response.headers_mut().extend(HeaderValue::try_from(list).ok().map(|value| (ALLOW, value)));
                 (response, "method-not-allowed")
             }
-            Rejection::Identity(error) => (identity_error_response(&error), "no-identity"),
+            Rejection::Auth(rejection) => auth_response(&rejection),
+            Rejection::Identity(error) => {
+                let outcome = if error.is_credential_error() { "unauthenticated" } else { "no-identity" };
+                (identity_error_response(&error), outcome)
+            }
             Rejection::InvalidCost(error) => {
                 (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-cost")
             }
@@ -164,14 +181,37 @@ impl Rejection<'_> {
     }
 }
 
+fn auth_response(AuthRejection { error, challenges }: &AuthRejection<'_>) -> (Response<Body>, &'static str) {
+    let status = error.status();
+    let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());
+    let outcome = match status {
+        // A client with several credentials learns all kinds that the route accepts.
+        StatusCode::UNAUTHORIZED => {
+            for challenge in *challenges {
+                response.headers_mut().append(WWW_AUTHENTICATE, challenge.value(error));
+            }
+            "unauthenticated"
+        }
+        StatusCode::FORBIDDEN => {
+            // RFC 6750 §3.1. An API key without the right needs no other credential.
+            if matches!(error, AuthError::Claim(_)) {
+                let challenge = HeaderValue::from_static("Bearer error=\"insufficient_scope\"");
+                response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
+            }
+            "forbidden"
+        }
+        _ => "no-identity",
+    };
+    (response, outcome)
+}
+
 fn identity_error_response(error: &IdentityError) -> Response<Body> {
     // RFC 9110 §11.6.1: a 401 must name a scheme. `Bearer` challenges follow RFC 6750 §3.
     let challenge = match error {
-        IdentityError::MissingApiKey(_) | IdentityError::UnknownApiKey => Some("ApiKey"),
+        IdentityError::MissingApiKey(_) | IdentityError::Missing(Descriptor::ApiKey) => Some("ApiKey"),
         IdentityError::Missing(Descriptor::Jwt(_)) => Some("Bearer"),
         // No scheme is registered for client certificates, and a 401 must name one.
         IdentityError::Missing(Descriptor::ClientCert) => Some("ClientCertificate"),
-        IdentityError::Token(_) => Some("Bearer error=\"invalid_token\""),
         IdentityError::Ambiguous(_) | IdentityError::Malformed(_) | IdentityError::Missing(_) => None,
     };
     let status = if challenge.is_some() { StatusCode::UNAUTHORIZED } else { StatusCode::BAD_REQUEST };

@@ -24,6 +24,7 @@ use crate::http::target::canonical_path;
 use crate::http::{ratelimit_headers, target};
 use crate::identity::Descriptor;
 use crate::identity::IdentitySpec;
+use crate::identity::auth::RouteAuth;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::decision::LimitResult;
 use crate::limiter::spec::LimitSpec;
@@ -31,6 +32,7 @@ use crate::routing::pattern;
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
 use crate::routing::{RouteMatch, RouteTable};
 use crate::snapshot::CompiledLimit;
+use crate::snapshot::auth::{Authentication, check_identify_keys, check_limit, route_auth};
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::limits::check_cost_fits;
 use crate::snapshot::route_action::{WeightedUpstreams, rewrite, route_action, websocket};
@@ -54,6 +56,8 @@ pub struct Route {
     pub rewrite: Option<Rewrite>,
     /// Maximum time for a request, from its headers to the end of the response.
     pub timeout: Option<Duration>,
+    /// Providers of `require` and `identify`. `None`: requests are not authenticated.
+    pub auth: Option<RouteAuth>,
     /// Limits and RateLimit headers.
     pub rate_limits: RouteLimits,
     /// Maximum size of a request body in bytes.
@@ -84,8 +88,6 @@ pub struct RouteLimit {
 pub struct RouteLimits {
     /// The identities of the limits, without duplicates.
     pub identities: Vec<IdentitySpec>,
-    /// Whether a limit is by API key.
-    pub uses_api_key: bool,
     /// The limits.
     pub limits: Vec<RouteLimit>,
     /// Number of limits in response headers: all but shadow limits.
@@ -205,6 +207,7 @@ const MAX_LIMITS: usize = 16;
 pub(super) fn routes(
     config: &Config,
     limits: &BTreeMap<String, CompiledLimit>,
+    authentication: &Authentication,
     upstreams: &[UpstreamSettings],
     reader: &mut Validator<'_>,
 ) -> (Vec<Arc<Route>>, RouteTable<Arc<Route>>) {
@@ -238,7 +241,8 @@ pub(super) fn routes(
         let action = route_action(written, &span, path, upstreams, reader);
         let rewrite = rewrite(written, path, reader);
         let timeout = timeout(written, reader);
-        let rate_limits = route_limits(written, path, limits, config, reader);
+        let auth = route_auth(written, authentication, config, reader);
+        let rate_limits = route_limits(written, path, limits, (auth.as_ref(), authentication), config, reader);
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
         let websocket = websocket(written, upstreams, reader);
         let request_headers = header_mutations(written.request_headers.as_ref(), Direction::Request, reader);
@@ -252,6 +256,7 @@ pub(super) fn routes(
             action: target,
             rewrite,
             timeout,
+            auth,
             rate_limits,
             max_body,
             websocket,
@@ -265,6 +270,7 @@ pub(super) fn routes(
             reader.push_issue(issue.with_hint("give one of them another host, path, method or header"));
         }
     }
+    check_identify_keys(config, reader);
     (routes, table)
 }
 
@@ -339,21 +345,23 @@ fn route_limits(
     route: &config::tables::Route,
     path: Option<&PathPattern>,
     limits: &BTreeMap<String, CompiledLimit>,
+    (auth, authentication): (Option<&RouteAuth>, &Authentication),
     config: &Config,
     reader: &mut Validator<'_>,
 ) -> RouteLimits {
     let cost = reader.number(route.cost.as_ref(), 1..1 << 53, 1) as u64;
-    let mut identities = Vec::new();
+    let mut identities: Vec<IdentitySpec> = Vec::new();
     let mut used: Vec<RouteLimit> = Vec::new();
     for text in &route.limits {
         let limit_name = text.get_ref();
-        let Some(CompiledLimit { limit, identity_spec, cost: limit_cost, refund_on }) = limits.get(limit_name) else {
+        let Some(compiled) = limits.get(limit_name) else {
             // Errors in an existing limit are reported elsewhere.
             if !config.limit.contains_key(limit_name) {
                 reader.unknown_name(text.span(), "limit", limit_name, config.limit.keys().map(String::as_str));
             }
             continue;
         };
+        let CompiledLimit { limit, identity_spec, cost: limit_cost, refund_on } = compiled;
         if used.iter().any(|other| Arc::ptr_eq(&other.limit, limit)) {
             reader.push_issue(Issue::new(text.span(), format!("the route has the limit `{limit_name}` twice")));
             continue;
@@ -370,6 +378,7 @@ fn route_limits(
                 );
             }
         }
+        check_limit(text, compiled, auth, (authentication, config), reader);
         let is_concurrency = matches!(limit.default_variant.rule, Rule::Concurrency(_));
         let limit_cost = match limit_cost.clone() {
             None if is_concurrency => Cost::Fixed(1),
@@ -406,8 +415,6 @@ fn route_limits(
         .map(|route_limit| initial_result(&route_limit.limit))
         .collect();
     let policy = ratelimit_headers::ratelimit_policy(advertised.iter().map(limit_status));
-    let by_key =
-        identities.iter().any(|identity_spec: &IdentitySpec| identity_spec.descriptors.contains(&Descriptor::ApiKey));
     let header_styles = header_styles(route, reader);
     let expose = route.expose_headers.then(|| {
         let names: Vec<_> = header_styles.iter().map(|dialect| dialect.header_names()).chain(["Retry-After"]).collect();
@@ -417,7 +424,6 @@ fn route_limits(
     let expose = expose.flatten();
     RouteLimits {
         identities,
-        uses_api_key: by_key,
         advertised: advertised.len(),
         limits: used,
         header_styles,

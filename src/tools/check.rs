@@ -361,7 +361,7 @@ fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec
     let tiers = limit
         .variants()
         .map(|(tier, variant)| (tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`")), variant));
-    let consumers = input.config.consumers.load();
+    let consumers = input.config.auth.consumers();
     let mut consumer_variants: Vec<_> = consumers
         .iter()
         .filter_map(|consumer| {

@@ -7,8 +7,8 @@ use anstyle::{AnsiColor, Style};
 
 use crate::cli::admin::format_duration;
 use crate::tools::explain::report::{
-    ClientReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport, LimitReport, LimitUsage, OtherRoute,
-    ResponseReport, UpstreamReport,
+    AuthReport, ClientReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport, LimitReport, LimitUsage,
+    OtherRoute, ResponseReport, UpstreamReport,
 };
 
 /// Maximum width of a line, unless a single word is longer.
@@ -25,6 +25,7 @@ const ERROR_STYLE: Style = AnsiColor::Red.on_default();
 pub(super) fn write(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
     write_request(explanation, out)?;
     write_routes(explanation, out)?;
+    write_authentication(explanation, out)?;
     write_limits(explanation, out)?;
     write_response(explanation, out)?;
     explanation.upstream.as_ref().map_or(Ok(()), |upstream_report| write_upstream(explanation, upstream_report, out))
@@ -63,6 +64,21 @@ fn write_routes(explanation: &Explanation, out: &mut impl Write) -> io::Result<(
         0 => Ok(()),
         more => writeln!(out, "  {more} more with --all"),
     }
+}
+
+fn write_authentication(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    if explanation.authentication.is_empty() {
+        return Ok(());
+    }
+    write_heading(out, "\nAuthentication")?;
+    let width = max_width(explanation.authentication.iter().map(|report| &*report.provider));
+    explanation.authentication.iter().try_for_each(|AuthReport { provider, kind, result, reason }| {
+        let text = match *result {
+            "not_checked" => format!("{kind}: {reason}"),
+            result => format!("{kind}: {result}: {reason}"),
+        };
+        write_item(out, width, provider, &[text])
+    })
 }
 
 fn write_limits(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {

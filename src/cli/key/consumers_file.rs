@@ -10,7 +10,8 @@ use anyhow::{Context, anyhow, bail};
 use toml_edit::{Array, ArrayOfTables, DocumentMut, Item, Table, TableLike, Value, value};
 
 use crate::cli::{env_var, load_for};
-use crate::config::error::ConfigError;
+use crate::config::Config;
+use crate::config::error::{ConfigError, Spanned};
 use crate::config::file as config;
 use crate::config::file::closest_name;
 use crate::snapshot::CompiledConfig;
@@ -194,7 +195,7 @@ fn decor_text(text: Option<&toml_edit::RawString>) -> String {
 // The file on disk: replaced atomically, and only by content that the gateway accepts.
 
 /// Keys of the configuration that determine which consumers are valid.
-const NEEDED_KEYS: &[&str] = &["api_key", "limit"];
+const NEEDED_KEYS: &[&str] = &["auth", "limit", "route.name"];
 
 const EMPTY_FILE: &str =
     "# The API keys of consumers, as hashes. `sluicegate key new` creates keys and adds their hashes.\n";
@@ -202,6 +203,8 @@ const EMPTY_FILE: &str =
 /// The consumers file, locked against other `sluicegate key` commands.
 pub(super) struct ConsumersFile {
     path: PathBuf,
+    /// Index among the consumers files of the configuration.
+    index: usize,
     text: String,
     config: CompiledConfig,
     /// Lock of the folder, because the file itself is replaced.
@@ -209,24 +212,21 @@ pub(super) struct ConsumersFile {
 }
 
 impl ConsumersFile {
-    /// Open and lock the file that a configuration names. Create an empty one if it is missing.
+    /// Open and lock the file that a configuration names. Create an empty one if it is missing. `provider` selects one of
+    /// several files: that of `[auth.NAME]`.
     ///
     /// # Errors
     /// The configuration or the consumers file is invalid, or the file cannot be opened, created or locked.
-    pub(super) fn open(config_path: &Path) -> anyhow::Result<Self> {
+    pub(super) fn open(config_path: &Path, provider: Option<&str>) -> anyhow::Result<Self> {
         let gateway_file = config::read_gateway(config_path, &env_var)
             .map_err(|file_issues| ConfigError { files: vec![file_issues] })?;
-        let Some(name) = &gateway_file.value.api_key.consumers else {
-            bail!(
-                "{} names no consumers file\n  add: [api_key] with consumers = \"consumers.toml\"",
-                config_path.display()
-            );
-        };
+        let name = consumers_name(&gateway_file.value, config_path, provider)?;
         if gateway_file.unresolved.iter().any(|value| value.is_within(&name.span())) {
             // The configuration is invalid: its error names the variable.
             load_for(config_path, NEEDED_KEYS)?;
         }
         let path = config_path.parent().unwrap_or(Path::new("")).join(name.get_ref());
+        let named_path = path.clone();
         // Replace the target of a symbolic link, not the link.
         let path =
             if path.is_symlink() { path.canonicalize().with_context(|| path.display().to_string())? } else { path };
@@ -245,7 +245,8 @@ impl ConsumersFile {
             }
         })?;
         let text = fs::read_to_string(&path).with_context(|| format!("{} cannot be read", path.display()))?;
-        Ok(ConsumersFile { path, text, config, _lock: lock })
+        let index = config.auth.consumers_files.iter().position(|file| file.file.path == named_path);
+        Ok(ConsumersFile { path, index: index.unwrap_or_default(), text, config, _lock: lock })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -262,7 +263,7 @@ impl ConsumersFile {
     /// The document is invalid or the file cannot be written. The file is unchanged.
     pub(super) fn replace(&mut self, document: &ConsumersDoc) -> anyhow::Result<()> {
         let text = document.to_string();
-        self.config.reload_consumers(&self.path, text.as_bytes(), &env_var)?;
+        self.config.reload_consumers(self.index, text.as_bytes(), &env_var)?;
         let new_path = self.path.with_added_extension(format!("{}.new", std::process::id()));
         let result = self.write_new(&new_path, &text);
         if result.is_err() {
@@ -287,6 +288,32 @@ impl ConsumersFile {
         fs::rename(new_path, &self.path)?;
         // fsync the folder, so that the rename survives a crash.
         File::open(parent_dir(&self.path))?.sync_all()
+    }
+}
+
+/// Return the consumers file of a provider, or the only one of the configuration.
+fn consumers_name<'c>(
+    config: &'c Config,
+    config_path: &Path,
+    provider: Option<&str>,
+) -> anyhow::Result<&'c Spanned<String>> {
+    let path = config_path.display();
+    let files: Vec<_> = config
+        .auth
+        .iter()
+        .filter(|(name, _)| provider.is_none_or(|provider| provider == *name))
+        .filter_map(|(name, auth)| Some((name.as_str(), auth.get_ref().consumers.as_ref()?)))
+        .collect();
+    match (&files[..], provider) {
+        ([], Some(provider)) => bail!("{path}: [auth.{provider}] names no consumers file"),
+        ([], None) => bail!(
+            "{path} names no consumers file\n  add: [auth.keys] with kind = \"api-key\" and consumers = \"consumers.toml\""
+        ),
+        ([(_, first), rest @ ..], _) if rest.iter().all(|(_, other)| other.get_ref() == first.get_ref()) => Ok(first),
+        (several, _) => {
+            let names: Vec<_> = several.iter().map(|(name, _)| format!("--auth {name}")).collect();
+            bail!("{path} names several consumers files: choose one with {}", names.join(" or "))
+        }
     }
 }
 

@@ -27,6 +27,8 @@ pub struct Explanation {
     pub store: String,
     /// Why the counters were not read. None: they were read.
     pub counters_unavailable: Option<String>,
+    /// The providers of the route, in the order in which they were checked.
+    pub authentication: Vec<AuthReport>,
     /// The limits of the route.
     pub limits: Vec<LimitReport>,
     /// `allowed` or `denied`. None: no limit was checked, or the counters were not read.
@@ -69,6 +71,19 @@ pub struct OtherRoute {
     /// The condition that does not match: `host`, `path`, `method` or `header`. `specific` if the route matches, but
     /// another one is more specific.
     pub mismatch: &'static str,
+    /// The reason as text.
+    pub reason: String,
+}
+
+/// What a provider of the route found.
+#[derive(Debug, Serialize)]
+pub struct AuthReport {
+    /// The name of the provider.
+    pub provider: String,
+    /// The kind of the provider.
+    pub kind: &'static str,
+    /// `absent`, `foreign` (not for this provider), `valid`, `invalid`, `forbidden` or `not_checked`.
+    pub result: &'static str,
     /// The reason as text.
     pub reason: String,
 }
