@@ -51,7 +51,13 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
         let config = config.clone();
         let reload = move |files: &[FileSnapshot]| {
             let read = config.reload_consumers(index, &files[0].content, &|name| std::env::var(name).ok());
+            let is_reloaded = read.is_ok();
             log_result(&files[0], read);
+            for (_, warning) in config.auth.key_warnings(Duration::from_micros(clock::unix_us())) {
+                if is_reloaded {
+                    warn!("{warning}");
+                }
+            }
         };
         files.push((vec![consumers.file.clone()], Box::new(reload)));
     }
