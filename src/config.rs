@@ -18,6 +18,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::config::error::Spanned;
+use crate::config::shorthand::{ConsumerKey, HeaderNames};
 use crate::config::tables::{Limit, LimitVariant, Route, Upstream};
 
 /// A string with its span.
@@ -40,10 +41,9 @@ pub struct Config {
     pub store: Store,
     /// Trusted proxies, and the prefix lengths of client networks.
     pub client_ip: ClientIp,
-    /// API keys: the header, the consumers, and the handling of unknown keys.
-    pub api_key: ApiKey,
-    /// Verification of bearer tokens.
-    pub jwt: Jwt,
+    /// Providers of authentication by name: API keys, bearer tokens, client certificates. Routes name them in `require`
+    /// and `identify`.
+    pub auth: BTreeMap<String, Spanned<Auth>>,
     /// Limits by name: identity, quota and algorithm. Each identity has one bucket, shared by all routes that use the
     /// limit.
     pub limit: BTreeMap<String, Spanned<Limit>>,
@@ -273,34 +273,54 @@ pub struct ClientIp {
     pub ipv6_prefix: Option<Spanned<i64>>,
 }
 
-/// `[api_key]`
+/// `[auth.NAME]`
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct ApiKey {
-    /// Header with the API key. A request with two of them gets 400.
+#[schemars(extend("required" = ["kind"]))]
+pub struct Auth {
+    /// `"api-key"`: keys of consumers. `"jwt"`: bearer tokens, JSON Web Tokens signed with RS256, ES256 or EdDSA.
+    /// `"client-cert"`: the certificate that the client sent in the TLS handshake.
+    #[schemars(extend("enum" = ["api-key", "jwt", "client-cert"]))]
+    pub kind: Option<Text>,
+    /// api-key: header with the key, or a list of up to 8 headers. `authorization` and `proxy-authorization` contain a
+    /// scheme before the key. Equal keys in several headers are one key, different keys get 400, and so does a header
+    /// that is present twice.
     #[schemars(extend("default" = "x-api-key"))]
-    pub header: Option<Text>,
-    /// File of consumers, such as `"consumers.toml"`. Reloaded when it changes. `sluicegate key` edits it.
+    pub header: Option<Spanned<HeaderNames>>,
+    /// api-key: scheme before the key in `authorization` and `proxy-authorization`.
+    #[schemars(extend("default" = "Bearer"))]
+    pub scheme: Option<Text>,
+    /// api-key: file of consumers, such as `"consumers.toml"`. Reloaded when it changes. `sluicegate key` edits it.
+    /// Consumers have one namespace in all files.
     pub consumers: Option<Text>,
-    /// Requests without a key. `"reject"`: 401. `"anonymous"`: the client network is the identity.
+    /// api-key, for routes that `identify`: requests without a key. `"reject"`: `on_missing` of the limits by API key
+    /// decides, which is 401 by default. `"anonymous"`: the client network is the identity.
     #[schemars(extend("enum" = ["reject", "anonymous"], "default" = "reject"))]
     pub on_missing: Option<Text>,
-    /// Unknown keys. `"reject"`: 401. `"anonymous"`: the client network is the identity. `"accept"`: each key is a
-    /// separate identity.
+    /// api-key, for routes that `identify`: unknown keys. `"reject"`: 401. `"anonymous"`: the client network is the
+    /// identity. `"accept"`: each key is a separate identity.
     #[schemars(extend("enum" = ["reject", "anonymous", "accept"], "default" = "reject"))]
     pub on_unknown: Option<Text>,
+    /// jwt: JWK Set (RFC 7517) with the public keys of the issuer, such as `"certs/jwks.json"`. Reloaded when it
+    /// changes.
+    pub jwks_file: Option<Text>,
+    /// jwt: required value of `iss`. Default: any. With several issuers, each provider needs one.
+    pub issuer: Option<Text>,
+    /// jwt: required value in `aud`. If not set, tokens with an `aud` are rejected: they are for another audience.
+    pub audience: Option<Text>,
+    /// jwt: required claims, such as `{ scope = "write" }`. A list must contain the value. A string must be equal to it
+    /// or have it as a word between spaces. Otherwise: 403.
+    pub claims: Option<Spanned<BTreeMap<String, Text>>>,
+    /// Forward the verified credential to the upstream. Default: `false` for api-key, `true` for jwt and client-cert. A
+    /// credential that was not verified is never forwarded.
+    pub forward_credential: Option<Spanned<bool>>,
 }
 
-/// `[jwt]`
-#[derive(Debug, Default, Deserialize, JsonSchema)]
-#[serde(default)]
-pub struct Jwt {
-    /// JWK Set (RFC 7517) with the public keys of the issuer, such as `"certs/jwks.json"`.
-    pub jwks_file: Option<Text>,
-    /// Required value of `iss`. Default: any.
-    pub issuer: Option<Text>,
-    /// Required value in `aud`. If not set, tokens with an `aud` are rejected: they are for another audience.
-    pub audience: Option<Text>,
+impl Auth {
+    /// Return whether the kind is this one.
+    pub fn is_of_kind(&self, label: &str) -> bool {
+        self.kind.as_ref().is_some_and(|kind| kind.get_ref() == label)
+    }
 }
 
 /// `consumers.toml`
@@ -320,10 +340,9 @@ pub struct Consumer {
     pub name: Option<Text>,
     /// Tier that selects the quota of each limit (`tiers` of a limit).
     pub tier: Option<Text>,
-    /// Hashes of the API keys: `["sha256:…"]`. `sluicegate key new` creates a key; `printf %s KEY | sha256sum` hashes
-    /// an existing one.
-    #[schemars(schema_with = "schema::key_hashes")]
-    pub keys: Option<Vec<Text>>,
+    /// API keys: the hash, or a table with the hash: `["sha256:…", { hash = "sha256:…", name = "ci" }]`. `sluicegate
+    /// key new` creates a key; `printf %s KEY | sha256sum` hashes an existing one.
+    pub keys: Option<Vec<Spanned<ConsumerKey>>>,
     /// Quotas of this consumer, which take precedence over those of its tier: `limit.NAME = { quota = "900/min", burst
     /// = 50 }`.
     pub limit: BTreeMap<String, Spanned<LimitVariant>>,

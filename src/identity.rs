@@ -2,6 +2,7 @@
 
 pub mod access;
 pub mod api_key;
+pub mod auth;
 pub mod client_cert;
 pub mod client_ip;
 pub mod display;
@@ -10,14 +11,15 @@ pub mod jwt;
 use std::borrow::Cow;
 use std::fmt;
 use std::net::IpAddr;
+use std::sync::Arc;
 
-use http::header::{AUTHORIZATION, COOKIE};
+use http::header::COOKIE;
 use http::{HeaderMap, HeaderName, Method};
 use ipnet::IpNet;
 use percent_encoding::{percent_decode, percent_decode_str};
 
-use crate::identity::api_key::{ApiKeySettings, Caller};
-use crate::identity::jwt::{BearerToken, TokenError};
+use crate::identity::api_key::Caller;
+use crate::identity::auth::Credentials;
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use crate::routing::pattern::PathPattern;
 
@@ -75,25 +77,20 @@ pub struct RequestAttributes<'a> {
     pub is_from_trusted_proxy: bool,
     /// Subject of the client certificate.
     pub client_cert_subject: Option<&'a str>,
-    /// The consumer or key of the API key header.
-    pub caller: Result<Caller<'a>, IdentityError>,
+    /// What the providers of the route verified.
+    pub credentials: &'a Credentials<'a>,
     /// Name of the route.
     pub route_name: &'a str,
     /// Path pattern of the route.
     pub path_pattern: &'a PathPattern,
-    /// Bearer token.
-    pub bearer_token: BearerToken<'a>,
 }
 
 /// Reason why a request has no identity.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityError {
-    /// The request has no API key.
-    #[error("an API key is required in the header `{0}`")]
-    MissingApiKey(HeaderName),
-    /// The API key is unknown.
-    #[error("the API key is unknown")]
-    UnknownApiKey,
+    /// The request has no API key. Contains the text about the headers of the provider.
+    #[error("{0}")]
+    MissingApiKey(Arc<str>),
     /// The request has several values for the part.
     #[error("the {0} is present more than once")]
     Ambiguous(Descriptor),
@@ -103,17 +100,13 @@ pub enum IdentityError {
     /// The request lacks the part.
     #[error("the {0} is required")]
     Missing(Descriptor),
-    /// The bearer token is invalid.
-    #[error(transparent)]
-    Token(#[from] TokenError),
 }
 
 impl IdentityError {
-    /// Return whether a credential is missing or invalid. Such requests are rejected with 401. They may be attempts to
-    /// guess a credential.
+    /// Return whether a credential is missing. Such requests are rejected with 401.
     pub fn is_credential_error(&self) -> bool {
         match self {
-            IdentityError::MissingApiKey(_) | IdentityError::UnknownApiKey | IdentityError::Token(_) => true,
+            IdentityError::MissingApiKey(_) => true,
             IdentityError::Missing(descriptor) => descriptor.is_credential(),
             IdentityError::Ambiguous(_) | IdentityError::Malformed(_) => false,
         }
@@ -149,11 +142,10 @@ impl IdentitySpec {
     pub fn identify(
         &self,
         request: &RequestAttributes<'_>,
-        keys: &ApiKeySettings,
         hasher: &IdentityHasher,
         encoder: &mut IdentityEncoder,
     ) -> Result<Option<Identity>, IdentityError> {
-        Ok(match self.lookup(request, keys, hasher, encoder)? {
+        Ok(match self.lookup(request, hasher, encoder)? {
             IdentityLookup::Identity(identity) => Some(identity),
             IdentityLookup::OtherMethod | IdentityLookup::Missing(_) | IdentityLookup::Exempt => None,
         })
@@ -166,7 +158,6 @@ impl IdentitySpec {
     pub fn lookup(
         &self,
         request: &RequestAttributes<'_>,
-        keys: &ApiKeySettings,
         hasher: &IdentityHasher,
         encoder: &mut IdentityEncoder,
     ) -> Result<IdentityLookup, IdentityError> {
@@ -175,7 +166,7 @@ impl IdentitySpec {
         }
         encoder.clear();
         for descriptor in &self.descriptors {
-            let (tag, value) = match descriptor.extract(request, keys)? {
+            let (tag, value) = match descriptor.extract(request)? {
                 IdentityPart::Value(tag, value) => (tag, value),
                 IdentityPart::Address(tag) => (tag, network_octets(request)),
                 IdentityPart::Missing(missing) => match self.on_missing {
@@ -201,6 +192,13 @@ impl Exemptions {
             _ if tag != descriptor.tag() => false,
             _ => self.values.iter().any(|(of, exempt)| of == descriptor && exempt.as_bytes() == value),
         }
+    }
+}
+
+fn missing_api_key(credentials: &Credentials<'_>) -> IdentityError {
+    match credentials.api_key_providers().next() {
+        Some(keys) => IdentityError::MissingApiKey(keys.missing.clone()),
+        None => IdentityError::Missing(Descriptor::ApiKey),
     }
 }
 
@@ -313,14 +311,15 @@ fn trim_start_of_cookie(bytes: &[u8]) -> &[u8] {
 }
 
 impl Descriptor {
-    /// Return the header that this part reads from any client, trusted or not.
-    pub fn header(&self, keys: &ApiKeySettings) -> Option<HeaderName> {
+    /// Return the header that this part reads from any client, trusted or not. The providers of `[auth.NAME]` read
+    /// those of credentials.
+    pub fn header(&self) -> Option<HeaderName> {
         match self {
-            Descriptor::ApiKey => Some(keys.header.clone()),
             Descriptor::Header(name) => Some(name.clone()),
             Descriptor::Cookie(_) => Some(COOKIE),
-            Descriptor::Jwt(_) => Some(AUTHORIZATION),
-            Descriptor::User(_)
+            Descriptor::ApiKey
+            | Descriptor::Jwt(_)
+            | Descriptor::User(_)
             | Descriptor::Ip
             | Descriptor::Query(_)
             | Descriptor::Path(_)
@@ -337,12 +336,8 @@ impl Descriptor {
     /// Return the value of this part for a request.
     ///
     /// # Errors
-    /// The value is ambiguous, or a credential is invalid.
-    pub(super) fn extract<'a>(
-        &self,
-        request: &'a RequestAttributes<'_>,
-        keys: &'a ApiKeySettings,
-    ) -> Result<IdentityPart<'a>, IdentityError> {
+    /// The value is ambiguous.
+    pub(super) fn extract<'a>(&self, request: &'a RequestAttributes<'_>) -> Result<IdentityPart<'a>, IdentityError> {
         let missing = || IdentityPart::Missing(IdentityError::Missing(self.clone()));
         // Reject several values for one name: the upstream may use another one than the gateway.
         let only = |tag, mut values: Vec<Cow<'a, [u8]>>| match values.len() {
@@ -355,13 +350,13 @@ impl Descriptor {
             request.headers.get_all(name).iter().map(|value| Cow::Borrowed(value.as_bytes())).collect()
         };
         match self {
-            Descriptor::ApiKey => Ok(match request.caller.clone()? {
+            Descriptor::ApiKey => Ok(match request.credentials.caller() {
                 Caller::Consumer(consumer) => {
                     IdentityPart::Value(CONSUMER_TAG, Cow::Borrowed(consumer.name.as_bytes()))
                 }
                 Caller::Accepted(key) => IdentityPart::Value(b'k', Cow::Borrowed(key)),
                 Caller::Anonymous => IdentityPart::Address(ANONYMOUS_TAG),
-                Caller::Missing => IdentityPart::Missing(IdentityError::MissingApiKey(keys.header.clone())),
+                Caller::Missing => IdentityPart::Missing(missing_api_key(request.credentials)),
             }),
             Descriptor::Ip => Ok(IdentityPart::Address(IP_TAG)),
             Descriptor::User(_) if !request.is_from_trusted_proxy => Ok(missing()),
@@ -414,7 +409,7 @@ impl Descriptor {
                     .into_iter()
                     .collect(),
             ),
-            Descriptor::Jwt(name) => Ok(match request.bearer_token.claims()?.and_then(|claims| claims.text(name)) {
+            Descriptor::Jwt(name) => Ok(match request.credentials.claims().and_then(|claims| claims.text(name)) {
                 Some(Cow::Borrowed(text)) => IdentityPart::Value(b'j', Cow::Borrowed(text.as_bytes())),
                 Some(Cow::Owned(text)) => IdentityPart::Value(b'j', Cow::Owned(text.into_bytes())),
                 None => missing(),
@@ -434,7 +429,6 @@ impl Descriptor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::identity::jwt::JwtVerifier;
     use std::collections::HashSet;
 
     fn identify(
@@ -447,7 +441,6 @@ mod tests {
             headers.append(*name, value.parse().unwrap());
         }
         let client = "192.0.2.1".parse().unwrap();
-        let verifier = JwtVerifier::default();
         let attributes = RequestAttributes {
             method: &Method::GET,
             host: "example.com",
@@ -458,12 +451,11 @@ mod tests {
             client_network: client,
             is_from_trusted_proxy: trusted,
             client_cert_subject: None,
-            caller: Ok(Caller::Missing),
+            credentials: &Credentials::default(),
             route_name: "r",
             path_pattern: &"/users/{id}".parse().unwrap(),
-            bearer_token: BearerToken::new(&verifier, &headers),
         };
-        by.identify(&attributes, &ApiKeySettings::default(), &IdentityHasher::new(""), &mut IdentityEncoder::default())
+        by.identify(&attributes, &IdentityHasher::new(""), &mut IdentityEncoder::default())
     }
 
     fn by(descriptors: &[Descriptor], on_missing: OnMissing) -> IdentitySpec {

@@ -214,6 +214,7 @@ impl Server {
                 drop(client_hello);
                 let session = stream.get_ref().1;
                 if let Some([certificate, ..]) = session.peer_certificates() {
+                    peer.has_client_cert = true;
                     peer.certificate_subject =
                         client_cert::subject(certificate, (clock::unix_us() / 1_000_000) as i64)?;
                 }

@@ -1,6 +1,7 @@
 //! Request handling: routing, rate limits, forwarding and the response.
 
 pub mod access;
+pub mod authentication;
 pub mod context;
 pub mod forward;
 pub mod local_reply;
@@ -22,6 +23,7 @@ use crate::http::flow::StreamFlow;
 use crate::http::headers::is_grpc_call;
 use crate::http::request_body;
 use crate::http::request_body::RequestBody;
+use crate::identity::auth::Credentials;
 use crate::limiter::Limiter;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::Decision;
@@ -132,11 +134,14 @@ impl Gateway {
             return Err(Rejection::BodyTooLarge);
         }
         let rewritten_target = target.rewrite(route, request.uri().query())?;
+        let (credentials, authenticated) =
+            authentication::authenticate(runtime, route, request.headers(), context.peer);
         let decision = if route.rate_limits.limits.is_empty() && !context.is_recorded() {
-            Decision::unlimited()
+            authenticated.map(|()| Decision::unlimited())?
         } else {
+            let authenticated = (&credentials, authenticated);
             // Boxed: requests without limits need no space for this future.
-            Box::pin(rate_limit::check_limits(&self.limiter, context, route, &target, request)).await?
+            Box::pin(rate_limit::check_limits(&self.limiter, context, route, authenticated, &target, request)).await?
         };
         if !decision.admitted {
             return Err(Rejection::RateLimited {
@@ -147,7 +152,7 @@ impl Gateway {
             });
         }
         let path = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path().to_owned());
-        Ok(AdmittedRequest { route, decision, forwarded_path: path, rewritten_target })
+        Ok(AdmittedRequest { route, credentials, decision, forwarded_path: path, rewritten_target })
     }
 
     /// Perform the action of the route, settle the costs that the response determines, and complete the response
@@ -158,7 +163,7 @@ impl Gateway {
         admitted: AdmittedRequest<'a>,
         request: Box<Request<RequestBody>>,
     ) -> Result<Response<Body>, Rejection<'a>> {
-        let AdmittedRequest { route, mut decision, forwarded_path, rewritten_target } = admitted;
+        let AdmittedRequest { route, credentials, mut decision, forwarded_path, rewritten_target } = admitted;
         let result = match &route.action {
             RouteAction::DirectResponse(respond) => {
                 request_body::discard_body(request, context.flow);
@@ -177,7 +182,9 @@ impl Gateway {
                 let started_at = monotonic();
                 let mut attempts = AttemptLog::new(context.is_recorded());
                 // Boxed: inline, it would be part of this future and be moved with it for every request.
-                let result = Box::pin(forward::forward(context, route, upstream, request, target, &mut attempts)).await;
+                let route_of = (route, &credentials);
+                let result =
+                    Box::pin(forward::forward(context, route_of, upstream, request, target, &mut attempts)).await;
                 context.snapshot.metrics.record_upstream(index, &result, started_at.elapsed(), &attempts);
                 context.record_upstream(upstream, &attempts, &result, started_at);
                 result
@@ -199,6 +206,8 @@ impl Gateway {
 /// A request admitted by its limits.
 struct AdmittedRequest<'a> {
     route: &'a Route,
+    /// What the providers of the route verified.
+    credentials: Credentials<'a>,
     decision: Decision<'a>,
     /// Path to forward, if it differs from the received path.
     forwarded_path: Option<String>,

@@ -1,6 +1,7 @@
 //! The compiled configuration: references resolved, values validated, all errors reported. Nothing fails later.
 
 mod access;
+pub mod auth;
 pub mod client_tls;
 mod cors;
 pub mod cost;
@@ -22,23 +23,22 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
-
 use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, ParsedFile, UnsetVariables};
 use crate::config::{Config, file};
 use crate::http::headers::ProtectedHeaders;
-use crate::identity::IdentitySpec;
 use crate::identity::access::{AccessRules, NetworkFile};
-use crate::identity::api_key::{ApiKeySettings, Consumers};
+use crate::identity::api_key::ConsumerDirectory;
+use crate::identity::auth::AuthProvider;
 use crate::identity::client_ip::ClientIpResolver;
-use crate::identity::jwt::JwtVerifier;
+use crate::identity::{Descriptor, IdentitySpec};
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::spec::LimitSpec;
 use crate::routing::RouteTable;
 use crate::snapshot::access::NetworkFiles;
+use crate::snapshot::auth::Authentication;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::restart_required::RestartOnlyKeys;
@@ -65,18 +65,10 @@ pub struct CompiledConfig {
     pub log: LogSettings,
     /// Trusted proxies and client network prefixes.
     pub client_ip: Arc<ClientIpResolver>,
-    /// The API key header, and the handling of missing and unknown keys.
-    pub api_key_settings: ApiKeySettings,
-    /// Consumers and the hashes of their keys. Replaced when the file of consumers changes.
-    pub consumers: ArcSwap<Consumers>,
-    /// The file of consumers as read by the loader.
-    pub consumers_file: Option<FileSnapshot>,
     /// Files of networks that access rules name.
     pub network_files: Vec<Arc<NetworkFile>>,
-    /// Verifier of bearer tokens.
-    pub verifier: JwtVerifier,
-    /// The JWK Set file as read by the loader.
-    pub jwks_file: Option<FileSnapshot>,
+    /// Providers of authentication, and the files that they read.
+    pub auth: Authentication,
     /// Hash function for identities.
     pub hasher: IdentityHasher,
     /// Headers that need protection: those that only trusted proxies may set, besides the X-Forwarded family, and those
@@ -206,19 +198,30 @@ impl CompiledConfig {
         self.restart_only_keys.digests(salt)
     }
 
-    /// Replace the consumers by those in `content`. Their usage stays counted.
+    /// Replace the consumers of a file by those in `content`. Their usage stays counted. `index` is that of the file in
+    /// [`Authentication::consumers_files`].
     ///
     /// # Errors
     /// All errors of the file. The consumers in use do not change.
-    pub fn reload_consumers(&self, path: &Path, content: &[u8], environment: EnvLookup<'_>) -> Result<(), ConfigError> {
-        let limits = identities::KnownLimits::new(&self.limits);
-        let consumers = identities::read(path, content, &limits, &self.hasher, environment);
+    pub fn reload_consumers(
+        &self,
+        index: usize,
+        content: &[u8],
+        environment: EnvLookup<'_>,
+    ) -> Result<(), ConfigError> {
+        let files = &self.auth.consumers_files;
+        let Some(file) = files.get(index) else { return Ok(()) };
+        let path = &file.file.path;
+        let others = files.iter().enumerate().filter(|(other, _)| *other != index);
+        let others = ConsumerDirectory(others.map(|(_, other)| other.consumers.load_full()).collect());
+        let names = identities::KnownNames::new(&self.limits, &self.routes, others);
+        let consumers = identities::read(path, content, &names, &self.hasher, environment);
         let consumers = consumers.and_then(|loaded| match loaded.is_incomplete {
             true => Err(FileIssues::from_message(path, "no consumer has a key")),
             false => Ok(loaded.consumers),
         });
         let consumers = consumers.map_err(|faulty| ConfigError { files: vec![faulty] })?;
-        self.consumers.store(Arc::new(consumers));
+        file.consumers.store(Arc::new(consumers));
         Ok(())
     }
 }
@@ -232,18 +235,13 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     let mut network_files = NetworkFiles::default();
     let listeners = listeners::listeners(&config.listener, trusted_proxies, &mut network_files, reader);
     let admin = config.admin.as_ref().and_then(|admin| settings::admin(admin, &listeners, reader));
-    let api_keys = identities::api_key_settings(&config.api_key, reader);
-    let (verifier, jwks_file) = identities::jwt_verifier(&config.jwt, reader);
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
     let instances = store::gateway_count(&config.store, reader);
     let (upstreams, upstream_tls) = upstreams::upstreams(&config.upstream, reader);
     let limits = limits::limits(config, &hasher, instances, trusted_proxies, &upstreams, reader);
-    let named = config.api_key.consumers.as_ref();
-    let (consumers, consumers_file) =
-        named.map(|text| identities::load(text, config, &limits, &hasher, reader)).unwrap_or_default();
-    identities::check_keys_known(config, &limits, &api_keys, &consumers, reader);
-    let (routes, table) = routes::routes(config, &limits, &upstreams, &mut network_files, reader);
+    let auth = auth::authentication(config, &limits, &hasher, reader);
+    let (routes, table) = routes::routes(config, &limits, &auth, &upstreams, &mut network_files, reader);
     if let Some(value) = config.server.block_unknown_hosts.as_ref().filter(|_| server.block_unknown_hosts)
         && !table.has_hosts()
     {
@@ -252,11 +250,11 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     }
     let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
-    let identity_headers = limits
-        .values()
-        .flat_map(|compiled| &compiled.identity_spec.descriptors)
-        .filter_map(|descriptor| descriptor.header(&api_keys));
-    let guarded = ProtectedHeaders::new(trusted_headers, identity_headers.chain(table.matched_headers().cloned()));
+    let identity_headers =
+        limits.values().flat_map(|compiled| &compiled.identity_spec.descriptors).filter_map(Descriptor::header);
+    let auth_headers = auth.providers.iter().flat_map(AuthProvider::headers).cloned();
+    let read_headers = identity_headers.chain(auth_headers).chain(table.matched_headers().cloned());
+    let guarded = ProtectedHeaders::new(trusted_headers, read_headers);
     let store = store::store(&config.store, &routes, reader);
     let fixed = RestartOnlyKeys::from_config(config, &server, &listeners);
     CompiledConfig {
@@ -267,12 +265,8 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
         store,
         log,
         client_ip: Arc::new(client_ip),
-        api_key_settings: api_keys,
-        consumers: ArcSwap::from_pointee(consumers),
-        consumers_file,
         network_files: network_files.0,
-        verifier,
-        jwks_file,
+        auth,
         hasher,
         protected_headers: guarded,
         upstreams: upstreams.into_iter().map(Arc::new).collect(),

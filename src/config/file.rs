@@ -15,12 +15,12 @@ use toml::de::{DeTable, DeValue};
 use crate::config::error::{FileIssues, Issue};
 use crate::config::redact::has_secret;
 use crate::config::secrets::{is_secret, secret_ranges};
-use crate::config::shorthand::{CostTable, ServerTable};
+use crate::config::shorthand::{CostTable, KeyTable, ServerTable};
 use crate::config::tables::{
     Cors, DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, Redirect, Route, Upstream, UpstreamTls,
 };
 use crate::config::{
-    Admin, ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, Jwt, Listener, ListenerTls, Log, Server, Store,
+    Admin, Auth, Certificate, ClientIp, Config, Consumer, Consumers, Listener, ListenerTls, Log, Server, Store,
     StoreTls,
 };
 
@@ -206,7 +206,11 @@ fn parse<T: DeserializeOwned>(
             })?;
     let mut issues = Vec::new();
     for path in ignored {
-        let (message, hint) = unknown_key(&path, consumers);
+        let replaced = match &path[..] {
+            [table] if !consumers => replaced_table(table, spans.get_ref(), &text),
+            _ => None,
+        };
+        let (message, hint) = replaced.unwrap_or_else(|| unknown_key(&path, consumers));
         issues.push(Issue { span: key_span(spans.get_ref(), &path), message, hint });
     }
     Ok(ParsedFile { value, text, issues, unresolved, warnings })
@@ -443,8 +447,28 @@ fn key_span(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usiz
 }
 
 /// Planned keys that have no effect yet, by table. They are rejected as not supported instead of unknown.
-const UNSUPPORTED_KEYS: &[(&str, &[&str])] =
-    &[("listener", &["http3"]), ("api_key", &["query", "bearer"]), ("jwt", &["jwks_url"])];
+const UNSUPPORTED_KEYS: &[(&str, &[&str])] = &[("listener", &["http3"]), ("auth", &["query", "jwks_url"])];
+
+/// Return the message and the hint for a table that `[auth.NAME]` replaces. The hint has the values of the file.
+fn replaced_table(table: &str, file: &DeTable<'_>, text: &str) -> Option<(String, Option<String>)> {
+    let (provider, kind) = match table {
+        "api_key" => ("keys", "api-key"),
+        "jwt" => ("tokens", "jwt"),
+        _ => return None,
+    };
+    let mut hint = format!("write\n[auth.{provider}]\nkind = \"{kind}\"");
+    let (_, values) = file.iter().find(|(key, _)| key.get_ref() == table)?;
+    let known = field_names::<Auth>();
+    for (key, value) in values.get_ref().as_table().into_iter().flatten() {
+        if known.contains(&&**key.get_ref()) {
+            hint += &format!("\n{} = {}", key.get_ref(), text.get(value.span()).unwrap_or("…"));
+        }
+    }
+    hint += &format!(
+        "\nand identify = [\"{provider}\"] on each route with a limit by {kind}, or require = [\"{provider}\"]"
+    );
+    Some((format!("`[{table}]` is now a provider, `[auth.NAME]`"), Some(hint)))
+}
 
 /// Names of `health_check` in other programs.
 const HEALTH_CHECK_NAMES: [&str; 4] = ["health", "healthcheck", "health_path", "health_uri"];
@@ -463,8 +487,7 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["store"] => ("store", field_names::<Store>()),
         ["store", "tls"] => ("store tls", field_names::<StoreTls>()),
         ["client_ip"] => ("client_ip", field_names::<ClientIp>()),
-        ["api_key"] => ("api_key", field_names::<ApiKey>()),
-        ["jwt"] => ("jwt", field_names::<Jwt>()),
+        ["auth", _] => ("auth", field_names::<Auth>()),
         ["limit", _] => ("limit", field_names::<Limit>()),
         ["limit", _, "cost"] => ("cost", field_names::<CostTable>()),
         ["limit", _, "tiers", _] | ["consumer", "limit", _] => ("size", field_names::<LimitVariant>()),
@@ -479,6 +502,7 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["route", "cors"] => ("cors", field_names::<Cors>()),
         ["route", "redirect"] => ("redirect", field_names::<Redirect>()),
         ["consumer"] => ("consumer", field_names::<Consumer>()),
+        ["consumer", "keys"] => ("key", field_names::<KeyTable>()),
         _ => ("", &[]),
     }
 }

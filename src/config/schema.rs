@@ -99,8 +99,18 @@ pub(super) fn statuses(_: &mut SchemaGenerator) -> Schema {
     array_schema(&pattern_schema("^[1-5]([0-9][0-9]|xx)$"))
 }
 
-pub(super) fn key_hashes(_: &mut SchemaGenerator) -> Schema {
-    array_schema(&pattern_schema("^sha256:[0-9a-f]{64}$"))
+pub(super) fn key_hash(_: &mut SchemaGenerator) -> Schema {
+    pattern_schema("^sha256:[0-9a-f]{64}$")
+}
+
+/// A TOML date and time. Editors see it as a string.
+pub(super) fn timestamp(_: &mut SchemaGenerator) -> Schema {
+    pattern_schema("^[0-9]{4}-[0-9]{2}-[0-9]{2}([Tt ][0-9:.]+([Zz]|[+-][0-9]{2}:[0-9]{2}))?$")
+}
+
+pub(super) fn one_or_many(_: &mut SchemaGenerator) -> Schema {
+    let one = json_schema!({ "type": "string" });
+    json_schema!({ "anyOf": [one, array_schema(&one)] })
 }
 
 pub(super) fn dialects(_: &mut SchemaGenerator) -> Schema {

@@ -27,7 +27,10 @@ const FUZZY_SECRET_WORDS: [&str; 3] = ["token", "secret", "password"];
 const HEADER_RULE_KEYS: [&str; 2] = ["request_headers", "response_headers"];
 
 /// Tables whose keys are names chosen by the administrator.
-const NAMED_TABLES: [&str; 3] = ["limit", "upstream", "tiers"];
+const NAMED_TABLES: [&str; 4] = ["auth", "limit", "upstream", "tiers"];
+
+/// Keys of `[auth.NAME]` that are not secret, whatever their names and the names below them are.
+const PUBLIC_AUTH_KEYS: [&str; 2] = ["forward_credential", "claims"];
 
 /// Query parameters of store URLs that are not secret.
 const PUBLIC_QUERY_PARAMETERS: [&str; 2] = ["db", "protocol"];
@@ -45,12 +48,18 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         // Header names in `remove` are not secret. Values in other positions may be.
         return path.last() != Some(&"remove");
     }
-    if path.last() == Some(&"keys") {
+    if let [.., "keys"] | [.., "keys", "hash"] = path {
         // An API key that was pasted instead of its hash.
         return !text.starts_with("sha256:");
     }
+    if let ["auth", _, key, ..] = path
+        && PUBLIC_AUTH_KEYS.contains(key)
+    {
+        return false;
+    }
     let misspelled = |key: &str| FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);
     path.iter().enumerate().any(|(depth, key)| {
+        // The table of earlier versions, whose error shows its values.
         let is_table = depth == 0 && path.len() > 1 && *key == "api_key";
         // A boolean of `cors`.
         let is_cors = depth > 0 && path[depth - 1] == "cors" && *key == "credentials";
@@ -119,6 +128,13 @@ mod tests {
             (&["upstream", "session", "servers"], "http://a", false),
             (&["api_key", "header"], "x-api-key", false),
             (&["route", "cors", "credentials"], "true", false),
+            (&["auth", "tokens", "issuer"], "https://a", false),
+            (&["auth", "keys", "forward_credential"], "", false),
+            (&["auth", "tokens", "claims", "token_use"], "access", false),
+            (&["auth", "tokens", "secret"], "x", true),
+            (&["consumer", "keys", "hash"], "my-key", true),
+            (&["consumer", "keys", "hash"], "sha256:00", false),
+            (&["consumer", "keys", "name"], "ci", false),
             (&["log", "access"], "stdout", false),
         ] {
             assert_eq!(is_secret(path, text), expected, "{path:?} {text}");

@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use jiff::Timestamp;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
+use toml::value::Datetime;
 
 use crate::config::error::Spanned;
 use crate::config::tables::Health;
@@ -46,6 +48,59 @@ pub enum HealthCheck {
 /// `"ip"` or `["ip", "route"]`.
 #[derive(Debug, Default, JsonSchema)]
 pub struct OneOrMany(#[schemars(schema_with = "schema::identities")] pub Vec<String>);
+
+/// `"x-api-key"` or `["authorization", "x-api-key"]`.
+#[derive(Debug, Default, JsonSchema)]
+pub struct HeaderNames(#[schemars(schema_with = "schema::one_or_many")] pub Vec<String>);
+
+/// `"keys"` or `["mtls", "tokens"]`: providers that are required together.
+#[derive(Debug, Default, JsonSchema)]
+pub struct Requirement(#[schemars(schema_with = "schema::one_or_many")] pub Vec<String>);
+
+/// `"sha256:…"` or `{ hash = "sha256:…", name = "ci", … }`.
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
+pub enum ConsumerKey {
+    /// The hash of a key that is valid everywhere and forever.
+    Hash(#[schemars(schema_with = "schema::key_hash")] String),
+    /// The hash with restrictions.
+    Table(KeyTable),
+}
+
+/// `{ hash = "sha256:…", … }`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["hash"]))]
+pub struct KeyTable {
+    /// SHA-256 of the key.
+    #[schemars(schema_with = "schema::key_hash")]
+    pub hash: Option<Text>,
+    /// Name of the key, for `sluicegate key list` and the log.
+    pub name: Option<Text>,
+    /// When the key was created, such as `2026-01-01T00:00:00Z`.
+    #[schemars(schema_with = "schema::timestamp")]
+    pub created: Option<Spanned<Datetime>>,
+    /// When the key expires: a time with an offset, or a day, which begins in UTC. Later: 401.
+    #[schemars(schema_with = "schema::timestamp")]
+    pub expires: Option<Spanned<Datetime>>,
+    /// Reject the key with 401.
+    #[schemars(extend("default" = false))]
+    pub disabled: bool,
+    /// Names of the routes that the key is valid for. On others: 403. Default: all.
+    pub routes: Option<Vec<Text>>,
+}
+
+/// Return a time with an offset, or the beginning of a day in UTC, in µs since the Unix epoch. Earlier times are 0.
+/// Return `None` for a time without an offset.
+pub fn datetime_us(written: &Datetime) -> Option<u64> {
+    let text = match (written.date, written.time, written.offset) {
+        (Some(_), Some(_), Some(_)) => written.to_string(),
+        (Some(date), None, None) => format!("{date}T00:00:00Z"),
+        _ => return None,
+    };
+    let instant: Timestamp = text.parse().ok()?;
+    Some(instant.as_microsecond().max(0) as u64)
+}
 
 /// `"api"` or `{ api = 9, canary = 1 }`.
 #[derive(Debug, JsonSchema)]
@@ -94,19 +149,55 @@ impl<'de> Deserialize<'de> for HealthCheck {
     }
 }
 
+/// Deserialize a string or a list of strings.
+fn one_or_many<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
+    struct Either;
+    impl<'de> Visitor<'de> for Either {
+        type Value = Vec<String>;
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("a string or a list of strings")
+        }
+        fn visit_str<E>(self, one: &str) -> Result<Vec<String>, E> {
+            Ok(vec![one.to_owned()])
+        }
+        fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<String>, A::Error> {
+            Vec::deserialize(value::SeqAccessDeserializer::new(seq))
+        }
+    }
+    deserializer.deserialize_any(Either)
+}
+
 impl<'de> Deserialize<'de> for OneOrMany {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        one_or_many(deserializer).map(OneOrMany)
+    }
+}
+
+impl<'de> Deserialize<'de> for HeaderNames {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        one_or_many(deserializer).map(HeaderNames)
+    }
+}
+
+impl<'de> Deserialize<'de> for Requirement {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        one_or_many(deserializer).map(Requirement)
+    }
+}
+
+impl<'de> Deserialize<'de> for ConsumerKey {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Either;
         impl<'de> Visitor<'de> for Either {
-            type Value = OneOrMany;
+            type Value = ConsumerKey;
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a string or a list of strings")
+                f.write_str("the hash of a key or a table with `hash`")
             }
-            fn visit_str<E>(self, one: &str) -> Result<OneOrMany, E> {
-                Ok(OneOrMany(vec![one.to_owned()]))
+            fn visit_str<E>(self, hash: &str) -> Result<ConsumerKey, E> {
+                Ok(ConsumerKey::Hash(hash.to_owned()))
             }
-            fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<OneOrMany, A::Error> {
-                Vec::deserialize(value::SeqAccessDeserializer::new(seq)).map(OneOrMany)
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ConsumerKey, A::Error> {
+                KeyTable::deserialize(value::MapAccessDeserializer::new(map)).map(ConsumerKey::Table)
             }
         }
         deserializer.deserialize_any(Either)

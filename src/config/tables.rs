@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 
 use crate::config::error::Spanned;
-use crate::config::shorthand::{HealthCheck, LimitCost, OneOrMany, UpstreamServer, UpstreamWeights};
+use crate::config::shorthand::{HealthCheck, LimitCost, OneOrMany, Requirement, UpstreamServer, UpstreamWeights};
 use crate::config::{Text, schema};
 
 /// `[[route]]`
@@ -40,6 +40,13 @@ pub struct Route {
     /// CORS: `{ origins = ["https://app.example.com"] }`. The gateway answers preflights and sets the CORS headers of all
     /// responses of the route ([CORS](#cors)). Default: preflights and CORS headers are those of the upstream.
     pub cors: Option<Spanned<Cors>>,
+    /// Providers (`[auth.NAME]`) of which one must verify the request: `["keys", ["mtls", "tokens"]]`. They are tried in
+    /// order; a nested list requires all of its members. A credential that is absent or of another shape tries the
+    /// next. An invalid one, or none at all: 401. A valid one without the right: 403. Default: no credential is
+    /// required.
+    pub require: Option<Spanned<Vec<Spanned<Requirement>>>>,
+    /// Providers that verify a credential if the request has one, for limits by credential. An invalid one: 401.
+    pub identify: Option<Vec<Text>>,
     /// Names of up to 16 limits. All are charged in one atomic check, or none.
     pub limits: Vec<Text>,
     /// Cost of a request on each of these limits.
@@ -145,7 +152,8 @@ pub struct Redirect {
 pub struct Limit {
     /// Identity that the limit counts: `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`,
     /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `host`, `route`, `method`, `global`, or a list of them. A list has one
-    /// bucket for each combination.
+    /// bucket for each combination. `api-key` and `jwt:CLAIM` need a provider of that kind in `require` or `identify`
+    /// of the route; the first one that verified a credential counts.
     pub by: Option<Spanned<OneOrMany>>,
     /// `gcra` and `leaky-bucket` are aliases of `token-bucket`. `sliding-log` allows a quota of at most 10,000.
     /// `concurrency` limits requests in flight: `quota = "20"`.

@@ -3,27 +3,57 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderMap, HeaderName};
+use tracing::debug;
 
-use crate::identity::IdentityError;
-use crate::identity::{CONSUMER_TAG, Descriptor};
+use crate::identity::CONSUMER_TAG;
+use crate::identity::auth::{AuthError, AuthRequest, KeySource, Proof, Verification};
+use crate::identity::jwt::is_jwt_shaped;
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
 
 /// SHA-256 of an API key.
 pub type KeyHash = [u8; 32];
 
-/// The API key header, and the handling of missing and unknown keys.
+/// A provider of kind `api-key`.
 #[derive(Debug)]
-pub struct ApiKeySettings {
-    /// Header with the API key.
-    pub header: HeaderName,
-    /// Whether requests without a key are anonymous instead of rejected.
+pub struct ApiKeyProvider {
+    /// Headers that may contain the key: 1 to [`MAX_PLACES`].
+    pub places: Vec<KeyPlace>,
+    /// The consumers. Replaced when their file changes. Providers with the same file share them.
+    pub consumers: Arc<ArcSwap<Consumers>>,
+    /// `identify`: whether requests without a key are anonymous.
     pub anonymous_if_missing: bool,
-    /// Handling of unknown keys.
+    /// `identify`: handling of unknown keys.
     pub on_unknown: OnUnknownKey,
+    /// What a request without a key lacks: "an API key is required in the header `x-api-key`".
+    pub missing: Arc<str>,
+}
+
+/// Maximum number of headers that may contain a key.
+pub const MAX_PLACES: usize = 8;
+
+/// A header that may contain an API key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyPlace {
+    /// Name of the header.
+    pub header: HeaderName,
+    /// Scheme before the key, compared case-insensitively. `None`: the whole value is the key.
+    pub scheme: Option<Box<str>>,
+}
+
+/// An API key as sent.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PresentedKey<'h> {
+    pub(super) key: &'h [u8],
+    /// Bit set of the places that contain the key.
+    pub(super) places: u32,
+    pub(super) source: KeySource,
+    /// Whether the key stands behind a scheme and looks like a token of another provider.
+    is_jwt_shaped: bool,
 }
 
 /// Handling of unknown keys.
@@ -39,7 +69,31 @@ pub enum OnUnknownKey {
 
 /// Consumers, by the hashes of their keys.
 #[derive(Debug, Default)]
-pub struct Consumers(HashMap<[u8; 8], (KeyHash, Arc<Consumer>)>);
+pub struct Consumers(HashMap<[u8; 8], ConsumerKey>);
+
+/// A key of a consumer.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ConsumerKey {
+    /// Hash of the key.
+    pub hash: KeyHash,
+    /// The consumer.
+    pub consumer: Arc<Consumer>,
+    /// Restrictions of the key. `None`: it is valid everywhere and forever.
+    pub terms: Option<Box<KeyTerms>>,
+}
+
+/// Restrictions of a key.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct KeyTerms {
+    /// Name of the key, for logs.
+    pub name: Option<Box<str>>,
+    /// When the key expires, in µs since the Unix epoch.
+    pub expires_us: Option<u64>,
+    /// Whether the key is disabled.
+    pub disabled: bool,
+    /// Names of the routes that the key is valid for. `None`: all routes.
+    pub routes: Option<Vec<Box<str>>>,
+}
 
 /// A consumer: an API client with keys.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -55,49 +109,46 @@ pub struct Consumer {
 /// Tier of anonymous clients.
 const ANONYMOUS_TIER: &str = "anonymous";
 
-/// The result of the API key lookup for a request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Caller<'a> {
+/// The caller of a request, by its API key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Caller {
     /// The key belongs to this consumer.
-    Consumer(&'a Consumer),
+    Consumer(Arc<Consumer>),
     /// The key is unknown and accepted as an identity.
-    Accepted(&'a [u8]),
+    Accepted(Box<[u8]>),
     /// The key is unknown or missing, and the client network is the identity.
     Anonymous,
     /// The request has no key.
     Missing,
 }
 
-impl Default for ApiKeySettings {
-    fn default() -> Self {
-        ApiKeySettings {
-            header: HeaderName::from_static("x-api-key"),
-            anonymous_if_missing: false,
-            on_unknown: OnUnknownKey::Reject,
-        }
-    }
-}
+/// The caller of a request without a key.
+pub static MISSING_CALLER: Caller = Caller::Missing;
+
+/// The consumers of all files. Their names are one namespace.
+#[derive(Debug, Default)]
+pub struct ConsumerDirectory(pub Vec<Arc<Consumers>>);
 
 impl Consumers {
     /// Add a key.
     ///
     /// # Errors
     /// The key exists already. The error has its previous consumer.
-    pub fn insert(&mut self, hash: KeyHash, consumer: Arc<Consumer>) -> Result<(), Arc<Consumer>> {
-        match self.0.insert(hash_prefix(&hash), (hash, consumer)) {
+    pub fn insert(&mut self, key: ConsumerKey) -> Result<(), Arc<Consumer>> {
+        match self.0.insert(hash_prefix(&key.hash), key) {
             None => Ok(()),
-            Some((_, other)) => Err(other),
+            Some(other) => Err(other.consumer),
         }
     }
 
-    /// Return the consumers, once for each key.
-    pub fn iter(&self) -> impl Iterator<Item = &Consumer> {
-        self.0.values().map(|(_, consumer)| &**consumer)
+    /// Return the keys.
+    pub fn keys(&self) -> impl Iterator<Item = &ConsumerKey> {
+        self.0.values()
     }
 
-    /// Return the consumer with this name.
-    pub fn find_by_name(&self, name: &str) -> Option<&Consumer> {
-        self.iter().find(|consumer| *consumer.name == *name)
+    /// Return the consumers, once for each key.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<Consumer>> {
+        self.0.values().map(|key| &key.consumer)
     }
 
     /// Return whether there are no keys.
@@ -105,15 +156,27 @@ impl Consumers {
         self.0.is_empty()
     }
 
-    fn find_by_key(&self, key: &[u8]) -> Option<&Consumer> {
+    fn find_by_key(&self, key: &[u8]) -> Option<&ConsumerKey> {
         if self.is_empty() {
             return None;
         }
         let found = digest(&SHA256, key);
         // The table is keyed by 8 bytes of the hash. The whole hash is compared in constant time, so that response
         // times reveal nothing about known hashes.
-        let (hash, consumer) = self.0.get(found.as_ref().first_chunk()?)?;
-        verify_slices_are_equal(hash, found.as_ref()).ok().map(|()| &**consumer)
+        let known = self.0.get(found.as_ref().first_chunk()?)?;
+        verify_slices_are_equal(&known.hash, found.as_ref()).ok().map(|()| known)
+    }
+}
+
+impl ConsumerDirectory {
+    /// Return the consumers, once for each key.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<Consumer>> {
+        self.0.iter().flat_map(|consumers| consumers.iter())
+    }
+
+    /// Return the consumer with this name.
+    pub fn find_by_name(&self, name: &str) -> Option<&Arc<Consumer>> {
+        self.iter().find(|consumer| *consumer.name == *name)
     }
 }
 
@@ -132,31 +195,105 @@ impl Consumer {
     }
 }
 
-impl ApiKeySettings {
-    /// Look up the API key of a request.
-    ///
-    /// # Errors
-    /// The request has several keys, or an unknown key and `on_unknown` is `reject`.
-    pub fn caller<'a>(&self, consumers: &'a Consumers, headers: &'a HeaderMap) -> Result<Caller<'a>, IdentityError> {
-        let mut values = headers.get_all(&self.header).iter();
-        let key = match (values.next(), values.next()) {
-            (Some(_), Some(_)) => return Err(IdentityError::Ambiguous(Descriptor::Header(self.header.clone()))),
-            (Some(key), None) if !key.is_empty() => key.as_bytes(),
-            _ if self.anonymous_if_missing => return Ok(Caller::Anonymous),
-            _ => return Ok(Caller::Missing),
+impl KeyPlace {
+    /// Return the key in the value of the header. `None`: another scheme, or no key.
+    fn key<'h>(&self, value: &'h [u8]) -> Option<&'h [u8]> {
+        let key = match &self.scheme {
+            None => value,
+            Some(scheme) => {
+                let (found, rest) = value.split_at_checked(scheme.len())?;
+                let is_scheme = found.eq_ignore_ascii_case(scheme.as_bytes());
+                let is_separated = rest.first().is_none_or(u8::is_ascii_whitespace);
+                (is_scheme && is_separated).then(|| rest.trim_ascii())?
+            }
         };
-        match (consumers.find_by_key(key), self.on_unknown) {
-            (Some(consumer), _) => Ok(Caller::Consumer(consumer)),
-            (None, OnUnknownKey::Reject) => Err(IdentityError::UnknownApiKey),
-            (None, OnUnknownKey::Anonymous) => Ok(Caller::Anonymous),
-            (None, OnUnknownKey::Accept) => Ok(Caller::Accepted(key)),
-        }
+        (!key.is_empty()).then_some(key)
+    }
+
+    /// Return whether a request has a key here.
+    pub(super) fn is_present(&self, headers: &HeaderMap) -> bool {
+        headers.get_all(&self.header).iter().any(|value| self.key(value.as_bytes()).is_some())
+    }
+
+    fn is_bearer(&self) -> bool {
+        self.scheme.as_ref().is_some_and(|scheme| scheme.eq_ignore_ascii_case("bearer"))
     }
 }
 
-impl<'a> Caller<'a> {
+impl ApiKeyProvider {
+    /// Verify the API key of a request.
+    pub(super) fn verify(&self, request: &AuthRequest<'_>) -> Verification {
+        let presented = match self.read(request.headers) {
+            Ok(Some(presented)) => presented,
+            Ok(None) => return Verification::Absent,
+            Err(error) => return Verification::Invalid(error),
+        };
+        let consumers = self.consumers.load();
+        let Some(ConsumerKey { consumer, terms, .. }) = consumers.find_by_key(presented.key) else {
+            let unknown = AuthError::UnknownApiKey(presented.source);
+            return match presented.is_jwt_shaped {
+                true => Verification::Foreign(unknown),
+                false => Verification::Invalid(unknown),
+            };
+        };
+        if let Some(terms) = terms {
+            let (consumer, key) = (&*consumer.name, terms.name.as_deref());
+            if terms.disabled {
+                debug!(consumer, key, "API key is disabled");
+                // The client does not learn that the key exists.
+                return Verification::Invalid(AuthError::UnknownApiKey(presented.source));
+            }
+            if terms.expires_us.is_some_and(|expires| expires <= request.now_us) {
+                debug!(consumer, key, "API key has expired");
+                return Verification::Invalid(AuthError::ExpiredApiKey(presented.source));
+            }
+            if terms.routes.as_ref().is_some_and(|routes| !routes.iter().any(|route| **route == *request.route)) {
+                debug!(consumer, key, route = request.route, "API key is not for this route");
+                return Verification::Forbidden(AuthError::ApiKeyRoute);
+            }
+        }
+        Verification::Valid(Proof::ApiKey(Caller::Consumer(consumer.clone()), presented.places))
+    }
+
+    /// Read the API key of a request.
+    ///
+    /// # Errors
+    /// A header is present twice, or two headers have different keys.
+    pub(super) fn read<'h>(&self, headers: &'h HeaderMap) -> Result<Option<PresentedKey<'h>>, AuthError> {
+        let mut found: Option<(PresentedKey<'h>, &HeaderName)> = None;
+        for (index, place) in self.places.iter().enumerate() {
+            let mut values = headers.get_all(&place.header).iter();
+            let (Some(value), second) = (values.next(), values.next()) else { continue };
+            if second.is_some() {
+                return Err(AuthError::Ambiguous(place.header.clone()));
+            }
+            let Some(key) = place.key(value.as_bytes()) else { continue };
+            let presented = PresentedKey {
+                key,
+                places: 1 << index,
+                source: if place.is_bearer() { KeySource::Bearer } else { KeySource::Other },
+                is_jwt_shaped: place.scheme.is_some() && is_jwt_shaped(key),
+            };
+            found = Some(match found {
+                None => (presented, &place.header),
+                Some((first, header)) if first.key == key => {
+                    (PresentedKey { places: first.places | presented.places, ..first }, header)
+                }
+                // A token for another provider, beside a key.
+                Some((first, _)) if first.is_jwt_shaped && !presented.is_jwt_shaped => (presented, &place.header),
+                Some(first) if presented.is_jwt_shaped && !first.0.is_jwt_shaped => first,
+                Some((_, header)) => {
+                    return Err(AuthError::DifferentApiKeys(header.clone(), place.header.clone()));
+                }
+            });
+        }
+        Ok(found.map(|(presented, _)| presented))
+    }
+}
+
+impl Caller {
     /// Return the variant of a limit for this caller: that of the consumer, else of the tier, else the default.
-    pub fn variant(self, limit: &'a LimitSpec) -> &'a Arc<LimitVariant> {
+    pub fn variant<'v>(&'v self, limit: &'v LimitSpec) -> &'v Arc<LimitVariant> {
         let special = match self {
             Caller::Consumer(consumer) => {
                 let tier = || limit.tiers.get(consumer.tier.as_deref()?);
@@ -193,36 +330,6 @@ mod tests {
 
     // printf %s secret | sha256sum
     const SECRET: &str = "sha256:2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
-
-    #[test]
-    fn keys_are_looked_up_by_hash() {
-        let mut keys = ApiKeySettings::default();
-        let mut consumers = Consumers::default();
-        let named = |name: &str| Arc::new(Consumer { name: name.into(), ..Consumer::default() });
-        consumers.insert(parse_key_hash(SECRET).unwrap(), named("bob")).unwrap();
-        assert_eq!(consumers.insert(parse_key_hash(SECRET).unwrap(), named("alice")), Err(named("bob")));
-        for (sent, on_unknown, expected) in [
-            (vec!["secret"], OnUnknownKey::Reject, Ok(Caller::Consumer(&named("alice")))),
-            (vec!["Secret"], OnUnknownKey::Reject, Err(IdentityError::UnknownApiKey)),
-            (vec!["Secret"], OnUnknownKey::Anonymous, Ok(Caller::Anonymous)),
-            (vec!["Secret"], OnUnknownKey::Accept, Ok(Caller::Accepted(b"Secret"))),
-            (vec![], OnUnknownKey::Accept, Ok(Caller::Missing)),
-            (vec![""], OnUnknownKey::Accept, Ok(Caller::Missing)),
-            (
-                vec!["secret", "x"],
-                OnUnknownKey::Accept,
-                Err(IdentityError::Ambiguous(Descriptor::Header(keys.header.clone()))),
-            ),
-        ] {
-            keys.on_unknown = on_unknown;
-            let headers = sent.iter().map(|value| (keys.header.clone(), value.parse().unwrap()));
-            let headers = headers.fold(HeaderMap::new(), |mut map, (name, value)| {
-                map.append(name, value);
-                map
-            });
-            assert_eq!(keys.caller(&consumers, &headers), expected, "{sent:?}");
-        }
-    }
 
     #[test]
     fn malformed_key_hashes_are_rejected() {

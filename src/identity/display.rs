@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use crate::http::target;
-use crate::identity::api_key::{ApiKeySettings, Caller, Consumers};
+use crate::identity::api_key::{Caller, ConsumerDirectory};
 use crate::identity::client_ip::ClientIpResolver;
 use crate::identity::{ANONYMOUS_TAG, Descriptor, IP_TAG, IdentityPart, cookie_value};
 use crate::identity::{IdentitySpec, OnMissing, RequestAttributes, octets};
@@ -40,11 +40,11 @@ pub type IdentityInput = BTreeMap<String, String>;
 
 /// The identity that an administrator named.
 #[derive(Debug)]
-pub struct ResolvedIdentity<'a> {
+pub struct ResolvedIdentity {
     /// Hash of the identity.
     pub identity: Identity,
     /// Caller whose variant of the limit applies.
-    pub caller: Caller<'a>,
+    pub caller: Caller,
     /// Whether the identity is exempt.
     pub is_exempt: bool,
 }
@@ -143,17 +143,12 @@ impl IdentityDisplay {
 
 impl IdentitySpec {
     /// Return the identity of a request for display.
-    pub fn display(
-        &self,
-        request: &RequestAttributes<'_>,
-        keys: &ApiKeySettings,
-        client_ip: &ClientIpResolver,
-    ) -> IdentityDisplay {
+    pub fn display(&self, request: &RequestAttributes<'_>, client_ip: &ClientIpResolver) -> IdentityDisplay {
         let network = |label: &str| DisplayPart {
             label: label.into(),
             value: Some(client_ip.format_network(request.client_address).into()),
         };
-        let part_of = |descriptor: &Descriptor| match descriptor.extract(request, keys) {
+        let part_of = |descriptor: &Descriptor| match descriptor.extract(request) {
             Ok(IdentityPart::Value(tag, value)) => {
                 DisplayPart { label: descriptor.label().into(), value: is_public(tag).then(|| display_value(&value)) }
             }
@@ -176,13 +171,13 @@ impl IdentitySpec {
     ///
     /// # Errors
     /// A part is missing or invalid.
-    pub fn resolve<'a>(
+    pub fn resolve(
         &self,
         input: &IdentityInput,
         client_ip: &ClientIpResolver,
-        consumers: &'a Consumers,
+        consumers: &ConsumerDirectory,
         hasher: &IdentityHasher,
-    ) -> Result<ResolvedIdentity<'a>, IdentityInputError> {
+    ) -> Result<ResolvedIdentity, IdentityInputError> {
         let address = |label: &'static str| {
             let text = input.get(label)?;
             // Accept the displayed form `ADDRESS/PREFIX` as well.
@@ -218,7 +213,8 @@ impl IdentitySpec {
                     (tag, octets(client_ip.network(client)), client)
                 }
                 (Descriptor::ApiKey, Some(name)) => {
-                    caller = Caller::Consumer(consumers.find_by_name(name).ok_or(IdentityInputError::UnknownConsumer)?);
+                    let consumer = consumers.find_by_name(name).ok_or(IdentityInputError::UnknownConsumer)?;
+                    caller = Caller::Consumer(consumer.clone());
                     (descriptor.tag(), name.as_bytes().to_vec(), no_address)
                 }
                 // In canonical form, as for routing.

@@ -1,28 +1,31 @@
 //! Verification of JSON Web Tokens (RFC 7519) that clients send as bearer tokens (RFC 6750).
 
 use std::borrow::Cow;
-use std::cell::OnceCell;
+use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use aws_lc_rs::digest::{SHA256, digest};
 use aws_lc_rs::signature::{
     ECDSA_P256_SHA256_FIXED, ED25519, ParsedPublicKey, RSA_PKCS1_2048_8192_SHA256, RsaPublicKeyComponents,
 };
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use http::HeaderMap;
 use http::header::AUTHORIZATION;
 use jsonwebtoken::dangerous::insecure_decode_claims;
 use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, JwkSet, KeyAlgorithm, KeyOperations, PublicKeyUse};
 use jsonwebtoken::{Algorithm, DecodingKey, DecodingKeyKind, crypto, decode_header};
+use quick_cache::Weighter;
+use quick_cache::sync::Cache;
 use serde_json::{Map, Value};
 
-use crate::identity::Descriptor;
-use crate::identity::IdentityError;
-use crate::limiter::clock;
+use crate::identity::auth::{AuthError, AuthRequest, Proof, Verification};
 
 /// Leeway in seconds for clock skew between issuer and gateway. RFC 7519 §4.1.4 allows "usually no more than a few
 /// minutes". Clocks synchronized by NTP differ by less than a second, those of virtual machines by more after a pause.
 const LEEWAY_S: f64 = 30.0;
 
-/// Keys and expected claims.
+/// A provider of kind `jwt`: keys and expected claims.
 #[derive(Debug, Default)]
 pub struct JwtVerifier {
     /// Public keys of the issuer. Replaced when the JWK Set changes.
@@ -31,19 +34,13 @@ pub struct JwtVerifier {
     pub issuer: Option<Box<str>>,
     /// Required value in `aud`. `None` rejects tokens with an `aud`.
     pub audience: Option<Box<str>>,
+    /// Required claims, each with a value that it must have or contain.
+    pub claims: Vec<(Arc<str>, Box<str>)>,
 }
 
 /// The claims of a verified token.
 #[derive(Debug)]
 pub struct Claims(Map<String, Value>);
-
-/// The bearer token of a request. It is verified once, when the first limit needs it.
-#[derive(Debug)]
-pub struct BearerToken<'a> {
-    verifier: &'a JwtVerifier,
-    headers: &'a HeaderMap,
-    claims: OnceCell<Result<Option<Claims>, IdentityError>>,
-}
 
 /// Reason why a token is rejected. Errors never contain parts of the token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -77,36 +74,40 @@ pub enum TokenError {
     Audience,
 }
 
-impl<'a> BearerToken<'a> {
-    /// Create the token of a request without verifying it.
-    pub fn new(verifier: &'a JwtVerifier, headers: &'a HeaderMap) -> Self {
-        BearerToken { verifier, headers, claims: OnceCell::new() }
-    }
-
-    /// Return the verified claims, or `None` if the request has no bearer token.
-    ///
-    /// # Errors
-    /// The token is invalid, or the request has several `Authorization` lines.
-    pub fn claims(&self) -> Result<Option<&Claims>, IdentityError> {
-        let claims = self.claims.get_or_init(|| match bearer_token(self.headers)? {
-            Some(token) => Ok(Some(self.verifier.verify(token, clock::unix_us() as f64 / 1e6)?)),
-            None => Ok(None),
-        });
-        claims.as_ref().map(Option::as_ref).map_err(Clone::clone)
-    }
-}
-
 /// Return the token of `Authorization: Bearer`, or `None` for other schemes.
-fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, IdentityError> {
+fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, AuthError> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
     let (Some(credentials), second) = (values.next(), values.next()) else { return Ok(None) };
     if second.is_some() {
-        return Err(IdentityError::Ambiguous(Descriptor::Header(AUTHORIZATION)));
+        return Err(AuthError::Ambiguous(AUTHORIZATION));
     }
-    let credentials = credentials.as_bytes();
+    Ok(token_of(credentials.as_bytes()))
+}
+
+fn token_of(credentials: &[u8]) -> Option<&[u8]> {
     let end = credentials.iter().position(u8::is_ascii_whitespace).unwrap_or(credentials.len());
     let (scheme, token) = credentials.split_at(end);
-    Ok(scheme.eq_ignore_ascii_case(b"bearer").then(|| token.trim_ascii()))
+    scheme.eq_ignore_ascii_case(b"bearer").then(|| token.trim_ascii())
+}
+
+/// Return whether a request has a bearer token, in any line.
+pub(super) fn has_bearer_token(headers: &HeaderMap) -> bool {
+    headers.get_all(AUTHORIZATION).iter().any(|value| token_of(value.as_bytes()).is_some())
+}
+
+/// Return whether a credential has the shape of a JWT: three base64url parts, of which the first is a JSON object with
+/// `alg` (RFC 7515 §3.1).
+pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
+    // A fourth part is the rest, which contains dots or is one part too many.
+    let parts: Vec<_> = credential.splitn(4, |byte| *byte == b'.').collect();
+    let is_base64url = |part: &&[u8]| part.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(byte));
+    let [header, payload, _] = &parts[..] else { return false };
+    if header.is_empty() || payload.is_empty() || !parts.iter().all(is_base64url) {
+        return false;
+    }
+    let header = URL_SAFE_NO_PAD.decode(header).ok();
+    let header = header.and_then(|json| serde_json::from_slice::<Map<String, Value>>(&json).ok());
+    header.is_some_and(|header| header.contains_key("alg"))
 }
 
 /// The library reports an error if it cannot parse or decode a token.
@@ -117,7 +118,49 @@ impl From<jsonwebtoken::errors::Error> for TokenError {
 }
 
 impl JwtVerifier {
-    fn verify(&self, token: &[u8], now_s: f64) -> Result<Claims, TokenError> {
+    /// Verify the bearer token of a request.
+    pub(super) fn verify_request(&self, request: &AuthRequest<'_>) -> Verification {
+        let token = match bearer_token(request.headers) {
+            Ok(Some(token)) => token,
+            Ok(None) => return Verification::Absent,
+            Err(error) => return Verification::Invalid(error),
+        };
+        match self.verify(token, request.now_us as f64 / 1e6) {
+            Ok(claims) => match self.claims.iter().find(|(name, value)| !claims.contains(name, value)) {
+                Some((name, _)) => Verification::Forbidden(AuthError::Claim(name.clone())),
+                None => Verification::Valid(Proof::Jwt(claims)),
+            },
+            Err(error) if !is_jwt_shaped(token) => Verification::Foreign(error.into()),
+            // The token may be for another provider of the route.
+            Err(error @ (TokenError::UnknownKey | TokenError::Issuer | TokenError::Audience)) => {
+                Verification::Foreign(error.into())
+            }
+            Err(error) => Verification::Invalid(error.into()),
+        }
+    }
+
+    /// Verify a token. The signature of a token that was verified before with the same keys is not verified again.
+    ///
+    /// # Errors
+    /// The token is invalid.
+    pub fn verify(&self, token: &[u8], now_s: f64) -> Result<Arc<Claims>, TokenError> {
+        let keys = self.keys.load();
+        let mut hash = [0; 32];
+        hash.copy_from_slice(digest(&SHA256, token).as_ref());
+        if let Some(known) = keys.verified.get(&hash) {
+            let checked = self.check_claims(&known.claims.0, now_s);
+            if checked.is_err() {
+                keys.verified.remove(&hash);
+            }
+            return checked.map(|()| known.claims);
+        }
+        let claims = Arc::new(Claims(self.verify_signature(&keys, token)?));
+        self.check_claims(&claims.0, now_s)?;
+        keys.verified.insert(hash, VerifiedToken { claims: claims.clone(), length: token.len() as u64 });
+        Ok(claims)
+    }
+
+    fn verify_signature(&self, keys: &KeySet, token: &[u8]) -> Result<Map<String, Value>, TokenError> {
         let token = str::from_utf8(token).map_err(|_| TokenError::Malformed)?;
         let (message, signature) = token.rsplit_once('.').ok_or(TokenError::Malformed)?;
         let header = decode_header(token)?;
@@ -125,19 +168,32 @@ impl JwtVerifier {
         if header.crit.is_some() {
             return Err(TokenError::Malformed);
         }
-        let keys = self.keys.load();
-        let key = keys.find(header.kid.as_deref(), header.alg).ok_or(TokenError::UnknownKey)?;
-        if header.alg != key.algorithm {
-            return Err(TokenError::Algorithm);
+        let verify = || {
+            let key = keys.find(header.kid.as_deref(), header.alg).ok_or(TokenError::UnknownKey)?;
+            if header.alg != key.algorithm {
+                return Err(TokenError::Algorithm);
+            }
+            match crypto::verify(signature, message.as_bytes(), &key.decoding_key, key.algorithm)? {
+                true => Ok(()),
+                false => Err(TokenError::Signature),
+            }
+        };
+        let verified = verify();
+        // Different issuers may use the same `kid`: the token is for the provider of its issuer.
+        if verified.is_err() && self.is_for_other_issuer(token) {
+            return Err(TokenError::Issuer);
         }
-        if !crypto::verify(signature, message.as_bytes(), &key.decoding_key, key.algorithm)? {
-            return Err(TokenError::Signature);
-        }
+        verified?;
         // The signature is verified, so decoding without verification is safe here. The claim validation of the library
         // would accept an `aud` that is a number.
-        let claims = insecure_decode_claims(token)?;
-        self.check_claims(&claims, now_s)?;
-        Ok(Claims(claims))
+        Ok(insecure_decode_claims(token)?)
+    }
+
+    /// Return whether a token, which is not verified, names another issuer.
+    fn is_for_other_issuer(&self, token: &str) -> bool {
+        let Some(own) = &self.issuer else { return false };
+        let claims = insecure_decode_claims::<Map<String, Value>>(token);
+        claims.is_ok_and(|claims| matches!(claims.get("iss"), Some(Value::String(issuer)) if **issuer != **own))
     }
 
     fn check_claims(&self, claims: &Map<String, Value>, now_s: f64) -> Result<(), TokenError> {
@@ -164,6 +220,18 @@ impl JwtVerifier {
 }
 
 impl Claims {
+    /// Return whether a claim has a value: a list contains it; a string is equal to it, or has it as one of its words
+    /// separated by spaces (`scope`, RFC 8693 §4.2).
+    fn contains(&self, name: &str, value: &str) -> bool {
+        match self.0.get(name) {
+            Some(Value::Array(list)) => list.iter().any(|item| *item == *value),
+            Some(Value::String(text)) => text == value || text.split(' ').any(|word| word == value),
+            Some(Value::Bool(flag)) => value == if *flag { "true" } else { "false" },
+            Some(Value::Number(number)) => number.to_string() == value,
+            Some(Value::Null | Value::Object(_)) | None => false,
+        }
+    }
+
     /// Return a claim as an identity: a string, a number or a boolean.
     pub fn text(&self, name: &str) -> Option<Cow<'_, str>> {
         match self.0.get(name)? {
@@ -181,9 +249,43 @@ impl Claims {
 /// Allowed bits of an RSA modulus. RFC 7518 §3.3 requires at least 2048; above 8192 a verification costs too much.
 const RSA_BITS: std::ops::RangeInclusive<usize> = 2048..=8192;
 
+/// Maximum size of the tokens whose verification is remembered, in bytes, for each set of keys.
+const MAX_VERIFIED_BYTES: u64 = 4 << 20;
+
+/// Expected number of these tokens, for the initial size of the table.
+const EXPECTED_VERIFIED: usize = 1024;
+
 /// The keys that tokens may be signed with.
-#[derive(Debug, Default)]
-pub struct KeySet(Vec<Key>);
+#[derive(Debug)]
+pub struct KeySet {
+    keys: Vec<Key>,
+    /// Tokens that these keys verified, by their SHA-256. A new set of keys begins without any.
+    verified: Cache<[u8; 32], VerifiedToken, TokenLength>,
+}
+
+/// A token whose signature is valid. Its claims are checked for each request.
+#[derive(Debug, Clone)]
+struct VerifiedToken {
+    claims: Arc<Claims>,
+    /// Length of the token in bytes.
+    length: u64,
+}
+
+/// The weight of a token in the cache.
+#[derive(Debug, Clone)]
+struct TokenLength;
+
+impl Weighter<[u8; 32], VerifiedToken> for TokenLength {
+    fn weight(&self, _: &[u8; 32], token: &VerifiedToken) -> u64 {
+        token.length
+    }
+}
+
+impl Default for KeySet {
+    fn default() -> Self {
+        KeySet { keys: Vec::new(), verified: Cache::with_weighter(0, 0, TokenLength) }
+    }
+}
 
 /// A key with its algorithm.
 #[derive(Debug)]
@@ -232,15 +334,16 @@ impl KeySet {
             }
             keys.push(key);
         }
-        if keys.is_empty() { Err(KeySetError::Empty) } else { Ok(KeySet(keys)) }
+        let verified = Cache::with_weighter(EXPECTED_VERIFIED, MAX_VERIFIED_BYTES, TokenLength);
+        if keys.is_empty() { Err(KeySetError::Empty) } else { Ok(KeySet { keys, verified }) }
     }
 
     /// Return the key with this `kid`. Without a `kid`, return the only key for the algorithm.
     pub(super) fn find(&self, id: Option<&str>, algorithm: Algorithm) -> Option<&Key> {
         if id.is_some() {
-            return self.0.iter().find(|key| key.id.as_deref() == id);
+            return self.keys.iter().find(|key| key.id.as_deref() == id);
         }
-        let mut fitting = self.0.iter().filter(|key| key.algorithm == algorithm);
+        let mut fitting = self.keys.iter().filter(|key| key.algorithm == algorithm);
         fitting.next().filter(|_| fitting.next().is_none())
     }
 }
@@ -286,29 +389,96 @@ impl Key {
 mod tests {
     use super::*;
     use aws_lc_rs::signature::{Ed25519KeyPair, KeyPair};
-    use base64::Engine;
-    use base64::engine::general_purpose::URL_SAFE_NO_PAD as BASE64;
     use serde_json::json;
-    use std::sync::Arc;
+
+    /// A key pair with the set of its public key.
+    fn issuer() -> (Ed25519KeyPair, KeySet) {
+        let pair = Ed25519KeyPair::generate().unwrap();
+        let jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": URL_SAFE_NO_PAD.encode(pair.public_key()) });
+        let keys = KeySet::parse(json!({ "keys": [jwk] }).to_string().as_bytes()).unwrap();
+        (pair, keys)
+    }
+
+    fn token(pair: &Ed25519KeyPair, claims: &Value) -> String {
+        let encode = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
+        let message = format!("{}.{}", encode(&json!({ "alg": "EdDSA" })), encode(claims));
+        let signature = URL_SAFE_NO_PAD.encode(pair.sign(message.as_bytes()));
+        format!("{message}.{signature}")
+    }
 
     #[test]
-    fn token_is_verified_once_per_request() {
-        let pair = Ed25519KeyPair::generate().unwrap();
-        let jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": BASE64.encode(pair.public_key()) });
-        let keys = KeySet::parse(json!({ "keys": [jwk] }).to_string().as_bytes()).unwrap();
+    fn verified_token_is_remembered_until_it_expires_or_the_keys_change() {
+        let (pair, keys) = issuer();
         let verifier = JwtVerifier { keys: ArcSwap::from_pointee(keys), ..JwtVerifier::default() };
-        let head = json!({ "alg": "EdDSA" });
-        let claims = json!({ "sub": "alice", "exp": 9e9 });
-        let message = format!("{}.{}", BASE64.encode(head.to_string()), BASE64.encode(claims.to_string()));
-        let line = format!("Bearer {message}.{}", BASE64.encode(pair.sign(message.as_bytes())));
-        let headers = HeaderMap::from_iter([(AUTHORIZATION, line.parse().unwrap())]);
-        let bearer = BearerToken::new(&verifier, &headers);
-        let next = BearerToken::new(&verifier, &headers);
-        assert_eq!(bearer.claims().unwrap().unwrap().text("sub").as_deref(), Some("alice"));
+        let token = token(&pair, &json!({ "sub": "alice", "exp": 1000 }));
+        let verify = |now_s| verifier.verify(token.as_bytes(), now_s).map(|claims| claims.text("sub").unwrap().into());
+        let remembered = || verifier.keys.load().verified.len();
+        assert_eq!((verify(900.0), remembered()), (Ok("alice".to_owned()), 1));
+        let first = verifier.verify(token.as_bytes(), 900.0).unwrap();
+        assert!(Arc::ptr_eq(&first, &verifier.verify(token.as_bytes(), 901.0).unwrap()), "verified once");
+        assert_eq!((verify(1030.0), remembered()), (Err(TokenError::Expired), 0));
+        assert_eq!(verify(1029.0), Ok("alice".to_owned()), "the clock of the host was set back");
+        verifier.keys.store(Arc::new(issuer().1));
+        assert_eq!(verify(900.0), Err(TokenError::Signature), "other keys did not verify it");
         verifier.keys.store(Arc::default());
-        assert!(bearer.claims().unwrap().is_some(), "verified claims are kept");
-        let error = next.claims().unwrap_err();
-        assert_eq!(error, IdentityError::Token(TokenError::UnknownKey), "the next request sees the new keys");
+        assert_eq!(verify(900.0), Err(TokenError::UnknownKey));
+    }
+
+    #[test]
+    fn remembered_tokens_are_bounded_by_their_size() {
+        let (pair, keys) = issuer();
+        let verifier = JwtVerifier { keys: ArcSwap::from_pointee(keys), ..JwtVerifier::default() };
+        let padding = "x".repeat(8 << 10);
+        for number in 0..1000 {
+            let token = token(&pair, &json!({ "exp": 1000, "number": number, "padding": padding }));
+            verifier.verify(token.as_bytes(), 0.0).unwrap();
+        }
+        let keys = verifier.keys.load();
+        assert!(keys.verified.weight() <= MAX_VERIFIED_BYTES && keys.verified.len() > 100, "{}", keys.verified.len());
+    }
+
+    #[test]
+    fn only_jwt_shaped_credentials_are_tokens() {
+        let encode = |text: &str| URL_SAFE_NO_PAD.encode(text);
+        let header = encode(r#"{"alg":"none"}"#);
+        for (credential, expected) in [
+            (format!("{header}.e30.c2ln"), true),
+            (format!("{header}.e30."), true),
+            (format!("{header}.e30"), false),
+            (format!("{header}.e30.c2ln.x"), false),
+            (format!("{header}..c2ln"), false),
+            (format!("{header}.e30.c2ln="), false),
+            (format!("{}.e30.c2ln", encode(r#"{"typ":"JWT"}"#)), false),
+            (format!("{}.e30.c2ln", encode("[1]")), false),
+            ("a.b.c".to_owned(), false),
+            ("sg_live_0123456789".to_owned(), false),
+            (".".repeat(1000), false),
+            (String::new(), false),
+        ] {
+            assert_eq!(is_jwt_shaped(credential.as_bytes()), expected, "{credential}");
+        }
+    }
+
+    #[test]
+    fn claim_contains_a_value_as_item_or_word() {
+        for (claim, value, expected) in [
+            (json!("write"), "write", true),
+            (json!("read write"), "write", true),
+            (json!("read write"), "read write", true),
+            (json!("read writes"), "write", false),
+            (json!(["read", "write"]), "write", true),
+            (json!(["read write"]), "write", false),
+            (json!(["7"]), "7", true),
+            (json!([7]), "7", false),
+            (json!(7), "7", true),
+            (json!(true), "true", true),
+            (json!(null), "null", false),
+            (json!({ "write": true }), "write", false),
+        ] {
+            let claims = Claims(Map::from_iter([("scope".to_owned(), claim.clone())]));
+            assert_eq!(claims.contains("scope", value), expected, "{claim} contains {value}");
+            assert!(!claims.contains("other", value));
+        }
     }
 
     #[test]

@@ -332,6 +332,8 @@ pub struct Peer {
     pub forwarded: ForwardedInfo,
     /// Subject of the verified client certificate, if there is one.
     pub certificate_subject: Option<Box<str>>,
+    /// Whether the client has a verified certificate. Its subject may be empty.
+    pub has_client_cert: bool,
     /// Index of the listener that accepted the connection. A reload changes neither the listeners nor their order.
     pub listener: usize,
     /// Resolver that determined whether the peer is trusted.
@@ -346,7 +348,15 @@ impl Peer {
         let address = address.to_canonical();
         let client_ip = runtime.client_ip.clone();
         let forwarded = ForwardedInfo::new(address, scheme, client_ip.is_trusted(address));
-        Peer { address, forwarded, certificate_subject: None, listener: 0, client_ip, is_distrusted: false }
+        Peer {
+            address,
+            forwarded,
+            certificate_subject: None,
+            has_client_cert: false,
+            listener: 0,
+            client_ip,
+            is_distrusted: false,
+        }
     }
 
     /// Return the client address of a request with these headers: that of the peer unless the peer is a trusted proxy.

@@ -17,6 +17,7 @@ use crate::http::request_body;
 use crate::http::request_body::RequestBody;
 use crate::http::upgrade::{Tunnel, UpgradeRequest};
 use crate::http::{headers, target, upgrade};
+use crate::identity::auth::Credentials;
 use crate::proxy::context::RequestContext;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
@@ -31,7 +32,7 @@ use crate::upstream::{Protocol, Upstream, UpstreamError};
 /// The upstream or the client failed, or the route timeout expired; see [`UpstreamError`].
 pub(super) async fn forward(
     context: &mut RequestContext<'_>,
-    route: &Route,
+    (route, credentials): (&Route, &Credentials<'_>),
     upstream: &Upstream,
     mut request: Box<Request<RequestBody>>,
     target: Option<PathAndQuery>,
@@ -48,6 +49,7 @@ pub(super) async fn forward(
     let runtime = &snapshot.runtime;
     let http_1_0 = request.version() == Version::HTTP_10;
     let info = UpstreamRequestInfo {
+        credentials,
         forwarded: &peer.forwarded,
         request_id,
         trace: context.trace(),
@@ -153,6 +155,8 @@ fn set_http2_target(request: &mut Request<RequestBody>) {
 /// Values for the upstream request headers that are not in the request itself.
 #[derive(Debug)]
 pub struct UpstreamRequestInfo<'a> {
+    /// What the providers of the route verified.
+    pub credentials: &'a Credentials<'a>,
     /// Values of the forwarding headers.
     pub forwarded: &'a ForwardedInfo,
     /// Value of `X-Request-Id`.
@@ -185,6 +189,7 @@ pub fn prepare_upstream_headers<B>(
     // hyper sends `100 Continue` on the downstream connection when the body is first polled.
     headers.remove(EXPECT);
     headers::strip_untrusted(headers, &runtime.protected_headers, info.forwarded.trusted);
+    info.credentials.remove_from(headers);
     headers::join_cookies(headers);
     if let Some(host) = authority {
         headers.insert(HOST, host);

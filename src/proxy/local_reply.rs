@@ -17,8 +17,10 @@ use crate::http::ratelimit_headers::HeaderStyle;
 use crate::http::target::PathError;
 use crate::identity::Descriptor;
 use crate::identity::IdentityError;
+use crate::identity::auth::AuthError;
 use crate::limiter::decision::Decision;
 use crate::limiter::fallback::StoreUnavailable;
+use crate::proxy::authentication::AuthRejection;
 use crate::snapshot::cost::CostError;
 use crate::upstream::UpstreamError;
 use crate::upstream::connector::TlsFailure;
@@ -52,6 +54,8 @@ pub enum Rejection<'a> {
     Preflight(Box<HeaderMap>),
     /// Routes match the host and path, but not the method. Contains the allowed methods.
     MethodNotAllowed(Vec<Method>),
+    /// The request is not authenticated.
+    Auth(AuthRejection<'a>),
     /// A limit of the route requires an identity that the request does not have.
     Identity(IdentityError),
     /// The header that determines a limit's cost has no valid value.
@@ -88,6 +92,15 @@ const STORE_RETRY_AFTER_S: u64 = 1;
 const OVERFLOW_RETRY_AFTER_S: u64 = 1;
 
 impl Rejection<'_> {
+    /// Return whether the request is charged to the limits that need no credential: it may be an attempt to guess one.
+    pub fn is_charged(&self) -> bool {
+        match self {
+            Rejection::Auth(rejection) => rejection.error.status() != StatusCode::BAD_REQUEST,
+            Rejection::Identity(error) => error.is_credential_error(),
+            _ => false,
+        }
+    }
+
     /// Return the response and its outcome, a single word for the access log. Responses to failures not caused by the
     /// client contain `request_id`, to find the request in the logs of the gateway and the upstream. `proxy_status` adds
     /// the header of that name to errors.
@@ -158,7 +171,11 @@ impl Rejection<'_> {
                 response.headers_mut().extend(HeaderValue::try_from(list).ok().map(|value| (ALLOW, value)));
                 (response, "method-not-allowed")
             }
-            Rejection::Identity(error) => (identity_error_response(&error), "no-identity"),
+            Rejection::Auth(rejection) => auth_response(&rejection),
+            Rejection::Identity(error) => {
+                let outcome = if error.is_credential_error() { "unauthenticated" } else { "no-identity" };
+                (identity_error_response(&error), outcome)
+            }
             Rejection::InvalidCost(error) => {
                 (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-cost")
             }
@@ -194,73 +211,37 @@ impl Rejection<'_> {
     }
 }
 
-// === Proxy-Status (RFC 9209): the error as a type that clients and CDNs understand, without names and addresses ===
-
-const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
-
-impl Rejection<'_> {
-    /// Return the value of `Proxy-Status`: this gateway and an error type of RFC 9209 §2.3. `None` if the response is no
-    /// error.
-    fn proxy_status(&self) -> Option<&'static str> {
-        Some(match self {
-            Rejection::Preflight(_) => return None,
-            Rejection::NoRoute | Rejection::UnknownHost => "sluicegate; error=destination_not_found",
-            Rejection::Forbidden | Rejection::RateLimited { .. } => "sluicegate; error=http_request_denied",
-            Rejection::Identity(error) if error.is_credential_error() => "sluicegate; error=http_request_denied",
-            Rejection::InvalidPath(_)
-            | Rejection::InvalidHost(_)
-            | Rejection::TooManyHeaders
-            | Rejection::UriTooLong
-            | Rejection::BodyTooLarge
-            | Rejection::MethodNotImplemented
-            | Rejection::LowercaseMethod
-            | Rejection::UnsupportedTransferCoding
-            | Rejection::MethodNotAllowed(_)
-            | Rejection::Identity(_)
-            | Rejection::InvalidCost(_) => "sluicegate; error=http_request_error",
-            Rejection::StoreUnavailable(_) => "sluicegate; error=proxy_internal_error",
-            Rejection::Upstream(error) => upstream_proxy_status(error),
-        })
-    }
-}
-
-fn upstream_proxy_status(error: &UpstreamError) -> &'static str {
-    match error {
-        UpstreamError::NoHealthyEndpoint { .. } => "sluicegate; error=destination_unavailable",
-        UpstreamError::Overflow { .. } => "sluicegate; error=connection_limit_reached",
-        UpstreamError::Connect { source, .. } => match (TlsFailure::from_error(source), source.kind()) {
-            (Some(TlsFailure::Certificate), _) => "sluicegate; error=tls_certificate_error",
-            (Some(TlsFailure::Alert), _) => "sluicegate; error=tls_alert_received",
-            (Some(TlsFailure::Protocol), _) => "sluicegate; error=tls_protocol_error",
-            (None, ErrorKind::ConnectionRefused) => "sluicegate; error=connection_refused",
-            (None, ErrorKind::TimedOut) => "sluicegate; error=connection_timeout",
-            (None, ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable) => {
-                "sluicegate; error=destination_ip_unroutable"
+fn auth_response(AuthRejection { error, challenges }: &AuthRejection<'_>) -> (Response<Body>, &'static str) {
+    let status = error.status();
+    let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());
+    let outcome = match status {
+        // A client with several credentials learns all kinds that the route accepts.
+        StatusCode::UNAUTHORIZED => {
+            for challenge in *challenges {
+                response.headers_mut().append(WWW_AUTHENTICATE, challenge.value(error));
             }
-            (None, _) => "sluicegate; error=destination_unavailable",
-        },
-        UpstreamError::ConnectTimeout { .. } => "sluicegate; error=connection_timeout",
-        UpstreamError::Reset { .. } => "sluicegate; error=connection_terminated",
-        UpstreamError::InvalidResponse { .. } | UpstreamError::UnexpectedUpgrade { .. } => {
-            "sluicegate; error=http_protocol_error"
+            "unauthenticated"
         }
-        UpstreamError::ResponseTimeout { .. } | UpstreamError::RouteTimeout { .. } => {
-            "sluicegate; error=http_response_timeout"
+        StatusCode::FORBIDDEN => {
+            // RFC 6750 §3.1. An API key without the right needs no other credential.
+            if matches!(error, AuthError::Claim(_)) {
+                let challenge = HeaderValue::from_static("Bearer error=\"insufficient_scope\"");
+                response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
+            }
+            "forbidden"
         }
-        UpstreamError::ClientTimeout | UpstreamError::BodyTooLarge | UpstreamError::ClientAborted(_) => {
-            "sluicegate; error=http_request_error"
-        }
-    }
+        _ => "no-identity",
+    };
+    (response, outcome)
 }
 
 fn identity_error_response(error: &IdentityError) -> Response<Body> {
     // RFC 9110 §11.6.1: a 401 must name a scheme. `Bearer` challenges follow RFC 6750 §3.
     let challenge = match error {
-        IdentityError::MissingApiKey(_) | IdentityError::UnknownApiKey => Some("ApiKey"),
+        IdentityError::MissingApiKey(_) | IdentityError::Missing(Descriptor::ApiKey) => Some("ApiKey"),
         IdentityError::Missing(Descriptor::Jwt(_)) => Some("Bearer"),
         // No scheme is registered for client certificates, and a 401 must name one.
         IdentityError::Missing(Descriptor::ClientCert) => Some("ClientCertificate"),
-        IdentityError::Token(_) => Some("Bearer error=\"invalid_token\""),
         IdentityError::Ambiguous(_) | IdentityError::Malformed(_) | IdentityError::Missing(_) => None,
     };
     let status = if challenge.is_some() { StatusCode::UNAUTHORIZED } else { StatusCode::BAD_REQUEST };
@@ -381,6 +362,69 @@ fn problem_response_with_id(
     let mut response = problem.into_response();
     response.headers_mut().extend(request_id.map(|id| (X_REQUEST_ID, id)));
     response
+}
+
+// === Proxy-Status (RFC 9209): the error as a type that clients and CDNs understand, without names and addresses ===
+
+const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
+
+impl Rejection<'_> {
+    /// Return the value of `Proxy-Status`: this gateway and an error type of RFC 9209 §2.3. `None` if the response is no
+    /// error.
+    fn proxy_status(&self) -> Option<&'static str> {
+        Some(match self {
+            Rejection::Preflight(_) => return None,
+            Rejection::NoRoute | Rejection::UnknownHost => "sluicegate; error=destination_not_found",
+            Rejection::Forbidden | Rejection::RateLimited { .. } => "sluicegate; error=http_request_denied",
+            Rejection::Identity(error) if error.is_credential_error() => "sluicegate; error=http_request_denied",
+            Rejection::Auth(rejection) if rejection.error.status() != StatusCode::BAD_REQUEST => {
+                "sluicegate; error=http_request_denied"
+            }
+            Rejection::InvalidPath(_)
+            | Rejection::InvalidHost(_)
+            | Rejection::TooManyHeaders
+            | Rejection::UriTooLong
+            | Rejection::BodyTooLarge
+            | Rejection::MethodNotImplemented
+            | Rejection::LowercaseMethod
+            | Rejection::UnsupportedTransferCoding
+            | Rejection::MethodNotAllowed(_)
+            | Rejection::Auth(_)
+            | Rejection::Identity(_)
+            | Rejection::InvalidCost(_) => "sluicegate; error=http_request_error",
+            Rejection::StoreUnavailable(_) => "sluicegate; error=proxy_internal_error",
+            Rejection::Upstream(error) => upstream_proxy_status(error),
+        })
+    }
+}
+
+fn upstream_proxy_status(error: &UpstreamError) -> &'static str {
+    match error {
+        UpstreamError::NoHealthyEndpoint { .. } => "sluicegate; error=destination_unavailable",
+        UpstreamError::Overflow { .. } => "sluicegate; error=connection_limit_reached",
+        UpstreamError::Connect { source, .. } => match (TlsFailure::from_error(source), source.kind()) {
+            (Some(TlsFailure::Certificate), _) => "sluicegate; error=tls_certificate_error",
+            (Some(TlsFailure::Alert), _) => "sluicegate; error=tls_alert_received",
+            (Some(TlsFailure::Protocol), _) => "sluicegate; error=tls_protocol_error",
+            (None, ErrorKind::ConnectionRefused) => "sluicegate; error=connection_refused",
+            (None, ErrorKind::TimedOut) => "sluicegate; error=connection_timeout",
+            (None, ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable) => {
+                "sluicegate; error=destination_ip_unroutable"
+            }
+            (None, _) => "sluicegate; error=destination_unavailable",
+        },
+        UpstreamError::ConnectTimeout { .. } => "sluicegate; error=connection_timeout",
+        UpstreamError::Reset { .. } => "sluicegate; error=connection_terminated",
+        UpstreamError::InvalidResponse { .. } | UpstreamError::UnexpectedUpgrade { .. } => {
+            "sluicegate; error=http_protocol_error"
+        }
+        UpstreamError::ResponseTimeout { .. } | UpstreamError::RouteTimeout { .. } => {
+            "sluicegate; error=http_response_timeout"
+        }
+        UpstreamError::ClientTimeout | UpstreamError::BodyTooLarge | UpstreamError::ClientAborted(_) => {
+            "sluicegate; error=http_request_error"
+        }
+    }
 }
 
 #[cfg(test)]

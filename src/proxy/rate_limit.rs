@@ -9,8 +9,7 @@ use tracing::warn;
 use crate::http::body::Body;
 use crate::http::ratelimit_headers::append_decision_headers;
 use crate::http::request_body::RequestBody;
-use crate::identity::api_key::{Caller, Consumers};
-use crate::identity::jwt::BearerToken;
+use crate::identity::auth::Credentials;
 use crate::identity::{IdentitySpec, RequestAttributes};
 use crate::limiter::Limiter;
 use crate::limiter::clock::monotonic;
@@ -26,14 +25,16 @@ use crate::snapshot::cost::{CostError, RefundOn};
 use crate::snapshot::routes::{Route, RouteLimit, RouteLimits};
 use crate::upstream::UpstreamError;
 
-/// Check all limits of a route in one call.
+/// Check all limits of a route in one call. A request that is not authenticated is charged to the limits that need no
+/// credential.
 ///
 /// # Errors
-/// A limit is missing its identity or cost, or the store failed.
+/// The request is not authenticated, a limit is missing its identity or cost, or the store failed.
 pub(super) async fn check_limits<'a>(
     limiter: &Limiter,
     context: &mut RequestContext<'a>,
     route: &'a Route,
+    (credentials, authenticated): (&Credentials<'_>, Result<(), Rejection<'a>>),
     target: &RequestTarget<'_>,
     request: &Request<RequestBody>,
 ) -> Result<Decision<'a>, Rejection<'a>> {
@@ -42,9 +43,6 @@ pub(super) async fn check_limits<'a>(
     let client = peer.client_address(request.headers());
     context.record_client(client, Some(route));
     let RouteLimits { identities, limits, .. } = &route.rate_limits;
-    // Owned, not borrowed: an `arc_swap` guard held during the store call would make borrowing expensive for other
-    // requests.
-    let consumers = route.rate_limits.uses_api_key.then(|| runtime.consumers.load_full());
     let limit_context = LimitContext {
         request,
         host: &target.host,
@@ -52,12 +50,13 @@ pub(super) async fn check_limits<'a>(
         trusted: peer.forwarded.trusted,
         certificate_subject: peer.certificate_subject.as_deref(),
     };
-    let attributes = limit_context.request_attributes(runtime, route, client, consumers.as_deref());
+    let attributes = limit_context.request_attributes(runtime, route, client, credentials);
     let overrides = limiter.overrides.current();
     let mut rejection = None;
-    let mut checks = match build_checks(runtime, identities, limits, &attributes) {
-        Err(Rejection::Identity(error)) if error.is_credential_error() => {
-            rejection = Some(Rejection::Identity(error));
+    let checks = authenticated.and_then(|()| build_checks(runtime, identities, limits, &attributes));
+    let mut checks = match checks {
+        Err(error) if error.is_charged() => {
+            rejection = Some(error);
             build_unauthenticated_checks(runtime, identities, limits, &attributes)
         }
         checks => checks?,
@@ -73,7 +72,7 @@ pub(super) async fn check_limits<'a>(
     let elapsed = started_at.elapsed();
     metrics.record_decision(route.index, &checks, &decision, elapsed, |check| {
         let spec = &identities[limits[check.limit_index].identity_index];
-        spec.display(&attributes, &runtime.api_key_settings, &runtime.client_ip)
+        spec.display(&attributes, &runtime.client_ip)
     });
     context.record_decision(&checks, &decision, (started_at, elapsed));
     let decision = decision.map_err(Rejection::StoreUnavailable)?;
@@ -165,31 +164,25 @@ pub struct LimitContext<'a, B> {
 }
 
 impl<'a, B> LimitContext<'a, B> {
-    /// Return the attributes from which identities are resolved. `consumers` is required if a limit of the route uses
-    /// API keys.
+    /// Return the attributes from which identities are resolved.
     pub fn request_attributes(
         &self,
         runtime: &'a CompiledConfig,
         route: &'a Route,
         client: IpAddr,
-        consumers: Option<&'a Consumers>,
+        credentials: &'a Credentials<'a>,
     ) -> RequestAttributes<'a> {
-        let headers = self.request.headers();
         RequestAttributes {
             method: self.request.method(),
             host: self.host,
             path: self.path,
             query: self.request.uri().query(),
-            headers,
+            headers: self.request.headers(),
             client_address: client,
             client_network: runtime.client_ip.network(client),
             is_from_trusted_proxy: self.trusted,
             client_cert_subject: self.certificate_subject,
-            caller: match consumers {
-                Some(consumers) => runtime.api_key_settings.caller(consumers, headers),
-                None => Ok(Caller::Missing),
-            },
-            bearer_token: BearerToken::new(&runtime.verifier, headers),
+            credentials,
             route_name: &route.name,
             path_pattern: &route.path_pattern,
         }
@@ -210,9 +203,7 @@ where
     'a: 'p,
 {
     let mut encoder = IdentityEncoder::default();
-    let resolved = identities
-        .iter()
-        .map(|spec| spec.identify(attributes, &runtime.api_key_settings, &runtime.hasher, &mut encoder));
+    let resolved = identities.iter().map(|spec| spec.identify(attributes, &runtime.hasher, &mut encoder));
     let found: Vec<_> = resolved.collect::<Result<_, _>>().map_err(Rejection::Identity)?;
     let mut checks = Vec::with_capacity(limits.len());
     for (limit_index, route_limit) in limits.iter().enumerate() {
@@ -223,7 +214,7 @@ where
     Ok(checks)
 }
 
-/// Build the checks of a request with an invalid credential: only the limits by address. Their cost is charged at once
+/// Build the checks of a request that is not authenticated: only the limits by address. Their cost is charged at once
 /// and never refunded; otherwise guessing credentials would be free. Concurrency limits are skipped, since the request
 /// is rejected at once.
 pub fn build_unauthenticated_checks<'a, 'p>(
@@ -243,7 +234,7 @@ where
             continue;
         }
         // A request that lacks another part of an identity or its cost is rejected in any case.
-        if let Ok(Some(identity)) = spec.identify(attributes, &runtime.api_key_settings, &runtime.hasher, &mut encoder)
+        if let Ok(Some(identity)) = spec.identify(attributes, &runtime.hasher, &mut encoder)
             && let Ok(check) = build_check(limit_index, route_limit, identity, attributes)
             && !check.is_concurrency()
         {
@@ -264,9 +255,9 @@ where
 {
     let limit = &*route_limit.limit;
     let deferred = deferred_action(route_limit.cost.is_deferred(), &route_limit.refund_on);
-    let caller = attributes.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
+    let variant = attributes.credentials.caller().variant(limit);
     let cost = route_limit.cost.request_cost(attributes.headers, attributes.is_from_trusted_proxy)?;
-    Ok(LimitCheck { limit_index, limit, variant: caller.variant(limit), identity, cost, deferred })
+    Ok(LimitCheck { limit_index, limit, variant, identity, cost, deferred })
 }
 
 /// Return what remains to be done for a limit once the response is known.

@@ -1,4 +1,4 @@
-//! Compiles identities: client addresses, API keys, tokens and consumers.
+//! Compiles identities: client addresses, the identities of limits, and consumers.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -6,23 +6,26 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+use toml::value::Datetime;
+
 use crate::config;
 use crate::config::error::{FileIssues, Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, UnsetVariables, closest_name, resolve_issues};
+use crate::config::shorthand::{ConsumerKey, KeyTable, datetime_us};
 use crate::config::{Config, file};
+use crate::identity;
 use crate::identity::access::parse_network;
-use crate::identity::api_key::{ApiKeySettings, Consumer, Consumers, OnUnknownKey, parse_key_hash};
+use crate::identity::api_key::{Consumer, ConsumerDirectory, Consumers, KeyTerms, parse_key_hash};
 use crate::identity::client_ip::ClientIpResolver;
-use crate::identity::jwt::{JwtVerifier, KeySet};
 use crate::identity::{Descriptor, cookie_value};
 use crate::identity::{Exemptions, IdentitySpec, OnMissing};
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::limits::{limit_variant, quota_hint};
+use crate::snapshot::routes::Route;
 use crate::snapshot::validator::{Validator, first_line_hint};
-use arc_swap::ArcSwap;
 
 /// Label of the client network in `by`.
 const IP_LABEL: &str = "ip";
@@ -152,55 +155,30 @@ pub(super) fn network_issue(text: &str, span: Range<usize>, reader: &mut Validat
     reader.push_issue(issue.with_hint("such as \"10.0.0.0/8\" or \"2001:db8::/32\""));
 }
 
-/// Compile `[api_key]`.
-pub(super) fn api_key_settings(api_key: &config::ApiKey, reader: &mut Validator<'_>) -> ApiKeySettings {
-    let mut settings = ApiKeySettings::default();
-    if let Some(header) = api_key.header.as_ref().and_then(|text| reader.header_name(text.span(), text.get_ref())) {
-        settings.header = header;
-    }
-    settings.anonymous_if_missing =
-        reader.one_of(api_key.on_missing.as_ref(), false, &[("reject", false), ("anonymous", true)]);
-    let unknown =
-        [("reject", OnUnknownKey::Reject), ("anonymous", OnUnknownKey::Anonymous), ("accept", OnUnknownKey::Accept)];
-    settings.on_unknown = reader.one_of(api_key.on_unknown.as_ref(), OnUnknownKey::Reject, &unknown);
-    settings
-}
+pub(super) type LimitsByName = BTreeMap<String, CompiledLimit>;
 
-/// Compile `[jwt]`. Return the verifier, and the JWK Set file as read.
-pub(super) fn jwt_verifier(jwt: &config::Jwt, reader: &mut Validator<'_>) -> (JwtVerifier, Option<FileSnapshot>) {
-    let text_of = |text: &Option<config::Text>| text.as_ref().map(|text| text.get_ref().as_str().into());
-    let mut verifier =
-        JwtVerifier { issuer: text_of(&jwt.issuer), audience: text_of(&jwt.audience), keys: ArcSwap::default() };
-    let Some(text) = &jwt.jwks_file else { return (verifier, None) };
-    let path = reader.resolve_path(text.get_ref());
-    let file = match FileSnapshot::read(&path) {
-        Ok(file) => file,
-        Err(error) => {
-            let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
-            reader.push_issue(issue.with_hint("the JSON Web Key Set of the issuer, such as \"certs/jwks.json\""));
-            return (verifier, None);
-        }
-    };
-    match KeySet::parse(&file.content) {
-        Ok(keys) => verifier.keys = ArcSwap::new(Arc::new(keys)),
-        Err(error) => reader.push_issue(Issue::new(text.span(), format!("{} cannot be used: {error}", path.display()))),
-    }
-    (verifier, Some(file))
-}
-
-type LimitsByName = BTreeMap<String, CompiledLimit>;
-
-/// The limits that consumers may name.
-pub(super) struct KnownLimits<'c> {
+/// The names that a file of consumers may contain, and those that it must not repeat.
+pub(super) struct KnownNames<'c> {
     compiled: &'c LimitsByName,
     /// The limits as written. Those that do not compile are reported, so consumers may name them and their tiers.
     written: Option<&'c BTreeMap<String, Spanned<config::tables::Limit>>>,
+    /// The names of the routes.
+    routes: Vec<&'c str>,
+    /// The consumers of other files.
+    others: ConsumerDirectory,
 }
 
-impl<'c> KnownLimits<'c> {
-    /// Create it for limits without errors.
-    pub(super) fn new(compiled: &'c LimitsByName) -> Self {
-        KnownLimits { compiled, written: None }
+impl<'c> KnownNames<'c> {
+    /// Create them for a configuration without errors.
+    pub(super) fn new(compiled: &'c LimitsByName, routes: &'c [Arc<Route>], others: ConsumerDirectory) -> Self {
+        KnownNames { compiled, written: None, routes: routes.iter().map(|route| &*route.name).collect(), others }
+    }
+
+    /// Create them for a configuration that may have errors.
+    pub(super) fn written(compiled: &'c LimitsByName, config: &'c Config, others: ConsumerDirectory) -> Self {
+        let routes = config.route.iter().filter_map(|route| route.get_ref().name.as_ref());
+        let routes = routes.map(|name| name.get_ref().as_str()).collect();
+        KnownNames { compiled, written: Some(&config.limit), routes, others }
     }
 
     fn tiers(&self) -> impl Iterator<Item = &'c str> {
@@ -214,11 +192,10 @@ impl<'c> KnownLimits<'c> {
     }
 }
 
-/// Read and compile the file of consumers.
+/// Read and compile a file of consumers.
 pub(super) fn load(
     text: &config::Text,
-    config: &Config,
-    limits: &LimitsByName,
+    names: &KnownNames<'_>,
     hasher: &IdentityHasher,
     reader: &mut Validator<'_>,
 ) -> (Consumers, Option<FileSnapshot>) {
@@ -226,7 +203,6 @@ pub(super) fn load(
         reader.push_issue(Issue::new(text.span(), "the file of consumers is unknown"));
         return (Consumers::default(), None);
     }
-    let limits = KnownLimits { compiled: limits, written: Some(&config.limit) };
     let path = reader.resolve_path(text.get_ref());
     let file = match FileSnapshot::read(&path) {
         Ok(file) => file,
@@ -235,7 +211,7 @@ pub(super) fn load(
             return (Consumers::default(), None);
         }
     };
-    let loaded = read(&file.path, &file.content, &limits, hasher, reader.environment);
+    let loaded = read(&file.path, &file.content, names, hasher, reader.environment);
     (loaded.map_err(|faulty| reader.add_file_issues(faulty)).unwrap_or_default().consumers, Some(file))
 }
 
@@ -251,7 +227,7 @@ pub(super) struct LoadedConsumers {
 pub(super) fn read(
     path: &Path,
     content: &[u8],
-    limits: &KnownLimits<'_>,
+    limits: &KnownNames<'_>,
     hasher: &IdentityHasher,
     environment: EnvLookup<'_>,
 ) -> Result<LoadedConsumers, FileIssues> {
@@ -265,27 +241,6 @@ pub(super) fn read(
     if issues.is_empty() { Ok(loaded) } else { Err(FileIssues { path: path.to_owned(), text: file.text, issues }) }
 }
 
-/// Report limits by API key that would reject every request because no key is known.
-pub(super) fn check_keys_known(
-    config: &Config,
-    limits: &LimitsByName,
-    keys: &ApiKeySettings,
-    consumers: &Consumers,
-    reader: &mut Validator<'_>,
-) {
-    // Errors of the file of consumers are reported elsewhere.
-    if config.api_key.consumers.is_some() || !consumers.is_empty() || keys.on_unknown != OnUnknownKey::Reject {
-        return;
-    }
-    for (name, compiled) in limits.iter().filter(|(_, compiled)| uses_api_key(compiled)) {
-        let span = config.limit.get(name).map(|limit| limit.span());
-        let message =
-            format!("`{}` is by api-key, but no key is configured: every key would be rejected", compiled.limit.name);
-        let issue = Issue { span, message, hint: None };
-        reader.push_issue(issue.with_hint("[api_key] with consumers = \"consumers.toml\", or on_unknown = \"accept\""));
-    }
-}
-
 fn uses_api_key(compiled: &CompiledLimit) -> bool {
     compiled.identity_spec.descriptors.contains(&Descriptor::ApiKey)
 }
@@ -293,14 +248,14 @@ fn uses_api_key(compiled: &CompiledLimit) -> bool {
 fn compile_consumers(
     file: &config::Consumers,
     text: &str,
-    limits: &KnownLimits<'_>,
+    limits: &KnownNames<'_>,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,
 ) -> Consumers {
     let mut consumers = Consumers::default();
     let mut names: HashMap<&String, Range<usize>> = HashMap::new();
     for written in &file.consumer {
-        let span = written.span();
+        let (span, written_span) = (written.span(), written.span());
         let written = written.get_ref();
         let name = match &written.name {
             Some(name) if !name.get_ref().is_empty() => name.get_ref(),
@@ -321,28 +276,72 @@ fn compile_consumers(
                 );
             }
         }
+        if limits.others.find_by_name(name).is_some() {
+            let issue = Issue::new(written_span, format!("another file has a consumer `{name}`"));
+            issues.push(issue.with_hint("consumers of all files have one namespace: choose another name"));
+        }
         let consumer = Arc::new(Consumer {
             name: name.as_str().into(),
             tier: tier(written.tier.as_ref(), limits, issues),
             variants: limit_variants(&written.limit, limits, hasher, issues),
         });
         for key in written.keys.iter().flatten() {
-            let Some(hash) = parse_key_hash(key.get_ref()) else {
+            let (hash, span, terms) = match key.get_ref() {
+                ConsumerKey::Hash(hash) => (hash, key.span(), None),
+                ConsumerKey::Table(table) => match &table.hash {
+                    Some(hash) => (hash.get_ref(), hash.span(), key_terms(table, limits, issues)),
+                    None => {
+                        issues.push(Issue::new(key.span(), "`hash` is missing").with_hint(KEY_HASH_HINT));
+                        continue;
+                    }
+                },
+            };
+            let Some(hash) = parse_key_hash(hash) else {
                 // The text may be an API key that was pasted by mistake, so the message does not repeat it.
-                let hint = "\"sha256:\" and 64 lower-case hex digits: printf %s KEY | sha256sum";
-                issues.push(Issue::new(key.span(), "this is not the hash of a key").with_hint(hint));
+                issues.push(Issue::new(span, "this is not the hash of a key").with_hint(KEY_HASH_HINT));
                 continue;
             };
-            if let Err(other) = consumers.insert(hash, consumer.clone()) {
-                issues.push(Issue::new(key.span(), format!("the key belongs to `{}` already", other.name)));
+            let key = identity::api_key::ConsumerKey { hash, consumer: consumer.clone(), terms };
+            if let Err(other) = consumers.insert(key) {
+                issues.push(Issue::new(span, format!("the key belongs to `{}` already", other.name)));
             }
         }
     }
     consumers
 }
 
+const KEY_HASH_HINT: &str = "\"sha256:\" and 64 lower-case hex digits: printf %s KEY | sha256sum";
+
+/// Compile the restrictions of a key.
+fn key_terms(table: &KeyTable, names: &KnownNames<'_>, issues: &mut Vec<Issue>) -> Option<Box<KeyTerms>> {
+    let mut instant = |written: &Option<Spanned<Datetime>>| {
+        let written = written.as_ref()?;
+        let instant = datetime_us(written.get_ref());
+        if instant.is_none() {
+            let issue = Issue::new(written.span(), format!("`{}` is not a point in time", written.get_ref()));
+            issues.push(issue.with_hint("a time with an offset, 2026-12-31T23:00:00Z, or a day, 2026-12-31"));
+        }
+        instant
+    };
+    instant(&table.created);
+    let expires_us = instant(&table.expires);
+    let routes = table.routes.as_ref().map(|routes| {
+        for route in routes.iter().filter(|route| !names.routes.contains(&route.get_ref().as_str())) {
+            let issue = Issue::new(route.span(), format!("unknown route `{}`", route.get_ref()));
+            issues.push(match closest_name(route.get_ref(), names.routes.iter().copied()) {
+                Some(near) => issue.with_hint(format!("did you mean `{near}`?")),
+                None => issue.with_hint(format!("known: {}", names.routes.join(", "))),
+            });
+        }
+        routes.iter().map(|route| route.get_ref().as_str().into()).collect()
+    });
+    let name = table.name.as_ref().map(|name| name.get_ref().as_str().into());
+    let terms = KeyTerms { name, expires_us, disabled: table.disabled, routes };
+    (terms != KeyTerms::default()).then(|| Box::new(terms))
+}
+
 /// Compile the tier of a consumer. At least one limit must have it.
-fn tier(text: Option<&config::Text>, limits: &KnownLimits<'_>, issues: &mut Vec<Issue>) -> Option<Box<str>> {
+fn tier(text: Option<&config::Text>, limits: &KnownNames<'_>, issues: &mut Vec<Issue>) -> Option<Box<str>> {
     let text = text?;
     let known = || limits.tiers();
     if !known().any(|tier| tier == text.get_ref()) {
@@ -360,7 +359,7 @@ fn tier(text: Option<&config::Text>, limits: &KnownLimits<'_>, issues: &mut Vec<
 /// Compile the quotas of a consumer.
 fn limit_variants(
     written: &BTreeMap<String, config::error::Spanned<config::tables::LimitVariant>>,
-    known_limits: &KnownLimits<'_>,
+    known_limits: &KnownNames<'_>,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,
 ) -> BTreeMap<Box<str>, Arc<LimitVariant>> {

@@ -54,13 +54,6 @@ pub(super) fn limits(
         reader.check_name(span.clone(), name);
         let limit = limit.get_ref();
         let identity_spec = identities::identity_spec(limit, &span, reader);
-        if config.jwt.jwks_file.is_none()
-            && identity_spec.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Jwt(_)))
-        {
-            let message = "this limit is by a JWT claim, but no JWK Set is configured: every token would be rejected";
-            reader
-                .push_issue(Issue::new(span.clone(), message).with_hint("[jwt] with jwks_file = \"certs/jwks.json\""));
-        }
         let asks_for_client_cert =
             |listener: &config::Listener| listener.tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some());
         if identity_spec.descriptors.contains(&Descriptor::ClientCert)

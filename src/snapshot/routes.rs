@@ -26,6 +26,7 @@ use crate::http::{ratelimit_headers, target};
 use crate::identity::Descriptor;
 use crate::identity::IdentitySpec;
 use crate::identity::access::AccessRules;
+use crate::identity::auth::RouteAuth;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::decision::LimitResult;
 use crate::limiter::spec::LimitSpec;
@@ -35,6 +36,7 @@ use crate::routing::{RouteMatch, RouteTable};
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::access;
 use crate::snapshot::access::NetworkFiles;
+use crate::snapshot::auth::{Authentication, check_identify_keys, check_limit, route_auth};
 use crate::snapshot::cors;
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::limits::check_cost_fits;
@@ -63,6 +65,8 @@ pub struct Route {
     pub access: Option<Box<AccessRules>>,
     /// CORS policy. `None` = CORS headers are those of the upstream.
     pub cors: Option<Box<CorsPolicy>>,
+    /// Providers of `require` and `identify`. `None`: requests are not authenticated.
+    pub auth: Option<RouteAuth>,
     /// Limits and RateLimit headers.
     pub rate_limits: RouteLimits,
     /// Maximum size of a request body in bytes.
@@ -93,8 +97,6 @@ pub struct RouteLimit {
 pub struct RouteLimits {
     /// The identities of the limits, without duplicates.
     pub identities: Vec<IdentitySpec>,
-    /// Whether a limit is by API key.
-    pub uses_api_key: bool,
     /// The limits.
     pub limits: Vec<RouteLimit>,
     /// Number of limits that can deny: all but shadow limits.
@@ -214,6 +216,7 @@ const MAX_LIMITS: usize = 16;
 pub(super) fn routes(
     config: &Config,
     limits: &BTreeMap<String, CompiledLimit>,
+    authentication: &Authentication,
     upstreams: &[UpstreamSettings],
     network_files: &mut NetworkFiles,
     reader: &mut Validator<'_>,
@@ -248,7 +251,8 @@ pub(super) fn routes(
         let action = route_action(written, &span, path, upstreams, reader);
         let rewrite = rewrite(written, path, reader);
         let timeout = timeout(written, reader);
-        let mut rate_limits = route_limits(written, path, limits, config, reader);
+        let auth = route_auth(written, authentication, config, reader);
+        let mut rate_limits = route_limits(written, path, limits, (auth.as_ref(), authentication), config, reader);
         let access = access::rules(written.allow.as_deref(), written.deny.as_deref(), &span, network_files, reader);
         let cors = cors::policy(written, &mut rate_limits, reader);
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
@@ -266,6 +270,7 @@ pub(super) fn routes(
             timeout,
             access: access.map(Box::new),
             cors: cors.map(Box::new),
+            auth,
             rate_limits,
             max_body,
             websocket,
@@ -279,6 +284,7 @@ pub(super) fn routes(
             reader.push_issue(issue.with_hint("give one of them another host, path, method or header"));
         }
     }
+    check_identify_keys(config, reader);
     (routes, table)
 }
 
@@ -353,21 +359,23 @@ fn route_limits(
     route: &config::tables::Route,
     path: Option<&PathPattern>,
     limits: &BTreeMap<String, CompiledLimit>,
+    (auth, authentication): (Option<&RouteAuth>, &Authentication),
     config: &Config,
     reader: &mut Validator<'_>,
 ) -> RouteLimits {
     let cost = reader.number(route.cost.as_ref(), 1..1 << 53, 1) as u64;
-    let mut identities = Vec::new();
+    let mut identities: Vec<IdentitySpec> = Vec::new();
     let mut used: Vec<RouteLimit> = Vec::new();
     for text in &route.limits {
         let limit_name = text.get_ref();
-        let Some(CompiledLimit { limit, identity_spec, cost: limit_cost, refund_on }) = limits.get(limit_name) else {
+        let Some(compiled) = limits.get(limit_name) else {
             // Errors in an existing limit are reported elsewhere.
             if !config.limit.contains_key(limit_name) {
                 reader.unknown_name(text.span(), "limit", limit_name, config.limit.keys().map(String::as_str));
             }
             continue;
         };
+        let CompiledLimit { limit, identity_spec, cost: limit_cost, refund_on } = compiled;
         if used.iter().any(|other| Arc::ptr_eq(&other.limit, limit)) {
             reader.push_issue(Issue::new(text.span(), format!("the route has the limit `{limit_name}` twice")));
             continue;
@@ -384,6 +392,7 @@ fn route_limits(
                 );
             }
         }
+        check_limit(text, compiled, auth, (authentication, config), reader);
         let is_concurrency = matches!(limit.default_variant.rule, Rule::Concurrency(_));
         let limit_cost = match limit_cost.clone() {
             None if is_concurrency => Cost::Fixed(1),
@@ -422,8 +431,6 @@ fn route_limits(
     let announced = || enforced.iter().filter(|result| result.limit.announce).map(limit_status);
     let policy = ratelimit_headers::ratelimit_policy(announced());
     let units: BTreeSet<_> = announced().map(|status| status.unit).collect();
-    let by_key =
-        identities.iter().any(|identity_spec: &IdentitySpec| identity_spec.descriptors.contains(&Descriptor::ApiKey));
     let header_styles = header_styles(route, reader);
     let expose = (route.expose_headers || route.cors.is_some()).then(|| {
         let units = Vec::from_iter(units);
@@ -435,7 +442,6 @@ fn route_limits(
     let expose = expose.flatten();
     RouteLimits {
         identities,
-        uses_api_key: by_key,
         enforced: enforced.len(),
         limits: used,
         header_styles,

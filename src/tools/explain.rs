@@ -1,6 +1,7 @@
 //! Explanation of a request: calls the functions of the request path, but sends nothing and charges nothing.
 
 mod access;
+mod authentication;
 pub mod limits;
 pub mod report;
 mod routing;
@@ -13,12 +14,13 @@ use crate::http::headers::is_grpc_call;
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::verdict::Verdict;
 use crate::proxy::access::{access_rules, check_host};
+use crate::proxy::authentication::authenticate;
 use crate::proxy::context::Peer;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::{LimitContext, build_checks, build_unauthenticated_checks};
 use crate::proxy::target::{RequestTarget, origin_form};
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::routes::RouteAction;
+use crate::snapshot::routes::{RouteAction, RouteLimits};
 use crate::tools::explain::limits::{Counters, CountersUnavailable};
 use crate::tools::explain::report::{ClientReport, Explanation, ResponseReport};
 
@@ -55,6 +57,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             cors: None,
             store: self.config.store.name.clone(),
             counters_unavailable: None,
+            authentication: Vec::new(),
             limits: Vec::new(),
             decision: None,
             response: ResponseReport::default(),
@@ -108,28 +111,25 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let (host, path, subject) = (&*target.host, &*target.path, peer.certificate_subject.as_deref());
         let limit_context =
             LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
-        let consumers = route.rate_limits.uses_api_key.then(|| config.consumers.load());
-        let consumers = consumers.as_deref().map(|consumers| &**consumers);
-        let attributes = limit_context.request_attributes(config, route, explanation.client.address, consumers);
+        let (credentials, authenticated) = authenticate(config, route, request.headers(), peer);
+        explanation.authentication = authentication::steps(config, route, &credentials);
+        let attributes = limit_context.request_attributes(config, route, explanation.client.address, &credentials);
         let overrides = self.counters.overrides();
         let mut credential_error = None;
-        let mut checks =
-            match build_checks(config, &route.rate_limits.identities, &route.rate_limits.limits, &attributes) {
-                Ok(checks) => checks,
-                Err(rejection) => {
-                    explanation.limits = limits::limit_reports(config, route, &attributes, &[], None);
-                    if !matches!(&rejection, Rejection::Identity(error) if error.is_credential_error()) {
-                        return Err(rejection);
-                    }
-                    credential_error = Some(rejection);
-                    build_unauthenticated_checks(
-                        config,
-                        &route.rate_limits.identities,
-                        &route.rate_limits.limits,
-                        &attributes,
-                    )
+        let checks = authenticated
+            .and_then(|()| build_checks(config, &route.rate_limits.identities, &route.rate_limits.limits, &attributes));
+        let mut checks = match checks {
+            Ok(checks) => checks,
+            Err(rejection) => {
+                explanation.limits = limits::limit_reports(config, route, &attributes, &[], None);
+                if !rejection.is_charged() {
+                    return Err(rejection);
                 }
-            };
+                credential_error = Some(rejection);
+                let RouteLimits { identities, limits, .. } = &route.rate_limits;
+                build_unauthenticated_checks(config, identities, limits, &attributes)
+            }
+        };
         if let Some(table) = &overrides {
             table.apply(&mut checks);
         }
@@ -161,8 +161,9 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             let forwarded_path = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path());
             let target = rewritten.or_else(|| origin_form(request.uri(), forwarded_path));
             let target = target.as_ref().or(request.uri().path_and_query());
+            let upstream = (weighted_upstreams, target, length);
             explanation.upstream =
-                Some(routing::upstream_report(config, route, weighted_upstreams, request, peer, (target, length)));
+                Some(routing::upstream_report(config, (route, &credentials), request, peer, upstream));
         }
         Ok(routing::admitted_response(route, request, target.forwarded_path(), decision.as_ref(), cors.as_ref()))
     }

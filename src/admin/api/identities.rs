@@ -10,7 +10,7 @@ use crate::admin::api::{
     ApiContext, ApiError, QueryParams, Result, json_response, seconds_rounded_up, store_error, unknown_limit,
 };
 use crate::identity::Descriptor;
-use crate::identity::api_key::{Caller, Consumers};
+use crate::identity::api_key::{Caller, ConsumerDirectory};
 use crate::identity::display::{IdentityInput, IdentityInputError, ResolvedIdentity};
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::key::{Identity, StateName};
@@ -47,12 +47,12 @@ impl IdentityQuery {
     ///
     /// # Errors
     /// The hash is malformed, a part is missing, unknown or invalid, or the consumer does not exist.
-    pub(super) fn resolve<'a>(
+    pub(super) fn resolve(
         &self,
         compiled: &CompiledLimit,
         context: &ApiContext<'_>,
-        consumers: &'a Consumers,
-    ) -> Result<ResolvedIdentity<'a>> {
+        consumers: &ConsumerDirectory,
+    ) -> Result<ResolvedIdentity> {
         let config = &context.config;
         let input = match self {
             IdentityQuery::Hash(hash) => {
@@ -87,12 +87,12 @@ impl IdentityQuery {
 
 /// Find the consumer that a hash belongs to. Hashes cannot be reversed, so the hash of each consumer is compared. Only
 /// for limits whose one descriptor is the API key.
-fn consumer_of_hash<'a>(
+fn consumer_of_hash(
     identity: Identity,
     compiled: &CompiledLimit,
     context: &ApiContext<'_>,
-    consumers: &'a Consumers,
-) -> Caller<'a> {
+    consumers: &ConsumerDirectory,
+) -> Caller {
     if compiled.identity_spec.descriptors != [Descriptor::ApiKey] {
         return Caller::Missing;
     }
@@ -102,7 +102,8 @@ fn consumer_of_hash<'a>(
         let resolved = compiled.identity_spec.resolve(&input, &config.client_ip, consumers, &config.hasher);
         resolved.is_ok_and(|resolved| resolved.identity == identity)
     };
-    consumers.iter().find(|consumer| has_identity(&consumer.name)).map_or(Caller::Missing, Caller::Consumer)
+    let consumer = consumers.iter().find(|consumer| has_identity(&consumer.name)).cloned();
+    consumer.map_or(Caller::Missing, Caller::Consumer)
 }
 
 /// Find a limit by name.
@@ -147,7 +148,7 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
     let limit_name = query.take("limit");
     let limits = &context.config.limits;
     let identity_query = IdentityQuery::from_query(query)?;
-    let consumers = context.config.consumers.load();
+    let consumers = context.config.auth.consumers();
     // With `limit`, the identity must fit that limit. Without it, select the limits whose parts are all given.
     let resolved_limits: Vec<_> = match (&limit_name, &identity_query) {
         (Some(name), _) => {
@@ -190,7 +191,7 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
 async fn identity_status<'a>(
     context: &'a ApiContext<'_>,
     compiled: &'a CompiledLimit,
-    resolved: &ResolvedIdentity<'_>,
+    resolved: &ResolvedIdentity,
     cost: u64,
 ) -> Result<IdentityStatus<'a>> {
     let limit = &*compiled.limit;
@@ -212,7 +213,7 @@ async fn identity_status<'a>(
         limit: &limit.name,
         shadow: limit.shadow,
         identity: resolved.identity.to_string(),
-        consumer: match resolved.caller {
+        consumer: match &resolved.caller {
             Caller::Consumer(consumer) => Some(consumer.name.to_string()),
             Caller::Accepted(_) | Caller::Anonymous | Caller::Missing => None,
         },
@@ -257,7 +258,7 @@ struct ResetResponse<'a> {
 
 pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Result<AdminResponse> {
     let compiled = find_limit(context, &request.limit)?;
-    let consumers = context.config.consumers.load();
+    let consumers = context.config.auth.consumers();
     let identity = request.identity.resolve(compiled, context, &consumers)?.identity;
     // Clear the states of all variants: variants with different parameters have separate states.
     let table = context.limiter_admin.overrides.current();

@@ -55,7 +55,7 @@ impl OverrideView {
 pub(super) async fn put_override(context: &ApiContext<'_>, request: PutOverride) -> Result<AdminResponse> {
     let PutOverride { limit: name, identity, quota, burst, ttl, note } = request;
     let compiled = find_limit(context, &name)?;
-    let consumers = context.config.consumers.load();
+    let consumers = context.config.auth.consumers();
     let identity = identity.resolve(compiled, context, &consumers)?.identity;
     if let Some(burst) = burst {
         if !matches!(compiled.limit.default_variant.rule, Rule::TokenBucket(_)) {
@@ -95,7 +95,7 @@ pub(super) async fn list_overrides(context: &ApiContext<'_>) -> Result<AdminResp
 pub(super) async fn remove_override(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
     let name = query.take("limit").ok_or_else(|| ApiError::bad_request("`limit` is missing"))?;
     let compiled = find_limit(context, &name)?;
-    let consumers = context.config.consumers.load();
+    let consumers = context.config.auth.consumers();
     let identity = IdentityQuery::from_query(query)?.resolve(compiled, context, &consumers)?.identity;
     let removed = context.limiter_admin.remove(&compiled.limit, identity).await.map_err(|error| store_error(&error))?;
     let response = serde_json::json!({ "limit": name, "identity": identity.to_string(), "removed": removed });

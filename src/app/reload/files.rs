@@ -9,6 +9,7 @@ use tracing::{info, warn};
 
 use crate::app::reload::file_watcher::{FileWatcher, OnChange, watch};
 use crate::config::file::FileSnapshot;
+use crate::identity::auth::ProviderKind;
 use crate::identity::jwt::KeySet;
 use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
@@ -36,22 +37,29 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
         }
     };
     files.push((vec![config.file.clone()], Box::new(reload)));
-    if let Some(file) = &config.jwks_file {
+    for (index, file) in &config.auth.jwks_files {
         let config = config.clone();
+        let index = *index;
         let reload = move |files: &[FileSnapshot]| {
-            let keys = KeySet::parse(&files[0].content).map(|keys| config.verifier.keys.store(Arc::new(keys)));
+            let ProviderKind::Jwt(verifier) = &config.auth.providers[index].kind else { return };
+            let keys = KeySet::parse(&files[0].content).map(|keys| verifier.keys.store(Arc::new(keys)));
             log_result(&files[0], keys);
         };
         files.push((vec![file.clone()], Box::new(reload)));
     }
-    if let Some(file) = &config.consumers_file {
+    for (index, consumers) in config.auth.consumers_files.iter().enumerate() {
         let config = config.clone();
         let reload = move |files: &[FileSnapshot]| {
-            let file = &files[0];
-            let read = config.reload_consumers(&file.path, &file.content, &|name| std::env::var(name).ok());
-            log_result(file, read);
+            let read = config.reload_consumers(index, &files[0].content, &|name| std::env::var(name).ok());
+            let is_reloaded = read.is_ok();
+            log_result(&files[0], read);
+            for (_, warning) in config.auth.key_warnings(Duration::from_micros(clock::unix_us())) {
+                if is_reloaded {
+                    warn!("{warning}");
+                }
+            }
         };
-        files.push((vec![file.clone()], Box::new(reload)));
+        files.push((vec![consumers.file.clone()], Box::new(reload)));
     }
     for (index, networks) in config.network_files.iter().enumerate() {
         let config = config.clone();

@@ -7,8 +7,8 @@ use anstyle::{AnsiColor, Style};
 
 use crate::cli::admin::{format_duration, unit_suffix};
 use crate::tools::explain::report::{
-    AccessReport, ClientReport, CorsReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport, LimitReport,
-    LimitUsage, OtherRoute, ResponseReport, UpstreamReport,
+    AccessReport, AuthReport, ClientReport, CorsReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport,
+    LimitReport, LimitUsage, OtherRoute, ResponseReport, UpstreamReport,
 };
 
 /// Maximum width of a line, unless a single word is longer.
@@ -27,6 +27,7 @@ pub(super) fn write(explanation: &Explanation, out: &mut impl Write) -> io::Resu
     write_routes(explanation, out)?;
     write_access(explanation, out)?;
     write_cors(explanation, out)?;
+    write_authentication(explanation, out)?;
     write_limits(explanation, out)?;
     write_response(explanation, out)?;
     explanation.upstream.as_ref().map_or(Ok(()), |upstream_report| write_upstream(explanation, upstream_report, out))
@@ -92,6 +93,21 @@ fn write_cors(explanation: &Explanation, out: &mut impl Write) -> io::Result<()>
         true => write_item(out, 9, "preflight", &["answered by the gateway, without a charge".to_owned()]),
         false => Ok(()),
     }
+}
+
+fn write_authentication(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    if explanation.authentication.is_empty() {
+        return Ok(());
+    }
+    write_heading(out, "\nAuthentication")?;
+    let width = max_width(explanation.authentication.iter().map(|report| &*report.provider));
+    explanation.authentication.iter().try_for_each(|AuthReport { provider, kind, result, reason }| {
+        let text = match *result {
+            "not_checked" => format!("{kind}: {reason}"),
+            result => format!("{kind}: {result}: {reason}"),
+        };
+        write_item(out, width, provider, &[text])
+    })
 }
 
 fn write_limits(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {

@@ -62,8 +62,7 @@ pub(super) fn limit_reports(
     let metering = &route.rate_limits;
     let reports = metering.limits.iter().enumerate().map(|(limit_index, route_limit)| {
         let identity_spec = &metering.identities[route_limit.identity_index];
-        let lookup =
-            identity_spec.lookup(attributes, &config.api_key_settings, &config.hasher, &mut IdentityEncoder::default());
+        let lookup = identity_spec.lookup(attributes, &config.hasher, &mut IdentityEncoder::default());
         let (identity, skipped, error) = match lookup {
             Ok(IdentityLookup::Identity(identity)) => (Some(identity.to_string()), None, None),
             Ok(IdentityLookup::OtherMethod) => {
@@ -108,13 +107,13 @@ fn identity_part_reports(
     identity_spec: &IdentitySpec,
     attributes: &RequestAttributes<'_>,
 ) -> Vec<IdentityPartReport> {
-    let name = identity_spec.display(attributes, &config.api_key_settings, &config.client_ip);
+    let name = identity_spec.display(attributes, &config.client_ip);
     let to_report = |(descriptor, display): (&Descriptor, &DisplayPart)| {
         let source = match descriptor {
             _ if *display.label != *descriptor.label() => {
                 format!("the client's address, because the {descriptor} is missing")
             }
-            Descriptor::ApiKey => format!("the header `{}`", config.api_key_settings.header),
+            Descriptor::ApiKey => api_key_source(attributes),
             Descriptor::Ip => "the client's address".to_owned(),
             Descriptor::Global => "all requests".to_owned(),
             Descriptor::User(_)
@@ -137,10 +136,18 @@ fn identity_part_reports(
     identity_spec.descriptors.iter().zip(&*name.0).map(to_report).collect()
 }
 
+/// The header that the API key was read from.
+fn api_key_source(attributes: &RequestAttributes<'_>) -> String {
+    match attributes.credentials.api_key_header() {
+        Some(header) => format!("the header `{header}`"),
+        None => "the API key".to_owned(),
+    }
+}
+
 /// The quota that applies to a check, and where it comes from.
 fn effective_quota(check: &LimitCheck<'_, '_>, attributes: &RequestAttributes<'_>) -> EffectiveQuota {
     let LimitCheck { limit, variant, .. } = check;
-    let caller = attributes.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
+    let caller = attributes.credentials.caller();
     let is_own_variant = |name: &str| match caller {
         Caller::Consumer(consumer) => {
             consumer.variants.get(name).is_some_and(|own_variant| Arc::ptr_eq(own_variant, variant))

@@ -31,6 +31,8 @@ pub struct Explanation {
     pub store: String,
     /// Why the counters were not read. None: they were read.
     pub counters_unavailable: Option<String>,
+    /// The providers of the route, in the order in which they were checked.
+    pub authentication: Vec<AuthReport>,
     /// The limits of the route.
     pub limits: Vec<LimitReport>,
     /// `allowed` or `denied`. None: no limit was checked, or the counters were not read.
@@ -97,6 +99,19 @@ pub struct CorsReport {
     pub allowed: bool,
     /// Whether the request is a preflight, which the gateway answers.
     pub preflight: bool,
+}
+
+/// What a provider of the route found.
+#[derive(Debug, Serialize)]
+pub struct AuthReport {
+    /// The name of the provider.
+    pub provider: String,
+    /// The kind of the provider.
+    pub kind: &'static str,
+    /// `absent`, `foreign` (not for this provider), `valid`, `invalid`, `forbidden` or `not_checked`.
+    pub result: &'static str,
+    /// The reason as text.
+    pub reason: String,
 }
 
 /// A limit of the route.

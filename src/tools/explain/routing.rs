@@ -9,6 +9,7 @@ use crate::http::body::Body;
 use crate::http::cors;
 use crate::http::cors::CorsDecision;
 use crate::http::headers::X_REQUEST_ID;
+use crate::identity::auth::Credentials;
 use crate::limiter::decision::Decision;
 use crate::proxy::context::{Peer, RequestId};
 use crate::proxy::forward::{UpstreamRequestInfo, prepare_upstream_headers};
@@ -98,11 +99,10 @@ const GENERATED_ID_PLACEHOLDER: HeaderValue = HeaderValue::from_static("(a new o
 /// Report the request that an upstream of the route would receive, for this target and body length in bytes.
 pub(super) fn upstream_report(
     config: &CompiledConfig,
-    route: &Route,
-    weighted_upstreams: &WeightedUpstreams,
+    (route, credentials): (&Route, &Credentials<'_>),
     request: &Request<()>,
     peer: &Peer,
-    (target, length): (Option<&PathAndQuery>, Option<u64>),
+    (weighted_upstreams, target, length): (&WeightedUpstreams, Option<&PathAndQuery>, Option<u64>),
 ) -> UpstreamReport {
     let request_id = match RequestId::from_headers(request.headers(), peer.forwarded.trusted) {
         RequestId::Received(request_id) => request_id,
@@ -112,7 +112,8 @@ pub(super) fn upstream_report(
     // A request without a host gets the authority of its server as `Host`. The report shows that of the first server.
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
     let mut forwarded_request = request.clone();
-    let request_info = UpstreamRequestInfo { forwarded: &peer.forwarded, request_id, trace: None, authority, length };
+    let forwarded = &peer.forwarded;
+    let request_info = UpstreamRequestInfo { credentials, forwarded, request_id, trace: None, authority, length };
     if let Some(upgrade_request) = prepare_upstream_headers(config, route, &mut forwarded_request, request_info) {
         upgrade_request.insert_into(forwarded_request.headers_mut());
     }

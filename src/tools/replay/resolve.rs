@@ -10,6 +10,7 @@ use http::{HeaderMap, HeaderName, Method, Request, StatusCode, Uri, Version};
 
 use crate::identity::Descriptor;
 use crate::identity::api_key::Caller;
+use crate::identity::auth::{AuthRequest, Credentials, ProviderKind, RouteAuth};
 use crate::identity::{IdentitySpec, OnMissing};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::key::Identity;
@@ -173,13 +174,18 @@ impl<'v> LineResolver<'v> {
             trusted,
             certificate_subject: subject,
         };
-        let consumers = replay_route.uses_api_key.then(|| compiled.consumers.load());
-        let attributes = limit_context.request_attributes(
-            compiled,
-            route,
-            client,
-            consumers.as_deref().map(|consumers| &**consumers),
-        );
+        let credentials = match &replay_route.auth {
+            None => Credentials::default(),
+            Some(auth) => {
+                let request =
+                    AuthRequest { headers, has_client_cert: false, route: &route.name, now_us: entry.time_us };
+                match auth.authenticate(&compiled.auth.providers, &request) {
+                    (credentials, Ok(())) => credentials,
+                    (_, Err(_)) => return ResolvedLine::Rejected(RejectReason::NoIdentity),
+                }
+            }
+        };
+        let attributes = limit_context.request_attributes(compiled, route, client, &credentials);
         let checks = match build_checks(compiled, &replay_route.identity_specs, &replay_route.limits, &attributes) {
             Ok(checks) => checks,
             Err(Rejection::Identity(_)) => return ResolvedLine::Rejected(RejectReason::NoIdentity),
@@ -197,7 +203,7 @@ impl<'v> LineResolver<'v> {
                 _ => IdentityLabel::Text(match headers.get(mapped_header(subject)) {
                     Some(mapped_value) => String::from_utf8_lossy(mapped_value.as_bytes()).into(),
                     None => {
-                        let name = identity_spec.display(&attributes, &compiled.api_key_settings, &compiled.client_ip);
+                        let name = identity_spec.display(&attributes, &compiled.client_ip);
                         name.summary(&check.identity.short_hex()).into()
                     }
                 }),
@@ -347,8 +353,9 @@ pub struct ReplayRoute {
     pub limits: Vec<RouteLimit>,
     /// For each of them, the index into [`ReplayConfig::limits`].
     pub limit_indices: Vec<usize>,
-    /// Whether a limit is by API key.
-    pub uses_api_key: bool,
+    /// The API key providers of the route, if a limit is by API key. Logs have no other credentials, so a replay does
+    /// not require them.
+    pub auth: Option<RouteAuth>,
 }
 
 /// The configuration of a replay.
@@ -464,12 +471,8 @@ impl ReplayConfig {
             identity_specs.push(identity_spec);
         }
         let routes = compiled.routes.iter().map(|route| {
-            let mut replay_route = ReplayRoute {
-                identity_specs: Vec::new(),
-                limits: Vec::new(),
-                limit_indices: Vec::new(),
-                uses_api_key: false,
-            };
+            let mut replay_route =
+                ReplayRoute { identity_specs: Vec::new(), limits: Vec::new(), limit_indices: Vec::new(), auth: None };
             for route_limit in &route.rate_limits.limits {
                 let Some(limit_index) =
                     limits.iter().position(|limit_index| Arc::ptr_eq(&limit_index.limit, &route_limit.limit))
@@ -480,7 +483,9 @@ impl ReplayConfig {
                     continue;
                 }
                 let by = &identity_specs[limit_index];
-                replay_route.uses_api_key |= by.descriptors.contains(&Descriptor::ApiKey);
+                if by.descriptors.contains(&Descriptor::ApiKey) {
+                    replay_route.auth = Some(identify_by_api_key(&compiled, route));
+                }
                 let identity_index =
                     replay_route.identity_specs.iter().position(|other| other == by).unwrap_or_else(|| {
                         replay_route.identity_specs.push(by.clone());
@@ -506,7 +511,7 @@ pub(super) fn missing_identity_input(
 ) -> Option<String> {
     let header = |name: &HeaderName| (!capabilities.headers.contains(name)).then(|| format!("the header `{name}`"));
     let missing_input = |descriptor: &Descriptor| match descriptor {
-        Descriptor::ApiKey => header(&config.api_key_settings.header),
+        Descriptor::ApiKey => api_key_headers(config, compiled).find_map(header),
         Descriptor::User(name) | Descriptor::Header(name) => header(name),
         Descriptor::Cookie(name) => header(&http::header::COOKIE).map(|_| format!("the cookie `{name}`")),
         Descriptor::Ip => (!capabilities.client).then(|| "the client's address".to_owned()),
@@ -520,6 +525,33 @@ pub(super) fn missing_identity_input(
         Descriptor::Path(_) | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
     };
     compiled.identity_spec.descriptors.iter().find_map(missing_input)
+}
+
+/// The headers that may contain the API keys of a limit: those of the providers of its routes.
+fn api_key_headers<'c>(
+    config: &'c CompiledConfig,
+    compiled: &'c CompiledLimit,
+) -> impl Iterator<Item = &'c HeaderName> {
+    let routes = config.routes.iter().filter(|route| route.has_limit(&compiled.limit));
+    let indices = routes.flat_map(|route| api_key_providers(config, route));
+    indices.flat_map(|index| config.auth.providers[index].headers())
+}
+
+fn api_key_providers<'c>(config: &'c CompiledConfig, route: &'c Route) -> impl Iterator<Item = usize> + 'c {
+    let providers = route.auth.iter().flat_map(|auth| &auth.providers).copied();
+    providers.filter(|index| matches!(config.auth.providers[*index].kind, ProviderKind::ApiKey(_)))
+}
+
+/// Return the API key providers of a route, without requiring a credential.
+fn identify_by_api_key(config: &CompiledConfig, route: &Route) -> RouteAuth {
+    let identify: Vec<_> = api_key_providers(config, route).collect();
+    RouteAuth {
+        required: Vec::new(),
+        providers: identify.clone(),
+        identify,
+        challenges: Vec::new(),
+        missing: Arc::from(""),
+    }
 }
 
 /// Notes about deviations of the replay from the gateway. `is_mapped`: a log field is the identity of the limit.
@@ -553,8 +585,9 @@ pub(super) fn consumer_variants(
     compiled: &CompiledLimit,
 ) -> HashMap<Box<[u8]>, Arc<LimitVariant>> {
     let mut variants = HashMap::new();
-    for consumer in config.consumers.load().iter() {
-        let variant = Caller::Consumer(consumer).variant(&compiled.limit);
+    for consumer in config.auth.consumers().iter() {
+        let caller = Caller::Consumer(consumer.clone());
+        let variant = caller.variant(&compiled.limit);
         if Arc::ptr_eq(variant, &compiled.limit.default_variant)
             || !compiled.identity_spec.descriptors.contains(&Descriptor::ApiKey)
         {

@@ -1,0 +1,406 @@
+//! Authentication: verifies the credentials of a request with the providers of its route. Pure and synchronous.
+
+use std::sync::Arc;
+
+use http::header::AUTHORIZATION;
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+
+use crate::identity::api_key::{ApiKeyProvider, Caller, MISSING_CALLER, OnUnknownKey};
+use crate::identity::jwt::{self, Claims, JwtVerifier, TokenError};
+
+/// A provider, `[auth.NAME]`: verifies one kind of credential.
+#[derive(Debug)]
+pub struct AuthProvider {
+    /// Name of the provider.
+    pub name: Box<str>,
+    /// What it verifies.
+    pub kind: ProviderKind,
+    /// Whether a verified credential is forwarded to the upstream. Others are always removed.
+    pub forward_credential: bool,
+}
+
+/// The kind of a provider, with its settings.
+#[derive(Debug)]
+pub enum ProviderKind {
+    /// API keys.
+    ApiKey(ApiKeyProvider),
+    /// Bearer tokens (JWT).
+    Jwt(JwtVerifier),
+    /// The verified client certificate of the connection.
+    ClientCert,
+}
+
+/// The providers of a route, as indices into the providers of the configuration.
+#[derive(Debug)]
+pub struct RouteAuth {
+    /// `require`: alternatives, each with all of its members. Empty: no credential is required.
+    pub required: Vec<Vec<usize>>,
+    /// `identify`: providers that verify a credential without requiring one.
+    pub identify: Vec<usize>,
+    /// All providers of the route, each once.
+    pub providers: Vec<usize>,
+    /// Challenges of a 401, each once: at least one for each kind of the route (RFC 9110 §11.6.1).
+    pub challenges: Vec<Challenge>,
+    /// Detail of a 401 for a request without any credential of `require`.
+    pub missing: Arc<str>,
+}
+
+/// A challenge of `WWW-Authenticate`: the scheme, with its parameters.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Challenge {
+    value: HeaderValue,
+    is_bearer: bool,
+}
+
+/// What authentication reads of a request.
+#[derive(Debug, Clone, Copy)]
+pub struct AuthRequest<'r> {
+    /// Request headers.
+    pub headers: &'r HeaderMap,
+    /// Whether the client has a verified certificate.
+    pub has_client_cert: bool,
+    /// Name of the route.
+    pub route: &'r str,
+    /// Time in µs since the Unix epoch.
+    pub now_us: u64,
+}
+
+/// What was verified of a request, by provider. Empty for a route without providers.
+#[derive(Debug, Default)]
+pub struct Credentials<'a> {
+    providers: &'a [AuthProvider],
+    route: Option<&'a RouteAuth>,
+    /// Results by provider, in the order of the checks.
+    checked: Vec<(usize, Verification)>,
+}
+
+/// The result of one provider.
+#[derive(Debug)]
+pub enum Verification {
+    /// The request has no credential of this kind.
+    Absent,
+    /// The credential has another shape or another issuer. It is invalid, unless another provider of the route verifies
+    /// it.
+    Foreign(AuthError),
+    /// The credential is valid.
+    Valid(Proof),
+    /// The credential is invalid.
+    Invalid(AuthError),
+    /// The credential is valid, but without the right.
+    Forbidden(AuthError),
+}
+
+/// A verified credential.
+#[derive(Debug)]
+pub enum Proof {
+    /// The caller of an API key, and the headers that contain the key, as a bit set of [`ApiKeyProvider::places`].
+    ApiKey(Caller, u32),
+    /// The claims of a token.
+    Jwt(Arc<Claims>),
+    /// The client certificate of the connection.
+    ClientCert,
+}
+
+/// Reason why a request is not authenticated. Errors never contain parts of a credential.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum AuthError {
+    /// The request has no credential that `require` admits.
+    #[error("{0}")]
+    Missing(Arc<str>),
+    /// The API key is unknown or disabled.
+    #[error("the API key is unknown")]
+    UnknownApiKey(KeySource),
+    /// The API key has expired.
+    #[error("the API key has expired")]
+    ExpiredApiKey(KeySource),
+    /// The API key is not for this route.
+    #[error("the API key is not valid for this route")]
+    ApiKeyRoute,
+    /// The headers have different API keys.
+    #[error("the headers `{0}` and `{1}` have different API keys")]
+    DifferentApiKeys(HeaderName, HeaderName),
+    /// The header is present more than once.
+    #[error("the header `{0}` is present more than once")]
+    Ambiguous(HeaderName),
+    /// The bearer token is invalid.
+    #[error(transparent)]
+    Token(#[from] TokenError),
+    /// The bearer token lacks a required claim.
+    #[error("the bearer token lacks the required claim `{0}`")]
+    Claim(Arc<str>),
+}
+
+/// How an API key was sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeySource {
+    /// As a bearer token.
+    Bearer,
+    /// With another scheme, or without one.
+    Other,
+}
+
+impl ProviderKind {
+    /// Return the kind as in the configuration.
+    pub fn label(&self) -> &'static str {
+        match self {
+            ProviderKind::ApiKey(_) => "api-key",
+            ProviderKind::Jwt(_) => "jwt",
+            ProviderKind::ClientCert => "client-cert",
+        }
+    }
+}
+
+impl AuthProvider {
+    /// Return the headers that the provider reads.
+    pub fn headers(&self) -> impl Iterator<Item = &HeaderName> {
+        let (places, token) = match &self.kind {
+            ProviderKind::ApiKey(keys) => (&keys.places[..], None),
+            ProviderKind::Jwt(_) => (&[][..], Some(&AUTHORIZATION)),
+            ProviderKind::ClientCert => (&[][..], None),
+        };
+        places.iter().map(|place| &place.header).chain(token)
+    }
+
+    fn verify(&self, request: &AuthRequest<'_>) -> Verification {
+        match &self.kind {
+            ProviderKind::ApiKey(keys) => keys.verify(request),
+            ProviderKind::Jwt(verifier) => verifier.verify_request(request),
+            ProviderKind::ClientCert if request.has_client_cert => Verification::Valid(Proof::ClientCert),
+            ProviderKind::ClientCert => Verification::Absent,
+        }
+    }
+}
+
+impl Challenge {
+    /// Create a challenge, such as `ApiKey` or `Basic realm="api"`. Return `None` if it is no header value.
+    pub fn new(text: &str) -> Option<Self> {
+        let value = HeaderValue::from_str(text).ok()?;
+        Some(Challenge { value, is_bearer: text.eq_ignore_ascii_case("bearer") })
+    }
+
+    /// Return the value of `WWW-Authenticate`. `Bearer` has the error attribute of RFC 6750 §3.1.
+    pub fn value(&self, error: &AuthError) -> HeaderValue {
+        match self.is_bearer && error.is_invalid_bearer_token() {
+            true => HeaderValue::from_static("Bearer error=\"invalid_token\""),
+            false => self.value.clone(),
+        }
+    }
+}
+
+impl AuthError {
+    /// Return the status of the response: 400, 401 or 403.
+    pub fn status(&self) -> StatusCode {
+        match self {
+            AuthError::Missing(_) | AuthError::UnknownApiKey(_) | AuthError::ExpiredApiKey(_) | AuthError::Token(_) => {
+                StatusCode::UNAUTHORIZED
+            }
+            AuthError::ApiKeyRoute | AuthError::Claim(_) => StatusCode::FORBIDDEN,
+            AuthError::DifferentApiKeys(..) | AuthError::Ambiguous(_) => StatusCode::BAD_REQUEST,
+        }
+    }
+
+    /// Return whether the request had a bearer token, JWT or API key, that is invalid.
+    fn is_invalid_bearer_token(&self) -> bool {
+        matches!(
+            self,
+            AuthError::Token(_)
+                | AuthError::UnknownApiKey(KeySource::Bearer)
+                | AuthError::ExpiredApiKey(KeySource::Bearer)
+        )
+    }
+}
+
+impl RouteAuth {
+    /// Verify the credentials of a request. The credentials contain all that was checked, also if there is an error.
+    ///
+    /// # Errors
+    /// The request is rejected with 400, 401 or 403.
+    pub fn authenticate<'a>(
+        &'a self,
+        providers: &'a [AuthProvider],
+        request: &AuthRequest<'_>,
+    ) -> (Credentials<'a>, Result<(), AuthError>) {
+        let mut credentials =
+            Credentials { providers, route: Some(self), checked: Vec::with_capacity(self.providers.len()) };
+        let result = credentials.require(self, request).and_then(|()| credentials.identify(self, request));
+        (credentials, result)
+    }
+}
+
+impl<'a> Credentials<'a> {
+    /// Return the provider and the result of each check, in the order of the checks.
+    pub fn checked(&self) -> impl Iterator<Item = (&'a AuthProvider, &Verification)> {
+        self.checked.iter().map(|(index, verification)| (&self.providers[*index], verification))
+    }
+
+    /// Return the caller of the first API key that was verified, or the anonymous caller of `identify`.
+    pub fn caller(&self) -> &Caller {
+        let callers = || {
+            self.checked.iter().filter_map(|(_, verification)| match verification {
+                Verification::Valid(Proof::ApiKey(caller, _)) => Some(caller),
+                _ => None,
+            })
+        };
+        let known = callers().find(|caller| !matches!(caller, Caller::Anonymous));
+        known.or_else(|| callers().next()).unwrap_or(&MISSING_CALLER)
+    }
+
+    /// Return the header that contains the API key of [`caller`](Self::caller).
+    pub fn api_key_header(&self) -> Option<&'a HeaderName> {
+        self.checked.iter().find_map(|(index, verification)| match verification {
+            Verification::Valid(Proof::ApiKey(..)) => self.providers[*index].verified_headers(verification).next(),
+            _ => None,
+        })
+    }
+
+    /// Return the claims of the first token that was verified.
+    pub fn claims(&self) -> Option<&Claims> {
+        self.checked.iter().find_map(|(_, verification)| match verification {
+            Verification::Valid(Proof::Jwt(claims)) => Some(&**claims),
+            _ => None,
+        })
+    }
+
+    /// Return the API key providers of the route.
+    pub(super) fn api_key_providers(&self) -> impl Iterator<Item = &'a ApiKeyProvider> {
+        let indices = self.route.map_or(&[][..], |route| &route.providers);
+        indices.iter().filter_map(|index| match &self.providers[*index].kind {
+            ProviderKind::ApiKey(keys) => Some(keys),
+            ProviderKind::Jwt(_) | ProviderKind::ClientCert => None,
+        })
+    }
+
+    /// Remove the credentials that are not forwarded: all that the providers of the route read, except those that they
+    /// verified and forward.
+    pub fn remove_from(&self, headers: &mut HeaderMap) {
+        let Some(route) = self.route else { return };
+        for index in &route.providers {
+            let provider = &self.providers[*index];
+            for (place, header) in provider.headers().enumerate() {
+                if provider.reads(place, headers) && !self.is_forwarded(header) {
+                    headers.remove(header);
+                }
+            }
+        }
+    }
+
+    /// Return whether a provider verified the credential in a header and forwards it.
+    fn is_forwarded(&self, header: &HeaderName) -> bool {
+        self.checked.iter().any(|(index, verification)| {
+            let provider = &self.providers[*index];
+            provider.forward_credential && provider.verified_headers(verification).any(|name| name == header)
+        })
+    }
+
+    fn require(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
+        if route.required.is_empty() {
+            return Ok(());
+        }
+        let (mut foreign, mut forbidden) = (None, None);
+        'alternatives: for alternative in &route.required {
+            for index in alternative {
+                match self.verify(*index, request) {
+                    Verification::Valid(_) => {}
+                    Verification::Absent => continue 'alternatives,
+                    Verification::Foreign(error) => {
+                        foreign.get_or_insert_with(|| error.clone());
+                        continue 'alternatives;
+                    }
+                    Verification::Forbidden(error) => {
+                        forbidden.get_or_insert_with(|| error.clone());
+                        continue 'alternatives;
+                    }
+                    Verification::Invalid(error) => return Err(error.clone()),
+                }
+            }
+            return Ok(());
+        }
+        Err(forbidden.or(foreign).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
+    }
+
+    fn identify(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
+        for index in &route.identify {
+            match self.verify(*index, request) {
+                Verification::Valid(_) | Verification::Foreign(_) => {}
+                Verification::Absent => {
+                    let keys = self.providers[*index].api_keys();
+                    if keys.is_some_and(|keys| keys.anonymous_if_missing) {
+                        self.replace(*index, Caller::Anonymous, 0);
+                    }
+                }
+                Verification::Invalid(AuthError::UnknownApiKey(_)) => self.unknown_key(*index, request)?,
+                Verification::Invalid(error) | Verification::Forbidden(error) => return Err(error.clone()),
+            }
+        }
+        // A credential that no provider verified is invalid.
+        for index in &route.identify {
+            let Verification::Foreign(error) = self.verify(*index, request) else { continue };
+            let error = error.clone();
+            let is_verified = self.checked.iter().any(|(other, verification)| {
+                let mut verified = self.providers[*other].verified_headers(verification);
+                verified.any(|name| self.providers[*index].headers().any(|own| own == name))
+            });
+            match error {
+                _ if is_verified => {}
+                AuthError::UnknownApiKey(_) => self.unknown_key(*index, request)?,
+                error => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Apply `on_unknown` of a provider to the unknown key of a request.
+    fn unknown_key(&mut self, index: usize, request: &AuthRequest<'_>) -> Result<(), AuthError> {
+        let Some(keys) = self.providers[index].api_keys() else { return Ok(()) };
+        let Some(key) = keys.read(request.headers)? else { return Ok(()) };
+        match keys.on_unknown {
+            OnUnknownKey::Reject => return Err(AuthError::UnknownApiKey(key.source)),
+            OnUnknownKey::Anonymous => self.replace(index, Caller::Anonymous, 0),
+            OnUnknownKey::Accept => self.replace(index, Caller::Accepted(key.key.into()), key.places),
+        }
+        Ok(())
+    }
+
+    fn replace(&mut self, index: usize, caller: Caller, places: u32) {
+        if let Some((_, verification)) = self.checked.iter_mut().find(|(checked, _)| *checked == index) {
+            *verification = Verification::Valid(Proof::ApiKey(caller, places));
+        }
+    }
+
+    /// Return the result of a provider. Each provider verifies once.
+    fn verify(&mut self, index: usize, request: &AuthRequest<'_>) -> &Verification {
+        let position = self.checked.iter().position(|(checked, _)| *checked == index).unwrap_or_else(|| {
+            self.checked.push((index, self.providers[index].verify(request)));
+            self.checked.len() - 1
+        });
+        &self.checked[position].1
+    }
+}
+
+impl AuthProvider {
+    fn api_keys(&self) -> Option<&ApiKeyProvider> {
+        match &self.kind {
+            ProviderKind::ApiKey(keys) => Some(keys),
+            ProviderKind::Jwt(_) | ProviderKind::ClientCert => None,
+        }
+    }
+
+    /// Return whether a header contains a credential that the provider would read. `place` is the index of the header.
+    fn reads(&self, place: usize, headers: &HeaderMap) -> bool {
+        match &self.kind {
+            ProviderKind::ApiKey(keys) => keys.places[place].is_present(headers),
+            ProviderKind::Jwt(_) => jwt::has_bearer_token(headers),
+            ProviderKind::ClientCert => false,
+        }
+    }
+
+    /// Return the headers that contain the credential that the provider verified.
+    fn verified_headers(&self, verification: &Verification) -> impl Iterator<Item = &HeaderName> + use<'_> {
+        let places = match verification {
+            Verification::Valid(Proof::ApiKey(_, places)) => *places,
+            Verification::Valid(Proof::Jwt(_)) => 1,
+            _ => 0,
+        };
+        self.headers().enumerate().filter(move |(index, _)| places >> index & 1 == 1).map(|(_, header)| header)
+    }
+}

@@ -1,0 +1,538 @@
+//! Compiles `[auth.NAME]`, and `require` and `identify` of routes.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use http::HeaderName;
+use http::header::{AUTHORIZATION, PROXY_AUTHORIZATION};
+
+use crate::config;
+use crate::config::Config;
+use crate::config::error::{Issue, Spanned};
+use crate::config::file::FileSnapshot;
+use crate::http::headers::{Direction, reserved_reason};
+use crate::identity::Descriptor;
+use crate::identity::api_key::{
+    ApiKeyProvider, ConsumerDirectory, ConsumerKey, Consumers, KeyPlace, MAX_PLACES, OnUnknownKey,
+};
+use crate::identity::auth::{AuthProvider, Challenge, ProviderKind, RouteAuth};
+use crate::identity::jwt::{JwtVerifier, KeySet};
+use crate::limiter::key::IdentityHasher;
+use crate::snapshot::CompiledLimit;
+use crate::snapshot::identities::{self, KnownNames, LimitsByName};
+use crate::snapshot::listeners::WarningSubject;
+use crate::snapshot::validator::Validator;
+
+/// The providers of a configuration, and the files that they read.
+#[derive(Debug, Default)]
+pub struct Authentication {
+    /// Providers, by the index that routes use.
+    pub providers: Vec<AuthProvider>,
+    /// Files of consumers, each once.
+    pub consumers_files: Vec<ConsumersFile>,
+    /// JWK Set files as read by the loader, with the index of their provider.
+    pub jwks_files: Vec<(usize, FileSnapshot)>,
+}
+
+/// A file of consumers.
+#[derive(Debug)]
+pub struct ConsumersFile {
+    /// The file as read by the loader.
+    pub file: FileSnapshot,
+    /// The consumers. Replaced when the file changes.
+    pub consumers: Arc<ArcSwap<Consumers>>,
+}
+
+impl Authentication {
+    /// Return the current consumers of all files.
+    pub fn consumers(&self) -> ConsumerDirectory {
+        ConsumerDirectory(self.consumers_files.iter().map(|file| file.consumers.load_full()).collect())
+    }
+
+    /// Return warnings about keys that expire soon, with the provider of their consumers.
+    pub fn key_warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
+        let mut warnings = Vec::new();
+        for file in &self.consumers_files {
+            let reads = |provider: &&AuthProvider| match &provider.kind {
+                ProviderKind::ApiKey(keys) => Arc::ptr_eq(&keys.consumers, &file.consumers),
+                ProviderKind::Jwt(_) | ProviderKind::ClientCert => false,
+            };
+            let Some(provider) = self.providers.iter().find(reads) else { continue };
+            let consumers = file.consumers.load();
+            let mut expiring: Vec<_> = consumers.keys().filter_map(|key| expiring_key(key, now)).collect();
+            expiring.sort();
+            let path = file.file.path.display();
+            warnings.extend(
+                expiring
+                    .into_iter()
+                    .map(|(_, text)| (WarningSubject::Consumers(provider.name.clone()), format!("{path}: {text}"))),
+            );
+        }
+        warnings
+    }
+
+    fn index_of(&self, name: &str) -> Option<usize> {
+        self.providers.iter().position(|provider| *provider.name == *name)
+    }
+}
+
+/// Time before the expiry of a key at which `check` and the log warn.
+const EXPIRY_NOTICE: Duration = Duration::from_secs(14 * 86_400);
+
+/// Return the expiry of an enabled key that expires soon, and a warning.
+fn expiring_key(key: &ConsumerKey, now: Duration) -> Option<(u64, String)> {
+    let terms = key.terms.as_ref().filter(|terms| !terms.disabled)?;
+    let expires_us = terms.expires_us?;
+    let left = Duration::from_micros(expires_us).checked_sub(now).filter(|left| *left <= EXPIRY_NOTICE)?;
+    let name = match &terms.name {
+        Some(name) => name.to_string(),
+        None => key.hash[..6].iter().map(|byte| format!("{byte:02x}")).collect(),
+    };
+    let hours = left.as_secs().div_ceil(3600);
+    let time = if hours < 48 { format!("{hours} hours") } else { format!("{} days", hours / 24) };
+    Some((expires_us, format!("the key {name} of `{}` expires in {time}", key.consumer.name)))
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    ApiKey,
+    Jwt,
+    ClientCert,
+}
+
+const KINDS: [(&str, Kind); 3] = [("api-key", Kind::ApiKey), ("jwt", Kind::Jwt), ("client-cert", Kind::ClientCert)];
+
+impl Kind {
+    fn label(self) -> &'static str {
+        KINDS.iter().find(|(_, kind)| *kind == self).map_or("", |(label, _)| label)
+    }
+}
+
+/// Compile all providers.
+pub(super) fn authentication(
+    config: &Config,
+    limits: &LimitsByName,
+    hasher: &IdentityHasher,
+    reader: &mut Validator<'_>,
+) -> Authentication {
+    let mut compiled = Authentication::default();
+    for (name, written) in &config.auth {
+        let span = written.span();
+        reader.check_name(span.clone(), name);
+        let auth = written.get_ref();
+        let Some(text) = reader.required(auth.kind.as_ref(), &span, "kind", "\"api-key\"") else { continue };
+        let Some((_, kind)) = KINDS.iter().find(|(label, _)| label == text.get_ref()) else {
+            reader.unknown_name(text.span(), "kind", text.get_ref(), KINDS.iter().map(|(label, _)| *label));
+            continue;
+        };
+        report_foreign_keys(name, auth, *kind, reader);
+        let kind = match kind {
+            Kind::ApiKey => {
+                ProviderKind::ApiKey(api_key(name, auth, &span, config, limits, hasher, &mut compiled, reader))
+            }
+            Kind::Jwt => ProviderKind::Jwt(jwt(auth, &span, &mut compiled, reader)),
+            Kind::ClientCert => {
+                client_cert(name, &span, config, reader);
+                ProviderKind::ClientCert
+            }
+        };
+        let forwards_by_default = !matches!(kind, ProviderKind::ApiKey(_));
+        let forward_credential =
+            auth.forward_credential.as_ref().map_or(forwards_by_default, |forward| *forward.get_ref());
+        compiled.providers.push(AuthProvider { name: name.as_str().into(), kind, forward_credential });
+    }
+    compiled
+}
+
+/// Report keys that belong to another kind.
+fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut Validator<'_>) {
+    let span = |text: &Option<config::Text>| text.as_ref().map(|text| text.span());
+    for (key, span, owner) in [
+        ("header", auth.header.as_ref().map(|header| header.span()), Kind::ApiKey),
+        ("scheme", span(&auth.scheme), Kind::ApiKey),
+        ("consumers", span(&auth.consumers), Kind::ApiKey),
+        ("on_missing", span(&auth.on_missing), Kind::ApiKey),
+        ("on_unknown", span(&auth.on_unknown), Kind::ApiKey),
+        ("jwks_file", span(&auth.jwks_file), Kind::Jwt),
+        ("issuer", span(&auth.issuer), Kind::Jwt),
+        ("audience", span(&auth.audience), Kind::Jwt),
+        ("claims", auth.claims.as_ref().map(|claims| claims.span()), Kind::Jwt),
+    ] {
+        if let Some(span) = span.filter(|_| own != owner) {
+            let issue = Issue::new(span, format!("`{key}` is valid only for kind = \"{}\"", owner.label()));
+            reader.push_issue(issue.with_hint(format!("`{name}` is of kind \"{}\": leave it out", own.label())));
+        }
+    }
+}
+
+#[allow(clippy::too_many_arguments)]
+fn api_key(
+    name: &str,
+    auth: &config::Auth,
+    span: &Range<usize>,
+    config: &Config,
+    limits: &LimitsByName,
+    hasher: &IdentityHasher,
+    compiled: &mut Authentication,
+    reader: &mut Validator<'_>,
+) -> ApiKeyProvider {
+    let places = key_places(auth, reader);
+    let anonymous_if_missing =
+        reader.one_of(auth.on_missing.as_ref(), false, &[("reject", false), ("anonymous", true)]);
+    let unknown =
+        [("reject", OnUnknownKey::Reject), ("anonymous", OnUnknownKey::Anonymous), ("accept", OnUnknownKey::Accept)];
+    let on_unknown = reader.one_of(auth.on_unknown.as_ref(), OnUnknownKey::Reject, &unknown);
+    let consumers = match &auth.consumers {
+        Some(text) => consumers(text, config, limits, hasher, compiled, reader),
+        None => {
+            if on_unknown == OnUnknownKey::Reject {
+                let message = format!("`{name}` has no `consumers`: every key would be rejected");
+                let hint = "consumers = \"consumers.toml\", or on_unknown = \"accept\"";
+                reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
+            }
+            Arc::default()
+        }
+    };
+    let missing = format!("an API key is required in the {}", describe_places(&places)).into();
+    ApiKeyProvider { places, consumers, anonymous_if_missing, on_unknown, missing }
+}
+
+/// Compile `header` and `scheme`.
+fn key_places(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<KeyPlace> {
+    let has_scheme = |name: &HeaderName| *name == AUTHORIZATION || *name == PROXY_AUTHORIZATION;
+    let is_token = |text: &str| {
+        !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte))
+    };
+    let scheme = auth.scheme.as_ref().map_or("Bearer", |scheme| scheme.get_ref());
+    if let Some(text) = auth.scheme.as_ref().filter(|text| !is_token(text.get_ref())) {
+        let issue = Issue::new(text.span(), format!("`{}` is not an authentication scheme", text.get_ref()));
+        reader.push_issue(issue.with_hint("one word, such as \"Bearer\" (RFC 9110 §11.1)"));
+    }
+    let mut places: Vec<KeyPlace> = Vec::new();
+    if let Some(list) = &auth.header {
+        for text in &list.get_ref().0 {
+            let Some(header) = reader.header_name(list.span(), text) else { continue };
+            if let Some(reason) = reserved_reason(&header, Direction::Request) {
+                let issue = Issue::new(list.span(), format!("`{header}` cannot contain an API key: {reason}"));
+                reader.push_issue(issue.with_hint("such as \"x-api-key\" or \"authorization\""));
+            } else if places.iter().any(|place| place.header == header) {
+                reader.push_issue(Issue::new(list.span(), format!("duplicate header `{header}`")));
+            } else {
+                let scheme = has_scheme(&header).then(|| scheme.into());
+                places.push(KeyPlace { header, scheme });
+            }
+        }
+        if list.get_ref().0.is_empty() {
+            let issue = Issue::new(list.span(), "`header` is empty: no request would have a key");
+            reader.push_issue(issue.with_hint("leave it out for \"x-api-key\""));
+        }
+        if places.len() > MAX_PLACES {
+            let issue = Issue::new(list.span(), format!("an API key is read from at most {MAX_PLACES} headers"));
+            reader.push_issue(issue);
+        }
+    }
+    if let Some(text) = auth.scheme.as_ref().filter(|_| !places.iter().any(|place| place.scheme.is_some())) {
+        let issue = Issue::new(text.span(), "`scheme` is valid only for `authorization` and `proxy-authorization`");
+        reader.push_issue(issue.with_hint("header = \"authorization\", or leave it out"));
+    }
+    if places.is_empty() {
+        places.push(KeyPlace { header: HeaderName::from_static("x-api-key"), scheme: None });
+    }
+    places
+}
+
+/// Return "header `authorization` (Bearer) or `x-api-key`".
+fn describe_places(places: &[KeyPlace]) -> String {
+    let place = |KeyPlace { header, scheme }: &KeyPlace| match scheme {
+        Some(scheme) => format!("`{header}` ({scheme})"),
+        None => format!("`{header}`"),
+    };
+    format!("header {}", places.iter().map(place).collect::<Vec<_>>().join(" or "))
+}
+
+/// Return the consumers of a file, which is read once.
+fn consumers(
+    text: &config::Text,
+    config: &Config,
+    limits: &LimitsByName,
+    hasher: &IdentityHasher,
+    compiled: &mut Authentication,
+    reader: &mut Validator<'_>,
+) -> Arc<ArcSwap<Consumers>> {
+    let path = reader.resolve_path(text.get_ref());
+    if let Some(known) = compiled.consumers_files.iter().find(|known| known.file.path == path) {
+        return known.consumers.clone();
+    }
+    let names = KnownNames::written(limits, config, compiled.consumers());
+    let (consumers, file) = identities::load(text, &names, hasher, reader);
+    let consumers = Arc::new(ArcSwap::from_pointee(consumers));
+    if let Some(file) = file {
+        compiled.consumers_files.push(ConsumersFile { file, consumers: consumers.clone() });
+    }
+    consumers
+}
+
+fn jwt(
+    auth: &config::Auth,
+    span: &Range<usize>,
+    compiled: &mut Authentication,
+    reader: &mut Validator<'_>,
+) -> JwtVerifier {
+    let text_of = |text: &Option<config::Text>| text.as_ref().map(|text| text.get_ref().as_str().into());
+    let claims = auth.claims.iter().flat_map(|claims| claims.get_ref());
+    let mut verifier = JwtVerifier {
+        issuer: text_of(&auth.issuer),
+        audience: text_of(&auth.audience),
+        keys: ArcSwap::default(),
+        claims: claims.map(|(name, value)| (name.as_str().into(), value.get_ref().as_str().into())).collect(),
+    };
+    let Some(text) = reader.required(auth.jwks_file.as_ref(), span, "jwks_file", "\"certs/jwks.json\"") else {
+        return verifier;
+    };
+    let path = reader.resolve_path(text.get_ref());
+    let file = match FileSnapshot::read(&path) {
+        Ok(file) => file,
+        Err(error) => {
+            let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
+            reader.push_issue(issue.with_hint("the JSON Web Key Set of the issuer, such as \"certs/jwks.json\""));
+            return verifier;
+        }
+    };
+    match KeySet::parse(&file.content) {
+        Ok(keys) => verifier.keys = ArcSwap::new(Arc::new(keys)),
+        Err(error) => reader.push_issue(Issue::new(text.span(), format!("{} cannot be used: {error}", path.display()))),
+    }
+    compiled.jwks_files.push((compiled.providers.len(), file));
+    verifier
+}
+
+fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Validator<'_>) {
+    let asks = |listener: &Spanned<config::Listener>| {
+        listener.get_ref().tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some())
+    };
+    if !config.listener.iter().any(asks) {
+        let message = format!("`{name}` verifies client certificates, but no listener requests one");
+        let hint = "tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]";
+        reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
+    }
+}
+
+// `require` and `identify` of routes.
+
+/// Compile the providers of a route. `limits` are those of the route, with the span of their names.
+pub(super) fn route_auth(
+    route: &config::tables::Route,
+    compiled: &Authentication,
+    config: &Config,
+    reader: &mut Validator<'_>,
+) -> Option<RouteAuth> {
+    // Providers with errors are reported elsewhere.
+    let find = |name: &str, span: Range<usize>, reader: &mut Validator<'_>| {
+        if !config.auth.contains_key(name) {
+            reader.unknown_name(span, "provider", name, config.auth.keys().map(String::as_str));
+        }
+        compiled.index_of(name)
+    };
+    let mut required: Vec<Vec<usize>> = Vec::new();
+    if let Some(list) = &route.require {
+        if list.get_ref().is_empty() {
+            let issue = Issue::new(list.span(), "`require` is empty: no request would be admitted");
+            reader.push_issue(issue.with_hint("leave it out, or name a provider: require = [\"keys\"]"));
+        }
+        for item in list.get_ref() {
+            let names = &item.get_ref().0;
+            if names.is_empty() {
+                reader.push_issue(
+                    Issue::new(item.span(), "an empty list requires nothing")
+                        .with_hint("name the providers that are required together: [\"mtls\", \"tokens\"]"),
+                );
+            }
+            let mut alternative = Vec::new();
+            for name in names {
+                let Some(index) = find(name, item.span(), reader) else { continue };
+                if alternative.contains(&index) {
+                    reader.push_issue(Issue::new(item.span(), format!("`{name}` is listed twice")));
+                }
+                let ProviderKind::ApiKey(_) = &compiled.providers[index].kind else {
+                    alternative.push(index);
+                    continue;
+                };
+                if config.auth.get(name).is_some_and(|auth| auth.get_ref().consumers.is_none()) {
+                    let message = format!("`{name}` has no `consumers`: every key would be rejected");
+                    reader.push_issue(Issue::new(item.span(), message).with_hint(format!(
+                        "consumers = \"consumers.toml\" in [auth.{name}], or `identify` instead of `require`"
+                    )));
+                }
+                alternative.push(index);
+            }
+            if required.contains(&alternative) && !alternative.is_empty() {
+                reader.push_issue(Issue::new(item.span(), "this alternative is listed twice"));
+            }
+            required.push(alternative);
+        }
+    }
+    let mut identify = Vec::new();
+    for text in route.identify.iter().flatten() {
+        let name = text.get_ref();
+        let Some(index) = find(name, text.span(), reader) else { continue };
+        if identify.contains(&index) {
+            reader.push_issue(Issue::new(text.span(), format!("`{name}` is listed twice")));
+            continue;
+        }
+        if !required.is_empty() && required.iter().all(|alternative| alternative.contains(&index)) {
+            let message = format!("`{name}` is required already: `identify` has no effect");
+            reader.push_issue(Issue::new(text.span(), message).with_hint("leave it out of `identify`"));
+        }
+        identify.push(index);
+    }
+    if required.is_empty() && identify.is_empty() {
+        return None;
+    }
+    let mut providers: Vec<usize> = Vec::new();
+    for index in required.iter().flatten().chain(&identify) {
+        if !providers.contains(index) {
+            providers.push(*index);
+        }
+    }
+    report_shared_places(route, &providers, compiled, reader);
+    let challenges = challenges(&providers, compiled);
+    let missing = missing_detail(&required, compiled).into();
+    Some(RouteAuth { required, identify, providers, challenges, missing })
+}
+
+/// Report two providers that read API keys from the same header: a key of the second would be unknown to the first.
+fn report_shared_places(
+    route: &config::tables::Route,
+    providers: &[usize],
+    compiled: &Authentication,
+    reader: &mut Validator<'_>,
+) {
+    let places = |index: usize| match &compiled.providers[index].kind {
+        ProviderKind::ApiKey(keys) => &keys.places[..],
+        ProviderKind::Jwt(_) | ProviderKind::ClientCert => &[],
+    };
+    for (position, later) in providers.iter().enumerate() {
+        for earlier in &providers[..position] {
+            let Some(place) = places(*earlier).iter().find(|place| places(*later).contains(place)) else { continue };
+            let [one, other] = [earlier, later].map(|index| &compiled.providers[*index].name);
+            let message = format!("`{one}` and `{other}` both read API keys from `{}`", place.header);
+            let span = route.require.as_ref().map(|list| list.span());
+            let span = span.or_else(|| Some(route.identify.as_ref()?.first()?.span()));
+            let issue = Issue { span, message, hint: None };
+            reader.push_issue(issue.with_hint("one provider with the consumers of both, or another `header`"));
+        }
+    }
+}
+
+fn challenges(providers: &[usize], compiled: &Authentication) -> Vec<Challenge> {
+    let mut challenges: Vec<Challenge> = Vec::new();
+    let mut add = |text: &str| {
+        let challenge = Challenge::new(text).filter(|challenge| !challenges.contains(challenge));
+        challenges.extend(challenge);
+    };
+    for index in providers {
+        match &compiled.providers[*index].kind {
+            ProviderKind::ApiKey(keys) => {
+                keys.places.iter().for_each(|place| add(place.scheme.as_deref().unwrap_or("ApiKey")));
+            }
+            ProviderKind::Jwt(_) => add("Bearer"),
+            ProviderKind::ClientCert => add("ClientCertificate"),
+        }
+    }
+    challenges
+}
+
+/// Return the detail of a 401 for a request without a credential: all alternatives.
+fn missing_detail(required: &[Vec<usize>], compiled: &Authentication) -> String {
+    let describe = |index: &usize| match &compiled.providers[*index].kind {
+        ProviderKind::ApiKey(keys) => format!("an API key in the {}", describe_places(&keys.places)),
+        ProviderKind::Jwt(_) => "a bearer token".to_owned(),
+        ProviderKind::ClientCert => "a client certificate".to_owned(),
+    };
+    let mut alternatives: Vec<String> = Vec::new();
+    for alternative in required {
+        let text = alternative.iter().map(describe).collect::<Vec<_>>().join(" and ");
+        if !alternatives.contains(&text) {
+            alternatives.push(text);
+        }
+    }
+    let verb = if let [only] = &alternatives[..]
+        && !only.contains(" and ")
+    {
+        "is"
+    } else {
+        "are"
+    };
+    match &alternatives[..] {
+        [only] => format!("{only} {verb} required"),
+        several => format!("one of these is required: {}", several.join("; ")),
+    }
+}
+
+/// Report limits of a route by a credential that no provider of the route verifies. Client certificates need no
+/// provider.
+pub(super) fn check_limit(
+    text: &config::Text,
+    compiled: &CompiledLimit,
+    auth: Option<&RouteAuth>,
+    (all, config): (&Authentication, &Config),
+    reader: &mut Validator<'_>,
+) {
+    for descriptor in &compiled.identity_spec.descriptors {
+        let kind = match descriptor {
+            Descriptor::ApiKey => Kind::ApiKey,
+            Descriptor::Jwt(_) => Kind::Jwt,
+            _ => continue,
+        };
+        let is_of_kind = |provider: &AuthProvider| provider.kind.label() == kind.label();
+        if auth.is_some_and(|auth| auth.providers.iter().any(|index| is_of_kind(&all.providers[*index]))) {
+            continue;
+        }
+        let message = format!(
+            "`{}` is by {}, but no provider of kind \"{}\" verifies the requests of this route",
+            compiled.limit.name,
+            descriptor.label(),
+            kind.label()
+        );
+        let known = all.providers.iter().find(|provider| is_of_kind(provider));
+        let hint = match (known, kind) {
+            (Some(provider), _) => {
+                format!("identify = [\"{0}\"], or require = [\"{0}\"] to reject requests without one", provider.name)
+            }
+            // A provider of this kind may have errors, which are reported.
+            (None, _) if config.auth.values().any(|auth| auth.get_ref().is_of_kind(kind.label())) => continue,
+            (None, Kind::Jwt) => "[auth.tokens] with kind = \"jwt\" and jwks_file = \"certs/jwks.json\", and identify \
+                                  = [\"tokens\"] on this route"
+                .to_owned(),
+            (None, _) => "[auth.keys] with kind = \"api-key\" and consumers = \"consumers.toml\", and identify = \
+                          [\"keys\"] on this route"
+                .to_owned(),
+        };
+        reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
+    }
+}
+
+/// Report `on_missing` and `on_unknown` of providers that routes require only: they apply to `identify`.
+pub(super) fn check_identify_keys(config: &Config, reader: &mut Validator<'_>) {
+    for (name, auth) in &config.auth {
+        let routes = || config.route.iter().map(|route| route.get_ref());
+        let identifies = routes().any(|route| route.identify.iter().flatten().any(|text| text.get_ref() == name));
+        let requires = routes().any(|route| {
+            let items = route.require.iter().flat_map(|list| list.get_ref());
+            items.flat_map(|item| &item.get_ref().0).any(|required| required == name)
+        });
+        if identifies || !requires {
+            continue;
+        }
+        let auth = auth.get_ref();
+        for (key, text) in [("on_missing", &auth.on_missing), ("on_unknown", &auth.on_unknown)] {
+            if let Some(text) = text {
+                let message = format!("`{key}` applies to `identify`, but routes only require `{name}`");
+                let hint = format!("leave it out, or identify = [\"{name}\"] instead of `require`");
+                reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
+            }
+        }
+    }
+}
