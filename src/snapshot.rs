@@ -71,6 +71,9 @@ pub struct CompiledConfig {
     pub consumers: ArcSwap<Consumers>,
     /// The file of consumers as read by the loader.
     pub consumers_file: Option<FileSnapshot>,
+    /// Whether hosts or client addresses are checked: a listener or a route has access rules, or unknown hosts are
+    /// blocked.
+    pub checks_access: bool,
     /// Files of networks that access rules name.
     pub network_files: Vec<Arc<NetworkFile>>,
     /// Verifier of bearer tokens.
@@ -250,6 +253,9 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
         let issue = Issue::new(value.span(), "no route names a host: every request would be rejected");
         reader.push_issue(issue.with_hint("name the hosts in the routes, or leave it out"));
     }
+    let checks_access = server.block_unknown_hosts
+        || listeners.iter().any(|listener| listener.access.is_some())
+        || routes.iter().any(|route| route.access.is_some());
     let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
     let identity_headers = limits
@@ -270,6 +276,7 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
         api_key_settings: api_keys,
         consumers: ArcSwap::from_pointee(consumers),
         consumers_file,
+        checks_access,
         network_files: network_files.0,
         verifier,
         jwks_file,
