@@ -65,6 +65,9 @@ pub struct CompiledConfig {
     pub log: LogSettings,
     /// Trusted proxies and client network prefixes.
     pub client_ip: Arc<ClientIpResolver>,
+    /// Whether hosts or client addresses are checked: a listener or a route has access rules, or unknown hosts are
+    /// blocked.
+    pub checks_access: bool,
     /// Files of networks that access rules name.
     pub network_files: Vec<Arc<NetworkFile>>,
     /// Providers of authentication, and the files that they read.
@@ -248,6 +251,9 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
         let issue = Issue::new(value.span(), "no route names a host: every request would be rejected");
         reader.push_issue(issue.with_hint("name the hosts in the routes, or leave it out"));
     }
+    let checks_access = server.block_unknown_hosts
+        || listeners.iter().any(|listener| listener.access.is_some())
+        || routes.iter().any(|route| route.access.is_some());
     let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
     let identity_headers =
@@ -265,6 +271,7 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
         store,
         log,
         client_ip: Arc::new(client_ip),
+        checks_access,
         network_files: network_files.0,
         auth,
         hasher,

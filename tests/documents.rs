@@ -85,7 +85,7 @@ fn minimal_config(consumers: &str, name: &str) -> String {
 
 /// A block that begins with `# NAME.toml` is that file, next to the others of its document. A document that names
 /// `consumers.toml` without showing it gets one with a consumer, as `sluicegate key` writes it. PEM files that a block names
-/// are the development certificate and its key.
+/// are the development certificate and its key, files of networks have a network.
 #[test]
 fn configurations_of_the_documents_are_accepted() {
     let (mut failures, mut checked) = (String::new(), 0);
@@ -108,6 +108,9 @@ fn configurations_of_the_documents_are_accepted() {
                 let source = if name.ends_with(".key") { "certs/dev.key" } else { "certs/dev.pem" };
                 std::fs::create_dir_all(directory.path().join(name).parent().unwrap()).unwrap();
                 put(name, &pages::read(source));
+            }
+            for name in whole.split('"').filter_map(|text| text.strip_prefix("file:")) {
+                put(name, "192.0.2.0/24\n");
             }
             put("checked.toml", &whole);
             let path = directory.path().join("checked.toml");

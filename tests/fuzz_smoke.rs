@@ -26,6 +26,8 @@ mod forwarded;
 mod head;
 #[path = "../fuzz/targets/key_set.rs"]
 mod key_set;
+#[path = "../fuzz/targets/origins.rs"]
+mod origins;
 #[path = "../fuzz/targets/proxy.rs"]
 mod proxy;
 #[path = "../fuzz/targets/rewrite.rs"]
@@ -250,6 +252,45 @@ fn forwarded_fields() {
         "by=",
     ];
     fuzz("forwarded fields", &examples, &tokens, forwarded::run);
+}
+
+#[test]
+fn origins_and_networks() {
+    let examples: [&[u8]; 8] = [
+        b"*\nhttps://a.test",
+        b"https://app.example.com\nhttps://app.example.com",
+        b"HTTPS://App.Example.com:443\nhttps://app.example.com",
+        b"https://*.example.com:8443\nhttps://a.b.example.com:8443",
+        b"http://[2001:db8::1]:80\nhttp://[2001:db8::1]",
+        b"https://*.example.com\nhttps://a.example.com\nnull",
+        b"10.0.0.0/8 # office\r\n2001:db8::/32\n",
+        b"deny 192.0.2.1;\n::ffff:10.0.0.0/104\n",
+    ];
+    let tokens = [
+        "\n",
+        "https://",
+        "http://",
+        "*.",
+        "*",
+        "null",
+        ".",
+        ":443",
+        ":80",
+        ":8443",
+        "/",
+        "@",
+        "#",
+        "?",
+        "[::1]",
+        "a.",
+        ".example.com",
+        "example.com",
+        "10.0.0.1",
+        "/33",
+        "\u{e9}",
+        " ",
+    ];
+    fuzz("origins and networks", &examples, &tokens, origins::run);
 }
 
 #[test]
