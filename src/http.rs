@@ -3,6 +3,7 @@
 pub mod body;
 pub mod body_limits;
 pub mod flow;
+pub mod header_template;
 pub mod headers;
 pub(crate) mod problem;
 pub mod ratelimit_headers;

@@ -2,6 +2,7 @@
 
 pub mod context;
 pub mod forward;
+pub mod header_values;
 pub mod local_reply;
 pub mod metrics;
 pub mod rate_limit;
@@ -93,7 +94,9 @@ impl Gateway {
         let revalidated = peer.revalidate(&snapshot.runtime);
         let peer = revalidated.as_deref().unwrap_or(peer);
         let mut context = RequestContext::new(&snapshot, &self.sinks, peer, flow, &request);
-        let result = match self.admit(&mut context, &request).await {
+        let admission = self.admit(&mut context, &request).await;
+        context.render_response_headers(&request);
+        let result = match admission {
             Ok(admitted) => self.respond(&mut context, admitted, request).await,
             Err(rejection) => {
                 if let Rejection::StoreUnavailable(_) = rejection {
@@ -175,7 +178,7 @@ impl Gateway {
         rate_limit::settle(&mut decision, route, &result).await;
         let mut response = result.map_err(Rejection::Upstream)?;
         // The route may remove headers that the settlement has read. The rate limit headers are appended afterwards.
-        route.response_headers.apply(response.headers_mut());
+        route.response_headers.apply(response.headers_mut(), &context.response_values);
         rate_limit::append_ratelimit_headers(response.headers_mut(), route, &decision);
         context.permits = decision.permits;
         Ok(response)

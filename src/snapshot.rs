@@ -3,6 +3,7 @@
 pub mod client_tls;
 pub mod cost;
 pub mod current;
+mod header_rules;
 mod identities;
 mod limits;
 pub mod listeners;

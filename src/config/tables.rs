@@ -48,10 +48,11 @@ pub struct Route {
     /// otherwise when the maximum is reached; the upstream request is then aborted. Default: no maximum.
     #[schemars(schema_with = "schema::size")]
     pub max_body: Option<Text>,
-    /// Changes to the request headers for the upstream: `{ set = { x-gateway = "sluicegate" }, remove = ["x-debug"] }`.
+    /// Changes to the request headers for the upstream: `{ set = { x-user = "{consumer}" }, remove = ["x-debug"] }`
+    /// ([variables](http.md#variables-in-header-rules)).
     pub request_headers: Option<Spanned<HeaderRules>>,
-    /// Changes to the response headers: `{ remove = ["server"] }`.
-    pub response_headers: Option<Spanned<HeaderRules>>,
+    /// Changes to the response headers: `{ set = { x-request-id = "{request_id}" }, remove = ["server"] }`.
+    pub response_headers: Option<Spanned<ResponseHeaderRules>>,
     /// Allow protocol upgrades, such as WebSocket.
     #[schemars(extend("default" = false))]
     pub websocket: Option<Spanned<bool>>,
@@ -65,14 +66,30 @@ pub struct Route {
     pub expose_headers: bool,
 }
 
-/// `request_headers`, `response_headers` of a route
+/// `request_headers = { … }` of a route
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct HeaderRules {
-    /// Headers to set. The value replaces all existing lines of the header.
+    /// Headers to set. The value replaces all existing lines of the header. It may have variables: `{client_ip}`,
+    /// `{request_id}`, `{consumer}`, `{route}`, `{host}`, `{method}`, `{path}`, `{scheme}`. If one has no content, the
+    /// header is removed. `{{` and `}}` are literal braces.
     pub set: BTreeMap<String, Text>,
     /// Headers to remove, with all their lines.
     pub remove: Vec<Text>,
+}
+
+/// `response_headers = { … }` of a route
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct ResponseHeaderRules {
+    /// Headers to set, as in `request_headers`.
+    pub set: BTreeMap<String, Text>,
+    /// Headers to remove, with all their lines.
+    pub remove: Vec<Text>,
+    /// Set headers also on responses with which the gateway rejects a request of the route, such as 401, 413, 429 and
+    /// 502. Headers that the rejection has itself, such as `Cache-Control` and `Retry-After`, stay as they are.
+    #[schemars(extend("default" = false))]
+    pub on_errors: bool,
 }
 
 /// `respond = { … }` of a route

@@ -13,7 +13,7 @@ use uuid::{NoContext, Timestamp, Uuid};
 
 use crate::http::body::{Body, OnComplete};
 use crate::http::flow::StreamFlow;
-use crate::http::headers::{ForwardedInfo, X_REQUEST_ID};
+use crate::http::headers::{ForwardedInfo, RenderedValues, X_REQUEST_ID};
 use crate::http::request_body::RequestBody;
 use crate::http::{ratelimit_headers, request_body};
 use crate::identity::client_ip::ClientIpResolver;
@@ -22,6 +22,7 @@ use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::settlement::ConcurrencyPermits;
 use crate::proxy::ConfigSnapshot;
+use crate::proxy::header_values::RequestVariables;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::LimitDecision;
 use crate::snapshot::CompiledConfig;
@@ -47,6 +48,8 @@ pub(super) struct RequestContext<'a> {
     pub(super) deadline: Option<tokio::time::Instant>,
     /// Permits of concurrency limits, held until the response ends.
     pub(super) permits: Option<Box<ConcurrencyPermits>>,
+    /// Values of the route's response headers that depend on the request.
+    pub(super) response_values: RenderedValues,
     started_at: Instant,
     request_id: Option<RequestId>,
     /// `None` if the request is neither logged nor traced.
@@ -82,6 +85,7 @@ impl<'a> RequestContext<'a> {
             route: None,
             deadline: None,
             permits: None,
+            response_values: RenderedValues::default(),
             started_at,
             request_id: None,
             record: RequestRecord::start(sinks, &start),
@@ -112,6 +116,16 @@ impl<'a> RequestContext<'a> {
             }
             id
         })
+    }
+
+    /// Render the values of the route's response headers that depend on the request, before it is forwarded or
+    /// discarded.
+    pub(super) fn render_response_headers(&mut self, request: &Request<RequestBody>) {
+        let Some(route) = self.route.filter(|route| route.response_headers.has_variables()) else { return };
+        let request_id = self.request_id(request.headers()).to_header_value();
+        let runtime = &self.snapshot.runtime;
+        let variables = RequestVariables { runtime, route, peer: self.peer, request, request_id };
+        self.response_values = route.response_headers.render(|variable| variables.content(variable));
     }
 
     /// Return whether the request is logged or traced.
@@ -184,7 +198,13 @@ impl<'a> RequestContext<'a> {
     pub(super) fn complete(mut self, result: Result<Response<Body>, Rejection<'_>>) -> Response<Body> {
         let (mut response, outcome) = match result {
             Ok(response) => (response, "ok"),
-            Err(rejection) => self.reject(rejection),
+            Err(rejection) => {
+                let (mut response, outcome) = self.reject(rejection);
+                if let Some(route) = self.route {
+                    route.response_headers.apply_to_rejection(response.headers_mut(), &self.response_values);
+                }
+                (response, outcome)
+            }
         };
         let route_index = self.route.map(|route| route.index);
         self.snapshot.metrics.record_response(route_index, response.status(), self.started_at.elapsed());

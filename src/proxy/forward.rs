@@ -12,12 +12,13 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, UploadLimits};
-use crate::http::headers::{ForwardedInfo, ProtectedHeaders, X_REQUEST_ID, is_grpc};
+use crate::http::headers::{ForwardedInfo, ProtectedHeaders, RenderedValues, X_REQUEST_ID, is_grpc};
 use crate::http::request_body;
 use crate::http::request_body::RequestBody;
 use crate::http::upgrade::{Tunnel, UpgradeRequest};
 use crate::http::{headers, target, upgrade};
 use crate::proxy::context::RequestContext;
+use crate::proxy::header_values::RequestVariables;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::telemetry::trace::TraceContext;
@@ -47,12 +48,20 @@ pub(super) async fn forward(
     }
     let runtime = &snapshot.runtime;
     let http_1_0 = request.version() == Version::HTTP_10;
+    let header_values = if route.request_headers.has_variables() {
+        let request_id = request_id.clone();
+        let variables = RequestVariables { runtime, route, peer, request: &*request, request_id };
+        route.request_headers.render(|variable| variables.content(variable))
+    } else {
+        RenderedValues::default()
+    };
     let info = UpstreamRequestInfo {
         forwarded: &peer.forwarded,
         request_id,
         trace: context.trace(),
         authority: upstream.authority(),
         length: request.body().size_hint().exact(),
+        header_values: &header_values,
     };
     let upgrade_request = prepare_upstream_headers(runtime, route, &mut request, info);
     let pending_upgrade = upgrade_request.and_then(|upgrade_request| {
@@ -163,6 +172,8 @@ pub struct UpstreamRequestInfo<'a> {
     pub authority: &'a str,
     /// Length of the body in bytes, if known.
     pub length: Option<u64>,
+    /// Values of the route's request headers that depend on the request.
+    pub header_values: &'a RenderedValues,
 }
 
 /// Turn the received headers into those sent to the upstream. Return the protocols that the client offers to upgrade
@@ -202,6 +213,6 @@ pub fn prepare_upstream_headers<B>(
     if let Some(trace) = info.trace {
         trace.inject(headers);
     }
-    route.request_headers.apply(headers);
+    route.request_headers.apply(headers, info.header_values);
     upgrade_request
 }

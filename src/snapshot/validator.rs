@@ -256,9 +256,14 @@ impl<'a> Validator<'a> {
 
     /// Parse a header value.
     pub(super) fn header_value(&mut self, text: &Text) -> Option<HeaderValue> {
-        let parsed = HeaderValue::from_str(text.get_ref()).ok();
+        self.header_value_of(text.span(), text.get_ref())
+    }
+
+    /// Parse a header value that is a part of the value at this span.
+    pub(super) fn header_value_of(&mut self, span: Range<usize>, value: &str) -> Option<HeaderValue> {
+        let parsed = HeaderValue::from_str(value).ok();
         if parsed.is_none() {
-            let issue = Issue::new(text.span(), "this is not a valid header value");
+            let issue = Issue::new(span, "this is not a valid header value");
             self.push_issue(issue.with_hint("one line, without control characters"));
         }
         parsed

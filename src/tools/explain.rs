@@ -11,11 +11,12 @@ use crate::http::headers::is_grpc_call;
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::verdict::Verdict;
 use crate::proxy::context::Peer;
+use crate::proxy::header_values::RequestVariables;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::{LimitContext, build_checks, build_unauthenticated_checks};
 use crate::proxy::target::{RequestTarget, origin_form};
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::routes::RouteAction;
+use crate::snapshot::routes::{Route, RouteAction};
 use crate::tools::explain::limits::{Counters, CountersUnavailable};
 use crate::tools::explain::report::{ClientReport, Explanation, ResponseReport};
 
@@ -55,20 +56,31 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             response: ResponseReport::default(),
             upstream: None,
         };
-        explanation.response = match self.evaluate(request, peer, &mut explanation) {
+        let mut matched_route = None;
+        explanation.response = match self.evaluate(request, peer, &mut explanation, &mut matched_route) {
             Ok(answer) => answer,
-            Err(rejection) => routing::rejection_response(rejection),
+            Err(rejection) => {
+                let variables = matched_route.map(|route| self.variables(route, request, peer));
+                routing::rejection_response(rejection, variables.as_ref())
+            }
         };
         explanation
     }
 
-    /// Run the steps of the request path and record each result in `explanation`.
-    fn evaluate(
-        &self,
+    /// Return the content of variables in header rules.
+    fn variables<'v>(&'v self, route: &'v Route, request: &'v Request<()>, peer: &'v Peer) -> RequestVariables<'v, ()> {
+        let request_id = routing::displayed_request_id(request.headers(), peer);
+        RequestVariables { runtime: self.config, route, peer, request, request_id }
+    }
+
+    /// Run the steps of the request path and record each result in `explanation`, and the route in `matched_route`.
+    fn evaluate<'c>(
+        &'c self,
         request: &Request<()>,
         peer: &Peer,
         explanation: &mut Explanation,
-    ) -> Result<ResponseReport, Rejection<'_>> {
+        matched_route: &mut Option<&'c Route>,
+    ) -> Result<ResponseReport, Rejection<'c>> {
         let config = self.config;
         let target = RequestTarget::from_request(request, &config.server)?;
         explanation.host = Some(target.host.to_string());
@@ -79,6 +91,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             routing::other_routes(config, request, &target, route_index, self.max_other_routes);
         let route = route?;
         explanation.route = Some(routing::matched_route(route));
+        *matched_route = Some(route);
         let length = body_length(request.headers());
         if route.max_body.zip(length).is_some_and(|(max, length)| length > max) {
             return Err(Rejection::BodyTooLarge);
@@ -136,14 +149,14 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         if let Some(rejection) = credential_error {
             return Err(rejection);
         }
+        let variables = self.variables(route, request, peer);
         if let RouteAction::Forward(weighted_upstreams) = &route.action {
             let forwarded_path = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path());
             let target = rewritten.or_else(|| origin_form(request.uri(), forwarded_path));
             let target = target.as_ref().or(request.uri().path_and_query());
-            explanation.upstream =
-                Some(routing::upstream_report(config, route, weighted_upstreams, request, peer, (target, length)));
+            explanation.upstream = Some(routing::upstream_report(&variables, weighted_upstreams, (target, length)));
         }
-        Ok(routing::admitted_response(route, request, target.forwarded_path(), decision.as_ref()))
+        Ok(routing::admitted_response(&variables, target.forwarded_path(), decision.as_ref()))
     }
 
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {

@@ -6,10 +6,11 @@ use http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use http_body_util::BodyExt;
 
 use crate::http::body::Body;
-use crate::http::headers::X_REQUEST_ID;
+use crate::http::headers::{HeaderMutations, X_REQUEST_ID};
 use crate::limiter::decision::Decision;
 use crate::proxy::context::{Peer, RequestId};
 use crate::proxy::forward::{UpstreamRequestInfo, prepare_upstream_headers};
+use crate::proxy::header_values::RequestVariables;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::append_ratelimit_headers;
 use crate::proxy::target::RequestTarget;
@@ -89,24 +90,29 @@ fn required_header(headers: &[(HeaderName, HeaderValue)], name: &HeaderName) -> 
 /// Placeholder for a request id that the gateway would generate.
 const GENERATED_ID_PLACEHOLDER: HeaderValue = HeaderValue::from_static("(a new one for each request)");
 
-/// Report the request that an upstream of the route would receive, for this target and body length in bytes.
-pub(super) fn upstream_report(
-    config: &CompiledConfig,
-    route: &Route,
-    weighted_upstreams: &WeightedUpstreams,
-    request: &Request<()>,
-    peer: &Peer,
-    (target, length): (Option<&PathAndQuery>, Option<u64>),
-) -> UpstreamReport {
-    let request_id = match RequestId::from_headers(request.headers(), peer.forwarded.trusted) {
+/// Return the request id: a placeholder if the gateway would generate it.
+pub(super) fn displayed_request_id(headers: &HeaderMap, peer: &Peer) -> HeaderValue {
+    match RequestId::from_headers(headers, peer.forwarded.trusted) {
         RequestId::Received(request_id) => request_id,
         RequestId::Generated(_) => GENERATED_ID_PLACEHOLDER,
-    };
+    }
+}
+
+/// Report the request that an upstream of the route would receive, for this target and body length in bytes.
+pub(super) fn upstream_report(
+    variables: &RequestVariables<'_, ()>,
+    weighted_upstreams: &WeightedUpstreams,
+    (target, length): (Option<&PathAndQuery>, Option<u64>),
+) -> UpstreamReport {
+    let RequestVariables { runtime: config, route, peer, request, .. } = *variables;
+    let request_id = variables.request_id.clone();
     let upstreams = || weighted_upstreams.upstreams().map(|index| &config.upstreams[index]);
     // A request without a host gets the authority of its server as `Host`. The report shows that of the first server.
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
     let mut forwarded_request = request.clone();
-    let request_info = UpstreamRequestInfo { forwarded: &peer.forwarded, request_id, trace: None, authority, length };
+    let header_values = &route.request_headers.render_without_literals(|variable| variables.content(variable));
+    let request_info =
+        UpstreamRequestInfo { forwarded: &peer.forwarded, request_id, trace: None, authority, length, header_values };
     if let Some(upgrade_request) = prepare_upstream_headers(config, route, &mut forwarded_request, request_info) {
         upgrade_request.insert_into(forwarded_request.headers_mut());
     }
@@ -120,8 +126,7 @@ pub(super) fn upstream_report(
             changed_headers
         },
     );
-    let is_configured =
-        |name: &str| route.request_headers.set.iter().any(|(set, _)| *set == *name && *set != X_REQUEST_ID);
+    let is_configured = |name: &str| is_configured(&route.request_headers, name) && *name != X_REQUEST_ID;
     UpstreamReport {
         upstreams: upstreams().map(|upstream| upstream.name.to_string()).collect(),
         target: target.map_or("/", |target| target.as_str()).to_owned(),
@@ -136,23 +141,41 @@ pub(super) fn upstream_report(
 
 // The response.
 
-/// Report the response to a rejected request.
-pub(super) fn rejection_response(rejection: Rejection<'_>) -> ResponseReport {
-    let (response, outcome) = rejection.into_response(None);
-    gateway_response(response, outcome, |_| false)
+/// Return whether the changes set a header to a value of the configuration, which may be secret.
+fn is_configured(mutations: &HeaderMutations, name: &str) -> bool {
+    mutations.set.iter().any(|(set, _)| *set == *name)
+}
+
+/// Report the response to a rejected request. `variables` are those of its route, if one matched.
+pub(super) fn rejection_response(
+    rejection: Rejection<'_>,
+    variables: Option<&RequestVariables<'_, ()>>,
+) -> ResponseReport {
+    let (mut response, outcome) = rejection.into_response(None);
+    let Some(variables) = variables.filter(|variables| variables.route.response_headers.on_errors) else {
+        return gateway_response(response, outcome, |_| false);
+    };
+    let mutations = &variables.route.response_headers;
+    let own: Vec<_> = response.headers().keys().cloned().collect();
+    let values = mutations.render_without_literals(|variable| variables.content(variable));
+    mutations.apply_to_rejection(response.headers_mut(), &values);
+    gateway_response(response, outcome, |name| {
+        is_configured(mutations, name) && !own.iter().any(|own| own.as_str() == name)
+    })
 }
 
 /// Report the response to an admitted request.
 pub(super) fn admitted_response(
-    route: &Route,
-    request: &Request<()>,
+    variables: &RequestVariables<'_, ()>,
     path: &str,
     decision: Option<&Decision<'_>>,
 ) -> ResponseReport {
+    let RequestVariables { route, request, .. } = *variables;
     let mutations = &route.response_headers;
-    let is_configured = |name: &str| mutations.set.iter().any(|(set, _)| *set == *name);
+    let values = mutations.render_without_literals(|variable| variables.content(variable));
+    let is_configured = |name: &str| is_configured(mutations, name);
     let apply_headers = |headers: &mut HeaderMap| {
-        mutations.apply(headers);
+        mutations.apply(headers, &values);
         if let Some(decision) = decision {
             append_ratelimit_headers(headers, route, decision);
         }
