@@ -5,6 +5,7 @@ pub mod forward;
 pub mod header_values;
 pub mod local_reply;
 pub mod metrics;
+pub mod mirror;
 pub mod rate_limit;
 pub mod target;
 pub mod top_denied;
@@ -15,6 +16,7 @@ use arc_swap::ArcSwap;
 use http::uri::PathAndQuery;
 use http::{Request, Response};
 use http_body::Body as _;
+use tokio::time::Instant;
 
 use crate::http::body::Body;
 use crate::http::flow::StreamFlow;
@@ -28,6 +30,7 @@ use crate::proxy::context::Peer;
 use crate::proxy::context::RequestContext;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::{RequestMetrics, WorkerMetrics};
+use crate::proxy::mirror::MirrorTasks;
 use crate::proxy::target::{RequestTarget, origin_form};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteAction};
@@ -80,6 +83,12 @@ impl Gateway {
     /// Wait until the work that requests leave behind is done: permits to release and late charges.
     pub async fn flush_pending(&self) {
         self.limiter.flush_pending().await;
+    }
+
+    /// Wait until `deadline` for copies of mirrored requests. Return the number of copies that are left.
+    pub async fn drain_mirrors(&self, deadline: Instant) -> usize {
+        let tasks = self.snapshot.load().mirror_tasks.clone();
+        tasks.drain(deadline).await
     }
 
     /// Handle a request and return its response. `flow` is the HTTP/1.x connection or HTTP/2 stream of the request.
@@ -203,6 +212,7 @@ struct ConfigSnapshot {
     runtime: Arc<CompiledConfig>,
     upstreams: Vec<Arc<Upstream>>,
     metrics: WorkerMetrics,
+    mirror_tasks: MirrorTasks,
 }
 
 impl ConfigSnapshot {
@@ -215,7 +225,7 @@ impl ConfigSnapshot {
     ) -> Self {
         let metrics = WorkerMetrics::new(request_metrics, &runtime, worker);
         let upstreams = clusters.iter().cloned().map(Upstream::new).map(Arc::new).collect();
-        ConfigSnapshot { runtime, upstreams, metrics }
+        ConfigSnapshot { runtime, upstreams, metrics, mirror_tasks: MirrorTasks::default() }
     }
 
     /// Create the snapshot that replaces `previous`, with its connections to upstreams that still exist.
@@ -235,6 +245,7 @@ impl ConfigSnapshot {
             }
         };
         let metrics = WorkerMetrics::new(request_metrics, &runtime, worker);
-        ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), runtime, metrics }
+        let mirror_tasks = previous.mirror_tasks.clone();
+        ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), runtime, metrics, mirror_tasks }
     }
 }

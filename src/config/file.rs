@@ -17,8 +17,8 @@ use crate::config::redact::has_secret;
 use crate::config::secrets::{is_secret, secret_ranges};
 use crate::config::shorthand::{CostTable, ServerTable};
 use crate::config::tables::{
-    DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, Redirect, ResponseHeaderRules, Route, Upstream,
-    UpstreamTls,
+    DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, Mirror, Redirect, ResponseHeaderRules, Route,
+    Upstream, UpstreamTls,
 };
 use crate::config::{
     Admin, ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, Jwt, Listener, ListenerTls, Log, Server, Store,
@@ -490,6 +490,7 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["route"] => ("route", field_names::<Route>()),
         ["route", "request_headers"] => ("request_headers", field_names::<HeaderRules>()),
         ["route", "response_headers"] => ("response_headers", field_names::<ResponseHeaderRules>()),
+        ["route", "mirror"] => ("mirror", field_names::<Mirror>()),
         ["route", "respond"] => ("respond", field_names::<DirectResponse>()),
         ["route", "redirect"] => ("redirect", field_names::<Redirect>()),
         ["consumer"] => ("consumer", field_names::<Consumer>()),

@@ -223,6 +223,18 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, tr
     }
 }
 
+/// Remove the names that servers fold into `name`, and `name` itself unless the peer is `trusted`.
+pub fn strip_with_aliases(headers: &mut HeaderMap, name: &HeaderName, trusted: bool) {
+    let is_alias = |other: &&HeaderName| *other != name && fold_name(other.as_str()) == name.as_str();
+    let aliases: Vec<_> = headers.keys().filter(is_alias).cloned().collect();
+    for alias in aliases {
+        headers.remove(alias);
+    }
+    if !trusted {
+        headers.remove(name);
+    }
+}
+
 /// Return whether a header describes the origin of a request.
 fn is_forwarding_header(name: &str) -> bool {
     // The first letter rules out most names.

@@ -2,7 +2,7 @@
 //!
 //! This is the only file that writes the access log record of a request.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use crate::http::flow::StreamFlow;
 use crate::http::headers::{ForwardedInfo, RenderedValues, X_REQUEST_ID};
 use crate::http::request_body::RequestBody;
 use crate::http::{ratelimit_headers, request_body};
+use crate::identity::client_cert::ClientCertificate;
 use crate::identity::client_ip::ClientIpResolver;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
@@ -31,6 +32,7 @@ use crate::telemetry::access_log::{
     DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, RequestStart, TelemetrySinks, UpstreamInfo,
 };
 use crate::telemetry::trace::TraceContext;
+use crate::upstream::proxy_protocol::ProxiedConnection;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Upstream, UpstreamError};
 
@@ -330,6 +332,12 @@ pub struct Peer {
     pub forwarded: ForwardedInfo,
     /// Subject of the verified client certificate, if there is one.
     pub certificate_subject: Option<Box<str>>,
+    /// The verified client certificate, if there is one.
+    pub certificate: Option<Arc<ClientCertificate>>,
+    /// Port of the peer; 0 if it is unknown or not needed.
+    port: u16,
+    /// Address and port that the peer connected to, if known and needed.
+    destination: Option<SocketAddr>,
     /// Resolver that determined whether the peer is trusted.
     client_ip: Arc<ClientIpResolver>,
     /// Whether the peer must not be trusted: it forwards for a client whose address it does not tell.
@@ -342,7 +350,29 @@ impl Peer {
         let address = address.to_canonical();
         let client_ip = runtime.client_ip.clone();
         let forwarded = ForwardedInfo::new(address, scheme, client_ip.is_trusted(address));
-        Peer { address, forwarded, certificate_subject: None, client_ip, is_distrusted: false }
+        Peer {
+            address,
+            forwarded,
+            certificate_subject: None,
+            certificate: None,
+            port: 0,
+            destination: None,
+            client_ip,
+            is_distrusted: false,
+        }
+    }
+
+    /// Set the ports and the destination of the connection, which PROXY headers for upstreams have.
+    pub fn set_connection(&mut self, connection: &ProxiedConnection) {
+        (self.port, self.destination) = (connection.source.port(), Some(connection.destination));
+    }
+
+    /// Return the connection of the client of a request with these headers. The port of a client behind a trusted
+    /// proxy is unknown.
+    pub(super) fn proxied_connection(&self, headers: &HeaderMap) -> ProxiedConnection {
+        let client = self.client_address(headers);
+        let port = if client == self.address { self.port } else { 0 };
+        ProxiedConnection::new(SocketAddr::new(client, port), self.destination)
     }
 
     /// Return the client address of a request with these headers: that of the peer unless the peer is a trusted proxy.
@@ -365,7 +395,8 @@ impl Peer {
         }
         let trusted = !self.is_distrusted && client_ip.is_trusted(self.address);
         let (forwarded, client_ip) = (ForwardedInfo { trusted, ..self.forwarded.clone() }, client_ip.clone());
-        Some(Box::new(Peer { forwarded, client_ip, certificate_subject: self.certificate_subject.clone(), ..*self }))
+        let (certificate_subject, certificate) = (self.certificate_subject.clone(), self.certificate.clone());
+        Some(Box::new(Peer { forwarded, client_ip, certificate_subject, certificate, ..*self }))
     }
 }
 

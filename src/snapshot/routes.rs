@@ -32,6 +32,7 @@ use crate::snapshot::CompiledLimit;
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::header_rules;
 use crate::snapshot::limits::check_cost_fits;
+use crate::snapshot::mirror::{Mirror, mirror};
 use crate::snapshot::route_action::{WeightedUpstreams, rewrite, route_action, websocket};
 use crate::snapshot::validator::Validator;
 use crate::upstream::UpstreamSettings;
@@ -59,6 +60,8 @@ pub struct Route {
     pub max_body: Option<u64>,
     /// Whether protocol upgrades are allowed.
     pub websocket: bool,
+    /// Copies of requests for another upstream.
+    pub mirror: Option<Mirror>,
     /// Changes to the request headers for the upstream.
     pub request_headers: HeaderMutations,
     /// Changes to the response headers.
@@ -245,6 +248,7 @@ pub(super) fn routes(
         let rate_limits = route_limits(written, path, limits, config, reader);
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
         let websocket = websocket(written, upstreams, reader);
+        let mirror = mirror(written, upstreams, reader);
         let request_headers = written.request_headers.as_ref().map(|rules| rules.get_ref());
         let request_headers = request_headers.map_or_else(HeaderMutations::default, |rules| {
             header_rules::compile(&rules.set, &rules.remove, Direction::Request, name, reader)
@@ -266,6 +270,7 @@ pub(super) fn routes(
             rate_limits,
             max_body,
             websocket,
+            mirror,
             request_headers,
             response_headers,
         });

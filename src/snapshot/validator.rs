@@ -1,7 +1,7 @@
 //! Validation of values, with collection of all errors.
 
 use std::net::SocketAddr;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -177,6 +177,19 @@ impl<'a> Validator<'a> {
             allowed.start,
             allowed.end - 1
         )));
+        default
+    }
+
+    /// Check that a number that may have a fraction is in the allowed range.
+    pub(super) fn fraction(&mut self, value: Option<&Spanned<f64>>, allowed: RangeInclusive<i32>, default: f64) -> f64 {
+        let Some(value) = value else { return default };
+        // False for a value that is not a number.
+        if (f64::from(*allowed.start())..=f64::from(*allowed.end())).contains(value.get_ref()) {
+            return *value.get_ref();
+        }
+        let message = format!("{} is out of range", value.get_ref());
+        let hint = format!("from {} to {}, such as 0.1", allowed.start(), allowed.end());
+        self.push_issue(Issue::new(value.span(), message).with_hint(hint));
         default
     }
 

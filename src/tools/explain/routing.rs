@@ -9,7 +9,7 @@ use crate::http::body::Body;
 use crate::http::headers::{HeaderMutations, X_REQUEST_ID};
 use crate::limiter::decision::Decision;
 use crate::proxy::context::{Peer, RequestId};
-use crate::proxy::forward::{UpstreamRequestInfo, prepare_upstream_headers};
+use crate::proxy::forward::{ForwardedCertificate, UpstreamRequestInfo, prepare_upstream_headers};
 use crate::proxy::header_values::RequestVariables;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::append_ratelimit_headers;
@@ -111,8 +111,17 @@ pub(super) fn upstream_report(
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
     let mut forwarded_request = request.clone();
     let header_values = &route.request_headers.render_without_literals(|variable| variables.content(variable));
-    let request_info =
-        UpstreamRequestInfo { forwarded: &peer.forwarded, request_id, trace: None, authority, length, header_values };
+    // No certificate is known here: the report shows that those of clients are removed.
+    let client_cert = upstreams().any(|upstream| upstream.client_cert_header).then_some(ForwardedCertificate(None));
+    let request_info = UpstreamRequestInfo {
+        forwarded: &peer.forwarded,
+        request_id,
+        trace: None,
+        authority,
+        length,
+        header_values,
+        client_cert,
+    };
     if let Some(upgrade_request) = prepare_upstream_headers(config, route, &mut forwarded_request, request_info) {
         upgrade_request.insert_into(forwarded_request.headers_mut());
     }
