@@ -192,6 +192,7 @@ fn load(file: &Value) -> Result<String, String> {
                 route.timeout,
                 &route.rate_limits.header_styles,
                 &route.rate_limits.expose_header,
+                (&route.mirror, &route.response_headers),
                 costs,
             )
         })
@@ -246,6 +247,10 @@ fn file_with(path: &str) -> Value {
         "limit.*.algorithm" => set("limit.l", json!({ "by": "ip", "quota": "1/day" })),
         "limit.*.max_queue" => set("limit.l.max_wait", json!("1s")),
         "upstream.*.max_queue" => set("upstream.u.max_requests", json!(1)),
+        path if path.starts_with("route.*.mirror") => {
+            set("route", json!([{ "name": "m", "path": "/m", "upstream": "u", "mirror": { "upstream": "u" } }]));
+        }
+        "route.*.response_headers.on_errors" => set("route.r.response_headers", json!({})),
         "store.url" => set("store", json!({})),
         "route.*.redirect.status" => set("route", json!([{ "name": "m", "path": "/m", "redirect": { "to": "/" } }])),
         "route.*.ratelimit_headers.*" => set("route.r.ratelimit_headers", json!([null])),

@@ -12,13 +12,16 @@ use crate::proxy::context::{Peer, RequestId};
 use crate::proxy::forward::{ForwardedCertificate, UpstreamRequestInfo, prepare_upstream_headers};
 use crate::proxy::header_values::RequestVariables;
 use crate::proxy::local_reply::Rejection;
+use crate::proxy::mirror::MIRROR_HEADER;
 use crate::proxy::rate_limit::append_ratelimit_headers;
 use crate::proxy::target::RequestTarget;
 use crate::routing::explain::{Candidate, MismatchReason};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::route_action::WeightedUpstreams;
 use crate::snapshot::routes::{Route, RouteAction};
-use crate::tools::explain::report::{HeaderReport, MatchedRoute, OtherRoute, ResponseReport, UpstreamReport};
+use crate::tools::explain::report::{
+    HeaderReport, MatchedRoute, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,
+};
 
 type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
@@ -122,7 +125,9 @@ pub(super) fn upstream_report(
         header_values,
         client_cert,
     };
-    if let Some(upgrade_request) = prepare_upstream_headers(config, route, &mut forwarded_request, request_info) {
+    let upgrade_request = prepare_upstream_headers(config, route, &mut forwarded_request, request_info);
+    let is_upgrade = upgrade_request.is_some();
+    if let Some(upgrade_request) = upgrade_request {
         upgrade_request.insert_into(forwarded_request.headers_mut());
     }
     let (received_headers, forwarded_headers) = (request.headers(), forwarded_request.headers());
@@ -145,6 +150,20 @@ pub(super) fn upstream_report(
             .filter(|name| !forwarded_headers.contains_key(*name))
             .map(ToString::to_string)
             .collect(),
+        mirror: route.mirror.as_ref().map(|mirror| MirrorReport {
+            upstream: config.upstreams[mirror.upstream].name.to_string(),
+            percent: mirror.percent,
+            max_body: mirror.max_body,
+            skipped: if request.headers().contains_key(&MIRROR_HEADER) {
+                Some("it is a copy itself")
+            } else if is_upgrade {
+                Some("it offers to upgrade the connection")
+            } else if length.is_some_and(|length| length > mirror.max_body as u64) {
+                Some("its body is larger than `max_body`")
+            } else {
+                None
+            },
+        }),
     }
 }
 
