@@ -181,7 +181,7 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(retries_without_time(input, route));
         issues.extend(mirror_to_same_upstream(input, route));
         issues.extend(mirror_beyond_buffers(input, route));
-        issues.extend(consumer_of_nobody(input, route));
+        issues.extend(consumer_without_identity(input, route));
     }
     issues
 }
@@ -291,7 +291,7 @@ fn mirror_beyond_buffers(input: &LintInput<'_>, route: &Route) -> Option<Issue> 
 }
 
 /// `{consumer}` in a header rule of a route that identifies no consumers: the header is always removed.
-fn consumer_of_nobody(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
+fn consumer_without_identity(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(parsed) = input.route(route.index).filter(|_| !route.identifies_consumers()) else { return Vec::new() };
     let parsed = parsed.get_ref();
     let request_rules = parsed.request_headers.as_ref().map(|rules| &rules.get_ref().set);

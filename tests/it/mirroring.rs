@@ -286,7 +286,7 @@ fn upgrades_and_copies_are_not_mirrored() {
     let upgrade = [("Connection", "Upgrade"), ("Upgrade", "websocket")];
     assert_eq!(gateway.client().get_with("/", &upgrade).status, 200);
     assert_eq!(dropped(&gateway, "upgrade"), 1.0);
-    // Whoever sends it: a loop of gateways ends. The upstream learns it from a trusted proxy only.
+    // From any peer: a loop of gateways ends. The upstream learns it from a trusted proxy only.
     for (client, seen) in [([127, 0, 0, 1], &[][..]), ([127, 0, 0, 9], &["1"])] {
         let mut client = Client::connect_from(client.into(), gateway.address);
         let marked = [("X-Sluicegate-Mirror", "1"), ("X_Sluicegate_Mirror", "1")];
