@@ -22,6 +22,7 @@ use tracing::{debug, warn};
 
 use crate::http::flow::ConnectionActivity;
 use crate::identity::client_cert;
+use crate::identity::client_cert::ClientCertificate;
 use crate::limiter::clock;
 use crate::listener::connection_limit::ConnectionLimits;
 use crate::listener::handshake::Protocol;
@@ -31,6 +32,7 @@ use crate::listener::stream::{ReclaimableStream, SelectiveWaker};
 use crate::proxy::Gateway;
 use crate::proxy::context::Peer;
 use crate::snapshot::{CompiledConfig, Listener};
+use crate::upstream::proxy_protocol::ProxiedConnection;
 
 /// Accept queue length (backlog) of each listening socket.
 pub const BACKLOG: usize = 4096;
@@ -80,10 +82,15 @@ impl Server {
         }
         self.tasks.close();
         let drain_timeout = self.gateway.runtime().server.drain_timeout;
-        if timeout(drain_timeout, self.tasks.wait()).await.is_err() {
+        let deadline = Instant::now() + drain_timeout;
+        if timeout_at(deadline, self.tasks.wait()).await.is_err() {
             warn!(connections = self.tasks.len(), "drain_timeout expired; closing connections");
             self.force_close.cancel();
             self.tasks.wait().await;
+        }
+        let copies = self.gateway.drain_mirrors(deadline).await;
+        if copies > 0 {
+            warn!(copies, "drain_timeout expired; dropping copies of mirrored requests");
         }
         if timeout(FLUSH_TIMEOUT, self.gateway.flush_pending()).await.is_err() {
             warn!("the store did not complete the last permit releases and charges in time");
@@ -213,8 +220,8 @@ impl Server {
                     Box::new(accepted.inspect_err(|error| handshake::log_failure(error, peer.address, &client_hello))?);
                 drop(client_hello);
                 let session = stream.get_ref().1;
-                if let Some([certificate, ..]) = session.peer_certificates() {
-                    peer.has_client_cert = true;
+                if let Some(chain @ [certificate, ..]) = session.peer_certificates() {
+                    peer.certificate = Some(Arc::new(ClientCertificate::new(chain)));
                     peer.certificate_subject =
                         client_cert::subject(certificate, (clock::unix_us() / 1_000_000) as i64)?;
                 }
@@ -256,6 +263,9 @@ impl Server {
     ) -> Result<Peer, BoxError> {
         let scheme = if listener.tls.is_some() { "https" } else { "http" };
         let mut peer = Peer::new(socket_address.ip(), scheme, runtime);
+        if runtime.sends_proxy_headers {
+            peer.set_connection(&ProxiedConnection::new(socket_address, stream.local_addr().ok()));
+        }
         if listener.proxy_protocol {
             if !peer.forwarded.trusted {
                 UNTRUSTED_PROXY_LOGGED.call_once(|| {
@@ -269,7 +279,10 @@ impl Server {
                 return Err(format!("`{}` is not a trusted proxy", peer.address).into());
             }
             match proxy_protocol::read_header(stream).await? {
-                ProxySource::Proxied(client) => peer = Peer::new(client, scheme, runtime),
+                ProxySource::Proxied(connection) => {
+                    peer = Peer::new(connection.source.ip(), scheme, runtime);
+                    peer.set_connection(&connection);
+                }
                 ProxySource::Local => {}
                 // The proxy is trusted. Forwarding headers are not: they come from the unknown client.
                 ProxySource::Unknown => peer.distrust(),

@@ -4,8 +4,10 @@ pub mod access;
 pub mod authentication;
 pub mod context;
 pub mod forward;
+pub mod header_values;
 pub mod local_reply;
 pub mod metrics;
+pub mod mirror;
 pub mod rate_limit;
 pub mod target;
 pub mod top_denied;
@@ -16,6 +18,7 @@ use arc_swap::ArcSwap;
 use http::uri::PathAndQuery;
 use http::{Request, Response};
 use http_body::Body as _;
+use tokio::time::Instant;
 
 use crate::http::body::Body;
 use crate::http::cors;
@@ -23,7 +26,6 @@ use crate::http::flow::StreamFlow;
 use crate::http::headers::is_grpc_call;
 use crate::http::request_body;
 use crate::http::request_body::RequestBody;
-use crate::identity::auth::Credentials;
 use crate::limiter::Limiter;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::Decision;
@@ -31,6 +33,7 @@ use crate::proxy::context::Peer;
 use crate::proxy::context::RequestContext;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::{RequestMetrics, WorkerMetrics};
+use crate::proxy::mirror::MirrorTasks;
 use crate::proxy::target::{RequestTarget, origin_form};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteAction};
@@ -85,6 +88,12 @@ impl Gateway {
         self.limiter.flush_pending().await;
     }
 
+    /// Wait until `deadline` for copies of mirrored requests. Return the number of copies that are left.
+    pub async fn drain_mirrors(&self, deadline: Instant) -> usize {
+        let tasks = self.snapshot.load().mirror_tasks.clone();
+        tasks.drain(deadline).await
+    }
+
     /// Handle a request and return its response. `flow` is the HTTP/1.x connection or HTTP/2 stream of the request.
     /// Dropping the future cancels everything it waits for.
     pub async fn handle(
@@ -97,7 +106,9 @@ impl Gateway {
         let revalidated = peer.revalidate(&snapshot.runtime);
         let peer = revalidated.as_deref().unwrap_or(peer);
         let mut context = RequestContext::new(&snapshot, &self.sinks, peer, flow, &request);
-        let result = match self.admit(&mut context, &request).await {
+        let admission = self.admit(&mut context, &request).await;
+        context.render_response_headers(&request);
+        let result = match admission {
             Ok(admitted) => self.respond(&mut context, admitted, request).await,
             Err(rejection) => {
                 if let Rejection::StoreUnavailable(_) = rejection {
@@ -139,12 +150,14 @@ impl Gateway {
         let (credentials, authenticated) =
             authentication::authenticate(runtime, route, request.headers(), context.peer);
         let decision = if route.rate_limits.limits.is_empty() && !context.is_recorded() {
-            authenticated.map(|()| Decision::unlimited())?
+            authenticated.map(|()| Decision::unlimited())
         } else {
             let authenticated = (&credentials, authenticated);
             // Boxed: requests without limits need no space for this future.
-            Box::pin(rate_limit::check_limits(&self.limiter, context, route, authenticated, &target, request)).await?
+            Box::pin(rate_limit::check_limits(&self.limiter, context, route, authenticated, &target, request)).await
         };
+        context.credentials = credentials;
+        let decision = decision?;
         if !decision.admitted {
             return Err(Rejection::RateLimited {
                 decision,
@@ -154,7 +167,7 @@ impl Gateway {
             });
         }
         let path = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path().to_owned());
-        Ok(AdmittedRequest { route, credentials, decision, forwarded_path: path, rewritten_target })
+        Ok(AdmittedRequest { route, decision, forwarded_path: path, rewritten_target })
     }
 
     /// Perform the action of the route, settle the costs that the response determines, and complete the response
@@ -165,7 +178,7 @@ impl Gateway {
         admitted: AdmittedRequest<'a>,
         request: Box<Request<RequestBody>>,
     ) -> Result<Response<Body>, Rejection<'a>> {
-        let AdmittedRequest { route, credentials, mut decision, forwarded_path, rewritten_target } = admitted;
+        let AdmittedRequest { route, mut decision, forwarded_path, rewritten_target } = admitted;
         let result = match &route.action {
             RouteAction::DirectResponse(respond) => {
                 request_body::discard_body(request, context.flow);
@@ -184,9 +197,7 @@ impl Gateway {
                 let started_at = monotonic();
                 let mut attempts = AttemptLog::new(context.is_recorded());
                 // Boxed: inline, it would be part of this future and be moved with it for every request.
-                let route_of = (route, &credentials);
-                let result =
-                    Box::pin(forward::forward(context, route_of, upstream, request, target, &mut attempts)).await;
+                let result = Box::pin(forward::forward(context, route, upstream, request, target, &mut attempts)).await;
                 context.snapshot.metrics.record_upstream(index, &result, started_at.elapsed(), &attempts);
                 context.record_upstream(upstream, &attempts, &result, started_at);
                 result
@@ -198,7 +209,7 @@ impl Gateway {
             cors::remove_headers(response.headers_mut());
         }
         // The route may remove headers that the settlement has read. The rate limit headers are appended afterwards.
-        route.response_headers.apply(response.headers_mut());
+        route.response_headers.apply(response.headers_mut(), &context.response_values);
         rate_limit::append_ratelimit_headers(response.headers_mut(), route, &decision);
         context.permits = decision.permits;
         Ok(response)
@@ -209,7 +220,6 @@ impl Gateway {
 struct AdmittedRequest<'a> {
     route: &'a Route,
     /// What the providers of the route verified.
-    credentials: Credentials<'a>,
     decision: Decision<'a>,
     /// Path to forward, if it differs from the received path.
     forwarded_path: Option<String>,
@@ -225,6 +235,7 @@ struct ConfigSnapshot {
     runtime: Arc<CompiledConfig>,
     upstreams: Vec<Arc<Upstream>>,
     metrics: WorkerMetrics,
+    mirror_tasks: MirrorTasks,
 }
 
 impl ConfigSnapshot {
@@ -237,7 +248,7 @@ impl ConfigSnapshot {
     ) -> Self {
         let metrics = WorkerMetrics::new(request_metrics, &runtime, worker);
         let upstreams = clusters.iter().cloned().map(Upstream::new).map(Arc::new).collect();
-        ConfigSnapshot { runtime, upstreams, metrics }
+        ConfigSnapshot { runtime, upstreams, metrics, mirror_tasks: MirrorTasks::default() }
     }
 
     /// Create the snapshot that replaces `previous`, with its connections to upstreams that still exist.
@@ -257,6 +268,7 @@ impl ConfigSnapshot {
             }
         };
         let metrics = WorkerMetrics::new(request_metrics, &runtime, worker);
-        ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), runtime, metrics }
+        let mirror_tasks = previous.mirror_tasks.clone();
+        ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), runtime, metrics, mirror_tasks }
     }
 }

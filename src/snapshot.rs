@@ -6,9 +6,11 @@ pub mod client_tls;
 mod cors;
 pub mod cost;
 pub mod current;
+mod header_rules;
 mod identities;
 mod limits;
 pub mod listeners;
+pub mod mirror;
 mod restart_required;
 pub mod route_action;
 pub mod routes;
@@ -79,6 +81,8 @@ pub struct CompiledConfig {
     pub protected_headers: ProtectedHeaders,
     /// Upstreams, by the index that routes use.
     pub upstreams: Vec<Arc<UpstreamSettings>>,
+    /// Whether an upstream is sent PROXY headers.
+    pub sends_proxy_headers: bool,
     /// TLS of the upstreams that have servers at `https://`.
     pub upstream_tls: Vec<Arc<UpstreamTls>>,
     /// All limits by name, used or not.
@@ -276,6 +280,7 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
         auth,
         hasher,
         protected_headers: guarded,
+        sends_proxy_headers: upstreams.iter().any(|upstream| upstream.proxy_protocol),
         upstreams: upstreams.into_iter().map(Arc::new).collect(),
         upstream_tls: upstream_tls.into_iter().map(Arc::new).collect(),
         limits,

@@ -8,6 +8,7 @@ pub mod endpoint;
 pub mod health;
 mod http2;
 pub mod load_balancer;
+pub mod proxy_protocol;
 pub mod retry;
 
 use std::error::Error;
@@ -28,6 +29,7 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::endpoint::RequestPermit;
 use crate::upstream::health::{EjectionSettings, HealthSettings};
 use crate::upstream::load_balancer::{LoadBalancer, LoadBalancingPolicy, Rng};
+use crate::upstream::proxy_protocol::ProxiedConnection;
 
 /// `Retry-After` if no endpoint has an address yet and the upstream has no health checks.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
@@ -184,6 +186,8 @@ struct PickState {
     hash_key: Option<u64>,
     /// Endpoints that this request has tried.
     tried: Vec<Arc<Endpoint>>,
+    /// Connection of the client, if the endpoints are told. Boxed: few upstreams are.
+    client: Option<Box<ProxiedConnection>>,
 }
 
 impl Upstream {
@@ -211,6 +215,21 @@ impl Upstream {
     /// Return the protocol of the upstream.
     pub fn protocol(&self) -> Protocol {
         self.cluster.settings.protocol
+    }
+
+    /// Return the maximum time to wait for the response headers.
+    pub fn response_timeout(&self) -> Duration {
+        self.cluster.settings.response_timeout
+    }
+
+    /// Return whether connections start with a PROXY header.
+    pub fn sends_proxy_header(&self) -> bool {
+        self.cluster.settings.proxy_protocol
+    }
+
+    /// Return whether requests carry the certificate of the client.
+    pub fn sends_client_cert(&self) -> bool {
+        self.cluster.settings.client_cert_header
     }
 
     /// Return host and port of the first server, for requests without a host.
@@ -306,6 +325,10 @@ pub struct UpstreamSettings {
     pub slow_start: Duration,
     /// Maximum number of retries on other endpoints, for requests that are safe to repeat.
     pub retries: u32,
+    /// Whether each connection starts with a PROXY header, and carries the requests of one client connection only.
+    pub proxy_protocol: bool,
+    /// Whether requests carry the certificate of the client in `Client-Cert` (RFC 9440).
+    pub client_cert_header: bool,
 }
 
 impl UpstreamSettings {

@@ -162,7 +162,7 @@ fn labels(sample: &str) -> Vec<(&str, &str)> {
 #[test]
 fn manual_lists_exactly_the_exported_metrics() {
     let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n[upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n\
-                   [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\"]\n";
+                   [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\"]\nmirror = { upstream = \"api\" }\n";
     let gateway = Gateway::start(&admin_listener::with_admin(limited));
     // A worker that has served a request has created its metrics.
     assert_eq!(gateway.get("/unknown").status, 404);

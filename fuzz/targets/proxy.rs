@@ -4,6 +4,7 @@
 use std::net::IpAddr;
 
 use sluicegate::listener::proxy_protocol::{ProxySource, parse};
+use sluicegate::upstream::proxy_protocol::ProxiedConnection;
 
 const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 
@@ -37,15 +38,19 @@ fn version_1(line: &str, sender: &ProxySource) {
     assert!(line.len() <= 107, "{line:?}");
     let fields: Vec<_> = line.strip_suffix("\r\n").expect("its end").split(' ').collect();
     match (sender, &fields[..]) {
-        (ProxySource::Proxied(client), ["PROXY", family, source, destination, ports @ ..]) => {
+        (ProxySource::Proxied(connection), ["PROXY", family, source, destination, ports @ ..]) => {
             let [source, destination] = [source, destination].map(|text| text.parse::<IpAddr>().expect("an address"));
-            assert_eq!((client, source.is_ipv4()), (&source, *family == "TCP4"), "{line:?}");
+            assert_eq!(connection.source.ip(), source.to_canonical(), "{line:?}");
+            assert_eq!(connection.destination.ip(), destination.to_canonical(), "{line:?}");
+            assert_eq!(source.is_ipv4(), *family == "TCP4", "{line:?}");
             assert!(source.is_ipv4() == destination.is_ipv4() && matches!(*family, "TCP4" | "TCP6"), "{line:?}");
             let [of_source, of_destination] = ports else { panic!("two ports: {line:?}") };
             for port in [of_source, of_destination] {
                 let number: u16 = port.parse().expect("a port");
                 assert_eq!(number.to_string(), **port, "{line:?}");
             }
+            let ports = [connection.source, connection.destination].map(|address| address.port().to_string());
+            assert_eq!(ports, [*of_source, *of_destination], "{line:?}");
             let again = format!("PROXY {family} {source} {destination} {of_source} {of_destination}\r\n");
             assert_eq!(parse(again.as_bytes()).ok().as_ref(), Some(sender), "{line:?} is {again:?}");
         }
@@ -62,15 +67,26 @@ fn version_2(command: u8, family: u8, rest: &[u8], sender: &ProxySource) {
     };
     match (sender, command, family) {
         (ProxySource::Local, 0x20, _) => {}
-        (ProxySource::Proxied(IpAddr::V4(client)), 0x21, 0x11) => {
-            assert_eq!(client.octets(), rest[..4]);
+        (ProxySource::Proxied(connection), 0x21, 0x11) => {
+            let octets = |bytes: &[u8]| IpAddr::from(<[u8; 4]>::try_from(bytes).expect("four bytes"));
+            assert_eq!(connection.source.ip(), octets(&rest[..4]));
+            assert_eq!(connection.destination.ip(), octets(&rest[4..8]));
+            ports(connection, &rest[8..12]);
             assert_eq!(parse(&header(&rest[..12])).ok().as_ref(), Some(sender));
         }
-        (ProxySource::Proxied(IpAddr::V6(client)), 0x21, 0x21) => {
-            assert_eq!(client.octets(), rest[..16]);
+        (ProxySource::Proxied(connection), 0x21, 0x21) => {
+            let octets = |bytes: &[u8]| IpAddr::from(<[u8; 16]>::try_from(bytes).expect("sixteen bytes"));
+            assert_eq!(connection.source.ip(), octets(&rest[..16]).to_canonical());
+            assert_eq!(connection.destination.ip(), octets(&rest[16..32]).to_canonical());
+            ports(connection, &rest[32..36]);
             assert_eq!(parse(&header(&rest[..36])).ok().as_ref(), Some(sender));
         }
         (ProxySource::Unknown, 0x21, family) => assert!(!matches!(family, 0x11 | 0x21)),
         _ => panic!("{sender:?} of {command:#x}, {family:#x}"),
     }
+}
+
+fn ports(connection: &ProxiedConnection, bytes: &[u8]) {
+    let ports = [connection.source, connection.destination].map(|address| address.port().to_be_bytes());
+    assert_eq!(ports.as_flattened(), bytes);
 }

@@ -6,6 +6,7 @@ use crate::admin::state::AdminState;
 use crate::limiter::metrics::AnsweredBy;
 use crate::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
 use crate::proxy::metrics::{LimitDecision, ResponseStats, STATUS_CLASSES};
+use crate::proxy::mirror::{CopyResult, DropReason};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::upstream::retry::RetryReason;
 
@@ -149,6 +150,7 @@ impl AdminState {
                 writer.write_counter(&[("upstream", &upstream), ("reason", reason.label())], count)?;
             }
         }
+        self.write_mirrors(exposition)?;
         let clusters = self.config_handle.active().clusters.clone();
         let statuses: Vec<_> = clusters.iter().map(|cluster| (&*cluster.settings.name, cluster.status())).collect();
         let endpoints = || statuses.iter().flat_map(|(name, all)| all.iter().map(move |endpoint| (*name, endpoint)));
@@ -166,6 +168,32 @@ impl AdminState {
             .gauge("upstream_server_requests_in_flight", "Requests in flight at an endpoint, from all workers")?;
         for (upstream, endpoint) in endpoints() {
             writer.write_gauge(&[("upstream", upstream), ("server", &endpoint.server)], endpoint.in_flight as u64)?;
+        }
+        Ok(())
+    }
+
+    fn write_mirrors(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
+        let mirrors = self.request_metrics.mirrors.all();
+        let mut writer =
+            exposition.counter("mirrored_requests", "Copies that were sent by `mirror`, by route and result")?;
+        for (route, stats) in &mirrors {
+            let counts = sum_counts(stats.iter().map(|stats| stats.sent.values()));
+            for (result, count) in CopyResult::ALL.iter().zip(counts) {
+                writer.write_counter(&[("route", route), ("result", result.label())], count)?;
+            }
+        }
+        let mut writer =
+            exposition.counter("mirrored_requests_dropped", "Requests without a copy, by route and reason")?;
+        for (route, stats) in &mirrors {
+            let counts = sum_counts(stats.iter().map(|stats| stats.dropped.values()));
+            for (reason, count) in DropReason::ALL.iter().zip(counts) {
+                writer.write_counter(&[("route", route), ("reason", reason.label())], count)?;
+            }
+        }
+        let mut writer = exposition.gauge("mirrored_requests_in_flight", "Copies in flight by route")?;
+        for (route, stats) in &mirrors {
+            let in_flight = stats.iter().map(|stats| stats.in_flight() as u64).sum();
+            writer.write_gauge(&[("route", route)], in_flight)?;
         }
         Ok(())
     }

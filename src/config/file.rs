@@ -17,7 +17,8 @@ use crate::config::redact::has_secret;
 use crate::config::secrets::{is_secret, secret_ranges};
 use crate::config::shorthand::{CostTable, KeyTable, ServerTable};
 use crate::config::tables::{
-    Cors, DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, Redirect, Route, Upstream, UpstreamTls,
+    Cors, DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, Mirror, Redirect, ResponseHeaderRules,
+    Route, Upstream, UpstreamTls,
 };
 use crate::config::{
     Admin, Auth, Certificate, ClientIp, Config, Consumer, Consumers, Listener, ListenerTls, Log, Server, Store,
@@ -335,8 +336,8 @@ impl Environment<'_> {
         }
     }
 
-    /// Replace `${NAME}` and `${NAME:-default}` in every string. This happens after parsing, so that a value cannot
-    /// become TOML syntax.
+    /// Replace `${NAME}` and `${NAME:-default}` in every string; `$${` is a literal `${`. This happens after parsing, so
+    /// that a value cannot become TOML syntax.
     fn substitute(&mut self, value: &mut Spanned<DeValue<'_>>, path: &mut Vec<String>) {
         let span = value.span();
         match value.get_mut() {
@@ -356,6 +357,12 @@ impl Environment<'_> {
         let mut out = String::new();
         let mut rest = text;
         while let Some((before, after)) = rest.split_once("${") {
+            if let Some(before) = before.strip_suffix('$') {
+                out.push_str(before);
+                out.push_str("${");
+                rest = after;
+                continue;
+            }
             out.push_str(before);
             let Some((expression, behind)) = after.split_once('}') else {
                 let issue = Issue::new(span.clone(), "`${` without `}`");
@@ -367,6 +374,8 @@ impl Environment<'_> {
                 None => (expression, None),
             };
             match (self.variable)(name).filter(|value| !value.is_empty() || default.is_none()) {
+                // The value of a variable is literal, so that it cannot name variables of the request.
+                Some(found) if is_template(path) => out.push_str(&found.replace('{', "{{").replace('}', "}}")),
                 Some(found) => out.push_str(&found),
                 None => match default {
                     Some(default) => out.push_str(default),
@@ -384,6 +393,11 @@ impl Environment<'_> {
         out.push_str(rest);
         out
     }
+}
+
+/// Return whether braces in the value at a path are variables of the request.
+fn is_template(path: &[String]) -> bool {
+    matches!(path, [.., rules, set, _] if set == "set" && matches!(&**rules, "request_headers" | "response_headers"))
 }
 
 /// Warn of `$NAME`, which is not substituted. Regular expressions and the bodies of responses may contain it.
@@ -497,7 +511,9 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["upstream", _, "outlier_detection"] => ("outlier_detection", field_names::<Eject>()),
         ["upstream", _, "servers"] => ("servers", field_names::<ServerTable>()),
         ["route"] => ("route", field_names::<Route>()),
-        ["route", "request_headers" | "response_headers"] => ("header rules", field_names::<HeaderRules>()),
+        ["route", "request_headers"] => ("request_headers", field_names::<HeaderRules>()),
+        ["route", "response_headers"] => ("response_headers", field_names::<ResponseHeaderRules>()),
+        ["route", "mirror"] => ("mirror", field_names::<Mirror>()),
         ["route", "respond"] => ("respond", field_names::<DirectResponse>()),
         ["route", "cors"] => ("cors", field_names::<Cors>()),
         ["route", "redirect"] => ("redirect", field_names::<Redirect>()),

@@ -63,10 +63,14 @@ pub struct Route {
     /// otherwise when the maximum is reached; the upstream request is then aborted. Default: no maximum.
     #[schemars(schema_with = "schema::size")]
     pub max_body: Option<Text>,
-    /// Changes to the request headers for the upstream: `{ set = { x-gateway = "sluicegate" }, remove = ["x-debug"] }`.
+    /// Changes to the request headers for the upstream: `{ set = { x-user = "{consumer}" }, remove = ["x-debug"] }`
+    /// ([variables](http.md#variables-in-header-rules)).
     pub request_headers: Option<Spanned<HeaderRules>>,
-    /// Changes to the response headers: `{ remove = ["server"] }`.
-    pub response_headers: Option<Spanned<HeaderRules>>,
+    /// Changes to the response headers: `{ set = { x-request-id = "{request_id}" }, remove = ["server"] }`.
+    pub response_headers: Option<Spanned<ResponseHeaderRules>>,
+    /// Send a copy of each forwarded request to another upstream and discard its response:
+    /// `{ upstream = "next", percent = 10 }` ([mirroring](../how-to/mirror.md)).
+    pub mirror: Option<Spanned<Mirror>>,
     /// Allow protocol upgrades, such as WebSocket.
     #[schemars(extend("default" = false))]
     pub websocket: Option<Spanned<bool>>,
@@ -82,11 +86,13 @@ pub struct Route {
     pub expose_headers: bool,
 }
 
-/// `request_headers`, `response_headers` of a route
+/// `request_headers = { … }` of a route
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct HeaderRules {
-    /// Headers to set. The value replaces all existing lines of the header.
+    /// Headers to set. The value replaces all existing lines of the header. It may have variables: `{client_ip}`,
+    /// `{request_id}`, `{consumer}`, `{route}`, `{host}`, `{method}`, `{path}`, `{scheme}`. If one has no content, the
+    /// header is removed. `{{` and `}}` are literal braces.
     pub set: BTreeMap<String, Text>,
     /// Headers to remove, with all their lines.
     pub remove: Vec<Text>,
@@ -116,6 +122,39 @@ pub struct Cors {
     /// Response headers that scripts may read, besides `Retry-After` and the RateLimit headers of the route's limits.
     /// `["*"]` = all, without credentials. Default: none.
     pub expose: Vec<Text>,
+}
+
+/// `response_headers = { … }` of a route
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct ResponseHeaderRules {
+    /// Headers to set, as in `request_headers`.
+    pub set: BTreeMap<String, Text>,
+    /// Headers to remove, with all their lines.
+    pub remove: Vec<Text>,
+    /// Set headers also on responses with which the gateway rejects a request of the route, such as 401, 413, 429 and
+    /// 502. Headers that the rejection has itself, such as `Cache-Control` and `Retry-After`, stay as they are.
+    #[schemars(extend("default" = false))]
+    pub on_errors: bool,
+}
+
+/// `mirror = { … }` of a route
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["upstream"]))]
+pub struct Mirror {
+    /// Name of the upstream that gets the copies. Its timeouts apply to them, its `retries` do not.
+    pub upstream: Option<Text>,
+    /// Percentage of the requests that are copied, with a fraction such as 0.1 if needed. 0 = none.
+    #[schemars(range(min = 0, max = 100), extend("default" = 100))]
+    pub percent: Option<Spanned<f64>>,
+    /// Maximum size of a body that is copied. Requests with a larger body are not copied. All bodies together take at
+    /// most a quarter of `server.max_buffered`, in addition to it. 0B = copy only requests without a body.
+    #[schemars(schema_with = "schema::size", extend("default" = "64KiB"))]
+    pub max_body: Option<Text>,
+    /// Maximum number of copies in flight for each worker. Further copies are dropped.
+    #[schemars(range(min = 1, max = 100000), extend("default" = 100))]
+    pub max_in_flight: Option<Spanned<i64>>,
 }
 
 /// `respond = { … }` of a route
@@ -276,6 +315,14 @@ pub struct Upstream {
     /// fails before the response. The retry budget is 20 % of all requests, plus 10 per second.
     #[schemars(range(min = 0, max = 10), extend("default" = 0))]
     pub retries: Option<Spanned<i64>>,
+    /// Send the verified certificate of the client in `Client-Cert`, and its chain in `Client-Cert-Chain` (RFC 9440).
+    /// Headers of these names that a client sends are removed, also if they come from a trusted proxy.
+    #[schemars(extend("default" = false))]
+    pub client_cert_header: Option<Spanned<bool>>,
+    /// `"v2"`: each connection to a server starts with a PROXY protocol header, which has the address of the client.
+    /// Requests of different clients share no connection. Not with `protocol = "http2"`. Default: no header.
+    #[schemars(extend("enum" = ["v2"]))]
+    pub proxy_protocol: Option<Text>,
     /// TLS to servers at `https://`: `{ ca = "ca.pem", server_name = "api.internal", cert = "gate.pem", key =
     /// "gate.key" }`. Each key is optional; `cert` and `key` go together.
     pub tls: Option<Spanned<UpstreamTls>>,

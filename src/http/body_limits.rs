@@ -228,7 +228,7 @@ impl BufferBudget {
     }
 
     /// Reserve `size` bytes, or return `None` if the budget or its parent would be exceeded.
-    pub(super) fn try_reserve(self: &Arc<Self>, size: usize) -> Option<BufferReservation> {
+    pub fn try_reserve(self: &Arc<Self>, size: usize) -> Option<BufferReservation> {
         self.add(size);
         let reservation = BufferReservation { budget: self.clone(), size };
         let fits = |budget: &BufferBudget| budget.used.load(Ordering::Relaxed) <= budget.max.load(Ordering::Relaxed);

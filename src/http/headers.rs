@@ -1,5 +1,6 @@
 //! Header rules: hop-by-hop headers, forwarding headers, cookies, and the header changes of routes.
 
+use std::borrow::Cow;
 use std::net::IpAddr;
 
 use http::header::{
@@ -7,6 +8,8 @@ use http::header::{
     TRANSFER_ENCODING, UPGRADE, VIA,
 };
 use http::{HeaderMap, Method, Request, Version};
+
+use crate::http::header_template::{ValueTemplate, Variable};
 
 /// Headers that concern one connection only (RFC 9110 §7.6.1), including two that old clients send.
 pub(super) static HOP_BY_HOP: [HeaderName; 7] = [
@@ -220,6 +223,18 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, tr
     }
 }
 
+/// Remove the names that servers fold into `name`, and `name` itself unless the peer is `trusted`.
+pub fn strip_with_aliases(headers: &mut HeaderMap, name: &HeaderName, trusted: bool) {
+    let is_alias = |other: &&HeaderName| *other != name && fold_name(other.as_str()) == name.as_str();
+    let aliases: Vec<_> = headers.keys().filter(is_alias).cloned().collect();
+    for alias in aliases {
+        headers.remove(alias);
+    }
+    if !trusted {
+        headers.remove(name);
+    }
+}
+
 /// Return whether a header describes the origin of a request.
 fn is_forwarding_header(name: &str) -> bool {
     // The first letter rules out most names.
@@ -266,6 +281,23 @@ pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: O
         append_element(headers, VIA, via.as_bytes());
     } else {
         headers.insert(VIA, via);
+    }
+}
+
+/// Return the scheme of the client: that of its connection, or the one that a trusted proxy reports in
+/// `X-Forwarded-Proto`.
+pub fn client_scheme(headers: &HeaderMap, forwarded: &ForwardedInfo) -> &'static str {
+    let mut lines = headers.get_all(X_FORWARDED_PROTO).iter().filter(|_| forwarded.trusted);
+    let reported = match (lines.next(), lines.next()) {
+        (Some(only), None) => only,
+        _ => &forwarded.scheme,
+    };
+    match reported.as_bytes() {
+        b"https" => "https",
+        b"http" => "http",
+        // Not a scheme that the gateway serves: the connection decides.
+        _ if forwarded.scheme == "https" => "https",
+        _ => "http",
     }
 }
 
@@ -345,15 +377,46 @@ pub enum Direction {
 pub struct HeaderMutations {
     /// Names and values to set.
     pub set: Vec<(HeaderName, HeaderValue)>,
+    /// Names to set, with values that differ between requests.
+    pub templates: Vec<(HeaderName, ValueTemplate)>,
     /// Names to remove.
     pub remove: Vec<HeaderName>,
     /// Aliases of the headers above, which are also removed from requests.
     pub aliases: HeaderAliases,
+    /// Whether the changes apply to responses with which the gateway rejects a request.
+    pub on_errors: bool,
+}
+
+/// The values of [`HeaderMutations::templates`] for one request, in their order. `None` = the header is removed.
+#[derive(Debug, Default)]
+pub struct RenderedValues(Vec<Option<HeaderValue>>);
+
+impl RenderedValues {
+    fn get(&self, index: usize) -> Option<&HeaderValue> {
+        self.0.get(index)?.as_ref()
+    }
 }
 
 impl HeaderMutations {
+    /// Return whether values depend on the request.
+    pub fn has_variables(&self) -> bool {
+        !self.templates.is_empty()
+    }
+
+    /// Return the values that depend on the request. `content` returns the content of a variable. Does not allocate
+    /// without variables.
+    pub fn render<'c>(&self, content: impl Fn(Variable) -> Option<Cow<'c, [u8]>>) -> RenderedValues {
+        RenderedValues(self.templates.iter().map(|(_, template)| template.render(&content)).collect())
+    }
+
+    /// Like [`HeaderMutations::render`], with `…` instead of the literal parts of values, which may be secret.
+    pub fn render_without_literals<'c>(&self, content: impl Fn(Variable) -> Option<Cow<'c, [u8]>>) -> RenderedValues {
+        let render = |template: &ValueTemplate| template.with_literals_replaced("…").render(&content);
+        RenderedValues(self.templates.iter().map(|(_, template)| render(template)).collect())
+    }
+
     /// Remove and set the headers.
-    pub fn apply(&self, headers: &mut HeaderMap) {
+    pub fn apply(&self, headers: &mut HeaderMap, values: &RenderedValues) {
         for name in &self.remove {
             headers.remove(name);
         }
@@ -365,6 +428,28 @@ impl HeaderMutations {
         }
         for (name, value) in &self.set {
             headers.insert(name.clone(), value.clone());
+        }
+        for (index, (name, _)) in self.templates.iter().enumerate() {
+            match values.get(index) {
+                Some(value) => drop(headers.insert(name.clone(), value.clone())),
+                // A value without content must not let the received header pass.
+                None => drop(headers.remove(name)),
+            }
+        }
+    }
+
+    /// Set the headers on a response with which the gateway rejects a request. The headers of the rejection itself stay
+    /// as they are: a rule must not make it cacheable, or hide when to retry.
+    pub fn apply_to_rejection(&self, headers: &mut HeaderMap, values: &RenderedValues) {
+        if !self.on_errors {
+            return;
+        }
+        let rendered = self.templates.iter().enumerate().map(|(index, (name, _))| (name, values.get(index)));
+        let set = self.set.iter().map(|(name, value)| (name, Some(value))).chain(rendered);
+        for (name, value) in set {
+            if let Some(value) = value.filter(|_| !headers.contains_key(name)) {
+                headers.insert(name.clone(), value.clone());
+            }
         }
     }
 }
@@ -551,7 +636,8 @@ mod change_tests {
         for field in ["x-set", "x_set", "x.set", "x!set", "x~set", "x-gone", "x_gone", "x.gone", "xset", "x-set-"] {
             headers.append(name(field), HeaderValue::from_static("theirs"));
         }
-        HeaderMutations { set, remove, aliases }.apply(&mut headers);
+        let mutations = HeaderMutations { set, remove, aliases, ..HeaderMutations::default() };
+        mutations.apply(&mut headers, &RenderedValues::default());
         let left: Vec<_> = headers.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
         let mut expected = [("x-set", "ours"), ("xset", "theirs"), ("x-set-", "theirs")];
         expected.sort_unstable();
@@ -568,7 +654,8 @@ mod change_tests {
             headers.append(name(field), HeaderValue::from_static(value));
         }
         let set = vec![(name("a"), HeaderValue::from_static("3")), (name("d"), HeaderValue::from_static("4"))];
-        HeaderMutations { set, remove: vec![name("b"), name("x")], ..HeaderMutations::default() }.apply(&mut headers);
+        let mutations = HeaderMutations { set, remove: vec![name("b"), name("x")], ..HeaderMutations::default() };
+        mutations.apply(&mut headers, &RenderedValues::default());
         let expected = [("a", "3"), ("c", "1"), ("d", "4")].map(|(field, value)| (name(field), value.parse().unwrap()));
         assert_eq!(headers, HeaderMap::from_iter(expected));
     }

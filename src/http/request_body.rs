@@ -41,6 +41,8 @@ struct RequestBodyInner {
     is_counted: bool,
     /// Keeps the request in flight, even after the response.
     in_flight: Option<InFlightRequest>,
+    /// Receives a copy of what the client sends.
+    tee: Option<Box<BodyTee>>,
 }
 
 /// The source of a body.
@@ -165,7 +167,31 @@ impl RequestBody {
             is_http2,
             is_counted,
             in_flight: Some(in_flight.share()),
+            tee: None,
         })))
+    }
+
+    /// Create a body of bytes in memory. It is not empty.
+    fn from_bytes(bytes: Bytes, reservation: BufferReservation) -> Self {
+        RequestBody(Some(Box::new(RequestBodyInner {
+            source: BodySource::Buffered { bytes: Some(bytes), _reservation: reservation },
+            progress: Arc::default(),
+            rate_timer: None,
+            remaining: u64::MAX,
+            flow: None,
+            forwards_trailers: false,
+            is_http2: false,
+            is_counted: false,
+            in_flight: None,
+            tee: None,
+        })))
+    }
+
+    /// Copy what the client sends from now on. An empty body is not copied.
+    pub fn tee(&mut self, tee: BodyTee) {
+        if let Some(inner) = &mut self.0 {
+            inner.tee = Some(Box::new(tee));
+        }
     }
 
     /// Apply limits to a body that is sent to an upstream from now on. Return its progress, or `None` if it is empty.
@@ -302,6 +328,74 @@ impl RequestBodyInner {
     }
 }
 
+// === A copy of a body, taken while it passes to an upstream ===
+
+/// Why a body was not copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TeeError {
+    /// The body exceeds the maximum size of a copy.
+    TooLarge,
+    /// The body did not reach its end.
+    Incomplete,
+}
+
+/// Hook for the end of a copied body.
+type OnTeeEnd = Box<dyn FnOnce(Result<RequestBody, TeeError>) + Send + Sync>;
+
+/// Copies a body while it is read. The bytes are copied, because chunks would keep alive the buffers that they were
+/// read into.
+pub struct BodyTee {
+    content: BytesMut,
+    max: usize,
+    reservation: Option<BufferReservation>,
+    /// `None` once called.
+    on_end: Option<OnTeeEnd>,
+}
+
+impl BodyTee {
+    /// Create a copy of at most `max` bytes, which are reserved. `on_end` is called once with the copy, or with the
+    /// reason why there is none.
+    pub fn new(
+        max: usize,
+        reservation: BufferReservation,
+        on_end: impl FnOnce(Result<RequestBody, TeeError>) + Send + Sync + 'static,
+    ) -> Self {
+        BodyTee { content: BytesMut::new(), max, reservation: Some(reservation), on_end: Some(Box::new(on_end)) }
+    }
+
+    fn push(&mut self, data: Option<&Bytes>) {
+        let Some(data) = data.filter(|_| self.on_end.is_some()) else { return };
+        if self.content.len() + data.len() > self.max {
+            self.end(Err(TeeError::TooLarge));
+        } else {
+            self.content.extend_from_slice(data);
+        }
+    }
+
+    fn complete(&mut self) {
+        let content = std::mem::take(&mut self.content).freeze();
+        let body = match self.reservation.take() {
+            Some(reservation) if !content.is_empty() => RequestBody::from_bytes(content, reservation),
+            _ => RequestBody::empty(),
+        };
+        self.end(Ok(body));
+    }
+
+    /// Call the hook, unless it was called.
+    fn end(&mut self, result: Result<RequestBody, TeeError>) {
+        (self.content, self.reservation) = (BytesMut::new(), None);
+        if let Some(on_end) = self.on_end.take() {
+            on_end(result);
+        }
+    }
+}
+
+impl Drop for BodyTee {
+    fn drop(&mut self) {
+        self.end(Err(TeeError::Incomplete));
+    }
+}
+
 impl BodySource {
     fn is_end_stream(&self) -> bool {
         match self {
@@ -327,6 +421,16 @@ impl HttpBody for RequestBody {
         let (stage, polled) = inner.poll(cx);
         inner.progress.stage.store(stage, Ordering::Relaxed);
         inner.progress.set_waiting(stage == WAITING);
+        if let Some(tee) = &mut inner.tee {
+            match &polled {
+                Poll::Ready(Some(Ok(frame))) => tee.push(frame.data_ref()),
+                Poll::Ready(Some(Err(_))) => tee.end(Err(TeeError::Incomplete)),
+                Poll::Ready(None) | Poll::Pending => {}
+            }
+            if stage == DONE {
+                tee.complete();
+            }
+        }
         match (stage, &inner.flow) {
             (TOO_LARGE | STALLED, Some(flow)) => flow.abandon_request(),
             (DONE, _) => inner.release_next_request(),

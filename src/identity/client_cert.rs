@@ -1,6 +1,13 @@
-//! The subject of a client certificate as an unambiguous string (RFC 4514).
+//! The client certificate of a connection: its subject as an unambiguous string (RFC 4514), and its header form (RFC
+//! 9440).
 
 use std::fmt::Write;
+use std::sync::OnceLock;
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use http::HeaderValue;
+use rustls::pki_types::CertificateDer;
 
 use x509_parser::asn1_rs::ToDer;
 use x509_parser::parse_x509_certificate;
@@ -15,6 +22,54 @@ pub enum ClientCertError {
     /// The certificate has expired. TLS session resumption does not check this.
     #[error("the client's certificate has expired since the TLS session began")]
     Expired,
+}
+
+/// Maximum length in bytes of `Client-Cert-Chain`. Servers limit their headers, and the client chooses what follows its
+/// certificate.
+const MAX_CHAIN_HEADER: usize = 16 << 10;
+
+/// The verified certificate of a client, followed by the certificates that the client sent with it.
+#[derive(Debug)]
+pub struct ClientCertificate {
+    chain: Vec<CertificateDer<'static>>,
+    headers: OnceLock<Option<CertificateHeaders>>,
+}
+
+/// Values of the headers of RFC 9440.
+#[derive(Debug)]
+pub struct CertificateHeaders {
+    /// `Client-Cert`: the certificate (§2.2).
+    pub certificate: HeaderValue,
+    /// `Client-Cert-Chain`: the certificates that followed it (§2.3). `None` if there are none, or too many.
+    pub chain: Option<HeaderValue>,
+}
+
+impl ClientCertificate {
+    /// Keep the certificates of a TLS session, that of the client first.
+    pub fn new(chain: &[CertificateDer<'_>]) -> Self {
+        let chain = chain.iter().map(|certificate| certificate.clone().into_owned()).collect();
+        ClientCertificate { chain, headers: OnceLock::new() }
+    }
+
+    /// Return the header values. The first call encodes them.
+    pub fn headers(&self) -> Option<&CertificateHeaders> {
+        let encode = || {
+            let (first, rest) = self.chain.split_first()?;
+            let chain = rest.iter().map(|certificate| byte_sequence(certificate)).collect::<Vec<_>>().join(", ");
+            let is_sent = !chain.is_empty() && chain.len() <= MAX_CHAIN_HEADER;
+            Some(CertificateHeaders {
+                // Base64 and colons form a valid header value.
+                certificate: HeaderValue::try_from(byte_sequence(first)).ok()?,
+                chain: is_sent.then(|| HeaderValue::try_from(chain).ok()).flatten(),
+            })
+        };
+        self.headers.get_or_init(encode).as_ref()
+    }
+}
+
+/// Encode bytes as a Byte Sequence (RFC 9651 §4.1.8).
+fn byte_sequence(bytes: &[u8]) -> String {
+    format!(":{}:", STANDARD.encode(bytes))
 }
 
 /// Attribute types with a short name: those of RFC 4514 §3, and two that OpenSSL names the same way.

@@ -2,11 +2,13 @@
 //! (<https://www.haproxy.org/download/3.2/doc/proxy-protocol.txt>).
 
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use ppp::{v1, v2};
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
+
+use crate::upstream::proxy_protocol::ProxiedConnection;
 
 /// Length of the fixed part of a version 2 header in bytes (§2.2).
 const V2_FIXED_LENGTH: usize = 16;
@@ -21,8 +23,8 @@ const MAX_V2_LENGTH: usize = 4096;
 /// Source of a proxied connection.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ProxySource {
-    /// A client with this address.
-    Proxied(IpAddr),
+    /// A client with this connection to the proxy.
+    Proxied(ProxiedConnection),
     /// The proxy itself, such as a health check (`LOCAL`).
     Local,
     /// A client whose address is not given (`UNKNOWN`), or not an IP address.
@@ -114,8 +116,12 @@ pub fn parse(header: &[u8]) -> Result<ProxySource, ProxyError> {
         let line =
             header.header.strip_suffix("\r\n").filter(|line| !line.contains('\n')).ok_or(ProxyError::Malformed)?;
         let client = match header.addresses {
-            v1::Addresses::Tcp4(addresses) => addresses.source_address.into(),
-            v1::Addresses::Tcp6(addresses) => addresses.source_address.into(),
+            v1::Addresses::Tcp4(tcp) => {
+                proxied((tcp.source_address, tcp.source_port), (tcp.destination_address, tcp.destination_port))
+            }
+            v1::Addresses::Tcp6(tcp) => {
+                proxied((tcp.source_address, tcp.source_port), (tcp.destination_address, tcp.destination_port))
+            }
             v1::Addresses::Unknown => return Ok(ProxySource::Unknown),
         };
         // `ppp` also accepts ports with a `+`. §2.1 permits digits only, and no other part of the line can contain
@@ -125,13 +131,19 @@ pub fn parse(header: &[u8]) -> Result<ProxySource, ProxyError> {
     let header = v2::Header::try_from(header)?;
     Ok(match (header.command, header.protocol, header.addresses) {
         (v2::Command::Local, _, _) => ProxySource::Local,
-        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv4(addresses)) => {
-            ProxySource::Proxied(addresses.source_address.into())
-        }
-        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv6(addresses)) => {
-            ProxySource::Proxied(addresses.source_address.into())
-        }
+        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv4(tcp)) => ProxySource::Proxied(proxied(
+            (tcp.source_address, tcp.source_port),
+            (tcp.destination_address, tcp.destination_port),
+        )),
+        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv6(tcp)) => ProxySource::Proxied(proxied(
+            (tcp.source_address, tcp.source_port),
+            (tcp.destination_address, tcp.destination_port),
+        )),
         // Not a TCP connection over IP: the address must be ignored (§2.2).
         (v2::Command::Proxy, _, _) => ProxySource::Unknown,
     })
+}
+
+fn proxied<A: Into<IpAddr>>(source: (A, u16), destination: (A, u16)) -> ProxiedConnection {
+    ProxiedConnection::new(SocketAddr::from(source), Some(SocketAddr::from(destination)))
 }

@@ -29,8 +29,12 @@ pub fn authenticate<'a>(
     peer: &Peer,
 ) -> (Credentials<'a>, Result<(), Rejection<'a>>) {
     let Some(auth) = &route.auth else { return (Credentials::default(), Ok(())) };
-    let request =
-        AuthRequest { headers, has_client_cert: peer.has_client_cert, route: &route.name, now_us: clock::unix_us() };
+    let request = AuthRequest {
+        headers,
+        has_client_cert: peer.certificate.is_some(),
+        route: &route.name,
+        now_us: clock::unix_us(),
+    };
     let (credentials, result) = auth.authenticate(&runtime.auth.providers, &request);
     let result = result.map_err(|error| {
         debug!(route = &*route.name, %error, "request is not authenticated");

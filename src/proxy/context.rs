@@ -2,7 +2,7 @@
 //!
 //! This is the only file that writes the access log record of a request.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,15 +14,18 @@ use uuid::{NoContext, Timestamp, Uuid};
 use crate::http::body::{Body, OnComplete};
 use crate::http::cors::CorsDecision;
 use crate::http::flow::StreamFlow;
-use crate::http::headers::{ForwardedInfo, X_REQUEST_ID};
+use crate::http::headers::{ForwardedInfo, RenderedValues, X_REQUEST_ID};
 use crate::http::request_body::RequestBody;
 use crate::http::{ratelimit_headers, request_body};
+use crate::identity::auth::Credentials;
+use crate::identity::client_cert::ClientCertificate;
 use crate::identity::client_ip::ClientIpResolver;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::settlement::ConcurrencyPermits;
 use crate::proxy::ConfigSnapshot;
+use crate::proxy::header_values::RequestVariables;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::LimitDecision;
 use crate::snapshot::CompiledConfig;
@@ -31,6 +34,7 @@ use crate::telemetry::access_log::{
     DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, RequestStart, TelemetrySinks, UpstreamInfo,
 };
 use crate::telemetry::trace::TraceContext;
+use crate::upstream::proxy_protocol::ProxiedConnection;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Upstream, UpstreamError};
 
@@ -50,6 +54,10 @@ pub(super) struct RequestContext<'a> {
     pub(super) permits: Option<Box<ConcurrencyPermits>>,
     /// What the CORS policy of the route says of the request.
     cors: Option<Box<CorsDecision<'a>>>,
+    /// What was verified of the request.
+    pub(super) credentials: Credentials<'a>,
+    /// Values of the route's response headers that depend on the request.
+    pub(super) response_values: RenderedValues,
     started_at: Instant,
     request_id: Option<RequestId>,
     /// `None` if the request is neither logged nor traced.
@@ -86,6 +94,8 @@ impl<'a> RequestContext<'a> {
             deadline: None,
             permits: None,
             cors: None,
+            credentials: Credentials::default(),
+            response_values: RenderedValues::default(),
             started_at,
             request_id: None,
             record: RequestRecord::start(sinks, &start),
@@ -130,6 +140,16 @@ impl<'a> RequestContext<'a> {
             }
             id
         })
+    }
+
+    /// Render the values of the route's response headers that depend on the request, before it is forwarded or
+    /// discarded.
+    pub(super) fn render_response_headers(&mut self, request: &Request<RequestBody>) {
+        let Some(route) = self.route.filter(|route| route.response_headers.has_variables()) else { return };
+        let request_id = self.request_id(request.headers()).to_header_value();
+        let variables =
+            RequestVariables { route, peer: self.peer, credentials: &self.credentials, request, request_id };
+        self.response_values = route.response_headers.render(|variable| variables.content(variable));
     }
 
     /// Return whether the request is logged or traced.
@@ -203,7 +223,13 @@ impl<'a> RequestContext<'a> {
     pub(super) fn complete(mut self, result: Result<Response<Body>, Rejection<'_>>) -> Response<Body> {
         let (mut response, outcome) = match result {
             Ok(response) => (response, "ok"),
-            Err(rejection) => self.reject(rejection),
+            Err(rejection) => {
+                let (mut response, outcome) = self.reject(rejection);
+                if let Some(route) = self.route {
+                    route.response_headers.apply_to_rejection(response.headers_mut(), &self.response_values);
+                }
+                (response, outcome)
+            }
         };
         let route_index = self.route.map(|route| route.index);
         self.snapshot.metrics.record_response(route_index, response.status(), self.started_at.elapsed());
@@ -332,8 +358,12 @@ pub struct Peer {
     pub forwarded: ForwardedInfo,
     /// Subject of the verified client certificate, if there is one.
     pub certificate_subject: Option<Box<str>>,
-    /// Whether the client has a verified certificate. Its subject may be empty.
-    pub has_client_cert: bool,
+    /// The verified client certificate, if there is one.
+    pub certificate: Option<Arc<ClientCertificate>>,
+    /// Port of the peer; 0 if it is unknown or not needed.
+    port: u16,
+    /// Address and port that the peer connected to, if known and needed.
+    destination: Option<SocketAddr>,
     /// Index of the listener that accepted the connection. A reload changes neither the listeners nor their order.
     pub listener: usize,
     /// Resolver that determined whether the peer is trusted.
@@ -352,11 +382,26 @@ impl Peer {
             address,
             forwarded,
             certificate_subject: None,
-            has_client_cert: false,
+            certificate: None,
+            port: 0,
+            destination: None,
             listener: 0,
             client_ip,
             is_distrusted: false,
         }
+    }
+
+    /// Set the ports and the destination of the connection, which PROXY headers for upstreams have.
+    pub fn set_connection(&mut self, connection: &ProxiedConnection) {
+        (self.port, self.destination) = (connection.source.port(), Some(connection.destination));
+    }
+
+    /// Return the connection of the client of a request with these headers. The port of a client behind a trusted
+    /// proxy is unknown.
+    pub(super) fn proxied_connection(&self, headers: &HeaderMap) -> ProxiedConnection {
+        let client = self.client_address(headers);
+        let port = if client == self.address { self.port } else { 0 };
+        ProxiedConnection::new(SocketAddr::new(client, port), self.destination)
     }
 
     /// Return the client address of a request with these headers: that of the peer unless the peer is a trusted proxy.
@@ -379,7 +424,8 @@ impl Peer {
         }
         let trusted = !self.is_distrusted && client_ip.is_trusted(self.address);
         let (forwarded, client_ip) = (ForwardedInfo { trusted, ..self.forwarded.clone() }, client_ip.clone());
-        Some(Box::new(Peer { forwarded, client_ip, certificate_subject: self.certificate_subject.clone(), ..*self }))
+        let (certificate_subject, certificate) = (self.certificate_subject.clone(), self.certificate.clone());
+        Some(Box::new(Peer { forwarded, client_ip, certificate_subject, certificate, ..*self }))
     }
 }
 

@@ -1,24 +1,29 @@
 //! Forwarding of an admitted request to an upstream, and of its response to the client.
 
+use std::mem;
 use std::pin::pin;
 use std::time::Duration;
 
-use http::header::{EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
+use http::header::{EXPECT, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING};
 use http::uri::{PathAndQuery, Uri};
-use http::{Request, Response, StatusCode, Version, uri};
+use http::{HeaderMap, Request, Response, StatusCode, Version, uri};
 use http_body::Body as _;
 use hyper::upgrade::OnUpgrade;
 use tokio::time::{Instant, timeout_at};
 
 use crate::http::body::Body;
 use crate::http::body_limits::{BodyLimits, UploadLimits};
-use crate::http::headers::{ForwardedInfo, ProtectedHeaders, X_REQUEST_ID, is_grpc};
+use crate::http::headers::{ForwardedInfo, ProtectedHeaders, RenderedValues, X_REQUEST_ID, is_grpc};
 use crate::http::request_body;
 use crate::http::request_body::RequestBody;
 use crate::http::upgrade::{Tunnel, UpgradeRequest};
 use crate::http::{headers, target, upgrade};
 use crate::identity::auth::Credentials;
+use crate::identity::client_cert::ClientCertificate;
 use crate::proxy::context::RequestContext;
+use crate::proxy::header_values::RequestVariables;
+use crate::proxy::mirror;
+use crate::proxy::mirror::MIRROR_HEADER;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::telemetry::trace::TraceContext;
@@ -32,7 +37,7 @@ use crate::upstream::{Protocol, Upstream, UpstreamError};
 /// The upstream or the client failed, or the route timeout expired; see [`UpstreamError`].
 pub(super) async fn forward(
     context: &mut RequestContext<'_>,
-    (route, credentials): (&Route, &Credentials<'_>),
+    route: &Route,
     upstream: &Upstream,
     mut request: Box<Request<RequestBody>>,
     target: Option<PathAndQuery>,
@@ -40,6 +45,7 @@ pub(super) async fn forward(
 ) -> Result<Response<Body>, UpstreamError> {
     let route_timeout = || UpstreamError::RouteTimeout { upstream: upstream.name().into() };
     let request_id = context.request_id(request.headers()).to_header_value();
+    let credentials = &mem::take(&mut context.credentials);
     let RequestContext { snapshot, peer, flow, deadline, .. } = *context;
     if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
         // The wait queues of the limits used up the route timeout.
@@ -48,6 +54,18 @@ pub(super) async fn forward(
     }
     let runtime = &snapshot.runtime;
     let http_1_0 = request.version() == Version::HTTP_10;
+    let selected = mirror::select(context, route, &request);
+    if upstream.sends_proxy_header() {
+        let client = peer.proxied_connection(request.headers());
+        request.extensions_mut().insert(client);
+    }
+    let header_values = if route.request_headers.has_variables() {
+        let request_id = request_id.clone();
+        let variables = RequestVariables { route, peer, credentials, request: &*request, request_id };
+        route.request_headers.render(|variable| variables.content(variable))
+    } else {
+        RenderedValues::default()
+    };
     let info = UpstreamRequestInfo {
         credentials,
         forwarded: &peer.forwarded,
@@ -55,6 +73,8 @@ pub(super) async fn forward(
         trace: context.trace(),
         authority: upstream.authority(),
         length: request.body().size_hint().exact(),
+        header_values: &header_values,
+        client_cert: upstream.sends_client_cert().then(|| ForwardedCertificate(peer.certificate.as_deref())),
     };
     let upgrade_request = prepare_upstream_headers(runtime, route, &mut request, info);
     let pending_upgrade = upgrade_request.and_then(|upgrade_request| {
@@ -66,6 +86,9 @@ pub(super) async fn forward(
         *request.uri_mut() = Uri::from(target);
     }
     *request.version_mut() = Version::HTTP_11;
+    if let Some(selected) = selected {
+        selected.copy(context, &mut request, pending_upgrade.is_some());
+    }
     if upstream.protocol() == Protocol::Http2 {
         set_http2_target(&mut request);
     }
@@ -138,7 +161,7 @@ fn accept_upgrade(
 }
 
 /// Move the host to the `:authority` of the request target, as in HTTP/2 (RFC 9113 §8.3.1).
-fn set_http2_target(request: &mut Request<RequestBody>) {
+pub(super) fn set_http2_target(request: &mut Request<RequestBody>) {
     // HTTP/2 frames delimit the body (RFC 9113 §8.1).
     request.headers_mut().remove(TRANSFER_ENCODING);
     let host = request.headers_mut().remove(HOST);
@@ -167,7 +190,32 @@ pub struct UpstreamRequestInfo<'a> {
     pub authority: &'a str,
     /// Length of the body in bytes, if known.
     pub length: Option<u64>,
+    /// Values of the route's request headers that depend on the request.
+    pub header_values: &'a RenderedValues,
+    /// Certificate of the client for an upstream that is told (`client_cert_header`); `None` for other upstreams.
+    pub client_cert: Option<ForwardedCertificate<'a>>,
 }
+
+/// The certificate of a client as an upstream is told. `None` = the client has none.
+#[derive(Debug, Clone, Copy)]
+pub struct ForwardedCertificate<'a>(pub Option<&'a ClientCertificate>);
+
+impl ForwardedCertificate<'_> {
+    /// Set the headers of RFC 9440. Those that a client sent are removed, also from a trusted proxy: the upstream must
+    /// learn about one certificate only. Aliases are removed from every client.
+    pub(super) fn set_headers(self, headers: &mut HeaderMap) {
+        headers.remove(CLIENT_CERT);
+        headers.remove(CLIENT_CERT_CHAIN);
+        let Some(values) = self.0.and_then(ClientCertificate::headers) else { return };
+        headers.insert(CLIENT_CERT, values.certificate.clone());
+        if let Some(chain) = &values.chain {
+            headers.insert(CLIENT_CERT_CHAIN, chain.clone());
+        }
+    }
+}
+
+const CLIENT_CERT: HeaderName = HeaderName::from_static("client-cert");
+const CLIENT_CERT_CHAIN: HeaderName = HeaderName::from_static("client-cert-chain");
 
 /// Turn the received headers into those sent to the upstream. Return the protocols that the client offers to upgrade
 /// to; the caller inserts them if it can upgrade the connection.
@@ -190,6 +238,10 @@ pub fn prepare_upstream_headers<B>(
     headers.remove(EXPECT);
     headers::strip_untrusted(headers, &runtime.protected_headers, info.forwarded.trusted);
     info.credentials.remove_from(headers);
+    if route.mirror.is_some() {
+        // A copy is marked by this header: the upstream must not take a client's request for one.
+        headers::strip_with_aliases(headers, &MIRROR_HEADER, info.forwarded.trusted);
+    }
     headers::join_cookies(headers);
     if let Some(host) = authority {
         headers.insert(HOST, host);
@@ -204,9 +256,12 @@ pub fn prepare_upstream_headers<B>(
     }
     headers::set_forwarded(headers, info.forwarded, host.as_ref(), version);
     headers.insert(X_REQUEST_ID, info.request_id);
+    if let Some(certificate) = info.client_cert {
+        certificate.set_headers(headers);
+    }
     if let Some(trace) = info.trace {
         trace.inject(headers);
     }
-    route.request_headers.apply(headers);
+    route.request_headers.apply(headers, info.header_values);
     upgrade_request
 }

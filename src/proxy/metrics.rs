@@ -6,6 +6,7 @@ use std::time::Duration;
 use http::{Response, StatusCode};
 
 use crate::http::body::Body;
+use crate::http::body_limits::BufferBudget;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
@@ -13,8 +14,10 @@ use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
 use crate::metrics::{Counter, Histogram, MetricFamily};
+use crate::proxy::mirror::{MirrorBudget, MirrorStats};
 use crate::proxy::top_denied::TopDenied;
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::mirror::BUFFER_DIVISOR;
 use crate::upstream::UpstreamError;
 use crate::upstream::retry::AttemptLog;
 
@@ -106,6 +109,10 @@ pub struct RequestMetrics {
     pub retries: MetricFamily<Counter<3>>,
     /// Duration of rate limit checks, all limits of a request together.
     pub check_durations: MetricFamily<Histogram>,
+    /// Copies of requests by route, for routes with `mirror`.
+    pub mirrors: MetricFamily<MirrorStats>,
+    /// Bytes that the bodies of all copies may take.
+    pub mirror_budget: MirrorBudget,
 }
 
 /// Responses by status class, and the time to the response headers.
@@ -134,6 +141,7 @@ pub(super) struct WorkerMetrics {
     unmatched: Arc<ResponseStats>,
     upstreams: Vec<UpstreamMetrics>,
     check_durations: Arc<Histogram>,
+    pub(super) mirror_budget: Arc<BufferBudget>,
 }
 
 #[derive(Debug)]
@@ -147,6 +155,7 @@ struct RouteMetrics {
     responses: Arc<ResponseStats>,
     denied_requests: Arc<Counter<1>>,
     limits: Vec<(Arc<Counter<6>>, Arc<TopDenied>)>,
+    mirror: Option<Arc<MirrorStats>>,
 }
 
 impl WorkerMetrics {
@@ -167,6 +176,11 @@ impl WorkerMetrics {
             responses: request_metrics.upstreams.get_or_create(name, worker),
             retries: request_metrics.retries.get_or_create(name, worker),
         };
+        let mirror = |route: &crate::snapshot::routes::Route| {
+            route.mirror.as_ref().map(|_| request_metrics.mirrors.get_or_create(&route.name, worker))
+        };
+        let MirrorBudget(mirror_budget) = &request_metrics.mirror_budget;
+        mirror_budget.resize(runtime.server.max_buffered / BUFFER_DIVISOR);
         let routes = runtime.routes.iter();
         WorkerMetrics {
             routes: routes
@@ -174,12 +188,24 @@ impl WorkerMetrics {
                     responses: request_metrics.routes.get_or_create(&route.name, worker),
                     denied_requests: request_metrics.denied_requests.get_or_create(&route.name, worker),
                     limits: limits(route),
+                    mirror: mirror(route),
                 })
                 .collect(),
             unmatched: request_metrics.routes.get_or_create("", worker),
             upstreams: runtime.upstreams.iter().map(|upstream| upstream_metrics(&upstream.name)).collect(),
             check_durations: request_metrics.check_durations.get_or_create("", worker),
+            mirror_budget: mirror_budget.clone(),
         }
+    }
+
+    /// Return the copies of a route with `mirror`.
+    pub(super) fn mirror(&self, route: usize) -> Option<&Arc<MirrorStats>> {
+        self.routes[route].mirror.as_ref()
+    }
+
+    /// Return the responses of an upstream.
+    pub(super) fn upstream_responses(&self, upstream: usize) -> Arc<ResponseStats> {
+        self.upstreams[upstream].responses.clone()
     }
 
     /// Record a response to a client.

@@ -7,7 +7,7 @@ use http::{HeaderName, HeaderValue};
 
 use crate::config::Text;
 use crate::config::error::{Issue, Spanned};
-use crate::config::tables::{Cors, HeaderRules, Route};
+use crate::config::tables::{Cors, ResponseHeaderRules, Route};
 use crate::http::cors::{AllowedNames, AllowedOrigins, CorsPolicy, OriginError, OriginPattern, is_cors_header};
 use crate::snapshot::routes::RouteLimits;
 use crate::snapshot::validator::Validator;
@@ -90,7 +90,7 @@ fn origins(cors: &Cors, reader: &mut Validator<'_>) -> AllowedOrigins {
 }
 
 /// Reject changes of headers that the policy sets.
-fn reserve_headers(rules: Option<&Spanned<HeaderRules>>, reader: &mut Validator<'_>) {
+fn reserve_headers(rules: Option<&Spanned<ResponseHeaderRules>>, reader: &mut Validator<'_>) {
     let Some(rules) = rules.map(|rules| rules.get_ref()) else { return };
     let set = rules.set.iter().map(|(name, value)| (name.as_str(), value.span()));
     let removed = rules.remove.iter().map(|name| (name.get_ref().as_str(), name.span()));

@@ -272,7 +272,7 @@ pub(super) fn websocket(
 /// The fractional part of the golden ratio times 2^64. Its multiples are evenly distributed, in every run of
 /// consecutive ones as well as for every n-th one (Weyl, 1916). A periodic client therefore does not always meet the
 /// same upstream.
-const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
+pub(super) const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Splits the requests of a route among upstreams by weight.
 #[derive(Debug)]

@@ -13,12 +13,10 @@ use http::{HeaderName, HeaderValue, Response, StatusCode};
 
 use crate::config;
 use crate::config::Config;
-use crate::config::error::{Issue, Spanned};
-use crate::config::tables::HeaderRules;
+use crate::config::error::Issue;
 use crate::http::body::Body;
 use crate::http::cors::CorsPolicy;
-use crate::http::headers::HeaderAliases;
-use crate::http::headers::{Direction, HeaderMutations, reserved_reason};
+use crate::http::headers::{Direction, HeaderMutations};
 use crate::http::ratelimit_headers::HeaderStyle;
 use crate::http::ratelimit_headers::limit_status;
 use crate::http::target::canonical_path;
@@ -39,7 +37,9 @@ use crate::snapshot::access::NetworkFiles;
 use crate::snapshot::auth::{Authentication, check_identify_keys, check_limit, route_auth};
 use crate::snapshot::cors;
 use crate::snapshot::cost::{Cost, RefundOn};
+use crate::snapshot::header_rules;
 use crate::snapshot::limits::check_cost_fits;
+use crate::snapshot::mirror::{Mirror, mirror};
 use crate::snapshot::route_action::{WeightedUpstreams, rewrite, route_action, websocket};
 use crate::snapshot::validator::Validator;
 use crate::upstream::UpstreamSettings;
@@ -73,6 +73,8 @@ pub struct Route {
     pub max_body: Option<u64>,
     /// Whether protocol upgrades are allowed.
     pub websocket: bool,
+    /// Copies of requests for another upstream.
+    pub mirror: Option<Mirror>,
     /// Changes to the request headers for the upstream.
     pub request_headers: HeaderMutations,
     /// Changes to the response headers.
@@ -257,8 +259,16 @@ pub(super) fn routes(
         let cors = cors::policy(written, &mut rate_limits, reader);
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
         let websocket = websocket(written, upstreams, reader);
-        let request_headers = header_mutations(written.request_headers.as_ref(), Direction::Request, reader);
-        let response_headers = header_mutations(written.response_headers.as_ref(), Direction::Response, reader);
+        let mirror = mirror(written, upstreams, reader);
+        let request_headers = written.request_headers.as_ref().map(|rules| rules.get_ref());
+        let request_headers = request_headers.map_or_else(HeaderMutations::default, |rules| {
+            header_rules::compile(&rules.set, &rules.remove, Direction::Request, name, reader)
+        });
+        let response_headers = written.response_headers.as_ref().map(|rules| rules.get_ref());
+        let response_headers = response_headers.map_or_else(HeaderMutations::default, |rules| HeaderMutations {
+            on_errors: rules.on_errors,
+            ..header_rules::compile(&rules.set, &rules.remove, Direction::Response, name, reader)
+        });
         let (Some(target), Some(pattern)) = (action, pattern) else { continue };
         let route = Arc::new(Route {
             index: routes.len(),
@@ -274,6 +284,7 @@ pub(super) fn routes(
             rate_limits,
             max_body,
             websocket,
+            mirror,
             request_headers,
             response_headers,
         });
@@ -481,50 +492,4 @@ fn header_styles(route: &config::tables::Route, reader: &mut Validator<'_>) -> V
         reader.push_issue(issue.with_hint("choose one of them"));
     }
     styles
-}
-
-/// Compile the header changes of one direction.
-pub(super) fn header_mutations(
-    written: Option<&Spanned<HeaderRules>>,
-    section: Direction,
-    reader: &mut Validator<'_>,
-) -> HeaderMutations {
-    let mut mutations = HeaderMutations::default();
-    let Some(written) = written.map(|written| written.get_ref()) else { return mutations };
-    let mut seen = Vec::new();
-    for text in &written.remove {
-        mutations.remove.extend(mutated_header(text.span(), text.get_ref(), section, &mut seen, reader));
-    }
-    for (name, value) in &written.set {
-        let name = mutated_header(value.span(), name, section, &mut seen, reader);
-        mutations.set.extend(name.zip(reader.header_value(value)));
-    }
-    if section == Direction::Request {
-        mutations.aliases =
-            HeaderAliases::from_names(mutations.set.iter().map(|(name, _)| name).chain(&mutations.remove));
-    }
-    mutations
-}
-
-/// Return the name of a header that may be changed, unless it is reserved or a duplicate.
-fn mutated_header(
-    span: Range<usize>,
-    name: &str,
-    section: Direction,
-    seen: &mut Vec<HeaderName>,
-    reader: &mut Validator<'_>,
-) -> Option<HeaderName> {
-    let name = reader.header_name(span.clone(), name)?;
-    if let Some(reason) = reserved_reason(&name, section) {
-        reader.push_issue(
-            Issue::new(span, format!("`{name}` cannot be set or removed: {reason}")).with_hint("leave it out"),
-        );
-        return None;
-    }
-    if seen.contains(&name) {
-        let issue = Issue::new(span, format!("duplicate rule for `{name}`"));
-        reader.push_issue(issue.with_hint("`set` replaces all existing values"));
-    }
-    seen.push(name.clone());
-    Some(name)
 }

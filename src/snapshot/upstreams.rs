@@ -50,6 +50,8 @@ pub(super) fn upstreams(
             ejection: upstream.outlier_detection.as_ref().map(|eject| ejection(eject, reader)),
             slow_start: slow_start(upstream.slow_start.as_ref(), reader),
             retries: reader.number(upstream.retries.as_ref(), 0..11, 0) as u32,
+            proxy_protocol: proxy_protocol(upstream, protocol, reader),
+            client_cert_header: upstream.client_cert_header.as_ref().is_some_and(|sends| *sends.get_ref()),
         });
         tls_configs.extend(tls);
     }
@@ -128,6 +130,19 @@ pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBa
             }
         },
     }
+}
+
+/// Compile `proxy_protocol`, which HTTP/2 excludes: all clients share one connection.
+fn proxy_protocol(upstream: &config::tables::Upstream, protocol: Protocol, reader: &mut Validator<'_>) -> bool {
+    let Some(text) = &upstream.proxy_protocol else { return false };
+    let sends_header = reader.one_of(Some(text), false, &[("v2", true)]);
+    if sends_header && protocol == Protocol::Http2 {
+        let issue = Issue::new(text.span(), "an HTTP/2 connection carries the requests of many clients");
+        reader.push_issue(issue.with_hint(
+            "use protocol = \"http1\", or leave `proxy_protocol` out: X-Forwarded-For has the address of each request",
+        ));
+    }
+    sends_header
 }
 
 /// Compile `max_queue`, which requires `max_requests`.

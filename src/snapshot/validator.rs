@@ -1,7 +1,7 @@
 //! Validation of values, with collection of all errors.
 
 use std::net::SocketAddr;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -180,6 +180,19 @@ impl<'a> Validator<'a> {
         default
     }
 
+    /// Check that a number that may have a fraction is in the allowed range.
+    pub(super) fn fraction(&mut self, value: Option<&Spanned<f64>>, allowed: RangeInclusive<i32>, default: f64) -> f64 {
+        let Some(value) = value else { return default };
+        // False for a value that is not a number.
+        if (f64::from(*allowed.start())..=f64::from(*allowed.end())).contains(value.get_ref()) {
+            return *value.get_ref();
+        }
+        let message = format!("{} is out of range", value.get_ref());
+        let hint = format!("from {} to {}, such as 0.1", allowed.start(), allowed.end());
+        self.push_issue(Issue::new(value.span(), message).with_hint(hint));
+        default
+    }
+
     /// Parse an address and port to listen on.
     pub(super) fn address(&mut self, text: &Text) -> Option<SocketAddr> {
         let address = text.get_ref().parse().ok();
@@ -256,9 +269,14 @@ impl<'a> Validator<'a> {
 
     /// Parse a header value.
     pub(super) fn header_value(&mut self, text: &Text) -> Option<HeaderValue> {
-        let parsed = HeaderValue::from_str(text.get_ref()).ok();
+        self.header_value_of(text.span(), text.get_ref())
+    }
+
+    /// Parse a header value that is a part of the value at this span.
+    pub(super) fn header_value_of(&mut self, span: Range<usize>, value: &str) -> Option<HeaderValue> {
+        let parsed = HeaderValue::from_str(value).ok();
         if parsed.is_none() {
-            let issue = Issue::new(text.span(), "this is not a valid header value");
+            let issue = Issue::new(span, "this is not a valid header value");
             self.push_issue(issue.with_hint("one line, without control characters"));
         }
         parsed

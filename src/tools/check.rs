@@ -13,6 +13,7 @@ use crate::config;
 use crate::config::error::{Issue, Spanned};
 use crate::config::file::ParsedFile;
 use crate::config::{Config, Text};
+use crate::http::header_template::Variable;
 use crate::identity::access::{AccessRules, parse_network};
 use crate::identity::auth::ProviderKind;
 use crate::identity::{Descriptor, OnMissing};
@@ -22,6 +23,7 @@ use crate::limiter::spec::{LimitSpec, OnStoreError};
 use crate::routing::pattern;
 use crate::snapshot::cost::Cost;
 use crate::snapshot::listeners::WarningSubject;
+use crate::snapshot::mirror::BUFFER_DIVISOR;
 use crate::snapshot::routes::{Route, RouteAction, foreign_path_hint};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::upstream::UpstreamSettings;
@@ -187,6 +189,9 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(literal_wildcards(input, route));
         issues.extend(foreign_path(input, route));
         issues.extend(retries_without_time(input, route));
+        issues.extend(mirror_to_same_upstream(input, route));
+        issues.extend(mirror_beyond_buffers(input, route));
+        issues.extend(consumer_without_identity(input, route));
     }
     issues
 }
@@ -268,6 +273,57 @@ fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
         "response_timeout = \"{}ms\" leaves time for {attempts} attempts",
         (timeout / attempts).as_millis()
     )))
+}
+
+/// A mirror to an upstream that the route forwards to: it gets these requests twice.
+fn mirror_to_same_upstream(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
+    let (mirror, RouteAction::Forward(weighted_upstreams)) = (route.mirror.as_ref()?, &route.action) else {
+        return None;
+    };
+    weighted_upstreams.upstreams().find(|index| *index == mirror.upstream)?;
+    let parsed = input.route(route.index)?.get_ref().mirror.as_ref()?.get_ref();
+    let name = &input.config.upstreams.get(mirror.upstream)?.name;
+    let message = format!("`{}` forwards to `{name}` and mirrors to it: it gets these requests twice", route.name);
+    Some(Issue::new(parsed.upstream.as_ref()?.span(), message).with_hint("name another upstream"))
+}
+
+/// A `max_body` of a mirror that no budget for copies covers: requests with such a body are never copied.
+fn mirror_beyond_buffers(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
+    let max_body = route.mirror.as_ref()?.max_body;
+    let budget = input.config.server.max_buffered / BUFFER_DIVISOR;
+    let parsed = input.route(route.index)?.get_ref().mirror.as_ref()?.get_ref();
+    let span = parsed.max_body.as_ref().filter(|_| max_body > budget)?.span();
+    let message = format!(
+        "bodies of copies take at most {budget} bytes together, a quarter of `server.max_buffered`: larger bodies are \
+         never copied"
+    );
+    Some(Issue::new(span, message).with_hint(format!("set max_body to \"{budget}B\" or less, or raise `max_buffered`")))
+}
+
+/// `{consumer}` in a header rule of a route that identifies no consumers: the header is always removed.
+fn consumer_without_identity(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
+    let is_api_key = |index: &usize| matches!(input.config.auth.providers[*index].kind, ProviderKind::ApiKey(_));
+    let identifies_consumers = route.auth.as_ref().is_some_and(|auth| auth.providers.iter().any(is_api_key));
+    let Some(parsed) = input.route(route.index).filter(|_| !identifies_consumers) else { return Vec::new() };
+    let parsed = parsed.get_ref();
+    let request_rules = parsed.request_headers.as_ref().map(|rules| &rules.get_ref().set);
+    let response_rules = parsed.response_headers.as_ref().map(|rules| &rules.get_ref().set);
+    let rules = [(&route.request_headers, request_rules), (&route.response_headers, response_rules)];
+    let issue = |name: &str, value: &Text| {
+        let message = format!("`{}` identifies no consumer: `{name}` is removed from every message", route.name);
+        Issue::new(value.span(), message).with_hint("give the route a limit by `api-key`, or leave the rule out")
+    };
+    let mut issues = Vec::new();
+    for (compiled, written) in rules {
+        let templates = compiled.templates.iter().filter(|(_, template)| template.contains(Variable::Consumer));
+        for (name, _) in templates {
+            let find = |set: &'_ BTreeMap<String, Text>| {
+                set.iter().find(|(key, _)| key.eq_ignore_ascii_case(name.as_str())).map(|(_, value)| value.clone())
+            };
+            issues.extend(written.and_then(find).map(|value| issue(name.as_str(), &value)));
+        }
+    }
+    issues
 }
 
 /// Routes with several identities on a Redis Cluster: a check is one call per master, not one atomic call.

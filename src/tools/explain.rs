@@ -11,16 +11,18 @@ use http::{HeaderMap, Request};
 
 use crate::http::cors::CorsDecision;
 use crate::http::headers::is_grpc_call;
+use crate::identity::auth::Credentials;
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::verdict::Verdict;
 use crate::proxy::access::{access_rules, check_host};
 use crate::proxy::authentication::authenticate;
 use crate::proxy::context::Peer;
+use crate::proxy::header_values::RequestVariables;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::{LimitContext, build_checks, build_unauthenticated_checks};
 use crate::proxy::target::{RequestTarget, origin_form};
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::routes::{RouteAction, RouteLimits};
+use crate::snapshot::routes::{Route, RouteAction, RouteLimits};
 use crate::tools::explain::limits::{Counters, CountersUnavailable};
 use crate::tools::explain::report::{ClientReport, Explanation, ResponseReport};
 
@@ -33,6 +35,25 @@ pub struct Explainer<'a, C: ?Sized> {
     pub counters: &'a C,
     /// Maximum number of other routes to explain, closest match first.
     pub max_other_routes: usize,
+}
+
+/// What the steps found before they ended.
+#[derive(Default)]
+struct Found<'c> {
+    route: Option<&'c Route>,
+    cors: Option<CorsDecision<'c>>,
+    credentials: Credentials<'c>,
+}
+
+/// Return the content of variables in header rules.
+fn variables<'v>(
+    route: &'v Route,
+    request: &'v Request<()>,
+    peer: &'v Peer,
+    credentials: &'v Credentials<'v>,
+) -> RequestVariables<'v, ()> {
+    let request_id = routing::displayed_request_id(request.headers(), peer);
+    RequestVariables { route, peer, credentials, request, request_id }
 }
 
 impl<C: Counters + ?Sized> Explainer<'_, C> {
@@ -63,44 +84,54 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             response: ResponseReport::default(),
             upstream: None,
         };
-        let mut cors = None;
-        explanation.response = match self.evaluate(request, peer, &mut explanation, &mut cors) {
+        let mut found = Found::default();
+        explanation.response = match self.evaluate(request, peer, &mut explanation, &mut found) {
             Ok(answer) => answer,
-            Err(rejection) => routing::rejection_response(rejection, cors.as_ref(), self.config.server.proxy_status),
+            Err(rejection) => {
+                let Found { route, credentials, cors } = &found;
+                let variables = route.map(|route| variables(route, request, peer, credentials));
+                let proxy_status = self.config.server.proxy_status;
+                routing::rejection_response(rejection, variables.as_ref(), cors.as_ref(), proxy_status)
+            }
         };
         explanation
     }
 
-    /// Run the steps of the request path and record each result in `explanation`.
-    fn evaluate<'s>(
-        &'s self,
+    /// Run the steps of the request path and record each result in `explanation` and `found`.
+    fn evaluate<'c>(
+        &'c self,
         request: &Request<()>,
         peer: &Peer,
         explanation: &mut Explanation,
-        cors: &mut Option<CorsDecision<'s>>,
-    ) -> Result<ResponseReport, Rejection<'s>> {
+        found: &mut Found<'c>,
+    ) -> Result<ResponseReport, Rejection<'c>> {
         let config = self.config;
         let target = RequestTarget::from_request(request, &config.server)?;
         explanation.host = Some(target.host.to_string());
         explanation.path = Some(target.path.to_string());
         let preflight_route = target.find_preflight_route(config, request);
         let route = preflight_route.map_or_else(|| target.find_route(config, request), Ok);
-        let found = route.as_ref().ok().copied();
-        (explanation.other_routes, explanation.other_routes_omitted) =
-            routing::other_routes(config, request, &target, found.map(|route| route.index), self.max_other_routes);
-        explanation.route = found.map(routing::matched_route);
+        found.route = route.as_ref().ok().copied();
+        (explanation.other_routes, explanation.other_routes_omitted) = routing::other_routes(
+            config,
+            request,
+            &target,
+            found.route.map(|route| route.index),
+            self.max_other_routes,
+        );
+        explanation.route = found.route.map(routing::matched_route);
         let is_preflight = preflight_route.is_some();
-        let policy = found.and_then(|route| route.cors.as_deref());
-        *cors = policy.map(|policy| policy.decide(request.headers(), is_preflight));
-        explanation.cors = cors.as_ref().map(|cors| access::cors_report(cors, request, is_preflight));
+        let policy = found.route.and_then(|route| route.cors.as_deref());
+        found.cors = policy.map(|policy| policy.decide(request.headers(), is_preflight));
+        explanation.cors = found.cors.as_ref().map(|cors| access::cors_report(cors, request, is_preflight));
         check_host(config, &target)?;
-        let rules = access_rules(config, peer.listener, found);
+        let rules = access_rules(config, peer.listener, found.route);
         explanation.access = access::access_reports(rules, explanation.client.address);
         if explanation.access.iter().any(|report| !report.allowed) {
             return Err(Rejection::Forbidden);
         }
         let route = route?;
-        if let Some(cors) = cors.as_ref().filter(|_| is_preflight) {
+        if let Some(cors) = found.cors.as_ref().filter(|_| is_preflight) {
             return Err(Rejection::Preflight(Box::new(cors.preflight_headers(request.headers()))));
         }
         let length = body_length(request.headers());
@@ -112,8 +143,10 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let limit_context =
             LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
         let (credentials, authenticated) = authenticate(config, route, request.headers(), peer);
-        explanation.authentication = authentication::steps(config, route, &credentials);
-        let attributes = limit_context.request_attributes(config, route, explanation.client.address, &credentials);
+        found.credentials = credentials;
+        let credentials = &found.credentials;
+        explanation.authentication = authentication::steps(config, route, credentials);
+        let attributes = limit_context.request_attributes(config, route, explanation.client.address, credentials);
         let overrides = self.counters.overrides();
         let mut credential_error = None;
         let checks = authenticated
@@ -157,15 +190,16 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         if let Some(rejection) = credential_error {
             return Err(rejection);
         }
+        let variables = variables(route, request, peer, credentials);
         if let RouteAction::Forward(weighted_upstreams) = &route.action {
             let forwarded_path = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path());
             let target = rewritten.or_else(|| origin_form(request.uri(), forwarded_path));
             let target = target.as_ref().or(request.uri().path_and_query());
-            let upstream = (weighted_upstreams, target, length);
             explanation.upstream =
-                Some(routing::upstream_report(config, (route, &credentials), request, peer, upstream));
+                Some(routing::upstream_report(config, &variables, weighted_upstreams, (target, length)));
         }
-        Ok(routing::admitted_response(route, request, target.forwarded_path(), decision.as_ref(), cors.as_ref()))
+        let cors = found.cors.as_ref();
+        Ok(routing::admitted_response(&variables, target.forwarded_path(), decision.as_ref(), cors))
     }
 
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {

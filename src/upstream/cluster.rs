@@ -365,9 +365,12 @@ impl UpstreamCluster {
 
 impl Upstream {
     /// Create the upstream for a cluster that replaces another. Connections to endpoints in both are kept if
-    /// protocol, `pool_idle_timeout` and TLS server name are equal.
+    /// protocol, `proxy_protocol`, `pool_idle_timeout` and TLS server name are equal.
     pub fn from_previous(cluster: Arc<UpstreamCluster>, previous: &Upstream) -> Self {
-        let speaks = |cluster: &UpstreamCluster| (cluster.settings.protocol, cluster.settings.pool_idle_timeout);
+        let speaks = |cluster: &UpstreamCluster| {
+            let settings = &cluster.settings;
+            (settings.protocol, settings.proxy_protocol, settings.pool_idle_timeout)
+        };
         let (pools, endpoints) = (previous.pools.load(), cluster.endpoints());
         let known = pools.pools.iter().filter(|_| speaks(&cluster) == speaks(&previous.cluster));
         let known =
@@ -406,6 +409,8 @@ mod tests {
             ejection: None,
             slow_start: Duration::ZERO,
             retries: 0,
+            proxy_protocol: false,
+            client_cert_header: false,
         }))
     }
 

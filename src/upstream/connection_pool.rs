@@ -22,13 +22,16 @@ use crate::limiter::clock::monotonic;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::endpoint::RequestPermit;
 use crate::upstream::http2::{SharedConnection, StreamOutcome};
-use crate::upstream::{Protocol, UpstreamSettings, http2};
+use crate::upstream::proxy_protocol::ProxiedConnection;
+use crate::upstream::{Protocol, UpstreamSettings, http2, proxy_protocol};
 
 /// Connection pool for an endpoint.
 #[derive(Debug)]
 pub(super) struct EndpointPool {
     endpoint: Arc<Endpoint>,
     pool: ProtocolPool,
+    /// Whether connections start with a PROXY header.
+    proxy_protocol: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -59,10 +62,13 @@ impl EndpointPool {
     /// Create a pool without connections.
     pub(super) fn new(settings: &UpstreamSettings, endpoint: Arc<Endpoint>) -> Self {
         let connections = match settings.protocol {
-            Protocol::Http1 => ProtocolPool::Http1(Arc::new(Http1Pool::new(settings.pool_idle_timeout))),
+            Protocol::Http1 => {
+                let max_idle = if settings.proxy_protocol { MAX_IDLE_BY_CLIENT } else { usize::MAX };
+                ProtocolPool::Http1(Arc::new(Http1Pool::new(settings.pool_idle_timeout, max_idle)))
+            }
             Protocol::Http2 => ProtocolPool::Http2(Arc::new(SharedConnection::new(settings.pool_idle_timeout))),
         };
-        EndpointPool { endpoint, pool: connections }
+        EndpointPool { endpoint, pool: connections, proxy_protocol: settings.proxy_protocol }
     }
 
     /// Return whether this is the pool of `endpoint`.
@@ -75,25 +81,35 @@ impl EndpointPool {
     pub(super) fn reuse_for(&self, endpoint: &Arc<Endpoint>) -> Option<Self> {
         let name = |endpoint: &Endpoint| endpoint.server.tls.as_ref().map(|tls| tls.server_name.clone());
         let fits = self.endpoint.is_same_as(endpoint) && name(&self.endpoint) == name(endpoint);
-        fits.then(|| EndpointPool { endpoint: endpoint.clone(), pool: self.pool.clone() })
+        let (pool, proxy_protocol) = (self.pool.clone(), self.proxy_protocol);
+        fits.then(|| EndpointPool { endpoint: endpoint.clone(), pool, proxy_protocol })
     }
 
-    /// Return an idle HTTP/1.1 connection, or the shared HTTP/2 connection if it is usable.
-    pub(super) fn take_idle(&self) -> Option<Connection> {
+    /// Return an idle HTTP/1.1 connection, or the shared HTTP/2 connection if it is usable. A connection with a PROXY
+    /// header must be of this `client`.
+    pub(super) fn take_idle(&self, client: Option<&ProxiedConnection>) -> Option<Connection> {
         match &self.pool {
+            ProtocolPool::Http1(pool) if self.proxy_protocol => Some(Connection::Http1(pool.take_idle_of(client)?)),
             ProtocolPool::Http1(pool) => Some(Connection::Http1(pool.take_idle()?)),
             ProtocolPool::Http2(shared) => Some(Connection::Http2(shared.try_get()?, LazyTimer::default())),
         }
     }
 
     /// Connect to the endpoint. With HTTP/2, share the connection that a concurrent request has opened meanwhile;
-    /// then the second value is `true`.
+    /// then the second value is `true`. The PROXY header, if the upstream gets one, names `client`, or the gateway
+    /// itself without one.
     ///
     /// # Errors
     /// Errors of [`Endpoint::connect`] and of the HTTP/2 or HTTP/1.1 setup.
-    pub(super) async fn connect(&self) -> io::Result<(Connection, bool)> {
+    pub(super) async fn connect(&self, client: Option<&ProxiedConnection>) -> io::Result<(Connection, bool)> {
         match &self.pool {
-            ProtocolPool::Http1(_) => Ok((Connection::Http1(connect(&self.endpoint).await?), false)),
+            ProtocolPool::Http1(_) => {
+                let header = self.proxy_protocol.then(|| proxy_protocol::header(client));
+                let mut connection = connect(&self.endpoint, header.as_deref()).await?;
+                connection.client = client.copied().map(Box::new);
+                Ok((Connection::Http1(connection), false))
+            }
+            // The configuration excludes PROXY headers: many clients share the connection.
             ProtocolPool::Http2(shared) => {
                 let (connection, reused) = shared.get_or_connect(&self.endpoint).await?;
                 Ok((Connection::Http2(connection, LazyTimer::default()), reused))
@@ -188,6 +204,10 @@ impl UpstreamLease for PooledConnection {
 /// to this size.
 const MAX_BUFFER_SIZE: usize = 64 * 1024;
 
+/// Maximum number of idle connections of a pool whose connections belong to one client each. The next request of the
+/// same client may never come.
+const MAX_IDLE_BY_CLIENT: usize = 64;
+
 /// Error of an exchange, with the request if nothing of it was written.
 pub(super) type SendError = TrySendError<Request<RequestBody>>;
 
@@ -197,6 +217,8 @@ pub(super) struct Http1Connection {
     sender: SendRequest<RequestBody>,
     pub(super) timer: LazyTimer,
     pub(super) reads: ReadBound,
+    /// Client that the PROXY header named.
+    client: Option<Box<ProxiedConnection>>,
 }
 
 /// Pool of idle connections.
@@ -205,6 +227,8 @@ pub(super) struct Http1Pool {
     // A std mutex: it is not held across an await, and only one worker uses the pool.
     connections: Mutex<VecDeque<IdleConnection>>,
     idle_timeout: Duration,
+    /// Beyond it, the connections that have been idle for the longest time are closed.
+    max_idle: usize,
 }
 
 #[derive(Debug)]
@@ -214,8 +238,8 @@ struct IdleConnection {
 }
 
 /// Connect, and spawn the connection task on the current worker.
-pub(super) async fn connect(endpoint: &Endpoint) -> io::Result<Http1Connection> {
-    let (stream, reads) = ReadLimitedStream::new(endpoint.connect().await?);
+async fn connect(endpoint: &Endpoint, proxy_header: Option<&[u8]>) -> io::Result<Http1Connection> {
+    let (stream, reads) = ReadLimitedStream::new(endpoint.connect(proxy_header).await?);
     let (sender, connection) = Builder::new()
         .writev(false)
         .max_buf_size(MAX_BUFFER_SIZE)
@@ -225,12 +249,20 @@ pub(super) async fn connect(endpoint: &Endpoint) -> io::Result<Http1Connection> 
         .map_err(io::Error::other)?;
     // The sender of the request receives the error.
     tokio::spawn(async move { connection.with_upgrades().await.ok() });
-    Ok(Http1Connection { sender, timer: LazyTimer::default(), reads })
+    Ok(Http1Connection { sender, timer: LazyTimer::default(), reads, client: None })
 }
 
 impl Http1Pool {
-    pub(super) fn new(idle_timeout: Duration) -> Self {
-        Http1Pool { connections: Mutex::default(), idle_timeout }
+    pub(super) fn new(idle_timeout: Duration, max_idle: usize) -> Self {
+        Http1Pool { connections: Mutex::default(), idle_timeout, max_idle }
+    }
+
+    /// Take the most recently used connection of this client that is still usable.
+    fn take_idle_of(&self, client: Option<&ProxiedConnection>) -> Option<Http1Connection> {
+        let mut idle = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
+        idle.retain(|idle| idle.idle_since.elapsed() < self.idle_timeout && idle.connection.sender.is_ready());
+        let index = idle.iter().rposition(|idle| idle.connection.client.as_deref() == client)?;
+        idle.remove(index).map(|idle| idle.connection)
     }
 
     /// Take the most recently used connection that is still usable.
@@ -253,7 +285,8 @@ impl Http1Pool {
         }
         let now = monotonic();
         let mut idle = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
-        while idle.front().is_some_and(|oldest| now - oldest.idle_since >= self.idle_timeout) {
+        let is_full = |idle: &VecDeque<_>| idle.len() >= self.max_idle;
+        while is_full(&idle) || idle.front().is_some_and(|oldest| now - oldest.idle_since >= self.idle_timeout) {
             idle.pop_front();
         }
         idle.push_back(IdleConnection { connection, idle_since: now });

@@ -167,8 +167,9 @@ impl Upstream {
             if let Some((pool, permit)) = next.take() {
                 pick_state.tried.push(permit.endpoint().clone());
                 attempts.push((permit.endpoint().clone(), monotonic()));
+                let client = pick_state.client.clone();
                 connecting.push(async move {
-                    let result = pool.connect().await;
+                    let result = pool.connect(client.as_deref()).await;
                     (pool, permit, result)
                 });
             }
@@ -193,7 +194,7 @@ impl Upstream {
                 () = sleep(CONNECTION_ATTEMPT_DELAY) => next = self.pick_other(pick_state),
             }
             if let Some((pool, _)) = next.as_ref().filter(|_| allow_idle)
-                && let Some(connection) = pool.take_idle()
+                && let Some(connection) = pool.take_idle(pick_state.client.as_deref())
                 && let Some((pool, permit)) = next.take()
             {
                 self.report_slow_connects(attempts);

@@ -6,6 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 
@@ -119,15 +120,18 @@ impl Endpoint {
         }
     }
 
-    /// Connect, including the TLS handshake.
+    /// Connect, including the TLS handshake, which follows the PROXY header if there is one.
     ///
     /// # Errors
     /// The connection fails, the name does not resolve, or the TLS handshake fails.
-    pub(super) async fn connect(&self) -> io::Result<UpstreamStream> {
-        let stream = match self.address {
+    pub(super) async fn connect(&self, proxy_header: Option<&[u8]>) -> io::Result<UpstreamStream> {
+        let mut stream = match self.address {
             Some(address) => TcpStream::connect(address).await?,
             None => TcpStream::connect((&*self.server.host, self.server.port)).await?,
         };
+        if let Some(header) = proxy_header {
+            stream.write_all(header).await?;
+        }
         UpstreamStream::handshake(stream, self.server.tls.as_ref()).await
     }
 }

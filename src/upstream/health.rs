@@ -84,7 +84,7 @@ async fn check_once(
     endpoint: &Arc<Endpoint>,
 ) -> Result<(), String> {
     let pool = EndpointPool::new(&cluster.settings, endpoint.clone());
-    let (mut connection, _) = pool.connect().await.map_err(|error| format!("cannot connect: {error}"))?;
+    let (mut connection, _) = pool.connect(None).await.map_err(|error| format!("cannot connect: {error}"))?;
     let request = check_request(&cluster.settings.protocol, health, endpoint).map_err(|error| error.to_string())?;
     let response = connection
         .send(request, ReadLimit::Any)

@@ -80,7 +80,7 @@ impl SharedConnection {
 }
 
 async fn connect(endpoint: &Endpoint) -> io::Result<Http2Connection> {
-    let stream = endpoint.connect().await?;
+    let stream = endpoint.connect(None).await?;
     let scheme = if stream.is_tls() { Scheme::HTTPS } else { Scheme::HTTP };
     let (sender, connection) = Builder::new(TokioExecutor::new())
         .initial_stream_window_size(STREAM_BUFFER)

@@ -22,6 +22,7 @@ use crate::upstream::connection_pool::SendError;
 use crate::upstream::connector::EndpointConnection;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::http2::{StreamOutcome, classify_error};
+use crate::upstream::proxy_protocol::ProxiedConnection;
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError, UpstreamSettings};
 
 /// Remaining ways to send a request again.
@@ -54,6 +55,9 @@ impl Upstream {
     /// the response (RFC 9110 §9.2.2) or the HTTP/2 server did not process them, and to other endpoints within
     /// `retries` and the retry budget.
     ///
+    /// An upstream that is sent PROXY headers takes the connection of the client from the extensions of the request, as
+    /// a [`ProxiedConnection`].
+    ///
     /// # Errors
     /// See [`UpstreamError`].
     pub async fn send(
@@ -69,11 +73,19 @@ impl Upstream {
         if http2 && is_grpc(request.headers()) {
             request.body_mut().allow_trailers();
         }
-        let (safe, has_body) = (is_safe(request.method()), progress.is_some());
+        let may_retry = !attempts.is_single_attempt;
+        let (safe, has_body) = (may_retry && is_safe(request.method()), progress.is_some());
+        let retries = if may_retry { retries } else { 0 };
         let mut retry_state =
             RetryState { can_reconnect: true, retries_left: retries, is_safe: safe, has_body, is_http2: http2 };
-        let mut pick_state = PickState { hash_key: self.cluster.hash_key(request.headers()), tried: Vec::new() };
-        if let Some(retry_budget) = &self.cluster.retry_budget {
+        let client = if self.sends_proxy_header() {
+            request.extensions_mut().remove::<ProxiedConnection>().map(Box::new)
+        } else {
+            None
+        };
+        let mut pick_state =
+            PickState { hash_key: self.cluster.hash_key(request.headers()), tried: Vec::new(), client };
+        if let Some(retry_budget) = self.cluster.retry_budget.as_ref().filter(|_| may_retry) {
             retry_budget.deposit();
         }
         // Queued requests come first.
@@ -82,7 +94,7 @@ impl Upstream {
             Some(target) => target,
             None => Box::pin(self.pick_queued(pick_state.hash_key)).await?,
         };
-        let mut idle = target.0.take_idle();
+        let mut idle = target.0.take_idle(pick_state.client.as_deref());
         loop {
             let EndpointConnection { pool, permit, mut connection, is_reused: reused } = match idle.take() {
                 Some(connection) => {
@@ -337,12 +349,20 @@ pub struct AttemptLog {
     endpoint: Option<Arc<Endpoint>>,
     /// Whether the endpoint is recorded. Disabled unless needed, because all workers share its reference count.
     records_endpoint: bool,
+    /// Whether the request is sent again only if nothing of it was written.
+    is_single_attempt: bool,
 }
 
 impl AttemptLog {
     /// Create a log. It records the endpoint if `records_endpoint` is set.
     pub fn new(records_endpoint: bool) -> Self {
         AttemptLog { records_endpoint, ..AttemptLog::default() }
+    }
+
+    /// Create the log of a request that is sent again only if nothing of it was written, or if an HTTP/2 server
+    /// declares it unprocessed.
+    pub fn single_attempt() -> Self {
+        AttemptLog { is_single_attempt: true, ..AttemptLog::default() }
     }
 
     /// Return the number of retries by [`RetryReason`].

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::support::certificates::{Authority, FUTURE, NOW, PAST, Pair, TlsClient, ask, tls};
+use crate::support::certificates::{Authority, FUTURE, NOW, PAST, Pair, TlsClient, ask, tls, tls_with_chain};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::reload::{reloads, with_admin};
@@ -353,5 +353,72 @@ fn missing_certificates_are_charged_to_limits_by_ip() {
         assert_eq!((with.status, with.remaining("ip"), with.remaining("cert")), (200, 2, 99), "{limits}");
         assert_eq!([(); 4].map(|()| reply(None).status), [401, 401, 429, 429], "{limits}: on connections of their own");
         assert_eq!(reply(Some(&alice)).status, 429, "{limits}: a certificate does not open what was closed");
+    }
+}
+
+/// Return the headers of RFC 9440 that the upstream received for a request with these headers.
+fn certificate_headers(
+    upstream: &Upstream,
+    client: &mut TlsClient,
+    path: &str,
+    sent: &[(&str, &str)],
+) -> [Vec<String>; 3] {
+    assert_eq!(client.get_with(path, sent).status, 200);
+    let seen = upstream.last();
+    ["client-cert", "client-cert-chain", "client_cert"]
+        .map(|name| seen.headers(name).into_iter().map(str::to_owned).collect())
+}
+
+#[test]
+fn client_certificate_is_forwarded_where_the_upstream_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let authority = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let upstream = Upstream::start();
+    let listeners = listener(folder.path(), &server, &authority.pem(), Some("optional"));
+    let routes = |names: &[&str]| -> String {
+        let route = |name: &&str| format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nupstream = \"{name}\"\n");
+        names.iter().map(route).collect()
+    };
+    let upstreams = format!(
+        "[upstream.told]\nservers = [\"{0}\"]\nclient_cert_header = true\n[upstream.other]\nservers = [\"{0}\"]\n",
+        upstream.url()
+    );
+    let config = format!("{upstreams}{}{listeners}", routes(&["told", "other"]));
+    for trusted in ["", "[client_ip]\ntrusted_proxies = [\"127.0.0.1\"]\n"] {
+        let gateway = Gateway::start(&format!("{config}{trusted}"));
+        let alice = authority.client(&[(DnType::CommonName, "alice")], NOW);
+        let forged = [
+            ("Client-Cert", ":AAAA:"),
+            ("Client-Cert", ":BBBB:"),
+            ("Client_Cert", ":AAAA:"),
+            ("Client-Cert-Chain", ":AAAA:"),
+            ("Connection", "client-cert"),
+        ];
+        let encoded = |der: &[u8]| {
+            use base64::Engine;
+            format!(":{}:", base64::engine::general_purpose::STANDARD.encode(der))
+        };
+        let ca = authority.certificate();
+        // The client sends its certificate alone, or with that of its authority.
+        let alone = tls(&[&server.der], Some(&alice), &[&TLS13]);
+        let with_chain = tls_with_chain(&[&server.der], &alice, &[&alice.der, &ca.der]);
+        let none = tls(&[&server.der], None, &[&TLS13]);
+        for (config, certificate, chain) in [
+            (&alone, vec![encoded(&alice.der)], vec![]),
+            (&with_chain, vec![encoded(&alice.der)], vec![encoded(&ca.der)]),
+            (&none, vec![], vec![]),
+        ] {
+            let mut client = TlsClient::handshake(config, gateway.address, NAME).unwrap();
+            let seen = certificate_headers(&upstream, &mut client, "/told", &forged);
+            assert_eq!(seen, [certificate.clone(), chain, vec![]], "trusted: {}", !trusted.is_empty());
+            if let [certificate] = &certificate[..] {
+                let item: sfv::Item = sfv::Parser::new(certificate).parse().unwrap();
+                assert_eq!(item.bare_item.as_byte_sequence().unwrap(), &alice.der[..], "a Byte Sequence");
+            }
+            // Another upstream learns nothing from the gateway, and what a client says only from a trusted proxy.
+            let [seen, _, alias] = certificate_headers(&upstream, &mut client, "/other", &forged[..3]);
+            assert_eq!((seen.len(), alias), (if trusted.is_empty() { 0 } else { 2 }, vec![]));
+        }
     }
 }

@@ -1,13 +1,19 @@
-//! The PROXY protocol: the client address comes from trusted proxies only.
+//! The PROXY protocol: the client address comes from trusted proxies only, and upstreams are told it.
 
-use std::net::{IpAddr, SocketAddr};
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
 
+use crate::support::MAX_WAIT;
 use crate::support::certificates::{NOW, Pair, TlsClient, tls};
 use crate::support::client::Client;
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
+use crate::support::redis::free_port;
 use crate::support::reload::{reloads, with_admin};
-use crate::support::upstream::Upstream;
+use crate::support::upstream::{Upstream, read_request, serve};
 use rustls::version::TLS13;
 
 /// The trusted proxy.
@@ -304,4 +310,214 @@ fn unknown_client_stays_untrusted_after_a_reload() {
     check("before the reload");
     reloads(&gateway, &config("\"127.0.0.9\", \"192.0.2.1\""));
     check("after the reload");
+}
+
+// ---- towards upstreams ---------------------------------------------------------------------------
+
+/// A PROXY header as an upstream reads it: the command, the source and the destination.
+type Header = (u8, Option<(SocketAddr, SocketAddr)>);
+
+/// Read a version 2 header and not a byte more. Return `None` at the end of the stream.
+fn read_proxy_header(stream: &mut TcpStream) -> Option<Header> {
+    let mut fixed = [0; 16];
+    stream.read_exact(&mut fixed).ok()?;
+    assert_eq!(&fixed[..12], SIGNATURE, "a PROXY header is the first on a connection");
+    let mut addresses = vec![0; usize::from(u16::from_be_bytes([fixed[14], fixed[15]]))];
+    stream.read_exact(&mut addresses).unwrap();
+    let port = |at: usize| u16::from_be_bytes([addresses[at], addresses[at + 1]]);
+    let pair = match (fixed[13], addresses.len()) {
+        (0x11, 12) => {
+            let ip = |at: usize| IpAddr::from(<[u8; 4]>::try_from(&addresses[at..at + 4]).unwrap());
+            Some((SocketAddr::new(ip(0), port(8)), SocketAddr::new(ip(4), port(10))))
+        }
+        (0x21, 36) => {
+            let ip = |at: usize| IpAddr::from(<[u8; 16]>::try_from(&addresses[at..at + 16]).unwrap());
+            Some((SocketAddr::new(ip(0), port(32)), SocketAddr::new(ip(16), port(34))))
+        }
+        (0x00, 0) => None,
+        other => panic!("family and length {other:?}"),
+    };
+    Some((fixed[12], pair))
+}
+
+/// An upstream that records the PROXY header of each connection, and the index of the connection of each request.
+struct Receiver {
+    address: SocketAddr,
+    headers: Arc<Mutex<Vec<Header>>>,
+    requests: Arc<Mutex<Vec<usize>>>,
+}
+
+impl Receiver {
+    fn start() -> Receiver {
+        let (headers, requests) = (Arc::<Mutex<Vec<Header>>>::default(), Arc::<Mutex<Vec<usize>>>::default());
+        let (record, count) = (headers.clone(), requests.clone());
+        let address = serve(move |mut stream| {
+            let Some(header) = read_proxy_header(&mut stream) else { return };
+            let index = {
+                let mut headers = record.lock().unwrap();
+                headers.push(header);
+                headers.len() - 1
+            };
+            while read_request(&mut stream).is_some() {
+                count.lock().unwrap().push(index);
+                stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").unwrap();
+            }
+        });
+        Receiver { address, headers, requests }
+    }
+
+    fn headers(&self) -> Vec<Header> {
+        self.headers.lock().unwrap().clone()
+    }
+
+    fn requests(&self) -> Vec<usize> {
+        self.requests.lock().unwrap().clone()
+    }
+}
+
+fn sending(receiver: SocketAddr, more: &str) -> String {
+    format!(
+        "[server]\nworkers = 1\n[client_ip]\ntrusted_proxies = [\"127.0.0.9/32\"]\n\
+         [upstream.u]\nservers = [\"http://{receiver}\"]\nproxy_protocol = \"v2\"\npool_idle_timeout = \"1h\"\n{more}\
+         [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\n"
+    )
+}
+
+#[test]
+fn each_upstream_connection_has_the_addresses_of_one_client() {
+    let receiver = Receiver::start();
+    let gateway = Gateway::start(&sending(receiver.address, ""));
+    let mut clients = [Client::connect(gateway.address), Client::connect_from([127, 0, 0, 5].into(), gateway.address)];
+    let own = clients.each_ref().map(|client| client.stream.get_ref().local_addr().unwrap());
+    for _ in 0..3 {
+        for client in &mut clients {
+            assert_eq!(client.request("POST", "/", &[], b"body").status, 200);
+        }
+    }
+    let of = |source| (0x21, Some((source, gateway.address)));
+    assert_eq!(receiver.headers(), own.map(of), "one connection for each client");
+    assert_eq!(receiver.requests(), [0, 1, 0, 1, 0, 1], "reused for its client");
+
+    // The client behind a trusted proxy: its address without a port, whatever connection of the proxy it uses.
+    let mut proxies = [from_proxy(gateway.address), from_proxy(gateway.address)];
+    for client in ["192.0.2.1", "2001:db8::1", "192.0.2.1"] {
+        for proxy in &mut proxies {
+            assert_eq!(proxy.get_with("/", &[("X-Forwarded-For", client)]).status, 200);
+        }
+    }
+    let mapped = SocketAddr::new("::ffff:127.0.0.1".parse().unwrap(), gateway.address.port());
+    let expected = [
+        (0x21, Some(("192.0.2.1:0".parse().unwrap(), gateway.address))),
+        (0x21, Some(("[2001:db8::1]:0".parse().unwrap(), mapped))),
+    ];
+    assert_eq!(receiver.headers()[2..], expected);
+    assert_eq!(receiver.requests()[6..], [2, 2, 3, 3, 2, 2]);
+}
+
+#[test]
+fn addresses_of_a_received_proxy_header_are_sent_on() {
+    let receiver = Receiver::start();
+    let listener = "[[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = true\n";
+    let gateway = Gateway::start(&(sending(receiver.address, "") + listener));
+    for header in [&b"PROXY TCP4 198.51.100.1 192.0.2.1 12345 443\r\n"[..], &v2(0x21, 0x21, &ipv6("2001:db8::5"))] {
+        let mut client = from_proxy(gateway.address);
+        client.send(header);
+        client.send(GET);
+        assert_eq!(client.reply().unwrap().status, 200);
+    }
+    let pair = |source: &str, destination: &str| Some((source.parse().unwrap(), destination.parse().unwrap()));
+    assert_eq!(
+        receiver.headers(),
+        [
+            (0x21, pair("198.51.100.1:12345", "192.0.2.1:443")),
+            (0x21, pair("[2001:db8::5]:12345", "[2001:db8::ffff]:443")),
+        ]
+    );
+}
+
+#[test]
+fn health_checks_send_local_and_tls_follows_the_header() {
+    let receiver = Receiver::start();
+    let _gateway = Gateway::start(&sending(receiver.address, "health_check = { path = \"/\", interval = \"1ms\" }\n"));
+    eventually("a check", || !receiver.headers().is_empty());
+    assert_eq!(receiver.headers()[0], (0x20, None));
+
+    let (first, records) = channel();
+    let first = Mutex::new(first);
+    let address = serve(move |mut stream| {
+        let header = read_proxy_header(&mut stream);
+        let mut record = [0; 1];
+        stream.read_exact(&mut record).unwrap();
+        first.lock().unwrap().send((header, record)).unwrap();
+    });
+    let text = sending(address, "").replace("http://", "https://");
+    let gateway = Gateway::start(&text);
+    let mut client = gateway.client();
+    let own = client.stream.get_ref().local_addr().unwrap();
+    assert_eq!(client.get("/").status, 502);
+    let (header, record) = records.recv_timeout(MAX_WAIT).unwrap();
+    assert_eq!(header, Some((0x21, Some((own, gateway.address)))));
+    assert_eq!(record, [0x16], "a TLS handshake record (RFC 8446 §5.1)");
+}
+
+#[test]
+fn copies_of_a_mirror_have_the_address_of_their_client() {
+    let (receiver, upstream) = (Receiver::start(), Upstream::start());
+    let api = format!("[upstream.api]\nservers = [\"{}\"]\n", upstream.url());
+    let text = sending(receiver.address, &api)
+        .replace("upstream = \"u\"\n", "upstream = \"api\"\nmirror = { upstream = \"u\" }\n");
+    let gateway = Gateway::start(&text);
+    let mut client = gateway.client();
+    let own = client.stream.get_ref().local_addr().unwrap();
+    assert_eq!(client.get("/").status, 200);
+    eventually("the copy arrives", || receiver.requests().len() == 1);
+    assert_eq!(receiver.headers(), [(0x21, Some((own, gateway.address)))]);
+}
+
+#[test]
+fn idle_connections_of_many_clients_are_bounded() {
+    let receiver = Receiver::start();
+    let gateway = Gateway::start(&sending(receiver.address, ""));
+    let base = descriptors(&gateway);
+    for _ in 0..200 {
+        assert_eq!(gateway.get("/").status, 200);
+    }
+    assert_eq!(receiver.headers().len(), 200);
+    // 64 idle connections, and a few of clients that are closing.
+    eventually("others are closed", || descriptors(&gateway) < base + 80);
+}
+
+fn descriptors(gateway: &Gateway) -> usize {
+    std::fs::read_dir(format!("/proc/{}/fd", gateway.child.id())).unwrap().count()
+}
+
+/// nginx reads the header of a real connection.
+#[test]
+fn nginx_reads_the_header() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let port = free_port();
+    let paths: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+        .map(|kind| format!("{kind}_temp_path {};\n", at(kind)))
+        .concat();
+    let text = format!(
+        "daemon off; master_process off; pid {}; error_log {};\nevents {{}}\nhttp {{ access_log off;\n{paths}\
+         server {{ listen 127.0.0.1:{port} proxy_protocol; return 200 \"$proxy_protocol_addr:$proxy_protocol_port \
+         $proxy_protocol_server_addr:$proxy_protocol_server_port\"; }} }}\n",
+        at("pid"),
+        at("log")
+    );
+    std::fs::write(folder.path().join("nginx.conf"), text).unwrap();
+    let mut command = Command::new("nginx");
+    command.env("PATH", format!("{}:/usr/sbin", std::env::var("PATH").unwrap())).arg("-c").arg(at("nginx.conf"));
+    let mut nginx = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    eventually("nginx listens", || TcpStream::connect(("127.0.0.1", port)).is_ok());
+    let gateway = Gateway::start(&sending(([127, 0, 0, 1], port).into(), ""));
+    let mut client = gateway.client();
+    let own = client.stream.get_ref().local_addr().unwrap();
+    let said = (client.get("/").text().to_owned(), client.get("/").text().to_owned());
+    nginx.kill().unwrap();
+    nginx.wait().unwrap();
+    let expected = format!("{own} {}", gateway.address);
+    assert_eq!(said, (expected.clone(), expected));
 }

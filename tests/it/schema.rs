@@ -184,6 +184,7 @@ fn load(file: &Value) -> Result<String, String> {
                 route.timeout,
                 &route.rate_limits.header_styles,
                 (&route.rate_limits.expose_header, &route.cors),
+                (&route.mirror, &route.response_headers),
                 costs,
             )
         })
@@ -238,6 +239,10 @@ fn file_with(path: &str) -> Value {
         "limit.*.algorithm" => set("limit.l", json!({ "by": "ip", "quota": "1/day" })),
         "limit.*.max_queue" => set("limit.l.max_wait", json!("1s")),
         "upstream.*.max_queue" => set("upstream.u.max_requests", json!(1)),
+        path if path.starts_with("route.*.mirror") => {
+            set("route", json!([{ "name": "m", "path": "/m", "upstream": "u", "mirror": { "upstream": "u" } }]));
+        }
+        "route.*.response_headers.on_errors" => set("route.r.response_headers", json!({})),
         "store.url" => set("store", json!({})),
         "auth.*.on_unknown" => set("auth.keys", json!({ "kind": "api-key", "consumers": "consumers.toml" })),
         "auth.*.scheme" => set("auth.keys.header", json!("authorization")),

@@ -140,6 +140,21 @@ pub fn tls(
     })
 }
 
+/// Return the configuration of a client that sends these certificates, the first of which is its own.
+pub fn tls_with_chain(
+    believes: &[&CertificateDer<'static>],
+    own: &Pair,
+    chain: &[&CertificateDer<'static>],
+) -> Arc<ClientConfig> {
+    let mut roots = RootCertStore::empty();
+    believes.iter().for_each(|certificate| roots.add((*certificate).clone()).unwrap());
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let chain = chain.iter().map(|certificate| (*certificate).clone()).collect();
+    let builder = builder.with_root_certificates(roots);
+    Arc::new(builder.with_client_auth_cert(chain, own.secret.clone_key()).unwrap())
+}
+
 impl TlsClient {
     /// Connect and complete the TLS handshake.
     pub fn handshake(config: &Arc<ClientConfig>, address: SocketAddr, name: &str) -> io::Result<TlsClient> {

@@ -8,7 +8,7 @@ use anstyle::{AnsiColor, Style};
 use crate::cli::admin::{format_duration, unit_suffix};
 use crate::tools::explain::report::{
     AccessReport, AuthReport, ClientReport, CorsReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport,
-    LimitReport, LimitUsage, OtherRoute, ResponseReport, UpstreamReport,
+    LimitReport, LimitUsage, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,
 };
 
 /// Maximum width of a line, unless a single word is longer.
@@ -194,10 +194,21 @@ fn write_response(explanation: &Explanation, out: &mut impl Write) -> io::Result
 }
 
 fn write_upstream(explanation: &Explanation, report: &UpstreamReport, out: &mut impl Write) -> io::Result<()> {
-    let UpstreamReport { upstreams, target, set_headers, removed_headers } = report;
+    let UpstreamReport { upstreams, target, set_headers, removed_headers, mirror } = report;
     write_heading(out, &format!("\nUpstream {}: {} {target}", upstreams.join(" or "), explanation.method))?;
     write_headers(out, "+", set_headers)?;
-    removed_headers.iter().try_for_each(|name| writeln!(out, "  - {name}"))
+    removed_headers.iter().try_for_each(|name| writeln!(out, "  - {name}"))?;
+    mirror.as_ref().map_or(Ok(()), |mirror| write_mirror(mirror, out))
+}
+
+fn write_mirror(mirror: &MirrorReport, out: &mut impl Write) -> io::Result<()> {
+    let MirrorReport { upstream, percent, max_body, skipped } = mirror;
+    let text = match skipped {
+        Some(reason) => format!("not this request: {reason}"),
+        None => format!("{percent} % of the requests, with bodies of at most {max_body} bytes"),
+    };
+    write_heading(out, &format!("\nMirror {upstream}"))?;
+    write_paragraph(out, "  ", 2, &text)
 }
 
 fn write_headers(out: &mut impl Write, sign: &str, headers: &[HeaderReport]) -> io::Result<()> {

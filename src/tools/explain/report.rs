@@ -219,4 +219,19 @@ pub struct UpstreamReport {
     pub set_headers: Vec<HeaderReport>,
     /// Received headers that are not forwarded.
     pub removed_headers: Vec<String>,
+    /// The mirror of the route. None: no copy is sent.
+    pub mirror: Option<MirrorReport>,
+}
+
+/// The mirror of a route.
+#[derive(Debug, Serialize)]
+pub struct MirrorReport {
+    /// The upstream of the copies.
+    pub upstream: String,
+    /// Percentage of the requests that are copied.
+    pub percent: f64,
+    /// Maximum size of a copied body in bytes.
+    pub max_body: usize,
+    /// Why this request is not copied. None: it may be copied.
+    pub skipped: Option<&'static str>,
 }

@@ -8,19 +8,22 @@ use http_body_util::BodyExt;
 use crate::http::body::Body;
 use crate::http::cors;
 use crate::http::cors::CorsDecision;
-use crate::http::headers::X_REQUEST_ID;
-use crate::identity::auth::Credentials;
+use crate::http::headers::{HeaderMutations, X_REQUEST_ID};
 use crate::limiter::decision::Decision;
 use crate::proxy::context::{Peer, RequestId};
-use crate::proxy::forward::{UpstreamRequestInfo, prepare_upstream_headers};
+use crate::proxy::forward::{ForwardedCertificate, UpstreamRequestInfo, prepare_upstream_headers};
+use crate::proxy::header_values::RequestVariables;
 use crate::proxy::local_reply::Rejection;
+use crate::proxy::mirror::MIRROR_HEADER;
 use crate::proxy::rate_limit::append_ratelimit_headers;
 use crate::proxy::target::RequestTarget;
 use crate::routing::explain::{Candidate, MismatchReason};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::route_action::WeightedUpstreams;
 use crate::snapshot::routes::{Route, RouteAction};
-use crate::tools::explain::report::{HeaderReport, MatchedRoute, OtherRoute, ResponseReport, UpstreamReport};
+use crate::tools::explain::report::{
+    HeaderReport, MatchedRoute, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,
+};
 
 type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
@@ -96,25 +99,43 @@ fn required_header(headers: &[(HeaderName, HeaderValue)], name: &HeaderName) -> 
 /// Placeholder for a request id that the gateway would generate.
 const GENERATED_ID_PLACEHOLDER: HeaderValue = HeaderValue::from_static("(a new one for each request)");
 
+/// Return the request id: a placeholder if the gateway would generate it.
+pub(super) fn displayed_request_id(headers: &HeaderMap, peer: &Peer) -> HeaderValue {
+    match RequestId::from_headers(headers, peer.forwarded.trusted) {
+        RequestId::Received(request_id) => request_id,
+        RequestId::Generated(_) => GENERATED_ID_PLACEHOLDER,
+    }
+}
+
 /// Report the request that an upstream of the route would receive, for this target and body length in bytes.
 pub(super) fn upstream_report(
     config: &CompiledConfig,
-    (route, credentials): (&Route, &Credentials<'_>),
-    request: &Request<()>,
-    peer: &Peer,
-    (weighted_upstreams, target, length): (&WeightedUpstreams, Option<&PathAndQuery>, Option<u64>),
+    variables: &RequestVariables<'_, ()>,
+    weighted_upstreams: &WeightedUpstreams,
+    (target, length): (Option<&PathAndQuery>, Option<u64>),
 ) -> UpstreamReport {
-    let request_id = match RequestId::from_headers(request.headers(), peer.forwarded.trusted) {
-        RequestId::Received(request_id) => request_id,
-        RequestId::Generated(_) => GENERATED_ID_PLACEHOLDER,
-    };
+    let RequestVariables { route, peer, credentials, request, .. } = *variables;
+    let request_id = variables.request_id.clone();
     let upstreams = || weighted_upstreams.upstreams().map(|index| &config.upstreams[index]);
     // A request without a host gets the authority of its server as `Host`. The report shows that of the first server.
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
     let mut forwarded_request = request.clone();
-    let forwarded = &peer.forwarded;
-    let request_info = UpstreamRequestInfo { credentials, forwarded, request_id, trace: None, authority, length };
-    if let Some(upgrade_request) = prepare_upstream_headers(config, route, &mut forwarded_request, request_info) {
+    let header_values = &route.request_headers.render_without_literals(|variable| variables.content(variable));
+    // No certificate is known here: the report shows that those of clients are removed.
+    let client_cert = upstreams().any(|upstream| upstream.client_cert_header).then_some(ForwardedCertificate(None));
+    let request_info = UpstreamRequestInfo {
+        credentials,
+        forwarded: &peer.forwarded,
+        request_id,
+        trace: None,
+        authority,
+        length,
+        header_values,
+        client_cert,
+    };
+    let upgrade_request = prepare_upstream_headers(config, route, &mut forwarded_request, request_info);
+    let is_upgrade = upgrade_request.is_some();
+    if let Some(upgrade_request) = upgrade_request {
         upgrade_request.insert_into(forwarded_request.headers_mut());
     }
     let (received_headers, forwarded_headers) = (request.headers(), forwarded_request.headers());
@@ -127,8 +148,7 @@ pub(super) fn upstream_report(
             changed_headers
         },
     );
-    let is_configured =
-        |name: &str| route.request_headers.set.iter().any(|(set, _)| *set == *name && *set != X_REQUEST_ID);
+    let is_configured = |name: &str| is_configured(&route.request_headers, name) && *name != X_REQUEST_ID;
     UpstreamReport {
         upstreams: upstreams().map(|upstream| upstream.name.to_string()).collect(),
         target: target.map_or("/", |target| target.as_str()).to_owned(),
@@ -138,36 +158,66 @@ pub(super) fn upstream_report(
             .filter(|name| !forwarded_headers.contains_key(*name))
             .map(ToString::to_string)
             .collect(),
+        mirror: route.mirror.as_ref().map(|mirror| MirrorReport {
+            upstream: config.upstreams[mirror.upstream].name.to_string(),
+            percent: mirror.percent,
+            max_body: mirror.max_body,
+            skipped: if request.headers().contains_key(&MIRROR_HEADER) {
+                Some("it is a copy itself")
+            } else if is_upgrade {
+                Some("it offers to upgrade the connection")
+            } else if length.is_some_and(|length| length > mirror.max_body as u64) {
+                Some("its body is larger than `max_body`")
+            } else {
+                None
+            },
+        }),
     }
 }
 
 // The response.
 
-/// Report the response to a rejected request.
+/// Return whether the changes set a header to a value of the configuration, which may be secret.
+fn is_configured(mutations: &HeaderMutations, name: &str) -> bool {
+    mutations.set.iter().any(|(set, _)| *set == *name)
+}
+
+/// Report the response to a rejected request. `variables` are those of its route, if one matched.
 pub(super) fn rejection_response(
     rejection: Rejection<'_>,
+    variables: Option<&RequestVariables<'_, ()>>,
     cors: Option<&CorsDecision<'_>>,
     proxy_status: bool,
 ) -> ResponseReport {
     let (mut response, outcome) = rejection.into_response(None, proxy_status);
+    let mut own = Vec::new();
+    let mutations = variables.map(|variables| &variables.route.response_headers).filter(|rules| rules.on_errors);
+    if let (Some(variables), Some(mutations)) = (variables, mutations) {
+        own.extend(response.headers().keys().cloned());
+        let values = mutations.render_without_literals(|variable| variables.content(variable));
+        mutations.apply_to_rejection(response.headers_mut(), &values);
+    }
     if let Some(cors) = cors {
         cors.apply(response.headers_mut());
     }
-    gateway_response(response, outcome, |_| false)
+    gateway_response(response, outcome, |name| {
+        mutations.is_some_and(|mutations| is_configured(mutations, name)) && !own.iter().any(|own| own.as_str() == name)
+    })
 }
 
 /// Report the response to an admitted request.
 pub(super) fn admitted_response(
-    route: &Route,
-    request: &Request<()>,
+    variables: &RequestVariables<'_, ()>,
     path: &str,
     decision: Option<&Decision<'_>>,
     cors: Option<&CorsDecision<'_>>,
 ) -> ResponseReport {
+    let RequestVariables { route, request, .. } = *variables;
     let mutations = &route.response_headers;
-    let is_configured = |name: &str| mutations.set.iter().any(|(set, _)| *set == *name);
+    let values = mutations.render_without_literals(|variable| variables.content(variable));
+    let is_configured = |name: &str| is_configured(mutations, name);
     let apply_headers = |headers: &mut HeaderMap| {
-        mutations.apply(headers);
+        mutations.apply(headers, &values);
         if let Some(decision) = decision {
             append_ratelimit_headers(headers, route, decision);
         }

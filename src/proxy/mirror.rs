@@ -1,0 +1,302 @@
+//! Mirroring: a copy of a forwarded request goes to a second upstream, whose response is discarded.
+//!
+//! The client never waits for the copy. The body is copied while it passes to the upstream of the route, and the copy
+//! is sent by a task of its own once the body is complete. Copies are bounded in number for each worker, and in bytes
+//! for the process; those beyond the bounds are dropped and counted.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use http::header::TRANSFER_ENCODING;
+use http::{HeaderName, HeaderValue, Request};
+use http_body::Body as _;
+use http_body_util::BodyExt;
+use tokio::time::{Instant, timeout, timeout_at};
+use tokio_util::task::TaskTracker;
+use tracing::debug;
+
+use crate::http::body_limits::{BodyLimits, BufferBudget, UploadLimits};
+use crate::http::flow::StreamFlow;
+use crate::http::headers;
+use crate::http::request_body::{BodyTee, RequestBody, TeeError};
+use crate::limiter::clock::monotonic;
+use crate::metrics::Counter;
+use crate::proxy::context::RequestContext;
+use crate::proxy::forward::{ForwardedCertificate, set_http2_target};
+use crate::proxy::metrics::ResponseStats;
+use crate::snapshot::mirror::Mirror;
+use crate::snapshot::routes::Route;
+use crate::upstream::proxy_protocol::ProxiedConnection;
+use crate::upstream::retry::AttemptLog;
+use crate::upstream::{Protocol, Upstream};
+
+/// Header that marks a copy. Its value is `1`.
+pub const MIRROR_HEADER: HeaderName = HeaderName::from_static("x-sluicegate-mirror");
+
+/// What became of a copy that was sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CopyResult {
+    /// The upstream responded, with any status.
+    Responded,
+    /// The upstream did not respond.
+    Failed,
+}
+
+impl CopyResult {
+    /// All results, in the order of their counters.
+    pub const ALL: [CopyResult; 2] = [CopyResult::Responded, CopyResult::Failed];
+
+    /// Return the value of the metric label.
+    pub fn label(self) -> &'static str {
+        match self {
+            CopyResult::Responded => "responded",
+            CopyResult::Failed => "failed",
+        }
+    }
+}
+
+/// Why a request was not copied, or its copy not sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DropReason {
+    /// `max_in_flight` copies were in flight.
+    MaxInFlight,
+    /// The body exceeds `max_body`.
+    MaxBody,
+    /// The bodies of copies reached their part of `server.max_buffered`.
+    MaxBuffered,
+    /// The body did not reach its end.
+    Incomplete,
+    /// The request offers to upgrade the connection.
+    Upgrade,
+    /// The request is a copy itself.
+    Copy,
+}
+
+impl DropReason {
+    /// All reasons, in the order of their counters.
+    pub const ALL: [DropReason; 6] = [
+        DropReason::MaxInFlight,
+        DropReason::MaxBody,
+        DropReason::MaxBuffered,
+        DropReason::Incomplete,
+        DropReason::Upgrade,
+        DropReason::Copy,
+    ];
+
+    /// Return the value of the metric label.
+    pub fn label(self) -> &'static str {
+        match self {
+            DropReason::MaxInFlight => "max_in_flight",
+            DropReason::MaxBody => "max_body",
+            DropReason::MaxBuffered => "max_buffered",
+            DropReason::Incomplete => "incomplete",
+            DropReason::Upgrade => "upgrade",
+            DropReason::Copy => "copy",
+        }
+    }
+}
+
+/// Copies of the requests of one route, on one worker.
+#[derive(Debug, Default)]
+pub struct MirrorStats {
+    /// Copies that were sent, by [`CopyResult`].
+    pub sent: Counter<{ CopyResult::ALL.len() }>,
+    /// Requests without a copy, by [`DropReason`].
+    pub dropped: Counter<{ DropReason::ALL.len() }>,
+    in_flight: AtomicUsize,
+}
+
+impl MirrorStats {
+    /// Return the number of copies in flight.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
+    fn drop_copy(&self, reason: DropReason) {
+        self.dropped.increment(reason as usize);
+    }
+}
+
+/// A copy in flight. Dropping it ends it.
+struct InFlight(Arc<MirrorStats>);
+
+impl InFlight {
+    /// Return `None` if `max` copies are in flight.
+    fn try_acquire(stats: &Arc<MirrorStats>, max: usize) -> Option<Self> {
+        let one_more = |now: usize| (now < max).then_some(now + 1);
+        stats.in_flight.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;
+        Some(InFlight(stats.clone()))
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The tasks of a worker that send copies. They outlive the requests and the configuration.
+#[derive(Debug, Clone, Default)]
+pub struct MirrorTasks(TaskTracker);
+
+impl MirrorTasks {
+    /// Wait for the copies in flight until `deadline`. Return the number of those that are left.
+    pub async fn drain(&self, deadline: Instant) -> usize {
+        self.0.close();
+        match timeout_at(deadline, self.0.wait()).await {
+            Ok(()) => 0,
+            Err(_) => self.0.len(),
+        }
+    }
+}
+
+/// Budget for the bodies of all copies of the process. Each configuration sets its size.
+#[derive(Debug)]
+pub struct MirrorBudget(pub(super) Arc<BufferBudget>);
+
+impl Default for MirrorBudget {
+    fn default() -> Self {
+        MirrorBudget(Arc::new(BufferBudget::new(0)))
+    }
+}
+
+/// A request that is copied.
+pub(super) struct Selected<'a> {
+    mirror: &'a Mirror,
+    stats: Arc<MirrorStats>,
+    /// Connection of the client, if the upstream of the copies is told.
+    client: Option<ProxiedConnection>,
+}
+
+/// Return whether a request of this route is copied. `request` is as received.
+pub(super) fn select<'a>(
+    context: &RequestContext<'_>,
+    route: &'a Route,
+    request: &Request<RequestBody>,
+) -> Option<Selected<'a>> {
+    let mirror = route.mirror.as_ref().filter(|mirror| mirror.picks_next())?;
+    let stats = context.snapshot.metrics.mirror(route.index)?.clone();
+    if request.headers().contains_key(&MIRROR_HEADER) {
+        // Two gateways that mirror to each other must not send copies forever.
+        stats.drop_copy(DropReason::Copy);
+        return None;
+    }
+    let upstream = &context.snapshot.upstreams[mirror.upstream];
+    let client = upstream.sends_proxy_header().then(|| context.peer.proxied_connection(request.headers()));
+    Some(Selected { mirror, stats, client })
+}
+
+impl Selected<'_> {
+    /// Copy a request that is about to be sent. It has the target and headers for an HTTP/1.1 upstream. `is_upgrade`
+    /// says whether it offers to upgrade the connection.
+    pub(super) fn copy(self, context: &RequestContext<'_>, request: &mut Request<RequestBody>, is_upgrade: bool) {
+        let Selected { mirror, stats, client } = self;
+        if is_upgrade {
+            return stats.drop_copy(DropReason::Upgrade);
+        }
+        let length = request.body().size_hint();
+        if length.lower() > mirror.max_body as u64 {
+            return stats.drop_copy(DropReason::MaxBody);
+        }
+        let mut head = Request::new(());
+        head.method_mut().clone_from(request.method());
+        head.uri_mut().clone_from(request.uri());
+        head.headers_mut().clone_from(request.headers());
+        let snapshot = context.snapshot;
+        let upstream = snapshot.upstreams[mirror.upstream].clone();
+        if upstream.sends_client_cert() {
+            ForwardedCertificate(context.peer.certificate.as_deref()).set_headers(head.headers_mut());
+        }
+        if let Some(client) = client {
+            head.extensions_mut().insert(client);
+        }
+        let budget = snapshot.metrics.mirror_budget.clone();
+        let idle_timeout = snapshot.runtime.server.body_idle_timeout;
+        let copy = RequestCopy {
+            head,
+            upstream,
+            responses: snapshot.metrics.upstream_responses(mirror.upstream),
+            flow: StreamFlow::for_connection(budget.clone()),
+            // The body is in memory: no limit of uploads applies.
+            limits: BodyLimits {
+                deadline: None,
+                upload: UploadLimits { idle_timeout, min_rate: 0, total_timeout: None },
+                idle_timeout,
+                max_body: None,
+            },
+            max_in_flight: mirror.max_in_flight,
+            stats: stats.clone(),
+            tasks: snapshot.mirror_tasks.clone(),
+        };
+        if request.body().is_end_stream() {
+            return copy.start(RequestBody::empty());
+        }
+        let capacity = length.exact().map_or(mirror.max_body, |length| length as usize);
+        let Some(reservation) = budget.try_reserve(capacity) else {
+            return stats.drop_copy(DropReason::MaxBuffered);
+        };
+        let on_end = move |result| match result {
+            Ok(body) => copy.start(body),
+            Err(TeeError::TooLarge) => copy.stats.drop_copy(DropReason::MaxBody),
+            Err(TeeError::Incomplete) => copy.stats.drop_copy(DropReason::Incomplete),
+        };
+        request.body_mut().tee(BodyTee::new(mirror.max_body, reservation, on_end));
+    }
+}
+
+/// A copy of a request, without its body.
+struct RequestCopy {
+    head: Request<()>,
+    upstream: Arc<Upstream>,
+    responses: Arc<ResponseStats>,
+    /// Not that of the client: the copy outlives its connection.
+    flow: Arc<StreamFlow>,
+    limits: BodyLimits,
+    max_in_flight: usize,
+    stats: Arc<MirrorStats>,
+    tasks: MirrorTasks,
+}
+
+impl RequestCopy {
+    /// Send the copy in a task of its own.
+    fn start(self, body: RequestBody) {
+        let Some(in_flight) = InFlight::try_acquire(&self.stats, self.max_in_flight) else {
+            return self.stats.drop_copy(DropReason::MaxInFlight);
+        };
+        let MirrorTasks(tasks) = self.tasks.clone();
+        tasks.spawn(async move {
+            let _in_flight = in_flight;
+            Box::pin(self.send(body)).await;
+        });
+    }
+
+    async fn send(self, body: RequestBody) {
+        let RequestCopy { head, upstream, responses, flow, limits, stats, .. } = self;
+        let mut request = Box::new(head.map(|()| body));
+        let length = request.body().size_hint().exact();
+        let headers = request.headers_mut();
+        // The whole body is known, whatever the framing of the request was.
+        headers.remove(TRANSFER_ENCODING);
+        headers::set_framing(headers, length);
+        headers.insert(MIRROR_HEADER, HeaderValue::from_static("1"));
+        if upstream.protocol() == Protocol::Http2 {
+            set_http2_target(&mut request);
+        }
+        let started_at = monotonic();
+        let result = upstream.send(request, limits, &flow, &mut AttemptLog::single_attempt()).await;
+        responses.record(result.as_ref().ok().map(http::Response::status), started_at.elapsed());
+        match result {
+            Ok(response) => {
+                stats.sent.increment(CopyResult::Responded as usize);
+                let mut body = response.into_body();
+                // Read to the end, so that the connection can be reused; an endless response is cut off.
+                let discard = async { while let Some(Ok(_)) = body.frame().await {} };
+                let _ = timeout(upstream.response_timeout(), discard).await;
+            }
+            Err(error) => {
+                stats.sent.increment(CopyResult::Failed as usize);
+                debug!(%error, "copy of a mirrored request failed");
+            }
+        }
+    }
+}
