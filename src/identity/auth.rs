@@ -303,7 +303,7 @@ impl<'a> Credentials<'a> {
                     Verification::Valid(_) => {}
                     Verification::Absent => continue 'alternatives,
                     Verification::Foreign(error) => {
-                        foreign.get_or_insert_with(|| error.clone());
+                        foreign.get_or_insert_with(|| (*index, error.clone()));
                         continue 'alternatives;
                     }
                     Verification::Forbidden(error) => {
@@ -315,7 +315,21 @@ impl<'a> Credentials<'a> {
             }
             return Ok(());
         }
-        Err(forbidden.or(foreign).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
+        let invalid = foreign.filter(|(index, _)| !self.may_be_for_another(*index, route)).map(|(_, error)| error);
+        Err(forbidden.or(invalid).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
+    }
+
+    /// Return whether the credential that is foreign to a provider is valid for another one of the route, or was not
+    /// checked by it.
+    fn may_be_for_another(&self, index: usize, route: &RouteAuth) -> bool {
+        let shares_header = |other: usize| {
+            self.providers[other].headers().any(|header| self.providers[index].headers().any(|own| own == header))
+        };
+        let may_be_valid = |other: usize| {
+            let checked = self.checked.iter().find(|(checked, _)| *checked == other);
+            checked.is_none_or(|(_, verification)| matches!(verification, Verification::Valid(_)))
+        };
+        route.providers.iter().any(|other| *other != index && shares_header(*other) && may_be_valid(*other))
     }
 
     fn identify(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {

@@ -8,6 +8,7 @@ mod access_rules;
 mod admin;
 mod admin_api;
 mod admin_commands;
+mod authentication;
 mod bare_hyper;
 mod batching;
 mod bounds;
