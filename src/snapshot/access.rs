@@ -97,7 +97,7 @@ fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
                 Some(network) => format!("only the network is in the line: {network}"),
                 None => "one network or address per line, such as 10.0.0.0/8; comments begin with `#`".to_owned(),
             };
-            Issue::new(span.clone(), format!("`{line}` is not an address or a network")).with_hint(hint)
+            Issue::new(span, format!("`{line}` is not an address or a network")).with_hint(hint)
         };
         let mut issues: Vec<_> = lines.into_iter().map(|line| issue(line.span)).collect();
         if further > 0 {

@@ -652,3 +652,41 @@ fn client_of_the_gateways_own_log_is_no_proxy() {
     assert!(!(said.out + &said.err).contains("trusted proxies"), "the log names the client");
     assert_eq!(report(&[&log, "--config", &config])["limits"]["l"]["denied"], 1);
 }
+
+/// Clients that access rules deny, and preflights, are charged nothing: in logs of the gateway by their outcome, in other
+/// logs by the configuration.
+#[test]
+fn denied_clients_and_preflights_are_not_charged() {
+    let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
+        [limit.all]\nby = \"global\"\nquota = \"100/hour\"\nalgorithm = \"fixed-window\"\n\
+        [[route]]\nname = \"r\"\npath = \"/\"\nlimits = [\"all\"]\nrespond = { status = 200 }\n\
+        deny = [\"192.0.2.66\"]\ncors.origins = [\"https://app.example.com\"]\n";
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    std::fs::write(path("gateway.toml"), config).unwrap();
+    let common = |client: &str, method: &str| {
+        format!("{client} - - [10/Oct/2000:13:55:36 +0000] \"{method} / HTTP/1.1\" 200 1\n")
+    };
+    let lines = [common("192.0.2.1", "GET"), common("192.0.2.1", "OPTIONS"), common("192.0.2.66", "GET")];
+    std::fs::write(path("common.log"), lines.concat()).unwrap();
+    let native = |client: &str, method: &str, outcome: &str| {
+        format!(
+            "{{\"time\":971211336.5,\"client\":\"{client}\",\"method\":\"{method}\",\"path\":\"/\",\"status\":200,\
+             \"route\":\"r\",\"outcome\":\"{outcome}\"}}\n"
+        )
+    };
+    let lines = [
+        native("192.0.2.1", "GET", "ok"),
+        native("192.0.2.1", "OPTIONS", "ok"),
+        native("192.0.2.1", "OPTIONS", "preflight"),
+        native("192.0.2.2", "GET", "forbidden"),
+        native("192.0.2.66", "GET", "ok"),
+    ];
+    std::fs::write(path("native.log"), lines.concat()).unwrap();
+    for (log, allowed, unlimited) in [("common.log", 1, 1), ("native.log", 2, 2)] {
+        let report = report(&[&path(log), "--config", &path("gateway.toml")]);
+        assert_eq!(report["limits"]["all"]["allowed"], allowed, "{log}: {report}");
+        let lines = &report["lines"];
+        assert_eq!((&lines["unlimited"], &lines["forbidden"]), (&unlimited.into(), &1.into()), "{log}: {report}");
+    }
+}

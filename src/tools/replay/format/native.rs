@@ -51,7 +51,7 @@ struct NativeLimit<'l> {
 /// Prefix of a mapped field that means the identity hash of a limit.
 pub(super) const HASH_FIELD_PREFIX: &str = "limits.";
 
-/// Outcomes of requests that have a route and are answered without a check of its limits.
+/// Outcomes of requests that have a route and may be answered without a check of its limits.
 const UNCHECKED_OUTCOMES: [&str; 2] = ["forbidden", "preflight"];
 
 impl NativeFormat {
@@ -64,6 +64,8 @@ impl NativeFormat {
         if !self.mappings.is_empty() {
             extract_mapped_fields(&self.mappings, line, &mut headers);
         }
+        let has_unchecked_outcome = outcome.is_some_and(|outcome| UNCHECKED_OUTCOMES.contains(&&*outcome));
+        let is_unchecked = has_unchecked_outcome && limits.is_empty();
         let mut costs = Vec::new();
         for NativeLimit { limit, identity, cost } in limits {
             let is_for_limit = |mapping: &&FieldMapping| mapping.field.strip_prefix(HASH_FIELD_PREFIX) == Some(&*limit);
@@ -88,7 +90,7 @@ impl NativeFormat {
             is_client_resolved: true,
             route,
             costs,
-            is_unchecked: outcome.is_some_and(|outcome| UNCHECKED_OUTCOMES.contains(&&*outcome)),
+            is_unchecked,
         })
     }
 }
