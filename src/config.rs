@@ -122,6 +122,8 @@ pub struct Server {
 #[serde(default)]
 #[schemars(extend("required" = ["address"]))]
 pub struct Listener {
+    /// Unique name, which `listeners` of routes refer to. Default: no name.
+    pub name: Option<Text>,
     /// Address and port, such as `"127.0.0.1:8080"` or `"[::]:80"`. Serves HTTP/1.x, and HTTP/2 with prior knowledge,
     /// on the same port. A second gateway process on the same address does not start.
     pub address: Option<Text>,

@@ -169,6 +169,7 @@ impl Server {
         let deadline = Instant::now() + settings.header_timeout;
         let activity = ConnectionActivity::new();
         let mut peer = timeout_at(deadline, self.identify_peer(&mut stream, address, listener, &runtime)).await??;
+        peer.listener = listener_index;
         let connection_limits = self.connection_limits.clone();
         // Trusted proxies are exempt: they carry the connections of many clients.
         let _permit = if connection_limits.has_per_ip_limit()

@@ -115,7 +115,7 @@ impl Gateway {
     ) -> Result<AdmittedRequest<'a>, Rejection<'a>> {
         let runtime = &context.snapshot.runtime;
         let target = RequestTarget::from_request(request, &runtime.server)?;
-        let route = target.find_route(runtime, request)?;
+        let route = target.find_route(runtime, request, context.peer.listener)?;
         context.set_route(route);
         if route.max_body.is_some_and(|max| request.body().size_hint().lower() > max) {
             return Err(Rejection::BodyTooLarge);
@@ -155,9 +155,9 @@ impl Gateway {
             }
             RouteAction::Redirect(redirect) => {
                 let path = forwarded_path.as_deref().unwrap_or(request.uri().path());
-                let response = redirect.response(&route.path_pattern, path, request.uri().query());
+                let response = redirect.response(&request, &route.path_pattern, path);
                 request_body::discard_body(request, context.flow);
-                Ok(response)
+                Ok(response.map_err(Rejection::InvalidHost)?)
             }
             RouteAction::Forward(weighted_upstreams) => {
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));

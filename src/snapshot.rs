@@ -8,6 +8,7 @@ mod limits;
 pub mod listeners;
 mod restart_required;
 pub mod route_action;
+pub(crate) mod route_match;
 pub mod routes;
 pub mod settings;
 pub(crate) mod store;
@@ -93,6 +94,8 @@ pub struct CompiledConfig {
 /// `[[listener]]`
 #[derive(Debug)]
 pub struct Listener {
+    /// Name, if it has one.
+    pub name: Option<Box<str>>,
     /// Address and port.
     pub address: SocketAddr,
     /// Whether connections start with a PROXY protocol header from a trusted proxy.

@@ -17,7 +17,8 @@ use crate::config::redact::has_secret;
 use crate::config::secrets::{is_secret, secret_ranges};
 use crate::config::shorthand::{CostTable, ServerTable};
 use crate::config::tables::{
-    DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, Redirect, Route, Upstream, UpstreamTls,
+    DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, MatchRules, Redirect, Route, Upstream,
+    UpstreamTls, ValueRule,
 };
 use crate::config::{
     Admin, ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, Jwt, Listener, ListenerTls, Log, Server, Store,
@@ -475,6 +476,8 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["upstream", _, "servers"] => ("servers", field_names::<ServerTable>()),
         ["route"] => ("route", field_names::<Route>()),
         ["route", "request_headers" | "response_headers"] => ("header rules", field_names::<HeaderRules>()),
+        ["route", "match"] => ("match", field_names::<MatchRules>()),
+        ["route", "match", "headers" | "query", _] => ("condition", field_names::<ValueRule>()),
         ["route", "respond"] => ("respond", field_names::<DirectResponse>()),
         ["route", "redirect"] => ("redirect", field_names::<Redirect>()),
         ["consumer"] => ("consumer", field_names::<Consumer>()),

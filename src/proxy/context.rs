@@ -310,6 +310,8 @@ pub struct Peer {
     pub forwarded: ForwardedInfo,
     /// Subject of the verified client certificate, if there is one.
     pub certificate_subject: Option<Box<str>>,
+    /// Index of the listener that accepted the connection. A reload changes neither the listeners nor their order.
+    pub listener: usize,
     /// Resolver that determined whether the peer is trusted.
     client_ip: Arc<ClientIpResolver>,
     /// Whether the peer must not be trusted: it forwards for a client whose address it does not tell.
@@ -317,12 +319,12 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Create the peer of a connection.
+    /// Create the peer of a connection to the first listener.
     pub fn new(address: IpAddr, scheme: &'static str, runtime: &CompiledConfig) -> Self {
         let address = address.to_canonical();
         let client_ip = runtime.client_ip.clone();
         let forwarded = ForwardedInfo::new(address, scheme, client_ip.is_trusted(address));
-        Peer { address, forwarded, certificate_subject: None, client_ip, is_distrusted: false }
+        Peer { address, forwarded, certificate_subject: None, listener: 0, client_ip, is_distrusted: false }
     }
 
     /// Return the client address of a request with these headers: that of the peer unless the peer is a trusted proxy.

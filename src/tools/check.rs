@@ -1,6 +1,8 @@
 //! Lints of a valid configuration: settings that probably do not do what was intended, each with its span in the file.
 
-use std::collections::BTreeMap;
+mod routes;
+
+use std::collections::{BTreeMap, HashSet};
 use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +22,8 @@ use crate::limiter::spec::{LimitSpec, OnStoreError};
 use crate::routing::pattern;
 use crate::snapshot::cost::Cost;
 use crate::snapshot::listeners::WarningSubject;
-use crate::snapshot::routes::{Route, RouteAction, foreign_path_hint};
+use crate::snapshot::route_match::foreign_path_hint;
+use crate::snapshot::routes::{Route, RouteAction};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::upstream::UpstreamSettings;
 
@@ -178,22 +181,28 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(foreign_path(input, route));
         issues.extend(retries_without_time(input, route));
     }
+    issues.extend(routes::redirect_loops(input));
+    issues.extend(routes::unlimited_spellings(input));
     issues
 }
 
 /// Routes that never get some methods because another route takes precedence.
 fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
-    input.config.table.unreachable_routes().filter_map(|(route, other, methods)| {
+    // A route with several hosts is returned once for each.
+    let mut seen = HashSet::new();
+    let unreachable = input.config.table.unreachable_routes();
+    let unreachable = unreachable.filter(move |(route, other, _)| seen.insert((route.index, other.index)));
+    unreachable.filter_map(|(route, other, methods)| {
         let parsed = input.route(route.index)?;
         let methods: Vec<_> = methods.iter().map(Method::as_str).collect();
         let message = format!(
-            "`{}` never gets {}: they match `{}` first, because routes with `methods` precede routes without, whatever their headers",
+            "`{}` never gets {}: they match `{}` first, because routes with `methods` precede routes without, whatever their conditions",
             route.name,
             methods.join(", "),
             other.name
         );
         let span = parsed.get_ref().name.as_ref().map_or(parsed.span(), |name| name.span());
-        Some(Issue::new(span, message).with_hint(format!("set methods = {methods:?} here as well: then the route with more headers comes first")))
+        Some(Issue::new(span, message).with_hint(format!("set methods = {methods:?} here as well: then the route with more conditions comes first")))
     })
 }
 
@@ -208,11 +217,11 @@ fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
         let message = format!("`{}` never gets {}: the gateway rejects it on all routes", route.name, text.get_ref());
         issues.push(Issue::new(text.span(), message).with_hint("remove it"));
     }
-    for (name, value) in &parsed.headers {
+    for (name, value) in exact_headers(parsed) {
         if value.get_ref().trim() != value.get_ref() {
             let message = format!("`{}` never matches: a header value has no leading or trailing spaces", route.name);
-            issues
-                .push(Issue::new(value.span(), message).with_hint(format!("{name} = \"{}\"", value.get_ref().trim())));
+            let hint = format!("{name} = {{ exact = \"{}\" }}", value.get_ref().trim());
+            issues.push(Issue::new(value.span(), message).with_hint(hint));
         }
     }
     issues
@@ -225,13 +234,19 @@ fn literal_wildcards(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
         let name = name.to_ascii_lowercase();
         name.starts_with("accept") || matches!(&*name, "if-match" | "if-none-match")
     };
-    let values = parsed.headers.iter().filter(|(name, value)| value.get_ref().contains('*') && !has_wildcards(name));
+    let values = exact_headers(parsed).filter(|(name, value)| value.get_ref().contains('*') && !has_wildcards(name));
     let issue = |(name, value): (&String, &Text)| {
         let message = format!("`{}` requires this value of `{name}` literally: `*` is no wildcard", route.name);
         Issue::new(value.span(), message)
-            .with_hint("write the exact value, with one route for each; a header of any value cannot be required")
+            .with_hint("write prefix = \"…\", regex = '…', or present = true for any value")
     };
     values.map(issue).collect()
+}
+
+/// The headers that a route requires with an exact value.
+fn exact_headers(route: &config::tables::Route) -> impl Iterator<Item = (&String, &Text)> {
+    let headers = route.conditions.iter().flat_map(|rules| &rules.get_ref().headers);
+    headers.filter_map(|(name, rule)| Some((name, rule.get_ref().exact.as_ref()?)))
 }
 
 /// Paths in the syntax of other programs that are valid here, and match their characters literally.

@@ -45,6 +45,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
                 trusted: peer.forwarded.trusted,
                 header: (client != peer.address).then(|| self.config.client_ip.header.to_string()),
             },
+            listener: self.listener_name(peer.listener),
             route: None,
             other_routes: Vec::new(),
             other_routes_omitted: 0,
@@ -73,12 +74,15 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let target = RequestTarget::from_request(request, &config.server)?;
         explanation.host = Some(target.host.to_string());
         explanation.path = Some(target.path.to_string());
-        let route = target.find_route(config, request);
-        let route_index = route.as_ref().ok().map(|route| route.index);
-        (explanation.other_routes, explanation.other_routes_omitted) =
-            routing::other_routes(config, request, &target, route_index, self.max_other_routes);
+        let route = target.find_route(config, request, peer.listener);
+        let comparison = routing::Comparison::new(
+            config,
+            &target.route_request(request, peer.listener),
+            route.as_ref().ok().map(|route| route.index),
+        );
+        (explanation.other_routes, explanation.other_routes_omitted) = comparison.other_routes(self.max_other_routes);
         let route = route?;
-        explanation.route = Some(routing::matched_route(route));
+        explanation.route = Some(comparison.matched_route(route));
         let length = body_length(request.headers());
         if route.max_body.zip(length).is_some_and(|(max, length)| length > max) {
             return Err(Rejection::BodyTooLarge);
@@ -143,7 +147,14 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             explanation.upstream =
                 Some(routing::upstream_report(config, route, weighted_upstreams, request, peer, (target, length)));
         }
-        Ok(routing::admitted_response(route, request, target.forwarded_path(), decision.as_ref()))
+        routing::admitted_response(route, request, target.forwarded_path(), decision.as_ref())
+    }
+
+    /// Return the name of a listener, or its address if it has none. `None` if no listener has a name.
+    fn listener_name(&self, index: usize) -> Option<String> {
+        let listeners = &self.config.listeners;
+        let listener = listeners.get(index).filter(|_| listeners.iter().any(|listener| listener.name.is_some()))?;
+        Some(listener.name.as_ref().map_or_else(|| listener.address.to_string(), ToString::to_string))
     }
 
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {

@@ -105,13 +105,13 @@ fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
                 let limits: Vec<_> = LIMITS.iter().map(|(name, _)| name).filter(|_| random.happens(30)).collect();
                 write!(text, "[[route]]\nname = \"r{number}\"\npath = \"{path}\"\nlimits = {limits:?}\n").unwrap();
                 if !host.is_empty() {
-                    writeln!(text, "host = \"{host}\"").unwrap();
+                    writeln!(text, "hosts = [\"{host}\"]").unwrap();
                 }
                 if !methods.is_empty() {
                     writeln!(text, "methods = [{methods}]").unwrap();
                 }
                 if !version.is_empty() {
-                    writeln!(text, "headers = {{ x-version = \"{version}\" }}").unwrap();
+                    writeln!(text, "match.headers.x-version.exact = \"{version}\"").unwrap();
                 }
                 let rest = if path.contains("{*rest}") { "{rest}" } else { "" };
                 text += &match random.below(4) {
