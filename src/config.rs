@@ -6,6 +6,7 @@
 
 pub mod error;
 pub mod file;
+pub mod include;
 pub mod redact;
 pub mod schema;
 mod secrets;
@@ -28,6 +29,8 @@ pub type Text = Spanned<String>;
 #[serde(default)]
 #[schemars(extend("required" = ["listener", "route"]))]
 pub struct Config {
+    /// Files whose `[[route]]`, `[limit.NAME]` and `[upstream.NAME]` belong to this configuration: `["routes/*.toml"]`.
+    pub include: Vec<Text>,
     /// Workers, connection limits, and limits on client requests.
     pub server: Server,
     /// Listening sockets.

@@ -26,6 +26,7 @@ use arc_swap::ArcSwap;
 use crate::config::error::{ConfigError, FileIssues};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, ParsedFile, UnsetVariables};
+use crate::config::include::ConfigFiles;
 use crate::config::{Config, file};
 use crate::http::headers::ProtectedHeaders;
 use crate::identity::IdentitySpec;
@@ -48,8 +49,8 @@ use crate::upstream::UpstreamSettings;
 /// The compiled configuration that requests use.
 #[derive(Debug)]
 pub struct CompiledConfig {
-    /// The configuration file as read.
-    pub file: FileSnapshot,
+    /// The configuration file and the files that it includes, as read.
+    pub files: ConfigFiles,
     /// Settings of the HTTP server and the workers.
     pub server: Arc<ServerSettings>,
     /// Listening sockets.
@@ -162,7 +163,7 @@ impl CompiledConfig {
         environment: EnvLookup<'_>,
         policy: UnsetVariables<'_>,
     ) -> Result<(CompiledConfig, ParsedFile<Config>), ConfigError> {
-        Self::compile_file(path, file::read_gateway(path, environment), environment, policy)
+        Self::compile_file(file::read_gateway(path, environment)?, environment, policy)
     }
 
     /// Like [`CompiledConfig::load`], but with `text` as the content of the file at `path`, which need not exist.
@@ -170,20 +171,17 @@ impl CompiledConfig {
     /// # Errors
     /// As for [`CompiledConfig::load`].
     pub fn from_text(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<CompiledConfig, ConfigError> {
-        let file = file::parse_gateway(path, text, environment);
-        Self::compile_file(path, file, environment, UnsetVariables::Error).map(|(config, _)| config)
+        let file = file::parse_gateway(path, text, environment)?;
+        Self::compile_file(file, environment, UnsetVariables::Error).map(|(config, _)| config)
     }
 
     fn compile_file(
-        path: &Path,
-        file: Result<ParsedFile<Config>, FileIssues>,
+        mut file: ParsedFile<Config>,
         environment: EnvLookup<'_>,
         policy: UnsetVariables<'_>,
     ) -> Result<(CompiledConfig, ParsedFile<Config>), ConfigError> {
-        let mut file = file.map_err(|faulty| ConfigError { files: vec![faulty] })?;
-        let mut reader = Validator::new(path, &mut file, environment);
-        let snapshot = FileSnapshot { path: path.to_owned(), content: file.text.clone().into_bytes() };
-        let config = compile(snapshot, &file.value, &mut reader);
+        let mut reader = Validator::new(&mut file, environment);
+        let config = compile(&file, &mut reader);
         file.warnings = reader.finish(policy)?;
         // Without errors, no part is missing.
         Ok((config, file))
@@ -218,7 +216,8 @@ impl CompiledConfig {
     }
 }
 
-fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> CompiledConfig {
+fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledConfig {
+    let config = &file.value;
     let server = settings::server(&config.server, reader);
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
@@ -248,7 +247,7 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     let store = store::store(&config.store, &routes, reader);
     let fixed = RestartOnlyKeys::from_config(config, &server, &listeners);
     CompiledConfig {
-        file,
+        files: ConfigFiles::from_sources(&file.sources),
         server: Arc::new(server),
         listeners,
         admin,

@@ -14,6 +14,7 @@ use crate::config;
 use crate::config::error::{FileIssues, Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, UnsetVariables, closest_name, resolve_issues};
+use crate::config::include::Sources;
 use crate::config::{Config, file};
 use crate::identity::api_key::{ApiKeySettings, Consumer, Consumers, OnUnknownKey, parse_key_hash};
 use crate::identity::client_ip::ClientIpResolver;
@@ -24,7 +25,7 @@ use crate::limiter::key::IdentityHasher;
 use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::limits::{limit_variant, quota_hint};
-use crate::snapshot::validator::{Validator, first_line_hint};
+use crate::snapshot::validator::Validator;
 
 /// Label of the client network in `by`.
 const IP_LABEL: &str = "ip";
@@ -177,7 +178,7 @@ pub(super) fn jwt_verifier(jwt: &config::Jwt, reader: &mut Validator<'_>) -> (Jw
     let mut verifier =
         JwtVerifier { issuer: text_of(&jwt.issuer), audience: text_of(&jwt.audience), keys: ArcSwap::default() };
     let Some(text) = &jwt.jwks_file else { return (verifier, None) };
-    let path = reader.resolve_path(text.get_ref());
+    let path = reader.resolve_path(text);
     let file = match FileSnapshot::read(&path) {
         Ok(file) => file,
         Err(error) => {
@@ -232,7 +233,7 @@ pub(super) fn load(
         return (Consumers::default(), None);
     }
     let limits = KnownLimits { compiled: limits, written: Some(&config.limit) };
-    let path = reader.resolve_path(text.get_ref());
+    let path = reader.resolve_path(text);
     let file = match FileSnapshot::read(&path) {
         Ok(file) => file,
         Err(error) => {
@@ -262,12 +263,12 @@ pub(super) fn read(
 ) -> Result<LoadedConsumers, FileIssues> {
     let file = file::parse_consumers(path, content, environment)?;
     let mut issues = file.issues;
-    let consumers = compile_consumers(&file.value, &file.text, limits, hasher, &mut issues);
-    let (issues, _) = resolve_issues(&file.text, issues, file.unresolved, file.warnings, UnsetVariables::Error);
+    let consumers = compile_consumers(&file.value, &file.sources, limits, hasher, &mut issues);
+    let (issues, _) = resolve_issues(&file.sources, issues, file.unresolved, file.warnings, UnsetVariables::Error);
     let is_intentional =
         !file.value.consumer.is_empty() && file.value.consumer.iter().all(|one| one.get_ref().keys.is_some());
     let loaded = LoadedConsumers { is_incomplete: consumers.is_empty() && !is_intentional, consumers };
-    if issues.is_empty() { Ok(loaded) } else { Err(FileIssues { path: path.to_owned(), text: file.text, issues }) }
+    file.sources.by_file(issues).into_iter().next().map_or(Ok(loaded), Err)
 }
 
 /// Report limits by API key that would reject every request because no key is known.
@@ -297,7 +298,7 @@ fn uses_api_key(compiled: &CompiledLimit) -> bool {
 
 fn compile_consumers(
     file: &config::Consumers,
-    text: &str,
+    sources: &Sources,
     limits: &KnownLimits<'_>,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,
@@ -319,7 +320,7 @@ fn compile_consumers(
                 entry.insert(span);
             }
             Entry::Occupied(first) => {
-                let hint = first_line_hint(text, first.get());
+                let hint = sources.first_line_hint(first.get());
                 issues.push(
                     Issue::new(span, format!("duplicate consumer `{name}`"))
                         .with_hint(format!("{hint}: list all keys of a consumer in one [[consumer]]")),

@@ -50,8 +50,8 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
     let issue = |(earlier, later): (usize, usize)| {
         let [earlier_address, later_address] = [earlier, later].map(|index| config.listeners[index].address);
         let (earlier, later) = (address(earlier)?.span(), address(later)?.span());
-        let (line, _) = Issue::new(earlier, "").position(&file.text)?;
-        let message = format!("{later_address} is taken by the [[listener]] on {earlier_address} in line {line}");
+        let line = file.sources.line_name(&earlier);
+        let message = format!("{later_address} is taken by the [[listener]] on {earlier_address} in {line}");
         Some(Issue::new(later, message).with_hint(
             "remove one of them or set another port: an unspecified address covers every address, [::] possibly IPv4 as well",
         ))

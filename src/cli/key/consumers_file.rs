@@ -10,7 +10,6 @@ use anyhow::{Context, anyhow, bail};
 use toml_edit::{Array, ArrayOfTables, DocumentMut, Item, Table, TableLike, Value, value};
 
 use crate::cli::{env_var, load_for};
-use crate::config::error::ConfigError;
 use crate::config::file as config;
 use crate::config::file::closest_name;
 use crate::snapshot::CompiledConfig;
@@ -214,8 +213,7 @@ impl ConsumersFile {
     /// # Errors
     /// The configuration or the consumers file is invalid, or the file cannot be opened, created or locked.
     pub(super) fn open(config_path: &Path) -> anyhow::Result<Self> {
-        let gateway_file = config::read_gateway(config_path, &env_var)
-            .map_err(|file_issues| ConfigError { files: vec![file_issues] })?;
+        let gateway_file = config::read_gateway(config_path, &env_var)?;
         let Some(name) = &gateway_file.value.api_key.consumers else {
             bail!(
                 "{} names no consumers file\n  add: [api_key] with consumers = \"consumers.toml\"",
