@@ -1,5 +1,6 @@
 //! Compiles what a route matches: hosts, listeners, path, methods, and conditions on headers and query parameters.
 
+use std::net::Ipv6Addr;
 use std::ops::Range;
 
 use crate::config;
@@ -70,8 +71,12 @@ fn hosts(list: &[Text], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<
     hosts
 }
 
+/// Return whether a canonical host, or the rest of one after `*.`, has a form that requests have: a name, an IPv4 address,
+/// or an IPv6 address in brackets, all without port.
 fn is_host(name: &str) -> bool {
-    !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte))
+    let address = name.strip_prefix('[').and_then(|inner| inner.strip_suffix(']'));
+    address.is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
+        || (!name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)))
 }
 
 /// Return the indices of the listeners with these names. Compiling drops no valid listener, so that the indices are
