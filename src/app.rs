@@ -274,8 +274,9 @@ impl App {
         let schemes = config.listeners.iter().map(|listener| if listener.tls.is_some() { "https" } else { "http" });
         let addresses: Vec<_> =
             self.addresses.iter().zip(schemes).map(|(address, scheme)| format!("{scheme}://{address}")).collect();
-        let example = config.routes.iter().find(|route| matches!(route.action, RouteAction::DirectResponse(_)));
-        let example = example.or(config.routes.first()).map_or("/", |route| &route.path);
+        let mut routes = config.routes.iter().filter(|route| !route.path_pattern.is_regex());
+        let example = routes.clone().find(|route| matches!(route.action, RouteAction::DirectResponse(_)));
+        let example = example.or(routes.next()).map_or("/", |route| &route.path);
         // Cut the pattern at its first parameter to get a literal path.
         let example = example.split('{').next().unwrap_or("/");
         let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());

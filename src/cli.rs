@@ -23,7 +23,7 @@ use std::process::ExitCode;
 use annotate_snippets::{Level, Renderer};
 use clap::{Parser, Subcommand};
 
-use crate::config::error::{ConfigError, FileIssues};
+use crate::config::error::ConfigError;
 use crate::config::file::UnsetVariables;
 use crate::snapshot::CompiledConfig;
 
@@ -228,8 +228,9 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
 fn load_for(path: &Path, needed: &[&str]) -> Result<CompiledConfig, ConfigError> {
     let (config, file) = CompiledConfig::load_with_source(path, &env_var, UnsetVariables::WarnExcept(needed))?;
     if !file.warnings.is_empty() {
-        let warnings = FileIssues { path: path.to_owned(), text: file.text, issues: file.warnings };
-        anstream::eprintln!("{}", warnings.report(&Level::WARNING, &Renderer::styled()));
+        for warnings in file.sources.by_file(file.warnings) {
+            anstream::eprintln!("{}", warnings.report(&Level::WARNING, &Renderer::styled()));
+        }
     }
     Ok(config)
 }

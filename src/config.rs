@@ -6,6 +6,7 @@
 
 pub mod error;
 pub mod file;
+pub mod include;
 pub mod redact;
 pub mod schema;
 mod secrets;
@@ -29,6 +30,8 @@ pub type Text = Spanned<String>;
 #[serde(default)]
 #[schemars(extend("required" = ["listener", "route"]))]
 pub struct Config {
+    /// Files whose `[[route]]`, `[limit.NAME]` and `[upstream.NAME]` belong to this configuration: `["routes/*.toml"]`.
+    pub include: Vec<Text>,
     /// Workers, connection limits, and limits on client requests.
     pub server: Server,
     /// Listening sockets.
@@ -128,6 +131,8 @@ pub struct Server {
 #[serde(default)]
 #[schemars(extend("required" = ["address"]))]
 pub struct Listener {
+    /// Unique name, which `listeners` of routes refer to. Default: no name.
+    pub name: Option<Text>,
     /// Address and port, such as `"127.0.0.1:8080"` or `"[::]:80"`. Serves HTTP/1.x, and HTTP/2 with prior knowledge,
     /// on the same port. A second gateway process on the same address does not start.
     pub address: Option<Text>,

@@ -16,11 +16,12 @@ use std::sync::Arc;
 use http::header::COOKIE;
 use http::{HeaderMap, HeaderName, Method};
 use ipnet::IpNet;
-use percent_encoding::{percent_decode, percent_decode_str};
+use percent_encoding::percent_decode;
 
 use crate::identity::api_key::Caller;
 use crate::identity::auth::Credentials;
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
+use crate::routing::condition::query_values;
 use crate::routing::pattern::PathPattern;
 
 /// Handling of requests that lack a part of the identity.
@@ -276,16 +277,6 @@ pub(super) const IP_TAG: u8 = b'i';
 pub(super) const ANONYMOUS_TAG: u8 = b'a';
 pub(super) const CONSUMER_TAG: u8 = b'c';
 
-/// Decode a name or value of a query as forms encode it (WHATWG URL §5.1). Bytes that are not UTF-8 are kept.
-/// Replacement characters would make different values equal.
-fn form_decoded(text: &str) -> Cow<'_, [u8]> {
-    if text.contains(['%', '+']) {
-        Cow::Owned(percent_decode_str(&text.replace('+', " ")).collect())
-    } else {
-        Cow::Borrowed(text.as_bytes())
-    }
-}
-
 /// Return the value of a cookie as servers read it: without surrounding whitespace and quotes, and percent-decoded.
 pub fn cookie_value(value: &[u8]) -> Cow<'_, [u8]> {
     percent_decode(unquoted(value)).into()
@@ -394,12 +385,7 @@ impl Descriptor {
                 }
                 only(b'o', values)
             }
-            Descriptor::Query(name) => {
-                let pairs =
-                    request.query.unwrap_or("").split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
-                let values = pairs.filter(|(key, _)| *form_decoded(key) == *name.as_bytes());
-                only(b'q', values.map(|(_, value)| form_decoded(value)).collect())
-            }
+            Descriptor::Query(name) => only(b'q', query_values(request.query.unwrap_or_default(), name).collect()),
             Descriptor::Path(name) => only(
                 b'p',
                 request

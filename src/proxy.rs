@@ -130,8 +130,8 @@ impl Gateway {
     ) -> Result<AdmittedRequest<'a>, Rejection<'a>> {
         let runtime = &context.snapshot.runtime;
         let target = RequestTarget::from_request(request, &runtime.server)?;
-        let preflight_route = target.find_preflight_route(runtime, request);
-        let found = preflight_route.map_or_else(|| target.find_route(runtime, request), Ok);
+        let preflight_route = target.find_preflight_route(runtime, request, context.peer.listener);
+        let found = preflight_route.map_or_else(|| target.find_route(runtime, request, context.peer.listener), Ok);
         if let Ok(route) = found {
             context.set_route(route);
             context.set_cors(route, request.headers(), preflight_route.is_some());
@@ -186,9 +186,9 @@ impl Gateway {
             }
             RouteAction::Redirect(redirect) => {
                 let path = forwarded_path.as_deref().unwrap_or(request.uri().path());
-                let response = redirect.response(&route.path_pattern, path, request.uri().query());
+                let response = redirect.response(&request, &route.path_pattern, path);
                 request_body::discard_body(request, context.flow);
-                Ok(response)
+                Ok(response.map_err(Rejection::InvalidHost)?)
             }
             RouteAction::Forward(weighted_upstreams) => {
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));

@@ -1,28 +1,59 @@
 //! Route lookup: the best match for a request, independent of the order in the file.
 //!
 //! Each host has a tree of path segments. The cost of a lookup depends on the depth of the path, not on the number of
-//! routes. This module knows nothing about limits or upstreams.
+//! routes. Regular expressions are the exception: those of a host are tried one after the other, in file order, and only
+//! if the tree has nothing better than a catch-all path. This module knows nothing about limits or upstreams.
 
+pub mod condition;
 pub mod explain;
+pub mod expression;
 pub mod pattern;
 
 use std::collections::HashMap;
 
-use http::{HeaderMap, HeaderName, HeaderValue, Method};
+use http::{HeaderMap, HeaderName, Method, Uri};
 
-use crate::routing::pattern::{PathPattern, Segment};
+use crate::routing::condition::{Condition, ConditionSource};
+use crate::routing::expression::Expression;
+use crate::routing::pattern::{PathForm, PathPattern, Segment};
 
 /// Conditions that a request must meet.
 #[derive(Debug, Clone)]
 pub struct RouteMatch {
-    /// Host in lower case without port; `*.example.com` for all subdomains. `None` matches any host.
-    pub host: Option<String>,
+    /// Hosts in lower case without port; `*.example.com` for all subdomains. Empty = any host.
+    pub hosts: Vec<String>,
     /// Path pattern.
     pub path: PathPattern,
     /// Methods. Empty = all.
     pub methods: Vec<Method>,
-    /// Headers that must be present with exactly these values.
-    pub headers: Vec<(HeaderName, HeaderValue)>,
+    /// Indices of the listeners. Empty = all.
+    pub listeners: Vec<usize>,
+    /// Conditions on headers and query parameters, all of which must be met.
+    pub conditions: Vec<Condition>,
+}
+
+impl RouteMatch {
+    /// Create a match for all requests with a path.
+    pub fn new(path: PathPattern) -> Self {
+        RouteMatch { hosts: Vec::new(), path, methods: Vec::new(), listeners: Vec::new(), conditions: Vec::new() }
+    }
+}
+
+/// The parts of a request that routes match.
+#[derive(Debug, Clone, Copy)]
+pub struct RouteRequest<'a> {
+    /// Host in lower case without port.
+    pub host: &'a str,
+    /// Path in canonical form.
+    pub path: &'a str,
+    /// The target as received, of which the query counts.
+    pub uri: &'a Uri,
+    /// The method.
+    pub method: &'a Method,
+    /// The headers.
+    pub headers: &'a HeaderMap,
+    /// Index of the listener that accepted the connection.
+    pub listener: usize,
 }
 
 /// A new route is ambiguous with the route that has this target.
@@ -32,7 +63,7 @@ pub struct AmbiguousRoutes<T>(pub T);
 /// Reason why no route matches.
 #[derive(Debug, PartialEq, Eq)]
 pub enum NoMatch {
-    /// No route matches the host, path and headers.
+    /// No route matches the host, path, listener and conditions.
     NotFound,
     /// Only the method does not match. Contains the allowed methods.
     MethodNotAllowed(Vec<Method>),
@@ -41,12 +72,20 @@ pub enum NoMatch {
 /// All routes.
 #[derive(Debug)]
 pub struct RouteTable<T> {
-    exact_hosts: HashMap<Box<str>, Node<T>>,
+    exact_hosts: HashMap<Box<str>, HostRoutes<T>>,
     /// Keyed by the suffix after `*`, including the dot.
-    wildcard_hosts: HashMap<Box<str>, Node<T>>,
-    any_host: Node<T>,
+    wildcard_hosts: HashMap<Box<str>, HostRoutes<T>>,
+    any_host: HostRoutes<T>,
     /// Headers that routes match on, without duplicates.
     matched_headers: Vec<HeaderName>,
+}
+
+/// The routes of a host.
+#[derive(Debug)]
+struct HostRoutes<T> {
+    tree: Node<T>,
+    /// Routes by regular expression, in the order of the first route of each.
+    expressions: Vec<(Expression, Vec<RouteEntry<T>>)>,
 }
 
 #[derive(Debug)]
@@ -62,8 +101,18 @@ struct Node<T> {
 #[derive(Debug)]
 struct RouteEntry<T> {
     methods: Vec<Method>,
-    headers: Vec<(HeaderName, HeaderValue)>,
+    /// `None` without listeners and conditions, so that such routes cost one comparison.
+    requirements: Option<Box<Requirements>>,
+    is_catch_all: bool,
     target: T,
+}
+
+/// What a route requires besides host, path and method.
+#[derive(Debug)]
+struct Requirements {
+    /// Indices of the listeners. Empty = all.
+    listeners: Vec<usize>,
+    conditions: Vec<Condition>,
 }
 
 impl<T> Default for RouteTable<T> {
@@ -71,9 +120,15 @@ impl<T> Default for RouteTable<T> {
         RouteTable {
             exact_hosts: HashMap::new(),
             wildcard_hosts: HashMap::new(),
-            any_host: Node::default(),
+            any_host: HostRoutes::default(),
             matched_headers: Vec::new(),
         }
+    }
+}
+
+impl<T> Default for HostRoutes<T> {
+    fn default() -> Self {
+        HostRoutes { tree: Node::default(), expressions: Vec::new() }
     }
 }
 
@@ -88,35 +143,64 @@ impl<T: Clone> RouteTable<T> {
     ///
     /// # Errors
     /// A request could match this route and an earlier one equally well. The error has the target of the earlier one.
-    pub fn insert(&mut self, pattern: RouteMatch, target: T) -> Result<(), AmbiguousRoutes<T>> {
-        let mut node = match &pattern.host {
-            None => &mut self.any_host,
-            Some(host) => match host.strip_prefix('*') {
-                Some(suffix) => self.wildcard_hosts.entry(suffix.into()).or_default(),
-                None => self.exact_hosts.entry(host.as_str().into()).or_default(),
-            },
-        };
-        for (name, _) in &pattern.headers {
-            if !self.matched_headers.contains(name) {
+    pub fn insert(&mut self, pattern: &RouteMatch, target: &T) -> Result<(), AmbiguousRoutes<T>> {
+        for Condition { source, .. } in &pattern.conditions {
+            if let ConditionSource::Header(name) = source
+                && !self.matched_headers.contains(name)
+            {
                 self.matched_headers.push(name.clone());
             }
         }
-        let mut takes_rest = false;
-        for segment in pattern.path.0 {
-            match segment {
-                Segment::Literal(text) => node = node.literals.entry(text).or_default(),
-                Segment::Parameter(_) => node = node.parameter.get_or_insert_default(),
-                Segment::Rest(_) => takes_rest = true,
-            }
+        if pattern.hosts.is_empty() {
+            return self.any_host.insert(pattern, target);
         }
-        let entries = if takes_rest { &mut node.catch_all } else { &mut node.terminal };
-        let entry = RouteEntry { methods: pattern.methods, headers: pattern.headers, target };
+        for host in &pattern.hosts {
+            let routes = match host.strip_prefix('*') {
+                Some(suffix) => self.wildcard_hosts.entry(suffix.into()).or_default(),
+                None => self.exact_hosts.entry(host.as_str().into()).or_default(),
+            };
+            routes.insert(pattern, target)?;
+        }
+        Ok(())
+    }
+}
+
+impl<T: Clone> HostRoutes<T> {
+    fn insert(&mut self, pattern: &RouteMatch, target: &T) -> Result<(), AmbiguousRoutes<T>> {
+        let mut is_catch_all = false;
+        let entries = match &pattern.path.0 {
+            PathForm::Segments(segments) => {
+                let mut node = &mut self.tree;
+                for segment in segments {
+                    match segment {
+                        Segment::Literal(text) => node = node.literals.entry(text.clone()).or_default(),
+                        Segment::Parameter(_) => node = node.parameter.get_or_insert_default(),
+                        Segment::Rest(_) => is_catch_all = true,
+                    }
+                }
+                if is_catch_all { &mut node.catch_all } else { &mut node.terminal }
+            }
+            PathForm::Regex(expression) => {
+                let known = self.expressions.iter().position(|(known, _)| known == expression);
+                let index = known.unwrap_or_else(|| {
+                    self.expressions.push((expression.clone(), Vec::new()));
+                    self.expressions.len() - 1
+                });
+                &mut self.expressions[index].1
+            }
+        };
+        let RouteMatch { methods, listeners, conditions, .. } = pattern.clone();
+        let requirements =
+            (!listeners.is_empty() || !conditions.is_empty()).then(|| Box::new(Requirements { listeners, conditions }));
+        let entry = RouteEntry { methods, requirements, is_catch_all, target: target.clone() };
         if let Some(ambiguous) = entries.iter().find(|other| other.is_ambiguous_with(&entry)) {
             return Err(AmbiguousRoutes(ambiguous.target.clone()));
         }
         entries.push(entry);
-        // Best match first: routes with methods, then routes with more headers.
-        entries.sort_by_key(|entry| (entry.methods.is_empty(), usize::MAX - entry.headers.len()));
+        // Best match first: routes with listeners, then routes with methods, then routes with more conditions.
+        entries.sort_by_key(|entry| {
+            (entry.listeners().is_empty(), entry.methods.is_empty(), usize::MAX - entry.conditions().len())
+        });
         Ok(())
     }
 }
@@ -138,43 +222,61 @@ impl<T> RouteTable<T> {
             || host.match_indices('.').any(|(dot, _)| self.wildcard_hosts.contains_key(&host[dot..]))
     }
 
-    /// Return the target of the best match. `host` must be in lower case without port, `path` in canonical form.
+    /// Return the target of the best match.
     ///
     /// # Errors
     /// No route matches.
-    pub fn find(&self, host: &str, path: &str, method: &Method, headers: &HeaderMap) -> Result<&T, NoMatch> {
-        let mut search = Search { method, headers, allowed_methods: Vec::new() };
-        let segments = path.strip_prefix('/');
-        if let Some(found) = self.exact_hosts.get(host).and_then(|node| search.descend(node, segments)) {
+    pub fn find(&self, request: &RouteRequest<'_>) -> Result<&T, NoMatch> {
+        let mut search = Search { request, allowed_methods: Vec::new() };
+        let host = request.host;
+        if let Some(found) = self.exact_hosts.get(host).and_then(|routes| search.best_of_host(routes)) {
             return Ok(found);
         }
         if !self.wildcard_hosts.is_empty() {
             // Longest suffix first.
             for (dot, _) in host.match_indices('.') {
                 if let Some(found) =
-                    self.wildcard_hosts.get(&host[dot..]).and_then(|node| search.descend(node, segments))
+                    self.wildcard_hosts.get(&host[dot..]).and_then(|routes| search.best_of_host(routes))
                 {
                     return Ok(found);
                 }
             }
         }
-        search.descend(&self.any_host, segments).ok_or(match search.allowed_methods.is_empty() {
+        search.best_of_host(&self.any_host).ok_or(match search.allowed_methods.is_empty() {
             true => NoMatch::NotFound,
             false => NoMatch::MethodNotAllowed(search.allowed_methods),
         })
     }
+
+    fn hosts(&self) -> impl Iterator<Item = &HostRoutes<T>> {
+        self.exact_hosts.values().chain(self.wildcard_hosts.values()).chain([&self.any_host])
+    }
 }
 
 struct Search<'a> {
-    method: &'a Method,
-    headers: &'a HeaderMap,
+    request: &'a RouteRequest<'a>,
     allowed_methods: Vec<Method>,
 }
 
 impl Search<'_> {
+    fn best_of_host<'t, T>(&mut self, routes: &'t HostRoutes<T>) -> Option<&'t T> {
+        let found = self.descend(&routes.tree, self.request.path.strip_prefix('/'));
+        if !routes.expressions.is_empty() && found.is_none_or(|entry| entry.is_catch_all) {
+            // Expressions rank above catch-all paths and below all others.
+            return self.match_expressions(routes).or(found).map(|entry| &entry.target);
+        }
+        found.map(|entry| &entry.target)
+    }
+
+    fn match_expressions<'t, T>(&mut self, routes: &'t HostRoutes<T>) -> Option<&'t RouteEntry<T>> {
+        let path = self.request.path.as_bytes();
+        let mut matching = routes.expressions.iter().filter(|(expression, _)| expression.is_match(path));
+        matching.find_map(|(_, entries)| self.pick_entry(entries))
+    }
+
     /// Return the best match below a node: literal segments before parameters before catch-all patterns. This visits
     /// each node at most once, whatever the path is.
-    fn descend<'t, T>(&mut self, node: &'t Node<T>, remaining: Option<&str>) -> Option<&'t T> {
+    fn descend<'t, T>(&mut self, node: &'t Node<T>, remaining: Option<&str>) -> Option<&'t RouteEntry<T>> {
         let Some(remaining) = remaining else { return self.pick_entry(&node.terminal) };
         let (segment, next) = match remaining.split_once('/') {
             Some((segment, next)) => (segment, Some(next)),
@@ -190,13 +292,13 @@ impl Search<'_> {
         self.pick_entry(&node.catch_all)
     }
 
-    fn pick_entry<'t, T>(&mut self, entries: &'t [RouteEntry<T>]) -> Option<&'t T> {
+    fn pick_entry<'t, T>(&mut self, entries: &'t [RouteEntry<T>]) -> Option<&'t RouteEntry<T>> {
         for entry in entries {
-            if entry.missing_header(self.headers).is_some() {
+            if entry.requirements.as_ref().is_some_and(|requirements| !requirements.are_met_by(self.request)) {
                 continue;
             }
-            if entry.allows_method(self.method) {
-                return Some(&entry.target);
+            if entry.allows_method(self.request.method) {
+                return Some(entry);
             }
             for method in &entry.methods {
                 if !self.allowed_methods.contains(method) {
@@ -208,31 +310,54 @@ impl Search<'_> {
     }
 }
 
+impl Requirements {
+    fn are_met_by(&self, request: &RouteRequest<'_>) -> bool {
+        self.includes_listener(request.listener) && self.unmet_condition(request).is_none()
+    }
+
+    fn includes_listener(&self, listener: usize) -> bool {
+        self.listeners.is_empty() || self.listeners.contains(&listener)
+    }
+
+    /// Return the first condition that the request does not meet.
+    fn unmet_condition(&self, request: &RouteRequest<'_>) -> Option<&Condition> {
+        self.conditions.iter().find(|condition| !condition.matches(request.headers, request.uri.query()))
+    }
+}
+
 impl<T> RouteEntry<T> {
     fn allows_method(&self, method: &Method) -> bool {
         self.methods.is_empty() || self.methods.contains(method)
     }
 
-    /// Return the first required header that is missing or has another value.
-    fn missing_header(&self, headers: &HeaderMap) -> Option<&HeaderName> {
-        // If a header has several lines, servers use the first, the last or all of them. Such a header matches no
-        // route.
-        let is_missing = |(name, value): &&(HeaderName, HeaderValue)| !headers.get_all(name).iter().eq([value]);
-        self.headers.iter().find(is_missing).map(|(name, _)| name)
+    /// Return the indices of the listeners. Empty = all.
+    fn listeners(&self) -> &[usize] {
+        self.requirements.as_ref().map_or(&[], |requirements| &requirements.listeners)
+    }
+
+    fn conditions(&self) -> &[Condition] {
+        self.requirements.as_ref().map_or(&[], |requirements| &requirements.conditions)
     }
 
     /// Return whether a request could match both routes without a rule to prefer one.
     fn is_ambiguous_with(&self, other: &RouteEntry<T>) -> bool {
-        // Routes with methods take precedence over routes without.
-        let share_a_method = match (self.methods.is_empty(), other.methods.is_empty()) {
-            (false, false) => self.methods.iter().any(|method| other.methods.contains(method)),
+        // Routes with listeners or methods take precedence over routes without.
+        let overlap = |is_empty: (bool, bool), shares: bool| match is_empty {
+            (false, false) => shares,
             (one, other) => one == other,
         };
-        // A request cannot have both values of one header.
-        let exclude = |(name, value): &(HeaderName, HeaderValue)| {
-            other.headers.iter().any(|(other_name, other_value)| name == other_name && value != other_value)
-        };
-        share_a_method && self.headers.len() == other.headers.len() && !self.headers.iter().any(exclude)
+        let (listeners, others) = (self.listeners(), other.listeners());
+        let share_a_listener = overlap(
+            (listeners.is_empty(), others.is_empty()),
+            listeners.iter().any(|listener| others.contains(listener)),
+        );
+        let share_a_method = overlap(
+            (self.methods.is_empty(), other.methods.is_empty()),
+            self.methods.iter().any(|method| other.methods.contains(method)),
+        );
+        let (conditions, others) = (self.conditions(), other.conditions());
+        let exclude = |condition: &Condition| others.iter().any(|other| condition.excludes(other));
+        share_a_listener && share_a_method && conditions.len() == others.len() && !conditions.iter().any(exclude)
     }
 }
 
@@ -240,25 +365,42 @@ impl<T> RouteEntry<T> {
 mod tests {
     use super::*;
 
+    use crate::routing::condition::ValueTest;
+
+    /// A path that does not start with a slash is a regular expression.
     fn pattern(host: &str, path: &str, methods: &[&str], headers: &[(&str, &str)]) -> RouteMatch {
+        let exact = |(name, value): &(&str, &str)| Condition {
+            source: ConditionSource::Header(name.parse().unwrap()),
+            test: ValueTest::Exact(value.as_bytes().into()),
+        };
         RouteMatch {
-            host: (!host.is_empty()).then(|| host.to_owned()),
-            path: path.parse().unwrap(),
+            hosts: (!host.is_empty()).then(|| host.to_owned()).into_iter().collect(),
+            path: if path.starts_with('/') { path.parse().unwrap() } else { PathPattern::from_regex(path).unwrap() },
             methods: methods.iter().map(|method| method.parse().unwrap()).collect(),
-            headers: headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect(),
+            listeners: Vec::new(),
+            conditions: headers.iter().map(exact).collect(),
         }
+    }
+
+    fn on(listeners: &[usize], pattern: RouteMatch) -> RouteMatch {
+        RouteMatch { listeners: listeners.to_vec(), ..pattern }
     }
 
     fn table(patterns: Vec<RouteMatch>) -> RouteTable<usize> {
         let mut table = RouteTable::default();
         for (index, pattern) in patterns.into_iter().enumerate() {
-            table.insert(pattern, index).unwrap();
+            table.insert(&pattern, &index).unwrap();
         }
         table
     }
 
+    fn request<'a>(host: &'a str, path: &'a str, method: &'a Method, headers: &'a HeaderMap) -> RouteRequest<'a> {
+        static URI: std::sync::LazyLock<Uri> = std::sync::LazyLock::new(|| Uri::from_static("/?a=1"));
+        RouteRequest { host, path, uri: &URI, method, headers, listener: 0 }
+    }
+
     fn find(table: &RouteTable<usize>, host: &str, path: &str) -> Option<usize> {
-        table.find(host, path, &Method::GET, &HeaderMap::new()).ok().copied()
+        table.find(&request(host, path, &Method::GET, &HeaderMap::new())).ok().copied()
     }
 
     #[test]
@@ -313,11 +455,88 @@ mod tests {
             pattern("", "/x", &["POST"], &[]),
         ]);
         let with = |value: &str| HeaderMap::from_iter([(HeaderName::from_static("x-version"), value.parse().unwrap())]);
-        assert_eq!(table.find("h", "/x", &Method::GET, &with("2")), Ok(&2));
-        assert_eq!(table.find("h", "/x", &Method::GET, &with("3")), Ok(&0));
-        assert_eq!(table.find("h", "/x", &Method::POST, &with("1")), Ok(&3));
+        assert_eq!(table.find(&request("h", "/x", &Method::GET, &with("2"))), Ok(&2));
+        assert_eq!(table.find(&request("h", "/x", &Method::GET, &with("3"))), Ok(&0));
+        assert_eq!(table.find(&request("h", "/x", &Method::POST, &with("1"))), Ok(&3));
         let allowed = NoMatch::MethodNotAllowed(vec![Method::GET, Method::POST]);
-        assert_eq!(table.find("h", "/x", &Method::DELETE, &HeaderMap::new()), Err(allowed));
+        assert_eq!(table.find(&request("h", "/x", &Method::DELETE, &HeaderMap::new())), Err(allowed));
+    }
+
+    #[test]
+    fn route_matches_each_of_its_hosts() {
+        let hosts =
+            RouteMatch { hosts: ["a.test", "*.b.test"].map(str::to_owned).to_vec(), ..pattern("", "/x", &[], &[]) };
+        let table = table(vec![hosts, pattern("", "/x", &[], &[])]);
+        for (host, expected) in [("a.test", 0), ("x.b.test", 0), ("b.test", 1), ("c.test", 1)] {
+            assert_eq!(find(&table, host, "/x"), Some(expected), "{host}");
+        }
+    }
+
+    #[test]
+    fn route_with_listeners_precedes_route_without() {
+        let routes = [
+            pattern("", "/x", &["GET"], &[("a", "1")]),
+            on(&[0], pattern("", "/x", &[], &[])),
+            on(&[1, 2], pattern("", "/x", &["GET"], &[])),
+            on(&[1], pattern("", "/x", &[], &[])),
+        ];
+        for rotation in 0..routes.len() {
+            let mut order: Vec<_> = routes.iter().cloned().enumerate().collect();
+            order.rotate_left(rotation);
+            let mut table = RouteTable::default();
+            for (index, pattern) in order {
+                table.insert(&pattern, &index).unwrap();
+            }
+            let headers = HeaderMap::from_iter([(HeaderName::from_static("a"), "1".parse().unwrap())]);
+            for (listener, method, expected) in [
+                (0, Method::GET, Some(1)),
+                (1, Method::GET, Some(2)),
+                (1, Method::PUT, Some(3)),
+                (2, Method::GET, Some(2)),
+                (2, Method::PUT, None),
+                (3, Method::GET, Some(0)),
+            ] {
+                let request = RouteRequest { listener, ..request("h", "/x", &method, &headers) };
+                assert_eq!(table.find(&request).ok().copied(), expected, "{method} on {listener}");
+            }
+        }
+    }
+
+    #[test]
+    fn expressions_rank_between_parameters_and_catch_all_paths() {
+        let table = table(vec![
+            pattern("", "/{*rest}", &[], &[]),
+            pattern("", "/v1/{*rest}", &[], &[]),
+            pattern("", "/v1/{id}", &[], &[]),
+            pattern("", r"(?i)/v1/\d+.*", &[], &[]),
+            pattern("", "/v1/{id}/items", &["PUT"], &[]),
+            pattern("", r"(?i)/v1/7.*", &["GET"], &[]),
+            pattern("", r"(?i)/v1/\d+.*", &["GET"], &[]),
+            pattern("a.test", "/v1/{*rest}", &[], &[]),
+            pattern("", r"(/posts?)", &["POST"], &[]),
+        ]);
+        for (host, path, expected) in [
+            ("h", "/v1/7", 2),
+            // The first expression of the file: its route with methods precedes the one without.
+            ("h", "/v1/7/x", 6),
+            ("h", "/V1/7", 6),
+            ("h", "/v1/7/items", 6),
+            ("h", "/v1/x/y", 1),
+            ("h", "/x", 0),
+            // A more specific host comes first, whatever its path.
+            ("a.test", "/v1/7/x", 7),
+            ("a.test", "/V1/7", 6),
+        ] {
+            assert_eq!(find(&table, host, path), Some(expected), "{host}{path}");
+        }
+        // An expression does not change how the other routes are chosen.
+        assert_eq!(find(&table, "h", "/posts"), Some(0), "another method");
+        let allowed = table.find(&request("a.test", "/posts", &Method::POST, &HeaderMap::new()));
+        assert_eq!(allowed, Ok(&8));
+        let alone = self::table(vec![pattern("", "(/posts?)", &["POST"], &[])]);
+        let refused = alone.find(&request("h", "/post", &Method::GET, &HeaderMap::new()));
+        assert_eq!(refused, Err(NoMatch::MethodNotAllowed(vec![Method::POST])));
+        assert_eq!(alone.find(&request("h", "/postss", &Method::POST, &HeaderMap::new())), Err(NoMatch::NotFound));
     }
 
     #[test]
@@ -363,10 +582,17 @@ mod tests {
             (pattern("", "/x", &[], &[("a", "1")]), pattern("", "/x", &[], &[("a", "2")]), false),
             (pattern("", "/x", &["GET"], &[]), pattern("", "/x", &["PUT"], &[]), false),
             (pattern("a.b", "/x", &[], &[]), pattern("*.b", "/x", &[], &[]), false),
+            (on(&[0], pattern("", "/x", &[], &[])), pattern("", "/x", &[], &[]), false),
+            (on(&[0, 1], pattern("", "/x", &[], &[])), on(&[1], pattern("", "/x", &[], &[])), true),
+            (on(&[0], pattern("", "/x", &[], &[])), on(&[1], pattern("", "/x", &[], &[])), false),
+            (on(&[0], pattern("", "/x", &["GET"], &[])), on(&[0], pattern("", "/x", &[], &[])), false),
+            (pattern("", "x.*", &[], &[]), pattern("", "x.*", &[], &[]), true),
+            (pattern("", "x.*", &[], &[]), pattern("", "x.*", &["GET"], &[]), false),
+            (pattern("", "x.*", &[], &[]), pattern("", ".*", &[], &[]), false),
         ] {
             let mut table = RouteTable::default();
-            table.insert(one.clone(), 1).unwrap();
-            assert_eq!(table.insert(other.clone(), 2).is_err(), ambiguous, "{one:?} {other:?}");
+            table.insert(&one, &1).unwrap();
+            assert_eq!(table.insert(&other, &2).is_err(), ambiguous, "{one:?} {other:?}");
         }
     }
 }

@@ -13,6 +13,7 @@ pub mod listeners;
 pub mod mirror;
 mod restart_required;
 pub mod route_action;
+pub(crate) mod route_match;
 pub mod routes;
 pub mod settings;
 pub(crate) mod store;
@@ -28,6 +29,7 @@ use std::time::Duration;
 use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, ParsedFile, UnsetVariables};
+use crate::config::include::ConfigFiles;
 use crate::config::{Config, file};
 use crate::http::headers::ProtectedHeaders;
 use crate::identity::access::{AccessRules, NetworkFile};
@@ -53,8 +55,8 @@ use crate::upstream::UpstreamSettings;
 /// The compiled configuration that requests use.
 #[derive(Debug)]
 pub struct CompiledConfig {
-    /// The configuration file as read.
-    pub file: FileSnapshot,
+    /// The configuration file and the files that it includes, as read.
+    pub files: ConfigFiles,
     /// Settings of the HTTP server and the workers.
     pub server: Arc<ServerSettings>,
     /// Listening sockets.
@@ -98,6 +100,8 @@ pub struct CompiledConfig {
 /// `[[listener]]`
 #[derive(Debug)]
 pub struct Listener {
+    /// Name, if it has one.
+    pub name: Option<Box<str>>,
     /// Address and port.
     pub address: SocketAddr,
     /// Whether connections start with a PROXY protocol header from a trusted proxy.
@@ -166,7 +170,7 @@ impl CompiledConfig {
         environment: EnvLookup<'_>,
         policy: UnsetVariables<'_>,
     ) -> Result<(CompiledConfig, ParsedFile<Config>), ConfigError> {
-        Self::compile_file(path, file::read_gateway(path, environment), environment, policy)
+        Self::compile_file(file::read_gateway(path, environment)?, environment, policy)
     }
 
     /// Like [`CompiledConfig::load`], but with `text` as the content of the file at `path`, which need not exist.
@@ -174,20 +178,17 @@ impl CompiledConfig {
     /// # Errors
     /// As for [`CompiledConfig::load`].
     pub fn from_text(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<CompiledConfig, ConfigError> {
-        let file = file::parse_gateway(path, text, environment);
-        Self::compile_file(path, file, environment, UnsetVariables::Error).map(|(config, _)| config)
+        let file = file::parse_gateway(path, text, environment)?;
+        Self::compile_file(file, environment, UnsetVariables::Error).map(|(config, _)| config)
     }
 
     fn compile_file(
-        path: &Path,
-        file: Result<ParsedFile<Config>, FileIssues>,
+        mut file: ParsedFile<Config>,
         environment: EnvLookup<'_>,
         policy: UnsetVariables<'_>,
     ) -> Result<(CompiledConfig, ParsedFile<Config>), ConfigError> {
-        let mut file = file.map_err(|faulty| ConfigError { files: vec![faulty] })?;
-        let mut reader = Validator::new(path, &mut file, environment);
-        let snapshot = FileSnapshot { path: path.to_owned(), content: file.text.clone().into_bytes() };
-        let config = compile(snapshot, &file.value, &mut reader);
+        let mut reader = Validator::new(&mut file, environment);
+        let config = compile(&file, &mut reader);
         file.warnings = reader.finish(policy)?;
         // Without errors, no part is missing.
         Ok((config, file))
@@ -233,7 +234,8 @@ impl CompiledConfig {
     }
 }
 
-fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> CompiledConfig {
+fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledConfig {
+    let config = &file.value;
     let server = settings::server(&config.server, reader);
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
@@ -268,7 +270,7 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     let store = store::store(&config.store, &routes, reader);
     let fixed = RestartOnlyKeys::from_config(config, &server, &listeners);
     CompiledConfig {
-        file,
+        files: ConfigFiles::from_sources(&file.sources),
         server: Arc::new(server),
         listeners,
         admin,

@@ -1,10 +1,10 @@
 //! The canonical form of a path: one for all spellings, without what upstreams read in different ways.
 
 use http::uri::PathAndQuery;
-use http::{HeaderMap, Method};
+use http::{HeaderMap, Method, Uri};
 use sluicegate::http::target::{canonical_path, forwarded_path};
 use sluicegate::routing::pattern::PathPattern;
-use sluicegate::routing::{RouteMatch, RouteTable};
+use sluicegate::routing::{RouteMatch, RouteRequest, RouteTable};
 
 const PATTERNS: [&str; 6] = ["/", "/admin", "/v1/{id}", "/v1/{id}/{other}", "/v1/{*rest}", "/a/b/"];
 
@@ -38,9 +38,14 @@ pub(crate) fn run(data: &[u8]) {
     let mut table = RouteTable::default();
     for (index, text) in PATTERNS.iter().enumerate() {
         let path: PathPattern = text.parse().expect("a pattern");
-        table.insert(RouteMatch { host: None, path, methods: Vec::new(), headers: Vec::new() }, index).expect("no tie");
+        table.insert(&RouteMatch::new(path), &index).expect("no tie");
     }
-    let route = |path: &str| table.find("a.test", path, &Method::GET, &HeaderMap::new()).ok().copied();
+    let (uri, headers) = (Uri::default(), HeaderMap::new());
+    let route = |path: &str| {
+        let request =
+            RouteRequest { host: "a.test", path, uri: &uri, method: &Method::GET, headers: &headers, listener: 0 };
+        table.find(&request).ok().copied()
+    };
     let again = canonical_path(&once).expect("it is canonical");
     assert_eq!(route(&once), route(&again));
     if let Some(index) = route(&once) {

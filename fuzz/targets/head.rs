@@ -46,7 +46,7 @@ limits = ["all", "named"]
 respond = { status = 200, body = "named" }
 [[route]]
 name = "host"
-host = "*.b.test"
+hosts = ["*.b.test"]
 path = "/{*rest}"
 identify = ["keys"]
 limits = ["all", "some"]
@@ -55,8 +55,19 @@ respond = { status = 204 }
 name = "get"
 path = "/get"
 methods = ["GET"]
-headers = { "x-version" = "2" }
+match.headers.x-version.exact = "2"
 respond = { status = 200, body = "get" }
+[[route]]
+name = "expression"
+path_regex = '(?i)/x/(?<id>[^/]+).*'
+match.query = { id.prefix = "a", debug.absent = true }
+limits = ["all"]
+respond = { status = 200, body = "expression" }
+[[route]]
+name = "secure"
+path = "/secure/{*rest}"
+trailing_slash = "redirect"
+redirect = { scheme = "https" }
 "#;
 
 /// Bytes that wait on either side.

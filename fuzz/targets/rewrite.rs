@@ -1,11 +1,11 @@
 //! Where a request goes instead: whatever its path and query are, they stay in the place that the template gives them.
 
-use http::header::LOCATION;
+use http::header::{HOST, HeaderValue, LOCATION};
 use http::uri::PathAndQuery;
 use http::{StatusCode, Uri};
 use sluicegate::http::target::canonical_path;
 use sluicegate::routing::pattern::PathPattern;
-use sluicegate::snapshot::routes::{Redirect, Rewrite};
+use sluicegate::snapshot::routes::{Redirect, RedirectTarget, Rewrite};
 
 const PATTERN: &str = "/v1/{id}/{*rest}";
 
@@ -18,6 +18,9 @@ const TEMPLATES: [(&str, usize, bool, usize); 6] = [
     ("/.{id}?a={id}&b={rest}", 1, false, 2),
     ("/{id}{id}/?q={rest}", 1, false, 1),
 ];
+
+/// Expressions with the groups that the templates name.
+const EXPRESSIONS: [&str; 3] = ["/v1(?<id>.)(?<rest>.*)", "/(?<id>[^.]*)(?<rest>.*)", "(?<rest>.*?)(?<id>[^/]?)"];
 
 /// The first byte chooses a template, the rest is a target.
 pub(crate) fn run(data: &[u8]) {
@@ -33,7 +36,8 @@ pub(crate) fn run(data: &[u8]) {
     if id.is_empty() {
         return;
     }
-    let rewritten = Rewrite::Template(text.parse().expect("a template")).apply(&pattern, &path, uri.query());
+    let rewrite = Rewrite::Template(text.parse().expect("a template"));
+    let rewritten = rewrite.apply(&pattern, &path, uri.query()).expect("whole segments");
     let at = PathAndQuery::try_from(&*rewritten).expect("it is a target");
     assert_eq!(at.as_str(), rewritten);
     assert_eq!(canonical_path(at.path()).as_deref(), Ok(at.path()), "{text} of {path:?} is canonical");
@@ -51,17 +55,34 @@ pub(crate) fn run(data: &[u8]) {
         assert!(at.query().is_some_and(|all| all.ends_with(query)), "{rewritten}: the query passes as it is");
     }
 
-    for origin in ["", "https://www.example.com"] {
-        let to = text.parse().expect("a template");
-        let redirect = Redirect { origin: origin.into(), template: to, status: StatusCode::PERMANENT_REDIRECT };
-        let response = redirect.response(&pattern, &path, uri.query());
+    // Named groups need no whole segments: their path is canonical, or the request is rejected.
+    for expression in EXPRESSIONS {
+        let pattern = PathPattern::from_regex(expression).expect("an expression");
+        if let Ok(rewritten) = rewrite.apply(&pattern, &path, uri.query()) {
+            let at = PathAndQuery::try_from(&*rewritten).expect("it is a target");
+            assert_eq!(canonical_path(at.path()).as_deref(), Ok(at.path()), "{text} of {path:?}: {rewritten}");
+        }
+    }
+
+    let mut request = http::Request::new(());
+    request.headers_mut().insert(HOST, HeaderValue::from_static("A.test:8080"));
+    *request.uri_mut() = uri.path_and_query().cloned().map(Uri::from).expect("it has a path");
+    let origins = ["", "https://www.example.com", "https://a.test:8443", "https://a.test"];
+    for (origin, to) in origins.into_iter().zip([0, 1, 2, 3]) {
+        let to = match to {
+            2 => RedirectTarget::Scheme { scheme: "https", port: Some(8443) },
+            3 => RedirectTarget::Scheme { scheme: "https", port: None },
+            _ => RedirectTarget::Template { origin: origin.into(), template: text.parse().expect("a template") },
+        };
+        let redirect = Redirect { to, status: StatusCode::PERMANENT_REDIRECT };
+        let response = redirect.response(&request, &pattern, &path).expect("it has a host");
         let location = response.headers()[LOCATION].to_str().expect("visible characters");
         let target = location.strip_prefix(origin).expect("it begins with its origin");
         assert!(target.starts_with('/') && !target.starts_with("//"), "{location}: the same site");
         assert!(target.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'\\'), "{location}");
     }
 
-    let stripped = Rewrite::StripPrefix("/v1".into()).apply(&pattern, &path, uri.query());
+    let stripped = Rewrite::StripPrefix("/v1".into()).apply(&pattern, &path, uri.query()).expect("segments");
     assert_eq!(format!("/v1{stripped}"), uri.query().map_or(path.to_string(), |query| format!("{path}?{query}")));
     assert!(stripped.starts_with('/') && !stripped.starts_with("//"), "{stripped}");
 }

@@ -6,6 +6,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::admin::{AdminResponse, AdminServer, typed_response};
+use crate::config::include::ConfigFiles;
 use crate::config::redact::redacted_config;
 use crate::snapshot::current::{ReloadCause, ReloadFailure};
 
@@ -13,11 +14,13 @@ use crate::snapshot::current::{ReloadCause, ReloadFailure};
 #[derive(Debug, Serialize)]
 struct ConfigView {
     file: String,
+    /// The files that it includes.
+    included: Vec<String>,
     /// When the configuration became active, in RFC 3339.
     loaded_at: String,
     /// The error of the last reload, if it failed.
     last_error: Option<LastError>,
-    /// The configuration file as JSON, with secrets redacted.
+    /// The configuration as JSON, with the tables of included files, and with secrets redacted.
     configuration: Value,
 }
 
@@ -38,15 +41,17 @@ struct ReloadResponse {
 impl AdminServer {
     pub(super) fn config_view(&self) -> AdminResponse {
         let active = self.state.config_handle.active();
-        let file = &active.config.file;
-        // Always UTF-8 and valid TOML: the active configuration was compiled from it.
-        let configuration = redacted_config(&String::from_utf8_lossy(&file.content)).unwrap_or_default();
+        let ConfigFiles { main, included, .. } = &active.config.files;
+        // Always UTF-8 and valid TOML: the active configuration was compiled from them.
+        let texts = std::iter::once(main).chain(included).map(|file| String::from_utf8_lossy(&file.content));
+        let configuration = redacted_config(texts).unwrap_or_default();
         let last_error = self.state.config_handle.last_failure();
         let last_error = last_error
             .map(|ReloadFailure { error, failed_at_us: at_us }| LastError { time: format_rfc3339(at_us), error });
-        let file = file.path.display().to_string();
+        let file = main.path.display().to_string();
+        let included = included.iter().map(|file| file.path.display().to_string()).collect();
         let loaded_at = format_rfc3339(active.active_since_us);
-        json_response(StatusCode::OK, &ConfigView { file, loaded_at, last_error, configuration })
+        json_response(StatusCode::OK, &ConfigView { file, included, loaded_at, last_error, configuration })
     }
 
     /// Reload the configuration file and return the result.

@@ -19,7 +19,7 @@ use crate::app::reload::files::watch_files;
 use crate::app::sd_notify;
 use crate::app::upstream_maintenance::MaintenanceThread;
 use crate::config::error::ConfigError;
-use crate::config::file::FileSnapshot;
+use crate::config::include::ConfigFiles;
 use crate::limiter::clock;
 use crate::listener::connection_limit::ConnectionLimits;
 use crate::proxy::Gateway;
@@ -85,12 +85,17 @@ impl Reloader {
             sd_notify::notify_reloading();
             let result = self.apply().map_err(|error| error.to_string());
             sd_notify::notify_reloaded();
-            let path = self.config_handle.active().config.file.path.display().to_string();
+            let path = self.config_handle.active().config.files.main.path.display().to_string();
             match &result {
                 Ok(()) => self.log_success(&path),
                 Err(error) => {
                     self.config_handle.record_failure(error);
                     warn!(file = %path, %error, "cannot reload the configuration: the active one stays in force");
+                    // The new files may include others, which must be watched to notice that the error is corrected.
+                    let directories = self.config_handle.last_attempt().directories;
+                    if self.watcher.as_ref().is_some_and(|watcher| !watcher.watches(&directories)) {
+                        self.watcher = watch_files(&self.config_handle);
+                    }
                     if let Some(watcher) = self.watcher.as_ref().filter(|_| is_requested(&requests)) {
                         // A requested reload also reads the other files, even if the configuration is invalid.
                         watcher.report_all();
@@ -120,9 +125,9 @@ impl Reloader {
             return Err(ReloadError::Stopping);
         }
         let previous = self.config_handle.active();
-        let path = &previous.config.file.path;
-        if let Ok(FileSnapshot { content, .. }) = FileSnapshot::read(path) {
-            self.config_handle.record_attempt(&content);
+        let path = &previous.config.files.main.path;
+        if let Ok(files) = ConfigFiles::read(path, &|name| std::env::var(name).ok()) {
+            self.config_handle.record_attempt(files);
         }
         let mut config = CompiledConfig::load(path, &|name| std::env::var(name).ok())?;
         config.carry_over(&previous.config, Duration::from_micros(clock::unix_us()))?;

@@ -86,7 +86,7 @@ pub(super) fn run(path: &Path, options: &Options) -> anyhow::Result<ExitCode> {
         if issues.is_empty() {
             return Ok((config, file));
         }
-        Err(ConfigError { files: vec![FileIssues { path: path.to_owned(), text: file.text, issues }] })
+        Err(ConfigError { files: file.sources.by_file(issues) })
     });
     match loaded {
         Ok((config, file)) => check_loaded(path, &config, file, options),
@@ -111,8 +111,7 @@ fn check_loaded(
     file: ParsedFile<Config>,
     options: &Options,
 ) -> anyhow::Result<ExitCode> {
-    let ParsedFile { value: parsed, text, warnings: parser_warnings, .. } = file;
-    let file_issues = |issues| FileIssues { path: path.to_owned(), text: text.clone(), issues };
+    let ParsedFile { value: parsed, sources, warnings: parser_warnings, .. } = file;
     let mut warnings = check::warnings(&parsed, config, Duration::from_micros(clock::unix_us()));
     warnings.extend(parser_warnings);
     if let (Some((servers, redis)), false) = (&config.store.redis, options.offline) {
@@ -135,7 +134,9 @@ fn check_loaded(
     let mut notes = check::notes(&parsed, config);
     if !options.offline {
         match restart_only_differences(path, config) {
-            Ok(keys) => warnings.extend(keys.iter().map(|key| restart_required_warning(key, &parsed, &text))),
+            Ok(keys) => {
+                warnings.extend(keys.iter().map(|key| restart_required_warning(key, &parsed, sources.main().1)))
+            }
             Err(error) => notes.push(Issue {
                 span: parsed.admin.as_ref().map(|admin| admin.span()),
                 message: format!("not compared with the running gateway: {error}"),
@@ -143,15 +144,15 @@ fn check_loaded(
             }),
         }
     }
-    let (warnings, notes) = (file_issues(warnings), file_issues(notes));
-    let is_strict_failure = options.strict && !warnings.issues.is_empty();
+    let (warnings, notes) = (sources.by_file(warnings), sources.by_file(notes));
+    let is_strict_failure = options.strict && !warnings.is_empty();
     if options.json {
         let limits = config.limits.values().flat_map(guarantees).collect();
         print_json(&CheckReport {
             ok: !is_strict_failure,
             errors: Vec::new(),
-            warnings: findings(&warnings),
-            notes: findings(&notes),
+            warnings: warnings.iter().flat_map(findings).collect(),
+            notes: notes.iter().flat_map(findings).collect(),
             limits,
         })?;
     } else {
@@ -177,7 +178,7 @@ fn findings(file: &FileIssues) -> Vec<Finding> {
 fn print_text(
     path: &Path,
     config: &CompiledConfig,
-    issues_by_level: &[(Level<'_>, &FileIssues)],
+    issues_by_level: &[(Level<'_>, &[FileIssues])],
 ) -> std::io::Result<()> {
     // anstream writes colors only to a terminal, and not if NO_COLOR is set.
     let mut out = anstream::stdout().lock();
@@ -194,11 +195,11 @@ fn print_text(
     for guarantee in config.limits.values().flat_map(guarantees) {
         writeln!(out, "  {}", guarantee.text())?;
     }
-    for (level, file) in issues_by_level.iter().filter(|(_, file)| !file.issues.is_empty()) {
+    for (level, file) in issues_by_level.iter().flat_map(|(level, files)| files.iter().map(move |file| (level, file))) {
         writeln!(out, "\n{}", file.report(level, &Renderer::styled()))?;
     }
-    let warnings: usize =
-        issues_by_level.iter().filter(|(level, _)| *level == Level::WARNING).map(|(_, file)| file.issues.len()).sum();
+    let files = issues_by_level.iter().filter(|(level, _)| *level == Level::WARNING).flat_map(|(_, files)| *files);
+    let warnings: usize = files.map(|file| file.issues.len()).sum();
     if warnings > 0 {
         writeln!(out, "\n{}", pluralize(warnings as u64, "warning"))?;
     }

@@ -16,7 +16,7 @@ use http::{HeaderName, HeaderValue, Method, Request, Uri};
 use crate::cli::EXIT_INVALID_CONFIG;
 use crate::cli::explain::admin_client::AdminCounters;
 use crate::proxy::context::Peer;
-use crate::snapshot::CompiledConfig;
+use crate::snapshot::{CompiledConfig, Listener};
 use crate::tools::explain::Explainer;
 use crate::tools::explain::limits::{Counters, CountersUnavailable, RedisCounters};
 use crate::tools::explain::report::Explanation;
@@ -78,6 +78,11 @@ pub(in crate::cli) struct Arguments {
     #[arg(long)]
     tls: bool,
 
+    /// Connect to this listener, by its name or address [default: the first one with the scheme of the URL, and its
+    /// port if there is one]
+    #[arg(long, value_name = "NAME")]
+    listener: Option<String>,
+
     /// Explain all other routes, not only the closest 10
     #[arg(long)]
     pub(crate) all: bool,
@@ -121,6 +126,8 @@ pub(crate) enum ArgumentError {
     InvalidHeader(String),
     #[error("--ip {0} is not an address: 192.0.2.7 or 2001:db8::7, without port and prefix")]
     InvalidAddress(String),
+    #[error("--listener {0} is not a listener of the configuration: {1}")]
+    UnknownListener(String, String),
 }
 
 /// URL in the examples of error messages.
@@ -146,8 +153,31 @@ impl Arguments {
         if let (Some(host), false) = (host, request.headers().contains_key(HOST)) {
             request.headers_mut().insert(HOST, host);
         }
-        let peer = Peer::new(parse_address(&self.ip)?, scheme, config);
+        let mut peer = Peer::new(parse_address(&self.ip)?, scheme, config);
+        peer.listener = self.listener_index(config, scheme == "https", uri.port_u16())?;
         Ok(ClientRequest { request, peer })
+    }
+}
+
+impl Arguments {
+    /// Return the index of the listener that the client connects to.
+    fn listener_index(&self, config: &CompiledConfig, tls: bool, port: Option<u16>) -> Result<usize, ArgumentError> {
+        let listeners = &config.listeners;
+        let Some(given) = &self.listener else {
+            let default_port = if tls { 443 } else { 80 };
+            let has_scheme = |listener: &Listener| listener.tls.is_some() == tls;
+            let has_port = |listener: &Listener| listener.address.port() == port.unwrap_or(default_port);
+            let exact = listeners.iter().position(|listener| has_scheme(listener) && has_port(listener));
+            return Ok(exact.or_else(|| listeners.iter().position(has_scheme)).unwrap_or(0));
+        };
+        let is_given =
+            |listener: &Listener| listener.name.as_deref() == Some(given) || listener.address.to_string() == *given;
+        listeners.iter().position(is_given).ok_or_else(|| {
+            let names = listeners.iter().map(|listener| {
+                listener.name.as_ref().map_or_else(|| listener.address.to_string(), ToString::to_string)
+            });
+            ArgumentError::UnknownListener(given.clone(), names.collect::<Vec<_>>().join(", "))
+        })
     }
 }
 

@@ -12,13 +12,15 @@ use serde_ignored::Path as KeyPath;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::config::error::{FileIssues, Issue};
+use crate::config::error::{ConfigError, FileIssues, Issue};
+use crate::config::include;
+use crate::config::include::Sources;
 use crate::config::redact::has_secret;
 use crate::config::secrets::{is_secret, secret_ranges};
 use crate::config::shorthand::{CostTable, KeyTable, ServerTable};
 use crate::config::tables::{
-    Cors, DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, Mirror, Redirect, ResponseHeaderRules,
-    Route, Upstream, UpstreamTls,
+    Cors, DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, MatchRules, Mirror, Redirect,
+    ResponseHeaderRules, Route, Upstream, UpstreamTls, ValueRule,
 };
 use crate::config::{
     Admin, Auth, Certificate, ClientIp, Config, Consumer, Consumers, Listener, ListenerTls, Log, Server, Store,
@@ -30,9 +32,9 @@ use crate::config::{
 pub struct ParsedFile<T> {
     /// The deserialized values.
     pub value: T,
-    /// Text of the file.
-    pub text: String,
-    /// Unknown keys.
+    /// Texts of the file and of those that it includes.
+    pub sources: Sources,
+    /// Unknown keys, and errors of `include`.
     pub issues: Vec<Issue>,
     /// Values with environment variables that are not set or not closed.
     pub unresolved: Vec<UnresolvedValue>,
@@ -68,10 +70,10 @@ pub enum UnsetVariables<'a> {
     WarnExcept(&'a [&'a str]),
 }
 
-/// Divide the issues of a file into errors and warnings. Issues that an unresolved value causes are dropped: the
+/// Divide the issues of files into errors and warnings. Issues that an unresolved value causes are dropped: the
 /// variable is the error. `warnings` are those of the parser.
 pub fn resolve_issues(
-    text: &str,
+    sources: &Sources,
     issues: Vec<Issue>,
     unresolved: Vec<UnresolvedValue>,
     mut warnings: Vec<Issue>,
@@ -79,7 +81,7 @@ pub fn resolve_issues(
 ) -> (Vec<Issue>, Vec<Issue>) {
     let causes = |value: &UnresolvedValue, issue: &Issue| match (&value.issue.span, &issue.span) {
         (Some(value), Some(issue)) => {
-            let line = text.get(..issue.start).and_then(|before| before.rsplit('\n').next()).unwrap_or_default();
+            let line = sources.line_before(issue.start);
             // The span of a list or an inline table includes the value. That of a `[table]` starts a line.
             contains(value, issue) || (contains(issue, value) && !line.trim().is_empty())
         }
@@ -113,21 +115,24 @@ fn contains(outer: &Range<usize>, inner: &Range<usize>) -> bool {
 /// Returns the value of an environment variable.
 pub type EnvLookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Read `gateway.toml`.
+/// Read `gateway.toml` and the files that it includes.
 ///
 /// # Errors
-/// The file cannot be read, is not valid TOML, or has a value of the wrong type.
-pub fn read_gateway(path: &Path, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, FileIssues> {
-    let content = fs::read(path).map_err(|error| unreadable_file(path, &error, MISSING_GATEWAY_HINT))?;
-    parse(path, utf8_text(path, content)?, environment, false)
+/// A file cannot be read, is not valid TOML, or has a value of the wrong type.
+pub fn read_gateway(path: &Path, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, ConfigError> {
+    let content = fs::read(path).map_err(|error| unreadable_file(path, &error, MISSING_GATEWAY_HINT));
+    let text = content.and_then(|content| utf8_text(path, content));
+    parse_gateway(path, text.map_err(|file| ConfigError { files: vec![file] })?, environment)
 }
 
-/// Parse `text` as the content of `gateway.toml`.
+/// Parse `text` as the content of `gateway.toml`, and the files that it includes.
 ///
 /// # Errors
-/// The text is not valid TOML, or has a value of the wrong type.
-pub fn parse_gateway(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, FileIssues> {
-    parse(path, text, environment, false)
+/// As for [`read_gateway`].
+pub fn parse_gateway(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, ConfigError> {
+    let parsed =
+        include::read(path, text, environment).and_then(|(sources, issues)| parse(sources, issues, environment, false));
+    parsed.map_err(|files| ConfigError { files })
 }
 
 /// Parse `content` as the content of `consumers.toml`.
@@ -139,7 +144,11 @@ pub fn parse_consumers(
     content: &[u8],
     environment: EnvLookup<'_>,
 ) -> Result<ParsedFile<Consumers>, FileIssues> {
-    parse(path, utf8_text(path, content.to_vec())?, environment, true)
+    let sources = Sources::new(path, utf8_text(path, content.to_vec())?);
+    parse(sources, Vec::new(), environment, true).map_err(|files| {
+        // One file has at most one syntax or type error.
+        files.into_iter().next().unwrap_or_else(|| FileIssues::from_message(path, "cannot be parsed"))
+    })
 }
 
 /// Return the content of a file as text.
@@ -178,43 +187,71 @@ pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) 
     FileIssues { path: path.to_owned(), text: String::new(), issues: vec![issue] }
 }
 
+/// Parse the texts of all files, and deserialize their tables as one. `issues` are those of `include`.
+///
+/// # Errors
+/// A text is not valid TOML, or has a value of the wrong type.
 fn parse<T: DeserializeOwned>(
-    path: &Path,
-    text: String,
+    sources: Sources,
+    mut issues: Vec<Issue>,
     environment: EnvLookup<'_>,
     consumers: bool,
-) -> Result<ParsedFile<T>, FileIssues> {
-    let file_issues = |text: &str, issues| FileIssues { path: path.to_owned(), text: text.to_owned(), issues };
-    let failed = |error: &toml::de::Error, hint: &dyn Fn(&str, &Range<usize>) -> Option<String>| {
-        let message = error.message().replace('\n', ", ");
-        let span = error.span().unwrap_or(0..0);
-        let hint = hint(&message, &span);
-        file_issues(&text, vec![Issue { span: Some(span), message, hint }])
-    };
-    let mut table =
-        DeTable::parse(&text).map_err(|error| failed(&error, &|message, span| syntax_hint(&text, message, span)))?;
+) -> Result<ParsedFile<T>, Vec<FileIssues>> {
     let mut environment = Environment { variable: environment, unresolved: Vec::new(), warnings: Vec::new() };
-    environment.substitute_table(table.get_mut(), &mut Vec::new());
+    let mut all = DeTable::new();
+    let mut faulty = Vec::new();
+    for (index, file) in sources.files().iter().enumerate() {
+        let table = match DeTable::parse(&file.text) {
+            Ok(table) => table,
+            Err(error) => {
+                let issue = parser_issue(&error, |message, span| syntax_hint(&file.text, message, span));
+                faulty.push(FileIssues { path: file.path.clone(), text: file.text.clone(), issues: vec![issue] });
+                continue;
+            }
+        };
+        let mut table = include::shift_spans(table.into_inner(), file.start);
+        environment.substitute_table(&mut table, &mut Vec::new());
+        if index == 0 { all = table } else { include::merge(&mut all, table, &sources, &mut issues) }
+    }
+    if !faulty.is_empty() {
+        return Err(faulty);
+    }
     let Environment { unresolved, warnings, .. } = environment;
-    let spans = table.clone();
+    let spans = all.clone();
     let mut ignored = Vec::new();
+    let table = Spanned::new(0..sources.main().1.len(), all);
     let value =
         serde_ignored::deserialize(toml::de::Deserializer::from(table), |path| ignored.push(key_segments(&path)))
             .map_err(|error| {
-                failed(&error, &|message, span| {
-                    type_hint(message, &key_path(spans.get_ref(), span).unwrap_or_default())
-                })
+                sources.by_file(vec![parser_issue(&error, |message, span| {
+                    type_hint(message, &key_path(&spans, span).unwrap_or_default())
+                })])
             })?;
-    let mut issues = Vec::new();
     for path in ignored {
         let replaced = match &path[..] {
-            [table] if !consumers => replaced_table(table, spans.get_ref(), &text),
-            _ => None,
+            [table] if !consumers => replaced_table(table, &spans, &sources),
+            _ => replaced_key(&path, &spans, &sources),
         };
         let (message, hint) = replaced.unwrap_or_else(|| unknown_key(&path, consumers));
-        issues.push(Issue { span: key_span(spans.get_ref(), &path), message, hint });
+        issues.push(Issue { span: key_span(&spans, &path), message, hint });
     }
-    Ok(ParsedFile { value, text, issues, unresolved, warnings })
+    drop(spans);
+    Ok(ParsedFile { value, sources, issues, unresolved, warnings })
+}
+
+/// Return the issue for a syntax or type error.
+fn parser_issue(error: &toml::de::Error, hint: impl Fn(&str, &Range<usize>) -> Option<String>) -> Issue {
+    let message = error.message().replace('\n', ", ");
+    let span = error.span().unwrap_or(0..0);
+    let hint = hint(&message, &span);
+    Issue { span: Some(span), message, hint }
+}
+
+/// Return `text` with its environment variables substituted, or `None` if one of them is not set.
+pub(super) fn substituted(text: &str, environment: EnvLookup<'_>) -> Option<String> {
+    let mut environment = Environment { variable: environment, unresolved: Vec::new(), warnings: Vec::new() };
+    let text = environment.expand(text, &[], &(0..0));
+    environment.unresolved.is_empty().then_some(text)
 }
 
 /// Return a hint for common errors of the TOML syntax: strings without quotes, and duplicate keys.
@@ -464,7 +501,7 @@ fn key_span(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usiz
 const UNSUPPORTED_KEYS: &[(&str, &[&str])] = &[("listener", &["http3"]), ("auth", &["query", "jwks_url"])];
 
 /// Return the message and the hint for a table that `[auth.NAME]` replaces. The hint has the values of the file.
-fn replaced_table(table: &str, file: &DeTable<'_>, text: &str) -> Option<(String, Option<String>)> {
+fn replaced_table(table: &str, file: &DeTable<'_>, sources: &Sources) -> Option<(String, Option<String>)> {
     let (provider, kind) = match table {
         "api_key" => ("keys", "api-key"),
         "jwt" => ("tokens", "jwt"),
@@ -475,7 +512,7 @@ fn replaced_table(table: &str, file: &DeTable<'_>, text: &str) -> Option<(String
     let known = field_names::<Auth>();
     for (key, value) in values.get_ref().as_table().into_iter().flatten() {
         if known.contains(&&**key.get_ref()) {
-            hint += &format!("\n{} = {}", key.get_ref(), text.get(value.span()).unwrap_or("…"));
+            hint += &format!("\n{} = {}", key.get_ref(), sources.text_at(&value.span()).unwrap_or("…"));
         }
     }
     hint += &format!(
@@ -514,6 +551,8 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["route", "request_headers"] => ("request_headers", field_names::<HeaderRules>()),
         ["route", "response_headers"] => ("response_headers", field_names::<ResponseHeaderRules>()),
         ["route", "mirror"] => ("mirror", field_names::<Mirror>()),
+        ["route", "match"] => ("match", field_names::<MatchRules>()),
+        ["route", "match", "headers" | "query", _] => ("condition", field_names::<ValueRule>()),
         ["route", "respond"] => ("respond", field_names::<DirectResponse>()),
         ["route", "cors"] => ("cors", field_names::<Cors>()),
         ["route", "redirect"] => ("redirect", field_names::<Redirect>()),
@@ -521,6 +560,32 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["consumer", "keys"] => ("key", field_names::<KeyTable>()),
         _ => ("", &[]),
     }
+}
+
+/// Return the message and the hint for a key of a route that has another name and form here, with its value in that
+/// form.
+fn replaced_key(path: &[String], table: &DeTable<'_>, sources: &Sources) -> Option<(String, Option<String>)> {
+    let [first, index, key] = path else { return None };
+    let route = table.get(first.as_str()).filter(|_| first == "route")?.get_ref().as_array()?;
+    let value = route.get(index.parse::<usize>().ok()?)?.get_ref().as_table()?.get(key.as_str())?;
+    let written = |value: &Spanned<DeValue<'_>>| sources.text_at(&value.span()).unwrap_or("\"…\"").trim().to_owned();
+    let hint = match (key.as_str(), value.get_ref()) {
+        ("host", DeValue::Array(_)) => format!("write hosts = {}", written(value)),
+        ("host", _) => format!("write hosts = [{}]", written(value)),
+        ("headers", DeValue::Table(headers)) => {
+            let is_bare = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+            let rule = |(name, value): (&Spanned<std::borrow::Cow<'_, str>>, &Spanned<DeValue<'_>>)| {
+                let name = name.get_ref();
+                let name = if name.chars().all(is_bare) { name.to_string() } else { format!("\"{name}\"") };
+                format!("{name} = {{ exact = {} }}", written(value))
+            };
+            let rules: Vec<_> = headers.iter().map(rule).collect();
+            format!("write match = {{ headers = {{ {} }} }}", rules.join(", "))
+        }
+        ("headers", _) => "write match = { headers = { x-version = { exact = \"2\" } } }".to_owned(),
+        _ => return None,
+    };
+    Some((format!("unknown key `{key}`"), Some(hint)))
 }
 
 /// Return the message and the hint for an unknown key.
@@ -583,7 +648,7 @@ fn field_names<T: for<'de> Deserialize<'de>>() -> &'static [&'static str] {
 }
 
 /// Path and content of a file at the time when it was read.
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct FileSnapshot {
     /// Path of the file.
     pub path: PathBuf,

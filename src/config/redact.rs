@@ -1,5 +1,6 @@
 //! Redacts secrets in configuration text. Error reports end up in logs.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use serde_json::Value;
@@ -138,14 +139,35 @@ fn asterisks(text: &str) -> String {
     text.chars().map(hidden).collect()
 }
 
-/// Parse a file and return its values as JSON, with environment variables not substituted and with secrets masked.
+/// Parse a file and those that it includes. Return the values of all as JSON, with environment variables not substituted
+/// and with secrets masked.
 ///
 /// # Errors
-/// The text is not valid TOML.
-pub fn redacted_config(text: &str) -> Result<Value, toml::de::Error> {
-    let mut value = toml::from_str(text)?;
-    redact_value(&mut value, &mut Vec::new());
-    Ok(value)
+/// A text is not valid TOML.
+pub fn redacted_config<'t>(texts: impl IntoIterator<Item = Cow<'t, str>>) -> Result<Value, toml::de::Error> {
+    let mut all = Value::Null;
+    for text in texts {
+        let value = toml::from_str(&text)?;
+        if all.is_null() { all = value } else { merge(&mut all, value) }
+    }
+    redact_value(&mut all, &mut Vec::new());
+    Ok(all)
+}
+
+/// Add the tables of an included file.
+fn merge(all: &mut Value, included: Value) {
+    match (all, included) {
+        (Value::Array(all), Value::Array(items)) => all.extend(items),
+        (Value::Object(all), Value::Object(entries)) => {
+            for (key, value) in entries {
+                match all.get_mut(&key) {
+                    Some(existing) => merge(existing, value),
+                    None => drop(all.insert(key, value)),
+                }
+            }
+        }
+        _ => {}
+    }
 }
 
 fn redact_value<'k>(value: &'k mut Value, path: &mut Vec<&'k str>) {
@@ -233,7 +255,7 @@ mod redacted_config_tests {
                     [upstream.api]\nservers = [\"http://${HOST}:80\", { url = \"https://a:planted@b\", weight = 2 }]\n\
                     [[route]]\nname = \"r\"\npath = \"/?\"\nrequest_headers.set = { authorization = \"planted\" }\n\
                     response_headers = { set = { x-a = \"planted\" }, remove = [\"server\"] }\n";
-        let shown = redacted_config(text).unwrap();
+        let shown = redacted_config([text.into()]).unwrap();
         assert!(!shown.to_string().contains("planted"), "{shown}");
         for (pointer, expected) in [
             ("/admin/address", "127.0.0.1:9180"),

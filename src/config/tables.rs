@@ -12,25 +12,37 @@ use crate::config::{Text, schema};
 /// `[[route]]`
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[schemars(extend("required" = ["name", "path"]))]
+#[schemars(extend("required" = ["name"]))]
 pub struct Route {
     /// Unique name of the route.
     pub name: Option<Text>,
-    /// `"api.example.com"`, or `"*.example.com"` for all its subdomains. Default: any host.
-    pub host: Option<Text>,
+    /// Hosts without port: `["api.example.com", "*.example.org"]`. `*.` matches all subdomains. Default: any host.
+    pub hosts: Option<Vec<Text>>,
+    /// Names of listeners: only requests on their connections match. Default: all listeners.
+    pub listeners: Option<Vec<Text>>,
     /// `"/v1/search"`; `"/v1/users/{id}"`; `"/v1/{*rest}"` matches `/v1/` and all paths below it, `"/{*rest}"` every
-    /// path. `/a` does not match `/a/`.
+    /// path. A route has either `path` or `path_regex`.
     pub path: Option<Text>,
+    /// Regular expression that must match the whole path, such as `'/v[0-9]+/(?<name>[^/]+)'`. Its named groups are
+    /// parameters.
+    pub path_regex: Option<Text>,
+    /// `"strict"`: `/a` does not match `/a/`. `"same"`: the route matches both. `"redirect"`: 308 to the form of the
+    /// route. `/a/{*rest}` has the other form `/a`.
+    #[schemars(extend("enum" = ["strict", "same", "redirect"], "default" = "strict"))]
+    pub trailing_slash: Option<Text>,
     /// HTTP methods, such as `["GET"]`. Default: all.
     pub methods: Option<Vec<Text>>,
-    /// Headers that the request must have with exactly these values: `{ "x-version" = "2" }`.
-    pub headers: BTreeMap<String, Text>,
+    /// Conditions on headers and query parameters, all of which the request must meet: `{ headers = { x-version = {
+    /// exact = "2" } } }`.
+    #[serde(rename = "match")]
+    pub conditions: Option<Spanned<MatchRules>>,
     /// Name of an upstream, or several with weights: `{ api = 9, canary = 1 }`. A route has exactly one of `upstream`,
     /// `respond` and `redirect`.
     pub upstream: Option<Spanned<UpstreamWeights>>,
     /// Response of the gateway, without an upstream: `{ status = 200, body = "…", content_type = "text/plain" }`.
     pub respond: Option<Spanned<DirectResponse>>,
-    /// Redirect: `{ to = "/v1/{rest}", status = 308 }`.
+    /// Redirect: `{ to = "/v1/{rest}", status = 308 }`, or to another scheme with the same host, path and query: `{
+    /// scheme = "https" }`.
     pub redirect: Option<Spanned<Redirect>>,
     /// Client networks that may use the route: `["10.0.0.0/8", "file:office.txt"]`. All other clients get 403
     /// ([access rules](#access-rules)). Default: all.
@@ -54,7 +66,7 @@ pub struct Route {
     pub cost: Option<Spanned<i64>>,
     /// Path prefix to remove for the upstream, such as `"/v1"`. Whole segments only.
     pub strip_prefix: Option<Text>,
-    /// Path for the upstream, such as `"/internal/{rest}"`, with parameters of `path`.
+    /// Path for the upstream, such as `"/internal/{rest}"`, with parameters of the path.
     pub rewrite: Option<Text>,
     /// Maximum time for a request, from its headers to the end of the response, such as `"10s"`. Default: no maximum.
     #[schemars(schema_with = "schema::duration")]
@@ -84,6 +96,32 @@ pub struct Route {
     /// upstream. Without effect on a route with `cors`, which exposes them.
     #[schemars(extend("default" = false))]
     pub expose_headers: bool,
+}
+
+/// `match = { … }` of a route
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct MatchRules {
+    /// Conditions by header name.
+    pub headers: BTreeMap<String, Spanned<ValueRule>>,
+    /// Conditions by name of a query parameter. Names are compared after decoding.
+    pub query: BTreeMap<String, Spanned<ValueRule>>,
+}
+
+/// `{ exact = "…" }`, or another single key: a condition on a header or query parameter.
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct ValueRule {
+    /// The value is this. Not met by several values.
+    pub exact: Option<Text>,
+    /// The value begins with this. Not met by several values.
+    pub prefix: Option<Text>,
+    /// The regular expression matches the whole value. Not met by several values.
+    pub regex: Option<Text>,
+    /// `true`: there is a value, or several.
+    pub present: Option<Spanned<bool>>,
+    /// `true`: there is no value.
+    pub absent: Option<Spanned<bool>>,
 }
 
 /// `request_headers = { … }` of a route
@@ -175,10 +213,16 @@ pub struct DirectResponse {
 /// `redirect = { … }` of a route
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[schemars(extend("required" = ["to"]))]
 pub struct Redirect {
-    /// Path, or `http://` or `https://` URL with a host. May have parameters of `path`: `"/v1/{rest}"`.
+    /// Path, or `http://` or `https://` URL with a host. May have parameters of the path: `"/v1/{rest}"`. A redirect has
+    /// either `to` or `scheme`.
     pub to: Option<Text>,
+    /// Scheme to redirect to. Host, path and query are those of the request.
+    #[schemars(extend("enum" = ["http", "https"]))]
+    pub scheme: Option<Text>,
+    /// Port to redirect to, with `scheme`. Default: the port of the scheme, 80 or 443.
+    #[schemars(range(min = 1, max = 65535))]
+    pub port: Option<Spanned<i64>>,
     /// 308 or 301 (permanent), 307 or 302 (temporary), 303 (GET another resource).
     #[schemars(extend("enum" = [301, 302, 303, 307, 308], "default" = 308))]
     pub status: Option<Spanned<i64>>,

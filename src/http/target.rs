@@ -94,6 +94,8 @@ pub enum PathError {
     InvalidPercentEncoding,
     #[error("the path has an encoded or raw NUL, slash, backslash or control character")]
     ForbiddenCharacter,
+    #[error("the rewritten path has dot segments, or percent-encoding that is cut off")]
+    NotCanonical,
 }
 
 /// Return the canonical form of a path. Characters permitted in a path are decoded, all others are encoded in upper

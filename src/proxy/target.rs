@@ -11,7 +11,7 @@ use crate::http::headers::http1_header_count;
 use crate::http::target;
 use crate::http::target::{canonical_path, forwarded_path};
 use crate::proxy::local_reply::Rejection;
-use crate::routing::NoMatch;
+use crate::routing::{NoMatch, RouteRequest};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::snapshot::settings::ServerSettings;
@@ -83,7 +83,19 @@ impl<'a> RequestTarget<'a> {
         self.forwarded_path.as_deref().unwrap_or(&self.path)
     }
 
-    /// Return the route of the request.
+    /// Return the parts of the request that routes match. `listener` is the index of the listener.
+    pub fn route_request<'r, B>(&'r self, request: &'r Request<B>, listener: usize) -> RouteRequest<'r> {
+        RouteRequest {
+            host: &self.host,
+            path: &self.path,
+            uri: request.uri(),
+            method: request.method(),
+            headers: request.headers(),
+            listener,
+        }
+    }
+
+    /// Return the route of the request. `listener` is the index of the listener.
     ///
     /// # Errors
     /// No route matches, or none with this method.
@@ -91,8 +103,9 @@ impl<'a> RequestTarget<'a> {
         &self,
         runtime: &'r CompiledConfig,
         request: &Request<B>,
+        listener: usize,
     ) -> Result<&'r Route, Rejection<'static>> {
-        match runtime.table.find(&self.host, &self.path, request.method(), request.headers()) {
+        match runtime.table.find(&self.route_request(request, listener)) {
             Ok(route) => Ok(route),
             Err(NoMatch::NotFound) => Err(Rejection::NoRoute),
             Err(NoMatch::MethodNotAllowed(allowed)) => Err(Rejection::MethodNotAllowed(allowed)),
@@ -101,20 +114,27 @@ impl<'a> RequestTarget<'a> {
 
     /// Return the route of a CORS preflight: that of the method which the preflight asks for, if it has a policy. `None`
     /// if the request is no preflight, or one for another server to answer.
-    pub fn find_preflight_route<'r, B>(&self, runtime: &'r CompiledConfig, request: &Request<B>) -> Option<&'r Route> {
+    pub fn find_preflight_route<'r, B>(
+        &self,
+        runtime: &'r CompiledConfig,
+        request: &Request<B>,
+        listener: usize,
+    ) -> Option<&'r Route> {
         let method = cors::requested_method(request.method(), request.headers())?;
-        let route = runtime.table.find(&self.host, &self.path, &method, request.headers()).ok()?;
+        let route_request = RouteRequest { method: &method, ..self.route_request(request, listener) };
+        let route = runtime.table.find(&route_request).ok()?;
         route.cors.is_some().then_some(&**route)
     }
 
     /// Return path and query after the route's rewrite, or `None` if the route has no rewrite.
     ///
     /// # Errors
-    /// The result is longer than a target can be.
+    /// The result is longer than a target can be, or its path is not canonical.
     pub fn rewrite(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
         let Some(rewrite) = &route.rewrite else { return Ok(None) };
+        let target = rewrite.apply(&route.path_pattern, self.forwarded_path(), query);
         // The result is canonical again, and so a valid target unless it is too long.
-        let target = PathAndQuery::try_from(rewrite.apply(&route.path_pattern, self.forwarded_path(), query));
+        let target = PathAndQuery::try_from(target.map_err(Rejection::InvalidPath)?);
         target.map(Some).map_err(|_| Rejection::UriTooLong)
     }
 }

@@ -2,11 +2,13 @@
 
 use std::cmp::Reverse;
 
-use http::{HeaderMap, HeaderName, HeaderValue, Method};
+use http::Method;
 
-use crate::routing::{Node, RouteEntry, RouteTable};
+use crate::routing::condition::Condition;
+use crate::routing::{HostRoutes, Node, RouteEntry, RouteRequest, RouteTable};
 
-/// A route compared with a request.
+/// A route compared with a request. A route with several hosts, or with both forms of a trailing slash, has one candidate
+/// for each.
 #[derive(Debug)]
 pub struct Candidate<'t, T> {
     /// Target of the route.
@@ -15,8 +17,10 @@ pub struct Candidate<'t, T> {
     pub host: Option<String>,
     /// Methods of the route. Empty = all.
     pub methods: &'t [Method],
-    /// Headers that the route requires.
-    pub headers: &'t [(HeaderName, HeaderValue)],
+    /// Indices of the listeners of the route. Empty = all.
+    pub listeners: &'t [usize],
+    /// Conditions of the route.
+    pub conditions: &'t [Condition],
     /// The first condition that the request does not meet. `None` if the route matches.
     pub mismatch: Option<MismatchReason<'t>>,
     /// Number of path segments that match.
@@ -30,30 +34,27 @@ pub enum MismatchReason<'t> {
     Host,
     /// The path.
     Path,
+    /// The listener.
+    Listener,
     /// The method.
     Method,
-    /// This header is missing or has another value.
-    Header(&'t HeaderName),
+    /// This condition on a header or query parameter.
+    Condition(&'t Condition),
 }
 
 impl<T> Candidate<'_, T> {
-    /// Sort key, nearest match first. The conditions are ordered host, path, method, headers.
+    /// Sort key, nearest match first. The conditions are ordered host, path, listener, method, headers and query.
     pub fn distance(&self) -> impl Ord + use<T> {
         let criterion = match self.mismatch {
             None => 0,
-            Some(MismatchReason::Header(_)) => 1,
+            Some(MismatchReason::Condition(_)) => 1,
             Some(MismatchReason::Method) => 2,
-            Some(MismatchReason::Path) => 3,
-            Some(MismatchReason::Host) => 4,
+            Some(MismatchReason::Listener) => 3,
+            Some(MismatchReason::Path) => 4,
+            Some(MismatchReason::Host) => 5,
         };
         (criterion, Reverse(self.matched_segments))
     }
-}
-
-/// The parts of a request that routes match on.
-struct MatchInput<'a> {
-    method: &'a Method,
-    headers: &'a HeaderMap,
 }
 
 /// State of the walk from the root to a node.
@@ -67,48 +68,57 @@ struct SearchPath<'a> {
 }
 
 impl<T> RouteTable<T> {
-    /// Compare all routes with a request, in no particular order. `host` and `path` as for [`RouteTable::find`].
-    pub fn candidates(&self, host: &str, path: &str, method: &Method, headers: &HeaderMap) -> Vec<Candidate<'_, T>> {
-        let request = MatchInput { method, headers };
+    /// Compare all routes with a request, in no particular order.
+    pub fn candidates(&self, request: &RouteRequest<'_>) -> Vec<Candidate<'_, T>> {
+        let host = request.host;
         let mut found = Vec::new();
-        let mut walk = |node, pattern_host: Option<String>, is_host| {
-            let search_path = SearchPath {
-                host_matches: is_host,
-                remaining: path.strip_prefix('/'),
-                path_matches: true,
-                matched_segments: 0,
-            };
-            Node::walk(node, &request, pattern_host.as_deref(), search_path, &mut found);
-        };
-        for (name, node) in &self.exact_hosts {
-            walk(node, Some(name.to_string()), **name == *host);
+        for (name, routes) in &self.exact_hosts {
+            routes.compare(request, Some(name), **name == *host, &mut found);
         }
-        for (suffix, node) in &self.wildcard_hosts {
-            walk(node, Some(format!("*{suffix}")), host.match_indices('.').any(|(dot, _)| host[dot..] == **suffix));
+        for (suffix, routes) in &self.wildcard_hosts {
+            let is_host = host.match_indices('.').any(|(dot, _)| host[dot..] == **suffix);
+            routes.compare(request, Some(&format!("*{suffix}")), is_host, &mut found);
         }
-        walk(&self.any_host, None, true);
+        self.any_host.compare(request, None, true, &mut found);
         found
+    }
+}
+
+impl<T> HostRoutes<T> {
+    fn compare<'t>(
+        &'t self,
+        request: &RouteRequest<'_>,
+        host: Option<&str>,
+        host_matches: bool,
+        found: &mut Vec<Candidate<'t, T>>,
+    ) {
+        let search_path = SearchPath {
+            host_matches,
+            remaining: request.path.strip_prefix('/'),
+            path_matches: true,
+            matched_segments: 0,
+        };
+        Node::walk(&self.tree, request, host, search_path, found);
+        for (expression, entries) in &self.expressions {
+            let path_matches = expression.is_match(request.path.as_bytes());
+            let matched_segments = if path_matches { request.path.matches('/').count() } else { 0 };
+            let search_path = SearchPath { path_matches, matched_segments, ..search_path };
+            found.extend(entries.iter().map(|entry| entry.candidate(request, host, search_path)));
+        }
     }
 }
 
 impl<T> Node<T> {
     fn walk<'t>(
         node: &'t Node<T>,
-        request: &MatchInput<'_>,
+        request: &RouteRequest<'_>,
         host: Option<&str>,
         search_path: SearchPath<'_>,
         found: &mut Vec<Candidate<'t, T>>,
     ) {
         let mut add = |entries: &'t [RouteEntry<T>], is_path| {
             let way = SearchPath { path_matches: search_path.path_matches && is_path, ..search_path };
-            found.extend(entries.iter().map(|entry| Candidate {
-                target: &entry.target,
-                host: host.map(str::to_owned),
-                methods: &entry.methods,
-                headers: &entry.headers,
-                mismatch: entry.mismatch(request, way),
-                matched_segments: way.matched_segments,
-            }));
+            found.extend(entries.iter().map(|entry| entry.candidate(request, host, way)));
         };
         add(&node.terminal, search_path.remaining.is_none());
         add(&node.catch_all, search_path.remaining.is_some());
@@ -136,17 +146,38 @@ impl<T> Node<T> {
 }
 
 impl<T> RouteEntry<T> {
-    fn mismatch(&self, request: &MatchInput<'_>, search_path: SearchPath<'_>) -> Option<MismatchReason<'_>> {
+    fn candidate(
+        &self,
+        request: &RouteRequest<'_>,
+        host: Option<&str>,
+        search_path: SearchPath<'_>,
+    ) -> Candidate<'_, T> {
+        Candidate {
+            target: &self.target,
+            host: host.map(str::to_owned),
+            methods: &self.methods,
+            listeners: self.listeners(),
+            conditions: self.conditions(),
+            mismatch: self.mismatch(request, search_path),
+            matched_segments: search_path.matched_segments,
+        }
+    }
+
+    fn mismatch(&self, request: &RouteRequest<'_>, search_path: SearchPath<'_>) -> Option<MismatchReason<'_>> {
+        let requirements = self.requirements.as_deref();
         if !search_path.host_matches {
             return Some(MismatchReason::Host);
         }
         if !search_path.path_matches {
             return Some(MismatchReason::Path);
         }
+        if requirements.is_some_and(|requirements| !requirements.includes_listener(request.listener)) {
+            return Some(MismatchReason::Listener);
+        }
         if !self.allows_method(request.method) {
             return Some(MismatchReason::Method);
         }
-        self.missing_header(request.headers).map(MismatchReason::Header)
+        requirements?.unmet_condition(request).map(MismatchReason::Condition)
     }
 }
 
@@ -156,15 +187,16 @@ impl<T> RouteEntry<T> {
 type UnreachableRoute<'t, T> = (&'t T, &'t T, &'t [Method]);
 
 impl<T> RouteTable<T> {
-    /// Return routes without methods but with required headers that a route with methods and the same or fewer headers
-    /// takes precedence over.
+    /// Return routes without methods but with conditions that a route with methods and the same or fewer conditions
+    /// takes precedence over. A route with several hosts is returned once for each.
     ///
     /// Routes cannot be unreachable in any other way: more specific routes leave the remaining requests to less
     /// specific ones.
     pub fn unreachable_routes(&self) -> impl Iterator<Item = UnreachableRoute<'_, T>> {
         let mut found = Vec::new();
-        for node in self.exact_hosts.values().chain(self.wildcard_hosts.values()).chain([&self.any_host]) {
-            node.collect_unreachable(&mut found);
+        for routes in self.hosts() {
+            routes.tree.collect_unreachable(&mut found);
+            routes.expressions.iter().for_each(|(_, entries)| collect_unreachable(entries, &mut found));
         }
         found.into_iter()
     }
@@ -173,10 +205,7 @@ impl<T> RouteTable<T> {
 impl<T> Node<T> {
     fn collect_unreachable<'t>(&'t self, found: &mut Vec<UnreachableRoute<'t, T>>) {
         for entries in [&self.terminal, &self.catch_all] {
-            for late in entries.iter().filter(|entry| entry.methods.is_empty() && !entry.headers.is_empty()) {
-                let before = entries.iter().filter(|entry| entry.precedes(late));
-                found.extend(before.map(|entry| (&late.target, &entry.target, &*entry.methods)));
-            }
+            collect_unreachable(entries, found);
         }
         for child in self.literals.values().chain(self.parameter.as_deref()) {
             child.collect_unreachable(found);
@@ -184,11 +213,23 @@ impl<T> Node<T> {
     }
 }
 
+fn collect_unreachable<'t, T>(entries: &'t [RouteEntry<T>], found: &mut Vec<UnreachableRoute<'t, T>>) {
+    for late in entries.iter().filter(|entry| entry.methods.is_empty() && !entry.conditions().is_empty()) {
+        let before = entries.iter().filter(|entry| entry.precedes(late));
+        found.extend(before.map(|entry| (&late.target, &entry.target, &*entry.methods)));
+    }
+}
+
 impl<T> RouteEntry<T> {
     /// Return whether this route takes precedence over `late`, a route without methods, for all requests with one of
     /// the methods of this route.
     fn precedes(&self, late: &RouteEntry<T>) -> bool {
-        !self.methods.is_empty() && self.headers.iter().all(|wanted| late.headers.contains(wanted))
+        let (listeners, late_listeners) = (self.listeners(), late.listeners());
+        let is_implied = |condition: &Condition| late.conditions().iter().any(|late| condition.is_implied_by(late));
+        !self.methods.is_empty()
+            && listeners.is_empty() == late_listeners.is_empty()
+            && late_listeners.iter().all(|listener| listeners.contains(listener))
+            && self.conditions().iter().all(is_implied)
     }
 }
 
@@ -196,11 +237,14 @@ impl<T> RouteEntry<T> {
 mod tests {
     use super::*;
     use crate::routing::RouteMatch;
+    use crate::routing::condition::{ConditionSource, ValueTest};
+    use http::{HeaderMap, HeaderName, Uri};
 
     #[test]
     fn candidate_names_its_first_mismatch() {
-        let version = HeaderName::from_static("x-version");
-        let wants = [(version.clone(), HeaderValue::from_static("2"))];
+        let source = ConditionSource::Header(HeaderName::from_static("x-version"));
+        let version = Condition { source, test: ValueTest::Exact(b"2"[..].into()) };
+        let wants = [version.clone()];
         let mut table = RouteTable::default();
         for (index, (host, path, methods, headers)) in [
             (Some("a.test"), "/v1/users/{id}", &[][..], &[][..]),
@@ -216,35 +260,48 @@ mod tests {
         .into_iter()
         .enumerate()
         {
-            let methods = methods.to_vec();
-            let headers = headers.to_vec();
-            let pattern = RouteMatch { host: host.map(str::to_owned), path: path.parse().unwrap(), methods, headers };
-            table.insert(pattern, index).unwrap();
+            let pattern = RouteMatch {
+                hosts: host.map(str::to_owned).into_iter().collect(),
+                methods: methods.to_vec(),
+                conditions: headers.to_vec(),
+                ..RouteMatch::new(path.parse().unwrap())
+            };
+            table.insert(&pattern, &index).unwrap();
         }
-        let mut found = table.candidates("a.test", "/v1/users/7", &Method::GET, &HeaderMap::new());
+        let elsewhere = RouteMatch { listeners: vec![1], ..RouteMatch::new("/v1/users/{id}".parse().unwrap()) };
+        table.insert(&elsewhere, &9).unwrap();
+        let (uri, headers) = (Uri::from_static("/v1/users/7"), HeaderMap::new());
+        let (host, path, method) = ("a.test", "/v1/users/7", &Method::GET);
+        let request = RouteRequest { host, path, uri: &uri, method, headers: &headers, listener: 0 };
+        let mut found = table.candidates(&request);
         found.sort_by_key(|candidate| *candidate.target);
         let missed: Vec<_> = found.iter().map(|candidate| candidate.mismatch).collect();
         let host = Some(MismatchReason::Host);
         let path = Some(MismatchReason::Path);
-        let header = Some(MismatchReason::Header(&version));
-        assert_eq!(missed, [None, host, Some(MismatchReason::Method), header, path, path, path, None, path]);
+        let header = Some(MismatchReason::Condition(&version));
+        let listener = Some(MismatchReason::Listener);
+        assert_eq!(missed, [None, host, Some(MismatchReason::Method), header, path, path, path, None, path, listener]);
         found.sort_by_key(|candidate| (candidate.distance(), *candidate.target));
         let nearest: Vec<_> = found.iter().map(|candidate| *candidate.target).collect();
-        assert_eq!(nearest, [0, 7, 3, 2, 6, 8, 4, 5, 1]);
+        assert_eq!(nearest, [0, 7, 3, 2, 9, 6, 8, 4, 5, 1]);
     }
 }
 
 #[cfg(test)]
 mod unreachable_tests {
-    use crate::routing::{RouteMatch, RouteTable};
+    use crate::routing::condition::{Condition, ConditionSource, ValueTest};
+    use crate::routing::{RouteMatch, RouteRequest, RouteTable};
 
     #[test]
     fn route_with_methods_makes_route_with_headers_unreachable() {
+        let exact = |(name, value): &(&str, &str)| Condition {
+            source: ConditionSource::Header(name.parse().unwrap()),
+            test: ValueTest::Exact(value.as_bytes().into()),
+        };
         let pattern = |path: &str, methods: &[&str], headers: &[(&str, &str)]| RouteMatch {
-            host: None,
-            path: path.parse().unwrap(),
             methods: methods.iter().map(|method| method.parse().unwrap()).collect(),
-            headers: headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect(),
+            conditions: headers.iter().map(exact).collect(),
+            ..RouteMatch::new(path.parse().unwrap())
         };
         type Case = (&'static [&'static str], &'static [(&'static str, &'static str)], usize);
         let cases: [Case; 5] = [
@@ -257,18 +314,20 @@ mod unreachable_tests {
         for path in ["/x", "/x/{*rest}", "/{id}/x"] {
             for (methods, headers, expected) in cases {
                 let mut table = RouteTable::default();
-                table.insert(pattern(path, &[], &[("a", "1"), ("c", "1")]), "late").unwrap();
-                table.insert(pattern(path, methods, headers), "early").unwrap();
+                table.insert(&pattern(path, &[], &[("a", "1"), ("c", "1")]), &"late").unwrap();
+                table.insert(&pattern(path, methods, headers), &"early").unwrap();
                 let found: Vec<_> = table.unreachable_routes().map(|(late, early, _)| (*late, *early)).collect();
                 assert_eq!(found, vec![("late", "early"); expected], "{path} {methods:?} {headers:?}");
                 // The lookup must agree.
-                let request = http::HeaderMap::from_iter([
+                let headers = http::HeaderMap::from_iter([
                     ("a".parse().unwrap(), "1".parse().unwrap()),
                     ("c".parse::<http::HeaderName>().unwrap(), "1".parse().unwrap()),
                 ]);
                 let path = path.replace("{*rest}", "y").replace("{id}", "y");
-                let taken = table.find("h", &path, &http::Method::GET, &request);
-                assert_eq!(taken, Ok(if expected == 1 { &"early" } else { &"late" }), "{path} {methods:?} {headers:?}");
+                let (host, path, method, uri) = ("h", &*path, &http::Method::GET, &path.parse().unwrap());
+                let request = RouteRequest { host, path, uri, method, headers: &headers, listener: 0 };
+                let taken = table.find(&request);
+                assert_eq!(taken, Ok(if expected == 1 { &"early" } else { &"late" }), "{path} {methods:?}");
             }
         }
     }

@@ -3,9 +3,17 @@
 use std::fmt::Write;
 use std::str::FromStr;
 
-/// A path pattern, such as `/v1/users/{id}` or `/v1/{*rest}`, as segments.
+use crate::routing::expression::{Expression, ExpressionError};
+
+/// A path pattern: segments such as `/v1/users/{id}` or `/v1/{*rest}`, or a regular expression.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PathPattern(pub(super) Vec<Segment>);
+pub struct PathPattern(pub(super) PathForm);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum PathForm {
+    Segments(Vec<Segment>),
+    Regex(Expression),
+}
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Segment {
@@ -69,7 +77,7 @@ impl FromStr for PathPattern {
             names.push(name);
             parsed.push(make(name.into()));
         }
-        Ok(PathPattern(parsed))
+        Ok(PathPattern(PathForm::Segments(parsed)))
     }
 }
 
@@ -132,10 +140,67 @@ fn is_regex(segment: &str) -> bool {
 }
 
 impl PathPattern {
+    /// Create a pattern from a regular expression, which must match the whole path. Its named groups are parameters.
+    ///
+    /// # Errors
+    /// The expression is not valid, or too large.
+    pub fn from_regex(text: &str) -> Result<Self, ExpressionError> {
+        Ok(PathPattern(PathForm::Regex(Expression::new(text)?)))
+    }
+
+    /// Return whether the pattern is a regular expression.
+    pub fn is_regex(&self) -> bool {
+        matches!(self.0, PathForm::Regex(_))
+    }
+
+    /// Return the segments. A regular expression has none.
+    fn segments(&self) -> &[Segment] {
+        match &self.0 {
+            PathForm::Segments(segments) => segments,
+            PathForm::Regex(_) => &[],
+        }
+    }
+
+    /// Return the pattern with the trailing slash added or removed: `/a/` for `/a`, and `/a` for `/a/` and `/a/{*rest}`.
+    /// `None` for `/`, `/{*rest}` and regular expressions.
+    pub fn with_other_slash(&self) -> Option<PathPattern> {
+        let PathForm::Segments(segments) = &self.0 else { return None };
+        let ends_in_slash = match segments.last()? {
+            Segment::Rest(_) => true,
+            Segment::Literal(text) => text.is_empty(),
+            Segment::Parameter(_) => false,
+        };
+        let other = match ends_in_slash {
+            true => segments[..segments.len() - 1].to_vec(),
+            false => segments.iter().cloned().chain([Segment::Literal("".into())]).collect(),
+        };
+        (!other.is_empty()).then_some(PathPattern(PathForm::Segments(other)))
+    }
+
+    /// Return a path that the pattern matches, with `value` for every parameter. `None` for regular expressions.
+    pub fn sample(&self, value: &str) -> Option<String> {
+        let PathForm::Segments(segments) = &self.0 else { return None };
+        let text = |segment: &Segment| match segment {
+            Segment::Literal(text) => format!("/{text}"),
+            Segment::Parameter(_) | Segment::Rest(_) => format!("/{value}"),
+        };
+        Some(segments.iter().map(text).collect())
+    }
+
+    /// Return whether all segments are literal.
+    pub fn is_literal(&self) -> bool {
+        let PathForm::Segments(segments) = &self.0 else { return false };
+        segments.iter().all(|segment| matches!(segment, Segment::Literal(_)))
+    }
+
     /// Return the value of a parameter in a path that the pattern matches.
     pub fn capture<'p>(&self, path: &'p str, name: &str) -> Option<&'p str> {
+        let segments = match &self.0 {
+            PathForm::Segments(segments) => segments,
+            PathForm::Regex(expression) => return expression.capture(path, name),
+        };
         let mut rest = path.strip_prefix('/')?;
-        for segment in &self.0 {
+        for segment in segments {
             let (part, next) = rest.split_once('/').unwrap_or((rest, ""));
             match segment {
                 Segment::Rest(rest_name) => return (**rest_name == *name).then_some(rest),
@@ -146,14 +211,18 @@ impl PathPattern {
         None
     }
 
-    /// Return whether both patterns match the same paths.
+    /// Return whether both patterns match the same paths. Regular expressions are compared as written.
     pub fn matches_same_paths(&self, other: &PathPattern) -> bool {
+        let (one, other) = match (&self.0, &other.0) {
+            (PathForm::Segments(one), PathForm::Segments(other)) => (one, other),
+            (one, other) => return one == other,
+        };
         let alike = |(one, other): (&Segment, &Segment)| match (one, other) {
             (Segment::Literal(one), Segment::Literal(other)) => one == other,
             (Segment::Parameter(_), Segment::Parameter(_)) | (Segment::Rest(_), Segment::Rest(_)) => true,
             (Segment::Literal(_) | Segment::Parameter(_) | Segment::Rest(_), _) => false,
         };
-        self.0.len() == other.0.len() && self.0.iter().zip(&other.0).all(alike)
+        one.len() == other.len() && one.iter().zip(other).all(alike)
     }
 
     /// Return whether the pattern has a parameter with this name.
@@ -163,15 +232,20 @@ impl PathPattern {
 
     /// Return the names of all parameters.
     pub fn parameter_names(&self) -> impl Iterator<Item = &str> + Clone {
-        self.0.iter().filter_map(|segment| match segment {
+        let groups = match &self.0 {
+            PathForm::Segments(_) => None,
+            PathForm::Regex(expression) => Some(expression.names()),
+        };
+        let parameters = self.segments().iter().filter_map(|segment| match segment {
             Segment::Literal(_) => None,
             Segment::Parameter(name) | Segment::Rest(name) => Some(&**name),
-        })
+        });
+        parameters.chain(groups.into_iter().flatten())
     }
 
     /// Return the name of the catch-all parameter.
     pub fn rest_parameter(&self) -> Option<&str> {
-        match self.0.last() {
+        match self.segments().last() {
             Some(Segment::Rest(name)) => Some(name),
             _ => None,
         }
@@ -179,7 +253,7 @@ impl PathPattern {
 
     /// Return whether all paths that the pattern matches start with the segments of `prefix`.
     pub fn has_prefix(&self, prefix: &str) -> bool {
-        let mut segments = self.0.iter();
+        let mut segments = self.segments().iter();
         let is_next = |text: &str| matches!(segments.next(), Some(Segment::Literal(literal)) if **literal == *text);
         prefix.split('/').skip(1).all(is_next)
     }
@@ -438,6 +512,39 @@ mod template_tests {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn other_slash_form_adds_or_removes_the_slash() {
+        for (text, expected) in [
+            ("/a", Some("/a/")),
+            ("/a/", Some("/a")),
+            ("/a/{id}", Some("/a/{id}/")),
+            ("/a/{id}/", Some("/a/{id}")),
+            ("/a/{*rest}", Some("/a")),
+            ("/{id}/{*rest}", Some("/{id}")),
+            ("/", None),
+            ("/{*rest}", None),
+        ] {
+            let pattern: PathPattern = text.parse().unwrap();
+            assert_eq!(pattern.with_other_slash(), expected.map(|text| text.parse().unwrap()), "{text}");
+        }
+        assert_eq!(PathPattern::from_regex("/a").unwrap().with_other_slash(), None);
+    }
+
+    /// The parameters of the form with the other slash are those of the route's own path.
+    #[test]
+    fn parameters_are_captured_with_either_slash() {
+        for (pattern, path, name, expected) in [
+            ("/a/{id}", "/a/7/", "id", "7"),
+            ("/a/{id}/", "/a/7", "id", "7"),
+            ("/a/{*rest}", "/a", "rest", ""),
+            ("/{id}/{*rest}", "/7", "id", "7"),
+            ("/{id}/{*rest}", "/7", "rest", ""),
+        ] {
+            let pattern: PathPattern = pattern.parse().unwrap();
+            assert_eq!(pattern.capture(path, name), Some(expected), "{pattern:?} of {path}");
+        }
+    }
 
     #[test]
     fn foreign_paths_have_a_suggestion() {

@@ -66,7 +66,7 @@ impl NetworkFiles {
             reader.push_issue(Issue::new(text.span(), "the file of networks is unknown"));
             return None;
         }
-        let path = reader.resolve_path(name);
+        let path = reader.resolve_relative(name, text.span());
         if let Some(known) = self.0.iter().find(|known| known.file.path == path) {
             return Some(known.clone());
         }

@@ -261,7 +261,7 @@ fn consumers(
     compiled: &mut Authentication,
     reader: &mut Validator<'_>,
 ) -> Arc<ArcSwap<Consumers>> {
-    let path = reader.resolve_path(text.get_ref());
+    let path = reader.resolve_path(text);
     if let Some(known) = compiled.consumers_files.iter().find(|known| known.file.path == path) {
         return known.consumers.clone();
     }
@@ -291,7 +291,7 @@ fn jwt(
     let Some(text) = reader.required(auth.jwks_file.as_ref(), span, "jwks_file", "\"certs/jwks.json\"") else {
         return verifier;
     };
-    let path = reader.resolve_path(text.get_ref());
+    let path = reader.resolve_path(text);
     let file = match FileSnapshot::read(&path) {
         Ok(file) => file,
         Err(error) => {

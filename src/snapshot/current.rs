@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use arc_swap::ArcSwap;
 use tokio::sync::oneshot;
 
+use crate::config::include::ConfigFiles;
 use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 use crate::upstream::cluster::UpstreamCluster;
@@ -25,7 +26,7 @@ pub struct ActiveConfig {
 /// Cause of a reload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReloadCause {
-    /// The configuration file has changed.
+    /// The configuration file, or one that it includes, has changed.
     FileChanged,
     /// Requested by the administrator. Reads all files that the configuration names again, too.
     Requested,
@@ -55,8 +56,8 @@ pub struct ConfigHandle {
     active: ArcSwap<ActiveConfig>,
     requests: Sender<ReloadRequest>,
     last_failure: Mutex<Option<ReloadFailure>>,
-    /// Content of the configuration file at the last attempt.
-    last_attempt: Mutex<Vec<u8>>,
+    /// The files of the configuration at the last attempt.
+    last_attempt: Mutex<ConfigFiles>,
     reloads: AtomicU64,
     failures: AtomicU64,
 }
@@ -65,7 +66,7 @@ impl ConfigHandle {
     /// Create the handle with the initial configuration, and the receiver of reload requests.
     pub fn new(config: Arc<CompiledConfig>) -> (Self, Receiver<ReloadRequest>) {
         let clusters = config.upstreams.iter().cloned().map(UpstreamCluster::new).map(Arc::new).collect();
-        let last_attempt = Mutex::new(config.file.content.clone());
+        let last_attempt = Mutex::new(config.files.clone());
         let (requests, receiver) = channel();
         let active = ArcSwap::from_pointee(ActiveConfig { config, clusters, active_since_us: clock::unix_us() });
         let (last_failure, reloads, failures) = Default::default();
@@ -85,14 +86,14 @@ impl ConfigHandle {
         receiver
     }
 
-    /// Record the content of the configuration file before an attempt.
-    pub fn record_attempt(&self, content: &[u8]) {
-        *lock(&self.last_attempt) = content.to_vec();
+    /// Record the files of the configuration before an attempt.
+    pub fn record_attempt(&self, files: ConfigFiles) {
+        *lock(&self.last_attempt) = files;
     }
 
-    /// Return whether the last attempt had this content.
-    pub fn is_last_attempt(&self, content: &[u8]) -> bool {
-        *lock(&self.last_attempt) == content
+    /// Return the files of the configuration at the last attempt.
+    pub fn last_attempt(&self) -> ConfigFiles {
+        lock(&self.last_attempt).clone()
     }
 
     /// Make a configuration active, and count a successful reload.

@@ -12,6 +12,7 @@ use crate::config;
 use crate::config::error::{FileIssues, Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, UnsetVariables, closest_name, resolve_issues};
+use crate::config::include::Sources;
 use crate::config::shorthand::{ConsumerKey, KeyTable, datetime_us};
 use crate::config::{Config, file};
 use crate::identity;
@@ -25,7 +26,7 @@ use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::limits::{limit_variant, quota_hint};
 use crate::snapshot::routes::Route;
-use crate::snapshot::validator::{Validator, first_line_hint};
+use crate::snapshot::validator::Validator;
 
 /// Label of the client network in `by`.
 const IP_LABEL: &str = "ip";
@@ -203,7 +204,7 @@ pub(super) fn load(
         reader.push_issue(Issue::new(text.span(), "the file of consumers is unknown"));
         return (Consumers::default(), None);
     }
-    let path = reader.resolve_path(text.get_ref());
+    let path = reader.resolve_path(text);
     let file = match FileSnapshot::read(&path) {
         Ok(file) => file,
         Err(error) => {
@@ -233,12 +234,12 @@ pub(super) fn read(
 ) -> Result<LoadedConsumers, FileIssues> {
     let file = file::parse_consumers(path, content, environment)?;
     let mut issues = file.issues;
-    let consumers = compile_consumers(&file.value, &file.text, limits, hasher, &mut issues);
-    let (issues, _) = resolve_issues(&file.text, issues, file.unresolved, file.warnings, UnsetVariables::Error);
+    let consumers = compile_consumers(&file.value, &file.sources, limits, hasher, &mut issues);
+    let (issues, _) = resolve_issues(&file.sources, issues, file.unresolved, file.warnings, UnsetVariables::Error);
     let is_intentional =
         !file.value.consumer.is_empty() && file.value.consumer.iter().all(|one| one.get_ref().keys.is_some());
     let loaded = LoadedConsumers { is_incomplete: consumers.is_empty() && !is_intentional, consumers };
-    if issues.is_empty() { Ok(loaded) } else { Err(FileIssues { path: path.to_owned(), text: file.text, issues }) }
+    file.sources.by_file(issues).into_iter().next().map_or(Ok(loaded), Err)
 }
 
 fn uses_api_key(compiled: &CompiledLimit) -> bool {
@@ -247,7 +248,7 @@ fn uses_api_key(compiled: &CompiledLimit) -> bool {
 
 fn compile_consumers(
     file: &config::Consumers,
-    text: &str,
+    sources: &Sources,
     limits: &KnownNames<'_>,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,
@@ -269,7 +270,7 @@ fn compile_consumers(
                 entry.insert(span);
             }
             Entry::Occupied(first) => {
-                let hint = first_line_hint(text, first.get());
+                let hint = sources.first_line_hint(first.get());
                 issues.push(
                     Issue::new(span, format!("duplicate consumer `{name}`"))
                         .with_hint(format!("{hint}: list all keys of a consumer in one [[consumer]]")),

@@ -8,6 +8,7 @@ use std::time::Duration;
 use socket2::{Domain, Socket, Type};
 
 use crate::config;
+use crate::config::Text;
 use crate::config::error::{Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::identity::Descriptor;
@@ -34,9 +35,18 @@ pub(super) fn listeners(
     }
     let mut compiled: Vec<Listener> = Vec::new();
     let mut spans: Vec<(SocketAddr, Range<usize>)> = Vec::new();
+    let mut names: Vec<&Text> = Vec::new();
     for listener in listeners {
         let span = listener.span();
         let listener = listener.get_ref();
+        if let Some(name) = &listener.name {
+            reader.check_name(name.span(), name.get_ref());
+            if let Some(first) = names.iter().find(|first| first.get_ref() == name.get_ref()) {
+                let issue = Issue::new(name.span(), format!("duplicate listener `{}`", name.get_ref()));
+                reader.push_issue(issue.with_hint(reader.first_line_hint(&first.span())));
+            }
+            names.push(name);
+        }
         let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, reader));
         let access = access::rules(listener.allow.as_deref(), listener.deny.as_deref(), &span, network_files, reader);
         let proxy_protocol = listener.proxy_protocol.as_ref().is_some_and(|value| *value.get_ref());
@@ -56,7 +66,8 @@ pub(super) fn listeners(
             }
             None => {
                 spans.push((address, text.span()));
-                compiled.push(Listener { address, proxy_protocol, tls, access });
+                let name = listener.name.as_ref().map(|name| name.get_ref().as_str().into());
+                compiled.push(Listener { name, address, proxy_protocol, tls, access });
             }
         }
     }

@@ -9,11 +9,11 @@ use http::{HeaderValue, StatusCode};
 
 use crate::config;
 use crate::config::Text;
-use crate::config::error::Issue;
+use crate::config::error::{Issue, Spanned};
 use crate::config::shorthand::UpstreamWeights;
 use crate::http::target::forwarded_path;
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
-use crate::snapshot::routes::{DirectResponse, Redirect, Rewrite, RouteAction};
+use crate::snapshot::routes::{DirectResponse, Redirect, RedirectTarget, Rewrite, RouteAction};
 use crate::snapshot::validator::Validator;
 use crate::upstream::{Protocol, UpstreamSettings};
 
@@ -127,7 +127,42 @@ fn redirect(
         }
         *status.get_ref()
     });
-    let to = reader.required(redirect.to.as_ref(), span, "to", "\"/v1/{rest}\"")?;
+    // `route_action` has reported other statuses.
+    let status = StatusCode::from_u16(status as u16).unwrap_or(StatusCode::PERMANENT_REDIRECT);
+    let to = match (&redirect.to, &redirect.scheme) {
+        (Some(to), None) => {
+            if let Some(port) = &redirect.port {
+                let issue = Issue::new(port.span(), "`port` requires `scheme`");
+                reader.push_issue(issue.with_hint("write the port in `to`: \"https://www.example.com:8443/{rest}\""));
+            }
+            redirect_template(to, path, reader)?
+        }
+        (None, Some(scheme)) => redirect_scheme(scheme, redirect.port.as_ref(), reader),
+        (to, scheme) => {
+            let message = match (to, scheme) {
+                (None, _) => "this redirect has no target",
+                (Some(_), _) => "`to` and `scheme` cannot be combined",
+            };
+            let hint = "either to = \"/v1/{rest}\", or scheme = \"https\" for the same host, path and query";
+            reader.push_issue(
+                Issue::new(scheme.as_ref().map_or(span.clone(), |text| text.span()), message).with_hint(hint),
+            );
+            return None;
+        }
+    };
+    Some(Redirect { to, status })
+}
+
+/// Compile `scheme` and `port` of a redirect.
+fn redirect_scheme(scheme: &Text, port: Option<&Spanned<i64>>, reader: &mut Validator<'_>) -> RedirectTarget {
+    let variants = [("http", ("http", 80)), ("https", ("https", 443))];
+    let (scheme, default_port) = reader.one_of(Some(scheme), ("https", 443), &variants);
+    let port = reader.number(port, 1..65_536, default_port);
+    RedirectTarget::Scheme { scheme, port: (port != default_port).then_some(port as u16) }
+}
+
+/// Compile `to` of a redirect.
+fn redirect_template(to: &Text, path: Option<&PathPattern>, reader: &mut Validator<'_>) -> Option<RedirectTarget> {
     let Some((origin, target)) = split_origin(to.get_ref()) else {
         let issue = Issue::new(to.span(), format!("`{}` is neither a path nor a valid URL", to.get_ref()));
         reader.push_issue(
@@ -140,10 +175,8 @@ fn redirect(
         query if query.starts_with('?') => format!("/{query}"),
         target => target.to_owned(),
     };
-    let to = rewrite_template(&target, &to.span(), path, reader)?;
-    // `route_action` has reported other statuses.
-    let status = StatusCode::from_u16(status as u16).unwrap_or(StatusCode::PERMANENT_REDIRECT);
-    Some(Redirect { origin: origin.into(), template: to, status })
+    let template = rewrite_template(&target, &to.span(), path, reader)?;
+    Some(RedirectTarget::Template { origin: origin.into(), template })
 }
 
 /// Split a redirect target into its origin (scheme and host, may be empty) and the rest.
@@ -186,6 +219,9 @@ fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validato
         let shorter = text.trim_end_matches('/');
         let hint = if shorter.is_empty() { "leave it out".to_owned() } else { format!("\"{shorter}\"") };
         Some(("a prefix must not end with `/`".to_owned(), hint))
+    } else if path.is_some_and(PathPattern::is_regex) {
+        let hint = "`rewrite` with a named group: path_regex = '/v1/(?<rest>.*)' and rewrite = \"/{rest}\"";
+        Some(("`strip_prefix` requires `path`".to_owned(), hint.to_owned()))
     } else if path.is_some_and(|path| !path.has_prefix(text)) {
         let hint = "whole segments that `path` begins with; otherwise use `rewrite = \"/{rest}\"`";
         Some((format!("not all paths of this route begin with `{text}`"), hint.to_owned()))

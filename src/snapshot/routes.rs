@@ -1,5 +1,6 @@
 //! Compiled routes: match, action, limits and header changes.
 
+use std::borrow::Cow;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write;
@@ -9,7 +10,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, LOCATION};
-use http::{HeaderName, HeaderValue, Response, StatusCode};
+use http::{HeaderValue, Request, Response, StatusCode};
 
 use crate::config;
 use crate::config::Config;
@@ -17,10 +18,10 @@ use crate::config::error::Issue;
 use crate::http::body::Body;
 use crate::http::cors::CorsPolicy;
 use crate::http::headers::{Direction, HeaderMutations};
+use crate::http::ratelimit_headers;
 use crate::http::ratelimit_headers::HeaderStyle;
 use crate::http::ratelimit_headers::limit_status;
-use crate::http::target::canonical_path;
-use crate::http::{ratelimit_headers, target};
+use crate::http::target::{PathError, canonical_path, forwarded_path, request_host};
 use crate::identity::Descriptor;
 use crate::identity::IdentitySpec;
 use crate::identity::access::AccessRules;
@@ -28,7 +29,6 @@ use crate::identity::auth::RouteAuth;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::decision::LimitResult;
 use crate::limiter::spec::LimitSpec;
-use crate::routing::pattern;
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
 use crate::routing::{RouteMatch, RouteTable};
 use crate::snapshot::CompiledLimit;
@@ -41,6 +41,7 @@ use crate::snapshot::header_rules;
 use crate::snapshot::limits::check_cost_fits;
 use crate::snapshot::mirror::{Mirror, mirror};
 use crate::snapshot::route_action::{WeightedUpstreams, rewrite, route_action, websocket};
+use crate::snapshot::route_match::{TrailingSlash, route_match};
 use crate::snapshot::validator::Validator;
 use crate::upstream::UpstreamSettings;
 
@@ -51,7 +52,7 @@ pub struct Route {
     pub index: usize,
     /// Name of the route.
     pub name: Arc<str>,
-    /// Path pattern as written.
+    /// Path pattern or regular expression, as written.
     pub path: Box<str>,
     /// Parsed path pattern.
     pub path_pattern: PathPattern,
@@ -62,9 +63,9 @@ pub struct Route {
     /// Maximum time for a request, from its headers to the end of the response.
     pub timeout: Option<Duration>,
     /// Clients that may use the route. `None` = all.
-    pub access: Option<Box<AccessRules>>,
+    pub access: Option<Arc<AccessRules>>,
     /// CORS policy. `None` = CORS headers are those of the upstream.
-    pub cors: Option<Box<CorsPolicy>>,
+    pub cors: Option<Arc<CorsPolicy>>,
     /// Providers of `require` and `identify`. `None`: requests are not authenticated.
     pub auth: Option<RouteAuth>,
     /// Limits and RateLimit headers.
@@ -95,7 +96,7 @@ pub struct RouteLimit {
 }
 
 /// Limits of a route, and the response headers about them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct RouteLimits {
     /// The identities of the limits, without duplicates.
     pub identities: Vec<IdentitySpec>,
@@ -134,12 +135,31 @@ pub enum Rewrite {
 /// A redirect.
 #[derive(Debug)]
 pub struct Redirect {
-    /// Scheme and host. Empty = relative to the request.
-    pub origin: Box<str>,
-    /// Path and query of the target.
-    pub template: RewriteTemplate,
+    /// Where it leads.
+    pub to: RedirectTarget,
     /// Status of the response.
     pub status: StatusCode,
+}
+
+/// The target of a redirect.
+#[derive(Debug)]
+pub enum RedirectTarget {
+    /// Another path.
+    Template {
+        /// Scheme and host. Empty = relative to the request.
+        origin: Box<str>,
+        /// Path and query of the target.
+        template: RewriteTemplate,
+    },
+    /// The same host, path and query with another scheme or port.
+    Scheme {
+        /// `http` or `https`.
+        scheme: &'static str,
+        /// The port. `None` = that of the scheme.
+        port: Option<u16>,
+    },
+    /// The same path with the trailing slash added or removed.
+    OtherSlash,
 }
 
 /// A response of the gateway, without an upstream.
@@ -167,11 +187,37 @@ impl DirectResponse {
 }
 
 impl Redirect {
-    /// Return the redirect for a request with this path, as forwarded, and this query. The path of the location
-    /// contains neither `//` nor a backslash, so browsers cannot read a host name in it.
-    pub fn response(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Response<Body> {
-        let mut location = self.origin.to_string();
-        for byte in self.template.expand(pattern, path, query).bytes() {
+    /// Return the redirect for a request. `path` is its path as forwarded. Neither this path nor an expanded template
+    /// contains `//` or a backslash, so browsers cannot read a host name in them.
+    ///
+    /// # Errors
+    /// The location needs a host, and the request has none. The error is the problem detail.
+    pub fn response<B>(
+        &self,
+        request: &Request<B>,
+        pattern: &PathPattern,
+        path: &str,
+    ) -> Result<Response<Body>, &'static str> {
+        let query = request.uri().query();
+        let (mut location, target) = match &self.to {
+            RedirectTarget::Template { origin, template } => {
+                (origin.to_string(), template.expand(pattern, &captured_path(pattern, path), query))
+            }
+            RedirectTarget::Scheme { scheme, port } => {
+                // The host was checked before the request was routed. It has no port and no user.
+                let host = request_host(request.uri(), request.headers(), request.version())?;
+                if host.is_empty() {
+                    return Err("the request has no Host");
+                }
+                let port = port.map(|port| format!(":{port}")).unwrap_or_default();
+                (format!("{scheme}://{host}{port}"), with_query(path, query))
+            }
+            RedirectTarget::OtherSlash => {
+                let other = path.strip_suffix('/').map_or_else(|| format!("{path}/"), str::to_owned);
+                (String::new(), with_query(&other, query))
+            }
+        };
+        for byte in target.bytes() {
             // Clients may send characters in queries that are not valid in URIs (RFC 3986 §2).
             if byte.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&byte) {
                 location.push(char::from(byte));
@@ -184,21 +230,39 @@ impl Redirect {
         *response.status_mut() = self.status;
         // Graphic ASCII is a valid header value.
         response.headers_mut().extend(HeaderValue::try_from(location).ok().map(|location| (LOCATION, location)));
-        response
+        Ok(response)
     }
+}
+
+fn with_query(path: &str, query: Option<&str>) -> String {
+    query.map_or_else(|| path.to_owned(), |query| format!("{path}?{query}"))
+}
+
+/// Return the path to capture parameters from. A regular expression matches the canonical path, in which delimiters have
+/// another encoding than in the forwarded path. Segments are the same in both.
+fn captured_path<'p>(pattern: &PathPattern, path: &'p str) -> Cow<'p, str> {
+    if pattern.is_regex() { canonical_path(path).unwrap_or(Cow::Borrowed(path)) } else { Cow::Borrowed(path) }
 }
 
 impl Rewrite {
     /// Return the target for a request with this path, as forwarded, and this query. The pattern must match the path.
-    pub fn apply(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
+    ///
+    /// # Errors
+    /// The named groups of a regular expression form a path that is not canonical, such as one with dot segments.
+    /// Parameters of a path have whole segments, and always form a canonical one.
+    pub fn apply(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Result<String, PathError> {
         match self {
-            Rewrite::Template(template) => template.expand(pattern, path, query),
+            Rewrite::Template(template) if pattern.is_regex() => {
+                let target = template.expand(pattern, &captured_path(pattern, path), query);
+                let path = target.split('?').next().unwrap_or_default();
+                if forwarded_path(path)? == path { Ok(target) } else { Err(PathError::NotCanonical) }
+            }
+            Rewrite::Template(template) => Ok(template.expand(pattern, path, query)),
             Rewrite::StripPrefix(prefix) => {
                 // Count segments instead of bytes: the forwarded path may percent-encode characters that the prefix has
                 // literally.
                 let end = path.match_indices('/').nth(prefix.matches('/').count()).map_or(path.len(), |(at, _)| at);
-                let rest = if end == path.len() { "/" } else { &path[end..] };
-                query.map_or_else(|| rest.to_owned(), |query| format!("{rest}?{query}"))
+                Ok(with_query(if end == path.len() { "/" } else { &path[end..] }, query))
             }
         }
     }
@@ -208,6 +272,33 @@ impl Route {
     /// Return whether the route uses this limit.
     pub fn has_limit(&self, limit: &Arc<LimitSpec>) -> bool {
         self.rate_limits.limits.iter().any(|route_limit| Arc::ptr_eq(&route_limit.limit, limit))
+    }
+
+    /// Return the route for the form of the path with the other trailing slash, which redirects to this one. It has the
+    /// name, the metrics, the access rules and the CORS policy of this route. It needs no credential and is charged to
+    /// no limit: the request for the other form is.
+    fn slash_redirect(&self) -> Route {
+        Route {
+            index: self.index,
+            name: self.name.clone(),
+            path: self.path.clone(),
+            path_pattern: self.path_pattern.clone(),
+            action: RouteAction::Redirect(Redirect {
+                to: RedirectTarget::OtherSlash,
+                status: StatusCode::PERMANENT_REDIRECT,
+            }),
+            rewrite: None,
+            timeout: None,
+            access: self.access.clone(),
+            cors: self.cors.clone(),
+            auth: None,
+            rate_limits: RouteLimits::default(),
+            max_body: None,
+            websocket: false,
+            mirror: None,
+            request_headers: HeaderMutations::default(),
+            response_headers: HeaderMutations::default(),
+        }
     }
 }
 
@@ -248,8 +339,8 @@ pub(super) fn routes(
             }
             None => "",
         };
-        let pattern = route_match(written, &span, reader);
-        let path = pattern.as_ref().map(|pattern| &pattern.path);
+        let matching = route_match(written, &span, &config.listener, reader);
+        let path = matching.as_ref().map(|(pattern, _)| &pattern.path);
         let action = route_action(written, &span, path, upstreams, reader);
         let rewrite = rewrite(written, path, reader);
         let timeout = timeout(written, reader);
@@ -269,17 +360,17 @@ pub(super) fn routes(
             on_errors: rules.on_errors,
             ..header_rules::compile(&rules.set, &rules.remove, Direction::Response, name, reader)
         });
-        let (Some(target), Some(pattern)) = (action, pattern) else { continue };
+        let (Some(target), Some((pattern, trailing_slash))) = (action, matching) else { continue };
         let route = Arc::new(Route {
             index: routes.len(),
             name: name.into(),
-            path: written.path.as_ref().map_or("/", |path| path.get_ref()).into(),
+            path: written.path_regex.as_ref().or(written.path.as_ref()).map_or("/", |path| path.get_ref()).into(),
             path_pattern: pattern.path.clone(),
             action: target,
             rewrite,
             timeout,
-            access: access.map(Box::new),
-            cors: cors.map(Box::new),
+            access: access.map(Arc::new),
+            cors: cors.map(Arc::new),
             auth,
             rate_limits,
             max_body,
@@ -288,11 +379,17 @@ pub(super) fn routes(
             request_headers,
             response_headers,
         });
-        routes.push(route.clone());
-        if let Err(ambiguous) = table.insert(pattern, route) {
-            let path = written.path.as_ref().map_or(span, |path| path.span());
+        let mut inserted = table.insert(&pattern, &route);
+        if let Some(path) = pattern.path.with_other_slash().filter(|_| trailing_slash != TrailingSlash::Strict) {
+            let is_redirect = trailing_slash == TrailingSlash::Redirect;
+            let target = if is_redirect { Arc::new(route.slash_redirect()) } else { route.clone() };
+            inserted = inserted.and_then(|()| table.insert(&RouteMatch { path, ..pattern }, &target));
+        }
+        routes.push(route);
+        if let Err(ambiguous) = inserted {
+            let path = written.path_regex.as_ref().or(written.path.as_ref()).map_or(span, |path| path.span());
             let issue = Issue::new(path, format!("this route is ambiguous with `{}`", ambiguous.0.name));
-            reader.push_issue(issue.with_hint("give one of them another host, path, method or header"));
+            reader.push_issue(issue.with_hint("give one of them another host, listener, path, method or condition"));
         }
     }
     check_identify_keys(config, reader);
@@ -305,64 +402,6 @@ fn timeout(route: &config::tables::Route, reader: &mut Validator<'_>) -> Option<
         reader.push_issue(Issue::new(written.span(), "`timeout` requires an upstream"));
     }
     Some(reader.duration(Some(written), Duration::ZERO))
-}
-
-fn route_match(route: &config::tables::Route, span: &Range<usize>, reader: &mut Validator<'_>) -> Option<RouteMatch> {
-    let host = route.host.as_ref().and_then(|host| match target::canonical_host(host.get_ref()).into_owned() {
-        any if any == "*" => None,
-        name if is_host(name.strip_prefix("*.").unwrap_or(&name)) => Some(name),
-        _ => {
-            let issue = Issue::new(host.span(), format!("`{}` is not a host", host.get_ref()));
-            reader.push_issue(issue.with_hint("a name without port, \"api.example.com\" or \"*.example.com\""));
-            None
-        }
-    });
-    let path = reader.required(route.path.as_ref(), span, "path", "\"/v1/{*rest}\"");
-    let path = path.and_then(|text| match text.get_ref().parse::<PathPattern>() {
-        Ok(pattern) => {
-            // Braces belong to the pattern. The rest must be canonical, as request paths are.
-            let plain = text.get_ref().replace(['{', '}'], "");
-            match canonical_path(&plain) {
-                Ok(same) if same == plain => {}
-                Ok(other) => {
-                    let issue =
-                        Issue::new(text.span(), "requests are matched in canonical form: this path never matches");
-                    let hint = pattern::suggestion(text.get_ref()).map(|path| foreign_path_hint(&path));
-                    reader.push_issue(issue.with_hint(hint.unwrap_or(format!("its canonical form is \"{other}\""))));
-                }
-                Err(error) => {
-                    let hint = pattern::suggestion(text.get_ref()).map(|path| foreign_path_hint(&path));
-                    reader.push_issue(Issue { span: Some(text.span()), message: error.to_string(), hint });
-                }
-            }
-            Some(pattern)
-        }
-        Err(error) => {
-            let hint = match pattern::suggestion(text.get_ref()) {
-                Some(path) => foreign_path_hint(&path),
-                None => "\"/v1/search\", \"/v1/users/{id}\" or \"/v1/{*rest}\"".to_owned(),
-            };
-            reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(hint));
-            None
-        }
-    });
-    let methods = reader.methods(route.methods.as_deref(), span);
-    let mut headers: Vec<(HeaderName, HeaderValue)> = Vec::new();
-    for (name, value) in &route.headers {
-        if let (Some(name), Some(value)) = (reader.header_name(value.span(), name), reader.header_value(value)) {
-            headers.push((name, value));
-        }
-    }
-    Some(RouteMatch { host, path: path?, methods, headers })
-}
-
-/// Return the hint for a path in the syntax of another program.
-pub(crate) fn foreign_path_hint(path: &str) -> String {
-    format!("write path = \"{path}\": {{id}} is one segment, {{*rest}} the rest of the path")
-}
-
-fn is_host(name: &str) -> bool {
-    !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte))
 }
 
 /// Compile the limits of a route. Errors are reported even if the route itself is invalid.

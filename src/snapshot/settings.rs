@@ -172,10 +172,10 @@ pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings 
         ("debug", Level::DEBUG),
         ("trace", Level::TRACE),
     ];
-    let access = match log.access.as_ref().map(|access| access.get_ref().as_str()) {
-        None | Some("stdout") => AccessLogTarget::Stdout,
-        Some("off") => AccessLogTarget::Off,
-        Some(path) => AccessLogTarget::File(reader.resolve_path(path)),
+    let access = match log.access.as_ref().map(|access| (access, access.get_ref().as_str())) {
+        None | Some((_, "stdout")) => AccessLogTarget::Stdout,
+        Some((_, "off")) => AccessLogTarget::Off,
+        Some((path, _)) => AccessLogTarget::File(reader.resolve_path(path)),
     };
     let format =
         reader.one_of(log.format.as_ref(), by_terminal, &[("text", LogFormat::Text), ("json", LogFormat::Json)]);

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::ops::{Range, RangeInclusive};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use http::{HeaderName, HeaderValue, Method};
@@ -11,18 +11,12 @@ use crate::config::Text;
 use crate::config::error::{ConfigError, FileIssues, Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, ParsedFile, UnresolvedValue, UnsetVariables, closest_name, resolve_issues};
+use crate::config::include::Sources;
 use crate::limiter::quota::parse_duration_us;
 
-/// Return a hint that names the line of an earlier definition.
-pub(super) fn first_line_hint(text: &str, first: &Range<usize>) -> String {
-    let (line, _) = Issue::new(first.clone(), "").position(text).unwrap_or((1, 1));
-    format!("the first one is in line {line}")
-}
-
-/// Collects the issues of one file. Every method returns a usable value, so that all errors are found at once.
+/// Collects the issues of a configuration. Every method returns a usable value, so that all errors are found at once.
 pub(super) struct Validator<'a> {
-    path: PathBuf,
-    text: String,
+    sources: Sources,
     issues: Vec<Issue>,
     unresolved: Vec<UnresolvedValue>,
     warnings: Vec<Issue>,
@@ -33,10 +27,9 @@ pub(super) struct Validator<'a> {
 
 impl<'a> Validator<'a> {
     /// Create a validator with the issues of the parser, which are moved out of `file`.
-    pub(super) fn new<T>(path: &Path, file: &mut ParsedFile<T>, environment: EnvLookup<'a>) -> Self {
+    pub(super) fn new<T>(file: &mut ParsedFile<T>, environment: EnvLookup<'a>) -> Self {
         Validator {
-            path: path.to_owned(),
-            text: file.text.clone(),
+            sources: file.sources.clone(),
             issues: std::mem::take(&mut file.issues),
             unresolved: std::mem::take(&mut file.unresolved),
             warnings: std::mem::take(&mut file.warnings),
@@ -50,11 +43,9 @@ impl<'a> Validator<'a> {
     /// # Errors
     /// At least one error was collected.
     pub(super) fn finish(self, policy: UnsetVariables<'_>) -> Result<Vec<Issue>, ConfigError> {
-        let (issues, warnings) = resolve_issues(&self.text, self.issues, self.unresolved, self.warnings, policy);
-        let mut files = self.other_files;
-        if !issues.is_empty() {
-            files.insert(0, FileIssues { path: self.path, text: self.text, issues });
-        }
+        let (issues, warnings) = resolve_issues(&self.sources, self.issues, self.unresolved, self.warnings, policy);
+        let mut files = self.sources.by_file(issues);
+        files.extend(self.other_files);
         if files.is_empty() { Ok(warnings) } else { Err(ConfigError { files }) }
     }
 
@@ -65,7 +56,7 @@ impl<'a> Validator<'a> {
 
     /// Return a hint that names the line of an earlier definition.
     pub(super) fn first_line_hint(&self, first: &Range<usize>) -> String {
-        first_line_hint(&self.text, first)
+        self.sources.first_line_hint(first)
     }
 
     pub(super) fn push_issue(&mut self, issue: Issue) {
@@ -81,14 +72,19 @@ impl<'a> Validator<'a> {
         self.issues.push(Issue { span: None, message: message.to_owned(), hint: Some(hint.to_owned()) });
     }
 
-    /// Resolve a path relative to the directory of the configuration file.
-    pub(super) fn resolve_path(&self, text: &str) -> PathBuf {
-        self.path.parent().unwrap_or(Path::new("")).join(text)
+    /// Resolve a path relative to the directory of the file that it is written in.
+    pub(super) fn resolve_path(&self, text: &Text) -> PathBuf {
+        self.resolve_relative(text.get_ref(), text.span())
+    }
+
+    /// Resolve a path that is a part of the text at `span`.
+    pub(super) fn resolve_relative(&self, path: &str, span: Range<usize>) -> PathBuf {
+        self.sources.directory_of(&span).join(path)
     }
 
     /// Read a PEM file with certificates or a key.
     pub(super) fn read_pem(&mut self, text: &Text) -> Option<FileSnapshot> {
-        let path = self.resolve_path(text.get_ref());
+        let path = self.resolve_path(text);
         match FileSnapshot::read(&path) {
             Ok(file) => Some(file),
             Err(error) => {

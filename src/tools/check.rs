@@ -1,6 +1,8 @@
 //! Lints of a valid configuration: settings that probably do not do what was intended, each with its span in the file.
 
-use std::collections::BTreeMap;
+mod routes;
+
+use std::collections::{BTreeMap, HashSet};
 use std::net::IpAddr;
 use std::ops::Range;
 use std::sync::Arc;
@@ -24,7 +26,8 @@ use crate::routing::pattern;
 use crate::snapshot::cost::Cost;
 use crate::snapshot::listeners::WarningSubject;
 use crate::snapshot::mirror::BUFFER_DIVISOR;
-use crate::snapshot::routes::{Route, RouteAction, foreign_path_hint};
+use crate::snapshot::route_match::foreign_path_hint;
+use crate::snapshot::routes::{Route, RouteAction};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::upstream::UpstreamSettings;
 
@@ -53,8 +56,8 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
     let issue = |(earlier, later): (usize, usize)| {
         let [earlier_address, later_address] = [earlier, later].map(|index| config.listeners[index].address);
         let (earlier, later) = (address(earlier)?.span(), address(later)?.span());
-        let (line, _) = Issue::new(earlier, "").position(&file.text)?;
-        let message = format!("{later_address} is taken by the [[listener]] on {earlier_address} in line {line}");
+        let line = file.sources.line_name(&earlier);
+        let message = format!("{later_address} is taken by the [[listener]] on {earlier_address} in {line}");
         Some(Issue::new(later, message).with_hint(
             "remove one of them or set another port: an unspecified address covers every address, [::] possibly IPv4 as well",
         ))
@@ -193,22 +196,28 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(mirror_beyond_buffers(input, route));
         issues.extend(consumer_without_identity(input, route));
     }
+    issues.extend(routes::redirect_loops(input));
+    issues.extend(routes::unlimited_spellings(input));
     issues
 }
 
 /// Routes that never get some methods because another route takes precedence.
 fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
-    input.config.table.unreachable_routes().filter_map(|(route, other, methods)| {
+    // A route with several hosts is returned once for each.
+    let mut seen = HashSet::new();
+    let unreachable = input.config.table.unreachable_routes();
+    let unreachable = unreachable.filter(move |(route, other, _)| seen.insert((route.index, other.index)));
+    unreachable.filter_map(|(route, other, methods)| {
         let parsed = input.route(route.index)?;
         let methods: Vec<_> = methods.iter().map(Method::as_str).collect();
         let message = format!(
-            "`{}` never gets {}: they match `{}` first, because routes with `methods` precede routes without, whatever their headers",
+            "`{}` never gets {}: they match `{}` first, because routes with `methods` precede routes without, whatever their conditions",
             route.name,
             methods.join(", "),
             other.name
         );
         let span = parsed.get_ref().name.as_ref().map_or(parsed.span(), |name| name.span());
-        Some(Issue::new(span, message).with_hint(format!("set methods = {methods:?} here as well: then the route with more headers comes first")))
+        Some(Issue::new(span, message).with_hint(format!("set methods = {methods:?} here as well: then the route with more conditions comes first")))
     })
 }
 
@@ -223,11 +232,11 @@ fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
         let message = format!("`{}` never gets {}: the gateway rejects it on all routes", route.name, text.get_ref());
         issues.push(Issue::new(text.span(), message).with_hint("remove it"));
     }
-    for (name, value) in &parsed.headers {
+    for (name, value) in exact_headers(parsed) {
         if value.get_ref().trim() != value.get_ref() {
             let message = format!("`{}` never matches: a header value has no leading or trailing spaces", route.name);
-            issues
-                .push(Issue::new(value.span(), message).with_hint(format!("{name} = \"{}\"", value.get_ref().trim())));
+            let hint = format!("{name} = {{ exact = \"{}\" }}", value.get_ref().trim());
+            issues.push(Issue::new(value.span(), message).with_hint(hint));
         }
     }
     issues
@@ -240,13 +249,19 @@ fn literal_wildcards(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
         let name = name.to_ascii_lowercase();
         name.starts_with("accept") || matches!(&*name, "if-match" | "if-none-match")
     };
-    let values = parsed.headers.iter().filter(|(name, value)| value.get_ref().contains('*') && !has_wildcards(name));
+    let values = exact_headers(parsed).filter(|(name, value)| value.get_ref().contains('*') && !has_wildcards(name));
     let issue = |(name, value): (&String, &Text)| {
         let message = format!("`{}` requires this value of `{name}` literally: `*` is no wildcard", route.name);
         Issue::new(value.span(), message)
-            .with_hint("write the exact value, with one route for each; a header of any value cannot be required")
+            .with_hint("write prefix = \"…\", regex = '…', or present = true for any value")
     };
     values.map(issue).collect()
+}
+
+/// The headers that a route requires with an exact value.
+fn exact_headers(route: &config::tables::Route) -> impl Iterator<Item = (&String, &Text)> {
+    let headers = route.conditions.iter().flat_map(|rules| &rules.get_ref().headers);
+    headers.filter_map(|(name, rule)| Some((name, rule.get_ref().exact.as_ref()?)))
 }
 
 /// Paths in the syntax of other programs that are valid here, and match their characters literally.
@@ -415,16 +430,23 @@ fn unserved_cors_methods(parsed: &config::tables::Route, route: &Route) -> Vec<I
 
 /// `cors` of a route that requires headers: a preflight has none of them, so it matches no route or another one.
 fn unreachable_preflights(input: &LintInput<'_>, parsed: &config::tables::Route, route: &Route) -> Option<Issue> {
-    let cors = parsed.cors.as_ref().filter(|_| !parsed.headers.is_empty())?;
+    let cors = parsed.cors.as_ref().filter(|_| requires_headers(parsed))?;
     let is_for_preflights = |other: &&Arc<Route>| {
-        let has_no_headers = || input.route(other.index).is_some_and(|parsed| parsed.get_ref().headers.is_empty());
+        let has_no_headers = || input.route(other.index).is_some_and(|parsed| !requires_headers(parsed.get_ref()));
         other.path == route.path && other.cors.is_some() && has_no_headers()
     };
     if input.config.routes.iter().any(|other| is_for_preflights(&other)) {
         return None;
     }
     let message = format!("no preflight reaches `{}`: preflights do not have the headers that it requires", route.name);
-    Some(Issue::new(cors.span(), message).with_hint("add a route with the same path and `cors`, and without `headers`"))
+    Some(
+        Issue::new(cors.span(), message)
+            .with_hint("add a route with the same path and `cors`, and without a `match` on headers"),
+    )
+}
+
+fn requires_headers(parsed: &config::tables::Route) -> bool {
+    parsed.conditions.as_ref().is_some_and(|conditions| !conditions.get_ref().headers.is_empty())
 }
 
 /// `expose_headers` next to `cors`, which exposes the same headers.
@@ -490,10 +512,13 @@ fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>) -> Option<Issue>
     let guard = input.config.routes.iter().find(|guard| {
         let RouteAction::Forward(guarded) = &guard.action else { return false };
         let (Some(own), Some(other)) = (input.route(route.index), input.route(guard.index)) else { return false };
-        let [own, other] = [own, other].map(|parsed| parsed.get_ref().host.as_ref().map(|host| host.get_ref()));
+        let [own, other] = [own, other].map(|parsed| hosts(parsed.get_ref()));
         let is_required = guard.auth.as_ref().is_some_and(|auth| !auth.required.is_empty());
         let shares_upstream = guarded.upstreams().any(|index| upstreams.upstreams().any(|other| index == other));
-        is_required && shares_upstream && (own == other || other.is_none()) && is_below(&route.path, &guard.path)
+        is_required
+            && shares_upstream
+            && (other.is_empty() || own.iter().any(|host| other.contains(host)))
+            && is_below(&route.path, &guard.path)
     })?;
     let parsed = input.route(route.index)?;
     let span = parsed.get_ref().path.as_ref().map_or(parsed.span(), |path| path.span());
@@ -507,6 +532,11 @@ fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>) -> Option<Issue>
         "require = [\"{provider}\"] here as well; if the route is public, identify = [\"{provider}\"] says that this is meant"
     );
     Some(Issue::new(span, message).with_hint(hint))
+}
+
+/// Return the hosts of a route. Empty = all.
+fn hosts(parsed: &config::tables::Route) -> Vec<&str> {
+    parsed.hosts.iter().flatten().map(|host| host.get_ref().as_str()).collect()
 }
 
 /// Return whether a path pattern is below the fixed segments of another one that ends with `{*rest}`.

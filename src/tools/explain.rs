@@ -9,6 +9,7 @@ mod routing;
 use http::header::CONTENT_LENGTH;
 use http::{HeaderMap, Request};
 
+use crate::http::cors;
 use crate::http::cors::CorsDecision;
 use crate::http::headers::is_grpc_call;
 use crate::identity::auth::Credentials;
@@ -71,6 +72,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
                 trusted: peer.forwarded.trusted,
                 header: (client != peer.address).then(|| self.config.client_ip.header.to_string()),
             },
+            listener: self.listener_name(peer.listener),
             route: None,
             other_routes: Vec::new(),
             other_routes_omitted: 0,
@@ -109,18 +111,18 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let target = RequestTarget::from_request(request, &config.server)?;
         explanation.host = Some(target.host.to_string());
         explanation.path = Some(target.path.to_string());
-        let preflight_route = target.find_preflight_route(config, request);
-        let route = preflight_route.map_or_else(|| target.find_route(config, request), Ok);
+        let preflight_route = target.find_preflight_route(config, request, peer.listener);
+        let route = preflight_route.map_or_else(|| target.find_route(config, request, peer.listener), Ok);
         found.route = route.as_ref().ok().copied();
-        (explanation.other_routes, explanation.other_routes_omitted) = routing::other_routes(
-            config,
-            request,
-            &target,
-            found.route.map(|route| route.index),
-            self.max_other_routes,
-        );
-        explanation.route = found.route.map(routing::matched_route);
         let is_preflight = preflight_route.is_some();
+        // A preflight is for the route of the method that it asks for.
+        let requested_method =
+            preflight_route.and_then(|_| cors::requested_method(request.method(), request.headers()));
+        let mut route_request = target.route_request(request, peer.listener);
+        route_request.method = requested_method.as_ref().unwrap_or(request.method());
+        let comparison = routing::Comparison::new(config, &route_request, found.route.map(|route| route.index));
+        (explanation.other_routes, explanation.other_routes_omitted) = comparison.other_routes(self.max_other_routes);
+        explanation.route = found.route.map(|route| comparison.matched_route(route));
         let policy = found.route.and_then(|route| route.cors.as_deref());
         found.cors = policy.map(|policy| policy.decide(request.headers(), is_preflight));
         explanation.cors = found.cors.as_ref().map(|cors| access::cors_report(cors, request, is_preflight));
@@ -202,7 +204,14 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
                 Some(routing::upstream_report(config, &variables, weighted_upstreams, (target, length)));
         }
         let cors = found.cors.as_ref();
-        Ok(routing::admitted_response(&variables, target.forwarded_path(), decision.as_ref(), cors))
+        routing::admitted_response(&variables, target.forwarded_path(), decision.as_ref(), cors)
+    }
+
+    /// Return the name of a listener, or its address if it has none. `None` if no listener has a name.
+    fn listener_name(&self, index: usize) -> Option<String> {
+        let listeners = &self.config.listeners;
+        let listener = listeners.get(index).filter(|_| listeners.iter().any(|listener| listener.name.is_some()))?;
+        Some(listener.name.as_ref().map_or_else(|| listener.address.to_string(), ToString::to_string))
     }
 
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {

@@ -129,13 +129,13 @@ fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
                     (false, _) => "",
                 };
                 if !host.is_empty() {
-                    writeln!(text, "host = \"{host}\"").unwrap();
+                    writeln!(text, "hosts = [\"{host}\"]").unwrap();
                 }
                 if !methods.is_empty() {
                     writeln!(text, "methods = [{methods}]").unwrap();
                 }
                 if !version.is_empty() {
-                    writeln!(text, "headers = {{ x-version = \"{version}\" }}").unwrap();
+                    writeln!(text, "match.headers.x-version.exact = \"{version}\"").unwrap();
                 }
                 text += random.of(&ACCESS);
                 text += random.of(&CORS);

@@ -622,7 +622,7 @@ fn spaces_around_values_are_malformed_in_http2_and_trimmed_in_http1() {
         limit("tenant", "header:x-tenant"),
         limit("session", "cookie:sid"),
         route("others", ""),
-        route("free", "headers = { x-plan = \"free\" }\n"),
+        route("free", "match.headers.x-plan.exact = \"free\"\n"),
         upstream.url()
     ));
     let plain: Vec<_> = USES.iter().filter(|(name, _)| *name != "x-forwarded-for").copied().collect();

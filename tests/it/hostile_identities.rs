@@ -131,7 +131,7 @@ fn all_spellings_of_a_resource_share_one_route_and_bucket() {
     for (index, byte) in DELIMITERS.chars().enumerate() {
         // A segment of a route cannot contain `*`.
         let segment = if byte == '*' { "{star}".to_owned() } else { format!("{byte}x") };
-        route(&format!("d{index}"), &format!("host = \"api.test.\"\npath = \"/d/{segment}\"\nlimits = [\"all\"]"));
+        route(&format!("d{index}"), &format!("hosts = [\"api.test.\"]\npath = \"/d/{segment}\"\nlimits = [\"all\"]"));
     }
     let gateway = Gateway::start(&(limits + &routes));
     let mut client = gateway.client();
@@ -553,7 +553,7 @@ fn aliases_of_headers_that_the_gateway_uses_are_not_forwarded() {
         "[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n{}{}{}[upstream.api]\nservers = [\"{}\"]\n\
          [[route]]\nname = \"others\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
          [[route]]\nname = \"free\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\nidentify = [\"keys\"]\nlimits = [\"key\", \"tenant\", \"odd\"]\n\
-         headers = {{ x-plan = \"free\" }}\nrequest_headers = {{ set = {{ x-gateway = \"ours\", x_under = \"ours\" }}, remove = [\"x-gone\", \"x-gone_too\"] }}\n",
+         match.headers.x-plan.exact = \"free\"\nrequest_headers = {{ set = {{ x-gateway = \"ours\", x_under = \"ours\" }}, remove = [\"x-gone\", \"x-gone_too\"] }}\n",
         limit("key", 100_000, "by = \"api-key\""),
         limit("tenant", 100_000, "by = \"header:x-tenant\""),
         limit("odd", 100_000, "by = \"header:x_odd-name\""),

@@ -24,23 +24,23 @@ const ROUTES: &[(&str, &str, &str)] = &[
     ("files-deep", "/files/deep/{*rest}", ""),
     ("files-one", "/files/deep/{id}", ""),
     ("where-any", "/where", ""),
-    ("where-wild", "/where", "host = \"*.example.com\""),
-    ("where-eu", "/where", "host = \"*.eu.example.com\""),
-    ("where-exact", "/where", "host = \"api.example.com\""),
-    ("where-address", "/where", "host = \"192.0.2.1\""),
-    ("wild-rest", "/deep/{*rest}", "host = \"*.example.com\""),
+    ("where-wild", "/where", "hosts = [\"*.example.com\"]"),
+    ("where-eu", "/where", "hosts = [\"*.eu.example.com\"]"),
+    ("where-exact", "/where", "hosts = [\"api.example.com\"]"),
+    ("where-address", "/where", "hosts = [\"192.0.2.1\"]"),
+    ("wild-rest", "/deep/{*rest}", "hosts = [\"*.example.com\"]"),
     ("any-literal", "/deep/literal", ""),
     ("only-any", "/only-any", ""),
     ("version-any", "/version", ""),
-    ("version-2", "/version", "headers = { \"x-version\" = \"2\" }"),
-    ("version-3", "/version", "headers = { \"x-version\" = \"3\" }"),
-    ("version-2-beta", "/version", "headers = { \"x-version\" = \"2\", \"x-beta\" = \"yes\" }"),
-    ("strict", "/strict", "headers = { \"x-strict\" = \"1\" }"),
+    ("version-2", "/version", "match.headers.x-version.exact = \"2\""),
+    ("version-3", "/version", "match.headers.x-version.exact = \"3\""),
+    ("version-2-beta", "/version", "match.headers = { x-version.exact = \"2\", x-beta.exact = \"yes\" }"),
+    ("strict", "/strict", "match.headers.x-strict.exact = \"1\""),
     ("read", "/methods", "methods = [\"GET\", \"HEAD\"]"),
     ("write", "/methods", "methods = [\"POST\", \"PUT\"]"),
     ("account", "/accounts/{id}", ""),
     ("account-me", "/accounts/me", "methods = [\"GET\"]"),
-    ("host-read", "/by-host", "host = \"api.example.com\"\nmethods = [\"GET\"]"),
+    ("host-read", "/by-host", "hosts = [\"api.example.com\"]\nmethods = [\"GET\"]"),
     ("host-rest", "/by-host", ""),
 ];
 
@@ -281,7 +281,7 @@ fn route_with_methods_precedes_one_without() {
         ("rest", "/mixed", ""),
         ("read", "/mixed", "methods = [\"GET\", \"HEAD\"]"),
         ("write", "/mixed", "methods = [\"POST\"]"),
-        ("marked", "/mixed", "headers = { \"x-mark\" = \"1\" }"),
+        ("marked", "/mixed", "match.headers.x-mark.exact = \"1\""),
     ];
     let written = |(name, path, criteria): &(&str, &str, &str)| {
         format!(
@@ -489,7 +489,7 @@ fn http2_by_prior_knowledge_is_routed_alike() {
 
 #[test]
 fn allow_lists_the_methods_of_all_matching_hosts() {
-    let routes: String = [("GET", "host = \"a.h.test\"\n"), ("POST", "host = \"*.h.test\"\n"), ("PUT", "")]
+    let routes: String = [("GET", "hosts = [\"a.h.test\"]\n"), ("POST", "hosts = [\"*.h.test\"]\n"), ("PUT", "")]
         .map(|(method, host)| {
             format!(
                 "[[route]]\nname = \"{method}\"\npath = \"/m\"\n{host}methods = [\"{method}\"]\nrespond = {{ status = 200 }}\n"
@@ -518,7 +518,7 @@ fn several_lines_of_a_header_select_no_route() {
         [[route]]
         name = "gold"
         path = "/plan"
-        headers = { "x-plan" = "gold" }
+        match.headers.x-plan.exact = "gold"
         respond = { status = 200, body = "gold" }
         [[route]]
         name = "others"

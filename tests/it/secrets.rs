@@ -248,6 +248,7 @@ fn error_reports_show_no_secret() {
         "store = { timeout = \"x\", secret = \"planted\" }",
         "store = { timeout = \"x\", secret = \"planted",
         "[[route]]\nname = \"a\"\npath = \"a\"\nfoo = 1\nheaders = { x-a = \"b\", authorization = \"planted\", foo = 1 }",
+        "[[route]]\nname = \"a\"\npath = \"/a\"\nmatch.headers.authorization = { exact = \"planted\", foo = 1 }",
         "[[route]]\nname = \"a\"\npath = \"/a\"\nresponse_headers = { set-x = { set-cookie = \"planted\" } }",
         "[[route]]\nname = \"a\"\npath = \"/a\"\nredirect = { to = \"/b?token=planted\", foo = 1 }",
         "[server]\nmax_uri = \"http://planted@host/?pwd=planted\"",

@@ -259,8 +259,8 @@ LIMITS = {
 }
 # The routes by what the application sees: name, and a condition on host, first segment and tenant. The first match counts.
 ROUTES = [
-    ("tenant", 'headers = { "x-tenant" = "gold" }\npath = "/{*rest}"\nhost = "host.test"'),
-    ("host", 'path = "/{*rest}"\nhost = "host.test"'),
+    ("tenant", 'match.headers.x-tenant.exact = "gold"\npath = "/{*rest}"\nhosts = ["host.test"]'),
+    ("host", 'path = "/{*rest}"\nhosts = ["host.test"]'),
     ("path", 'path = "/admin/{*rest}"'),
     ("all", 'path = "/{*rest}"'),
 ]

@@ -1,8 +1,9 @@
 //! File watcher: reports files with new content. It watches directories, so that files renamed into place and swapped
 //! symlinks are noticed, and compares contents, so that each change is reported once.
 
-use crate::config::file::FileSnapshot;
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Weak};
@@ -12,22 +13,55 @@ use std::time::Duration;
 use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher as _};
 use tracing::warn;
 
+use crate::config::file::FileSnapshot;
+
 /// Delay from the first event to the comparison, so that a write in progress and its many events count as one change.
 const DEBOUNCE: Duration = Duration::from_millis(100);
 
 /// Callback for a group of files of which at least one has new content.
 pub(crate) type OnChange = Box<dyn Fn(&[FileSnapshot]) + Send>;
 
+/// Reads the files of a group. The error has the path of the file that cannot be read.
+pub(crate) type ReadFiles = Box<dyn Fn(&[FileSnapshot]) -> Result<Vec<FileSnapshot>, (PathBuf, io::Error)> + Send>;
+
+/// Files that are reported together.
+pub(crate) struct FileGroup {
+    /// The files as last read.
+    pub(crate) files: Vec<FileSnapshot>,
+    /// Reads them again. Other files may belong to the group then.
+    pub(crate) read: ReadFiles,
+    /// Directories in which further files of the group may appear.
+    pub(crate) directories: BTreeSet<PathBuf>,
+    pub(crate) on_change: OnChange,
+}
+
+/// A group of files that is always the same.
+impl From<(Vec<FileSnapshot>, OnChange)> for FileGroup {
+    fn from((files, on_change): (Vec<FileSnapshot>, OnChange)) -> Self {
+        let read = |files: &[FileSnapshot]| {
+            let read = |file: &FileSnapshot| FileSnapshot::read(&file.path).map_err(|error| (file.path.clone(), error));
+            files.iter().map(read).collect()
+        };
+        FileGroup { files, read: Box::new(read), directories: BTreeSet::new(), on_change }
+    }
+}
+
 /// Handle of the watcher. Dropping it ends the watch.
 #[derive(Debug)]
 pub(crate) struct FileWatcher {
-    _directories: RecommendedWatcher,
+    _watcher: RecommendedWatcher,
+    directories: BTreeSet<PathBuf>,
     wake: SyncSender<()>,
     /// Treat all files as changed at the next wake-up.
     report_all: Arc<AtomicBool>,
 }
 
 impl FileWatcher {
+    /// Return whether all these directories are watched.
+    pub(crate) fn watches(&self, directories: &BTreeSet<PathBuf>) -> bool {
+        self.directories.is_superset(directories)
+    }
+
     /// Call the callbacks of all files, changed or not.
     pub(crate) fn report_all(&self) {
         self.report_all.store(true, Ordering::SeqCst);
@@ -35,12 +69,12 @@ impl FileWatcher {
     }
 }
 
-/// Call the callback of a group of files, on a thread of its own, whenever one of them differs from its last content. A
-/// group is not reported while one of its files cannot be read.
+/// Call the callback of a group of files, on a thread of its own, whenever one of them differs from its last content, or
+/// other files belong to the group. A group is not reported while one of its files cannot be read.
 ///
 /// # Errors
 /// The system cannot watch a directory.
-pub(crate) fn watch(files: Vec<(Vec<FileSnapshot>, OnChange)>) -> Result<FileWatcher, notify::Error> {
+pub(crate) fn watch(groups: Vec<FileGroup>) -> Result<FileWatcher, notify::Error> {
     let (wake, wakes) = sync_channel(1);
     let report_all = Arc::<AtomicBool>::default();
     // Compare once at the start: a file may have changed between reading and watching.
@@ -53,35 +87,37 @@ pub(crate) fn watch(files: Vec<(Vec<FileSnapshot>, OnChange)>) -> Result<FileWat
             let _ = on_event.try_send(());
         }
     })?;
-    for file in files.iter().flat_map(|(files, _)| files) {
-        watcher.watch(file.path.parent().unwrap_or(Path::new("")), RecursiveMode::NonRecursive)?;
+    let parent = |file: &FileSnapshot| file.path.parent().unwrap_or(Path::new("")).to_owned();
+    let of_groups = groups.iter().flat_map(|group| group.files.iter().map(parent).chain(group.directories.clone()));
+    let directories: BTreeSet<_> = of_groups.collect();
+    for directory in &directories {
+        watcher.watch(directory, RecursiveMode::NonRecursive)?;
     }
     let run = {
         let all = Arc::downgrade(&report_all);
-        move || watch_loop(files, &wakes, &all)
+        move || watch_loop(groups, &wakes, &all)
     };
     thread::Builder::new().name("watch".to_owned()).spawn(run).map_err(notify::Error::io)?;
-    Ok(FileWatcher { _directories: watcher, wake, report_all })
+    Ok(FileWatcher { _watcher: watcher, directories, wake, report_all })
 }
 
 /// Compare all files at each wake-up, until the watcher is dropped.
-fn watch_loop(files: Vec<(Vec<FileSnapshot>, OnChange)>, wakes: &Receiver<()>, watcher: &Weak<AtomicBool>) {
-    let mut files: Vec<_> = files.into_iter().map(|(files, on_change)| (files, on_change, true)).collect();
+fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<AtomicBool>) {
+    let mut groups: Vec<_> = groups.into_iter().map(|group| (group, true)).collect();
     while wakes.recv().is_ok() {
         thread::sleep(DEBOUNCE);
         // The comparison below covers a wake-up that arrived during the delay.
         let _ = wakes.try_recv();
         let Some(report_all) = watcher.upgrade().map(|all| all.swap(false, Ordering::SeqCst)) else { return };
-        for (files, on_change, readable) in &mut files {
+        for (FileGroup { files, read, on_change, .. }, readable) in &mut groups {
             // The previous callback may have replaced this watcher, as a configuration reload does.
             if watcher.strong_count() == 0 {
                 return;
             }
-            let read = |file: &FileSnapshot| FileSnapshot::read(&file.path).map_err(|error| (file.path.clone(), error));
-            match files.iter().map(read).collect::<Result<Vec<_>, _>>() {
+            match read(files) {
                 Ok(current) => {
                     *readable = true;
-                    let same = current.iter().zip(&*files).all(|(now, file)| now.content == file.content);
+                    let same = current == *files;
                     *files = current;
                     if report_all || !same {
                         on_change(files);
@@ -107,6 +143,11 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(20);
 
+    fn group(files: Vec<FileSnapshot>, on_change: impl Fn(&[FileSnapshot]) + Send + 'static) -> FileGroup {
+        let on_change: OnChange = Box::new(on_change);
+        FileGroup::from((files, on_change))
+    }
+
     #[test]
     fn each_change_is_reported_once_even_one_before_the_watch() {
         let folder = tempfile::tempdir().unwrap();
@@ -121,7 +162,7 @@ mod tests {
             fs::write(&log, &files[0].content).unwrap();
             reported.send(String::from_utf8(files[0].content.clone()).unwrap()).unwrap();
         };
-        let watcher = watch(vec![(vec![read], Box::new(on_change))]).unwrap();
+        let watcher = watch(vec![group(vec![read], on_change)]).unwrap();
         assert_eq!(contents.recv_timeout(TIMEOUT).unwrap(), "two");
         for content in ["two", "three"] {
             let new = folder.path().join("new");
@@ -146,7 +187,7 @@ mod tests {
         let on_change = move |files: &[FileSnapshot]| {
             reported.send(files.iter().map(|file| file.content.clone()).collect()).unwrap()
         };
-        let watcher = watch(vec![(before, Box::new(on_change))]).unwrap();
+        let watcher = watch(vec![group(before, on_change)]).unwrap();
         // While one file is missing, the change of the other is not reported.
         fs::remove_file(&paths[0]).unwrap();
         fs::write(&paths[1], "new").unwrap();
@@ -171,7 +212,7 @@ mod tests {
         })
         .unwrap();
         witness.watch(folder.path(), RecursiveMode::NonRecursive).unwrap();
-        let watcher = watch(vec![(vec![FileSnapshot::read(&path).unwrap()], Box::new(|_| {}))]).unwrap();
+        let watcher = watch(vec![group(vec![FileSnapshot::read(&path).unwrap()], |_| {})]).unwrap();
         accesses.recv_timeout(TIMEOUT).unwrap();
         let more = std::iter::from_fn(|| accesses.recv_timeout(3 * DEBOUNCE).ok()).take(20).count();
         assert!(more < 20, "the watcher stops reading");
@@ -191,7 +232,7 @@ mod tests {
         let lines = tracing_subscriber::fmt().with_writer(std::sync::Arc::new(fs::File::create(&log).unwrap()));
         tracing::subscriber::with_default(lines.finish(), || {
             let watcher = Arc::<AtomicBool>::default();
-            watch_loop(vec![(vec![gone], Box::new(|_| panic!("nothing was read")))], &wakes, &Arc::downgrade(&watcher));
+            watch_loop(vec![group(vec![gone], |_| panic!("nothing was read"))], &wakes, &Arc::downgrade(&watcher));
         });
         let log = fs::read_to_string(log).unwrap();
         assert_eq!(log.matches(path.to_str().unwrap()).count(), 1, "{log}");

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use tracing::{info, warn};
 
-use crate::app::reload::file_watcher::{FileWatcher, OnChange, watch};
+use crate::app::reload::file_watcher::{FileGroup, FileWatcher, OnChange, watch};
 use crate::config::file::FileSnapshot;
+use crate::config::include::ConfigFiles;
 use crate::identity::auth::ProviderKind;
 use crate::identity::jwt::KeySet;
 use crate::limiter::clock;
@@ -18,25 +19,37 @@ use crate::snapshot::current::{ConfigHandle, ReloadCause};
 /// Watch the files of the active configuration until the result is dropped. Return `None`, and log, if a directory
 /// cannot be watched.
 pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatcher> {
-    let watcher = watch(watched_files(configuration));
+    let named = watched_files(configuration).into_iter().map(FileGroup::from);
+    let watcher = watch(std::iter::once(configuration_files(configuration)).chain(named).collect());
     let watcher = watcher.map_err(|error| warn!(%error, "cannot watch files for changes: reload with SIGHUP"));
     watcher.ok()
 }
 
+/// Return the configuration file and those that it includes. They come first: a successful reload reads the other files
+/// as well and ends this watch.
+fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
+    let all = |ConfigFiles { main, included, .. }| std::iter::once(main).chain(included).collect::<Vec<_>>();
+    let last = configuration.last_attempt();
+    let path = last.main.path.clone();
+    let directories = last.directories.clone();
+    let read = move |_: &[FileSnapshot]| {
+        let files = ConfigFiles::read(&path, &|name| std::env::var(name).ok());
+        files.map(all).map_err(|error| (path.clone(), error))
+    };
+    let configuration = configuration.clone();
+    let reload = move |files: &[FileSnapshot]| {
+        if all(configuration.last_attempt()) != files {
+            // The reload thread logs the result.
+            let _ = configuration.reload(ReloadCause::FileChanged).blocking_recv();
+        }
+    };
+    FileGroup { files: all(last), read: Box::new(read), directories, on_change: Box::new(reload) }
+}
+
+/// Return the files that the active configuration names, in the groups that are reloaded together.
 fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, OnChange)> {
     let config = &configuration.active().config;
     let mut files: Vec<(Vec<FileSnapshot>, OnChange)> = Vec::new();
-    // The configuration comes first: a successful reload reads the other files as well and ends this watch.
-    let reload = {
-        let configuration = configuration.clone();
-        move |files: &[FileSnapshot]| {
-            if !configuration.is_last_attempt(&files[0].content) {
-                // The reload thread logs the result.
-                let _ = configuration.reload(ReloadCause::FileChanged).blocking_recv();
-            }
-        }
-    };
-    files.push((vec![config.file.clone()], Box::new(reload)));
     for (index, file) in &config.auth.jwks_files {
         let config = config.clone();
         let index = *index;

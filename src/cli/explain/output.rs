@@ -8,7 +8,7 @@ use anstyle::{AnsiColor, Style};
 use crate::cli::admin::{format_duration, unit_suffix};
 use crate::tools::explain::report::{
     AccessReport, AuthReport, ClientReport, CorsReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport,
-    LimitReport, LimitUsage, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,
+    LimitReport, LimitUsage, MatchedRoute, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,
 };
 
 /// Maximum width of a line, unless a single word is longer.
@@ -47,12 +47,13 @@ fn write_request(explanation: &Explanation, out: &mut impl Write) -> io::Result<
         (None, true) => format!("{address}, a trusted proxy that reports no client"),
         (None, false) => format!("{address}, the peer, which is not a trusted proxy"),
     };
-    write_item(out, 6, "client", &[text])
+    write_item(out, 6, "client", &[text])?;
+    explanation.listener.iter().try_for_each(|name| write_item(out, 6, "listener", std::slice::from_ref(name)))
 }
 
 fn write_routes(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
     match &explanation.route {
-        Some(route) => write_heading(out, &format!("\nRoute {}: {}", route.route, route.path))?,
+        Some(route) => write_matched_route(route, out)?,
         None => write_heading(out, "\nNo route")?,
     }
     if !explanation.other_routes.is_empty() {
@@ -66,6 +67,18 @@ fn write_routes(explanation: &Explanation, out: &mut impl Write) -> io::Result<(
         0 => Ok(()),
         more => writeln!(out, "  {more} more with --all"),
     }
+}
+
+fn write_matched_route(matched: &MatchedRoute, out: &mut impl Write) -> io::Result<()> {
+    let MatchedRoute { route, path, host, listeners, methods, conditions } = matched;
+    write_heading(out, &format!("\nRoute {route}: {path}"))?;
+    let host: Vec<_> = host.iter().cloned().collect();
+    for (name, values) in [("host", &host), ("listeners", listeners), ("methods", methods)] {
+        if !values.is_empty() {
+            write_item(out, 9, name, &[values.join(", ")])?;
+        }
+    }
+    if conditions.is_empty() { Ok(()) } else { write_item(out, 9, "requires", conditions) }
 }
 
 fn write_access(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {

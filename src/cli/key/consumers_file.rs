@@ -13,7 +13,7 @@ use toml_edit::{Array, ArrayOfTables, Datetime, DocumentMut, InlineTable, Item, 
 use crate::cli::key::FINGERPRINT_DIGITS;
 use crate::cli::{env_var, load_for};
 use crate::config::Config;
-use crate::config::error::{ConfigError, Spanned};
+use crate::config::error::Spanned;
 use crate::config::file as config;
 use crate::config::file::closest_name;
 use crate::config::shorthand::datetime_us;
@@ -375,8 +375,7 @@ impl ConsumersFile {
     /// # Errors
     /// The configuration or the consumers file is invalid, or the file cannot be opened, created or locked.
     pub(super) fn open(config_path: &Path, provider: Option<&str>) -> anyhow::Result<Self> {
-        let gateway_file = config::read_gateway(config_path, &env_var)
-            .map_err(|file_issues| ConfigError { files: vec![file_issues] })?;
+        let gateway_file = config::read_gateway(config_path, &env_var)?;
         let name = consumers_name(&gateway_file.value, config_path, provider)?;
         if gateway_file.unresolved.iter().any(|value| value.is_within(&name.span())) {
             // The configuration is invalid: its error names the variable.

@@ -17,6 +17,8 @@ pub struct Explanation {
     pub raw_path: String,
     /// The client.
     pub client: ClientReport,
+    /// The listener that the client is connected to: its name, or its address. None: no listener has a name.
+    pub listener: Option<String>,
     /// The matched route.
     pub route: Option<MatchedRoute>,
     /// Other routes, closest match first.
@@ -63,6 +65,14 @@ pub struct MatchedRoute {
     pub route: String,
     /// The path as configured.
     pub path: String,
+    /// The host of the route that the request matches. None: any host.
+    pub host: Option<String>,
+    /// The names of its listeners. Empty: all.
+    pub listeners: Vec<String>,
+    /// Its methods. Empty: all.
+    pub methods: Vec<String>,
+    /// Its conditions on headers and query parameters.
+    pub conditions: Vec<String>,
 }
 
 /// A route that was not chosen.
@@ -72,8 +82,8 @@ pub struct OtherRoute {
     pub route: String,
     /// The path as configured.
     pub path: String,
-    /// The condition that does not match: `host`, `path`, `method` or `header`. `specific` if the route matches, but
-    /// another one is more specific.
+    /// The condition that does not match: `host`, `path`, `listener`, `method`, `header` or `query`. `specific` if the
+    /// route matches, but another one is more specific.
     pub mismatch: &'static str,
     /// The reason as text.
     pub reason: String,

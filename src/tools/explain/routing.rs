@@ -1,12 +1,13 @@
 //! The matched route, the mismatches of the other routes, and the requests and responses that the route produces.
 
+use std::collections::HashSet;
+
 use futures_util::FutureExt;
 use http::uri::PathAndQuery;
-use http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
+use http::{HeaderMap, HeaderValue, Response};
 use http_body_util::BodyExt;
 
 use crate::http::body::Body;
-use crate::http::cors;
 use crate::http::cors::CorsDecision;
 use crate::http::headers::{HeaderMutations, X_REQUEST_ID};
 use crate::limiter::decision::Decision;
@@ -16,7 +17,8 @@ use crate::proxy::header_values::RequestVariables;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::mirror::MIRROR_HEADER;
 use crate::proxy::rate_limit::append_ratelimit_headers;
-use crate::proxy::target::RequestTarget;
+use crate::routing::RouteRequest;
+use crate::routing::condition::ConditionSource;
 use crate::routing::explain::{Candidate, MismatchReason};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::route_action::WeightedUpstreams;
@@ -27,71 +29,106 @@ use crate::tools::explain::report::{
 
 type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
-/// Report the matched route.
-pub(super) fn matched_route(route: &Route) -> MatchedRoute {
-    MatchedRoute { route: route.name.to_string(), path: route.path.to_string() }
+/// All routes compared with a request.
+pub(super) struct Comparison<'r> {
+    config: &'r CompiledConfig,
+    /// The chosen route, if there is one.
+    winner: Option<RouteCandidate<'r>>,
+    /// The other routes, closest match first.
+    others: Vec<RouteCandidate<'r>>,
 }
 
-/// Return at most `max` routes that were not chosen, closest match first, and the number of further ones.
-pub(super) fn other_routes(
-    config: &CompiledConfig,
-    request: &Request<()>,
-    target: &RequestTarget<'_>,
-    route_index: Option<usize>,
-    max: usize,
-) -> (Vec<OtherRoute>, usize) {
-    let headers = request.headers();
-    // A preflight is for the route of the method that it asks for.
-    let requested_method =
-        target.find_preflight_route(config, request).and_then(|_| cors::requested_method(request.method(), headers));
-    let method = requested_method.as_ref().unwrap_or(request.method());
-    let mut all = config.table.candidates(&target.host, &target.path, method, headers);
-    all.sort_by_key(|candidate| (candidate.distance(), candidate.target.index));
-    let (winner, others): (Vec<_>, Vec<_>) =
-        all.into_iter().partition(|to_report| Some(to_report.target.index) == route_index);
-    let others_left_out = others.len().saturating_sub(max);
-    let other = |other: &RouteCandidate<'_>| {
-        let (mismatch, reason) = mismatch_reason(other, winner.first());
-        OtherRoute { route: other.target.name.to_string(), path: other.target.path.to_string(), mismatch, reason }
-    };
-    (others.iter().take(max).map(other).collect(), others_left_out)
-}
+impl<'r> Comparison<'r> {
+    /// Compare all routes with a request. `chosen` is the index of the route that the lookup returned.
+    pub(super) fn new(config: &'r CompiledConfig, request: &RouteRequest<'_>, chosen: Option<usize>) -> Self {
+        let mut all = config.table.candidates(request);
+        all.sort_by_key(|candidate| (candidate.distance(), candidate.target.index));
+        // A route has a candidate for each host and trailing slash: keep the closest one.
+        let mut seen = HashSet::new();
+        all.retain(|candidate| seen.insert(candidate.target.index));
+        let (mut winner, others): (Vec<_>, Vec<_>) =
+            all.into_iter().partition(|candidate| Some(candidate.target.index) == chosen);
+        Comparison { config, winner: winner.pop(), others }
+    }
 
-/// The condition that does not match, and the explanation.
-fn mismatch_reason(other: &RouteCandidate<'_>, winner: Option<&RouteCandidate<'_>>) -> (&'static str, String) {
-    match other.mismatch {
-        Some(MismatchReason::Host) => ("host", format!("it is for the host {}", other.host.as_deref().unwrap_or("*"))),
-        Some(MismatchReason::Path) => ("path", format!("its path is {}", other.target.path)),
-        Some(MismatchReason::Method) => ("method", format!("it is for {} only", method_list(other))),
-        Some(MismatchReason::Header(name)) => {
-            ("header", format!("it requires `{}`", required_header(other.headers, name)))
+    /// Report the chosen route.
+    pub(super) fn matched_route(&self, route: &Route) -> MatchedRoute {
+        let winner = self.winner.as_ref();
+        MatchedRoute {
+            route: route.name.to_string(),
+            path: route.path.to_string(),
+            host: winner.and_then(|winner| winner.host.clone()),
+            listeners: winner.map_or_else(Vec::new, |winner| self.listener_names(winner)),
+            methods: winner.into_iter().flat_map(|winner| winner.methods).map(ToString::to_string).collect(),
+            conditions: winner.into_iter().flat_map(|winner| winner.conditions).map(ToString::to_string).collect(),
         }
-        None => ("specific", winner.map_or_else(String::new, |winner| specificity_reason(other, winner))),
+    }
+
+    /// Report at most `max` of the other routes, closest match first. Return the number of further ones as well.
+    pub(super) fn other_routes(&self, max: usize) -> (Vec<OtherRoute>, usize) {
+        let other = |other: &RouteCandidate<'_>| {
+            let (mismatch, reason) = self.mismatch_reason(other);
+            OtherRoute { route: other.target.name.to_string(), path: other.target.path.to_string(), mismatch, reason }
+        };
+        (self.others.iter().take(max).map(other).collect(), self.others.len().saturating_sub(max))
+    }
+
+    fn listener_names(&self, candidate: &RouteCandidate<'_>) -> Vec<String> {
+        let listeners = candidate.listeners.iter().filter_map(|index| self.config.listeners.get(*index));
+        listeners.filter_map(|listener| listener.name.as_deref()).map(str::to_owned).collect()
+    }
+
+    /// The condition that does not match, and the explanation.
+    fn mismatch_reason(&self, other: &RouteCandidate<'_>) -> (&'static str, String) {
+        match other.mismatch {
+            Some(MismatchReason::Host) => {
+                ("host", format!("it is for the host {}", other.host.as_deref().unwrap_or("*")))
+            }
+            Some(MismatchReason::Path) if other.target.path_pattern.is_regex() => {
+                ("path", format!("its expression is {}", other.target.path))
+            }
+            Some(MismatchReason::Path) => ("path", format!("its path is {}", other.target.path)),
+            Some(MismatchReason::Listener) => {
+                ("listener", format!("it is for the listener {} only", self.listener_names(other).join(", ")))
+            }
+            Some(MismatchReason::Method) => {
+                let methods: Vec<_> = other.methods.iter().map(http::Method::as_str).collect();
+                ("method", format!("it is for {} only", methods.join(", ")))
+            }
+            Some(MismatchReason::Condition(condition)) => {
+                let kind = match condition.source {
+                    ConditionSource::Header(_) => "header",
+                    ConditionSource::Query(_) => "query",
+                };
+                (kind, format!("it requires {condition}"))
+            }
+            None => {
+                ("specific", self.winner.as_ref().map_or_else(String::new, |winner| specificity_reason(other, winner)))
+            }
+        }
     }
 }
 
-/// Why `winner` is more specific than `other`, which matches as well: by host, then path, then methods and headers.
+/// Why `winner` is more specific than `other`, which matches as well: by host, path, listeners, methods, conditions.
 fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -> String {
     let better = &winner.target.name;
+    let (path, better_path) = (&other.target.path_pattern, &winner.target.path_pattern);
     if other.host != winner.host {
         return format!("it matches, but the host of {better} is more specific");
     }
-    if !other.target.path_pattern.matches_same_paths(&winner.target.path_pattern) {
-        return format!("it matches, but the path of {better} is more specific");
+    if !path.matches_same_paths(better_path) {
+        return match path.is_regex() && better_path.is_regex() {
+            true => format!("it matches, but the expression of {better} comes first in the file"),
+            false => format!("it matches, but the path of {better} is more specific"),
+        };
+    }
+    if other.listeners.is_empty() != winner.listeners.is_empty() {
+        return format!("it matches, but {better} lists the listener");
     }
     if other.methods.is_empty() != winner.methods.is_empty() {
         return format!("it matches, but {better} lists the method");
     }
-    format!("it matches, but {better} requires more headers")
-}
-
-fn method_list(other: &RouteCandidate<'_>) -> String {
-    other.methods.iter().map(http::Method::as_str).collect::<Vec<_>>().join(", ")
-}
-
-fn required_header(headers: &[(HeaderName, HeaderValue)], name: &HeaderName) -> String {
-    let value = headers.iter().find(|(wanted, _)| wanted == name).map(|(_, value)| value.as_bytes());
-    format!("{name}: {}", String::from_utf8_lossy(value.unwrap_or_default()))
+    format!("it matches, but {better} has more conditions")
 }
 
 // The forwarded request.
@@ -206,12 +243,15 @@ pub(super) fn rejection_response(
 }
 
 /// Report the response to an admitted request.
+///
+/// # Errors
+/// The action of the route rejects the request.
 pub(super) fn admitted_response(
     variables: &RequestVariables<'_, ()>,
     path: &str,
     decision: Option<&Decision<'_>>,
     cors: Option<&CorsDecision<'_>>,
-) -> ResponseReport {
+) -> Result<ResponseReport, Rejection<'static>> {
     let RequestVariables { route, request, .. } = *variables;
     let mutations = &route.response_headers;
     let values = mutations.render_without_literals(|variable| variables.content(variable));
@@ -230,19 +270,21 @@ pub(super) fn admitted_response(
             let mut headers = HeaderMap::new();
             apply_headers(&mut headers);
             let removed = mutations.remove.iter().map(ToString::to_string).collect();
-            return ResponseReport {
+            return Ok(ResponseReport {
                 source: "upstream",
                 outcome: "ok",
                 headers: header_reports(&headers, is_configured),
                 removed_headers: removed,
                 ..ResponseReport::default()
-            };
+            });
         }
         RouteAction::DirectResponse(direct_response) => direct_response.response(),
-        RouteAction::Redirect(redirect) => redirect.response(&route.path_pattern, path, request.uri().query()),
+        RouteAction::Redirect(redirect) => {
+            redirect.response(request, &route.path_pattern, path).map_err(Rejection::InvalidHost)?
+        }
     };
     apply_headers(response.headers_mut());
-    gateway_response(response, "ok", is_configured)
+    Ok(gateway_response(response, "ok", is_configured))
 }
 
 fn gateway_response(

@@ -110,6 +110,8 @@ pub struct LineResolver<'v> {
     /// Variants by limit.
     pub variants: Vec<Vec<Arc<LimitVariant>>>,
     host_cache: (Vec<u8>, Option<HeaderValue>),
+    /// The listener of requests whose log does not name the route: the first one with TLS, otherwise the first one.
+    listener: usize,
     /// Number of lines from trusted proxies without the client address header.
     pub missing_client_count: u64,
 }
@@ -123,6 +125,7 @@ impl<'v> LineResolver<'v> {
             seen: config.limits.iter().map(|_| SeenIdentities::default()).collect(),
             variants: config.limits.iter().map(|limit| vec![limit.variant.clone()]).collect(),
             host_cache: Default::default(),
+            listener: config.compiled.listeners.iter().position(|listener| listener.tls.is_some()).unwrap_or(0),
             missing_client_count: 0,
         }
     }
@@ -140,11 +143,11 @@ impl<'v> LineResolver<'v> {
             Ok(target) => target,
             Err(_) => return ResolvedLine::Rejected(RejectReason::Malformed),
         };
-        let (method, headers) = (self.request.method(), self.request.headers());
+        let headers = self.request.headers();
         let named = entry.route.as_deref().and_then(|name| compiled.routes.iter().find(|route| *route.name == *name));
         let route: &Route = match named {
             Some(route) => route,
-            None => match compiled.table.find(&target.host, &target.path, method, headers) {
+            None => match compiled.table.find(&target.route_request(&self.request, self.listener)) {
                 Ok(route) => route,
                 Err(NoMatch::NotFound | NoMatch::MethodNotAllowed(_)) => {
                     return ResolvedLine::Rejected(RejectReason::NoRoute);
@@ -153,7 +156,7 @@ impl<'v> LineResolver<'v> {
         };
         let replay_route = &self.config.routes[route.index];
         // Logs of other programs have no `Origin`: OPTIONS requests of a route with CORS are nearly always preflights.
-        let is_preflight = entry.route.is_none() && *method == Method::OPTIONS && route.cors.is_some();
+        let is_preflight = entry.route.is_none() && *self.request.method() == Method::OPTIONS && route.cors.is_some();
         if is_preflight || replay_route.limits.is_empty() {
             return ResolvedLine::Unlimited;
         }

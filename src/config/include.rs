@@ -1,0 +1,434 @@
+//! Included files: the patterns of `include`, the texts of all files of a configuration, and their tables as one.
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::config::error::{FileIssues, Issue};
+use crate::config::file::{EnvLookup, FileSnapshot, closest_name, substituted, utf8_text};
+
+/// The tables that an included file may have. Their entries join those of the including file.
+const INCLUDED_TABLES: [&str; 3] = ["route", "limit", "upstream"];
+
+/// The included tables as they are written.
+const TABLE_FORMS: &str = "an included file has [[route]], [limit.NAME] and [upstream.NAME] only";
+
+/// The texts of a configuration: a file, and the files that it includes. The spans of all values count bytes in all
+/// texts together, so that a span also says which file it is in.
+#[derive(Debug, Clone)]
+pub struct Sources {
+    /// The including file, followed by the included ones in the order of their tables.
+    files: Vec<SourceFile>,
+    /// Directories that the patterns of `include` search.
+    directories: BTreeSet<PathBuf>,
+}
+
+/// One file of a configuration.
+#[derive(Debug, Clone)]
+pub struct SourceFile {
+    /// Path of the file.
+    pub path: PathBuf,
+    /// Text of the file.
+    pub text: String,
+    /// Offset of the text in the spans.
+    pub(super) start: usize,
+}
+
+impl Sources {
+    /// Create the sources of a file that includes no others.
+    pub fn new(path: &Path, text: String) -> Self {
+        Sources { files: vec![SourceFile { path: path.to_owned(), text, start: 0 }], directories: BTreeSet::new() }
+    }
+
+    /// Return all files. The first one is the including file.
+    pub fn files(&self) -> &[SourceFile] {
+        &self.files
+    }
+
+    /// Return the directories that the patterns of `include` search.
+    pub fn directories(&self) -> &BTreeSet<PathBuf> {
+        &self.directories
+    }
+
+    /// Return the path and the text of the including file.
+    pub fn main(&self) -> (&Path, &str) {
+        self.files.first().map_or((Path::new(""), ""), |file| (&file.path, &file.text))
+    }
+
+    fn add(&mut self, path: PathBuf, text: String) {
+        // The byte between two texts keeps the end of one apart from the start of the next.
+        let start = self.files.last().map_or(0, |last| last.start + last.text.len() + 1);
+        self.files.push(SourceFile { path, text, start });
+    }
+
+    /// Return the index of the file that a span is in.
+    fn index_of(&self, span: &Range<usize>) -> usize {
+        self.files.partition_point(|file| file.start <= span.start).saturating_sub(1)
+    }
+
+    /// Return the file that a span is in. There is always one.
+    fn file_of(&self, span: &Range<usize>) -> Option<&SourceFile> {
+        self.files.get(self.index_of(span))
+    }
+
+    /// Return the directory of the file that a span is in.
+    pub fn directory_of(&self, span: &Range<usize>) -> &Path {
+        self.file_of(span).and_then(|file| file.path.parent()).unwrap_or(Path::new(""))
+    }
+
+    /// Return the text at a span.
+    pub fn text_at(&self, span: &Range<usize>) -> Option<&str> {
+        let file = self.file_of(span)?;
+        file.text.get(span.start.checked_sub(file.start)?..span.end.checked_sub(file.start)?)
+    }
+
+    /// Return the text before an offset, on the same line.
+    pub fn line_before(&self, offset: usize) -> &str {
+        let before = self.file_of(&(offset..offset)).and_then(|file| file.text.get(..offset.checked_sub(file.start)?));
+        before.and_then(|before| before.rsplit('\n').next()).unwrap_or_default()
+    }
+
+    /// Return `line 3`, or `line 3 of FILE` if there are several files.
+    pub fn line_name(&self, span: &Range<usize>) -> String {
+        let Some(file) = self.file_of(span) else { return String::new() };
+        let issue = Issue::new(span.start - file.start..span.start - file.start, "");
+        let (line, _) = issue.position(&file.text).unwrap_or((1, 1));
+        if self.files.len() > 1 { format!("line {line} of {}", file.path.display()) } else { format!("line {line}") }
+    }
+
+    /// Return the hint that names the line of an earlier definition.
+    pub fn first_line_hint(&self, first: &Range<usize>) -> String {
+        format!("the first one is in {}", self.line_name(first))
+    }
+
+    /// Divide issues by file. Their spans become those of their file. Issues without a span are those of the including
+    /// file.
+    pub fn by_file(&self, issues: Vec<Issue>) -> Vec<FileIssues> {
+        let mut by_file: Vec<_> = self.files.iter().map(|_| Vec::new()).collect();
+        for mut issue in issues {
+            let index = issue.span.as_ref().map_or(0, |span| self.index_of(span));
+            if let (Some(issues), Some(file)) = (by_file.get_mut(index), self.files.get(index)) {
+                issue.span = issue.span.map(|span| span.start - file.start..span.end.saturating_sub(file.start));
+                issues.push(issue);
+            }
+        }
+        let files = self.files.iter().zip(by_file).filter(|(_, issues)| !issues.is_empty());
+        files.map(|(file, issues)| FileIssues { path: file.path.clone(), text: file.text.clone(), issues }).collect()
+    }
+}
+
+/// Read the files that a configuration includes. Return the sources, and the issues of `include`.
+///
+/// # Errors
+/// Included files that are not UTF-8.
+pub(super) fn read(
+    path: &Path,
+    text: String,
+    environment: EnvLookup<'_>,
+) -> Result<(Sources, Vec<Issue>), Vec<FileIssues>> {
+    let Expansion { files, directories, mut issues } = expand(path, &text, environment);
+    let mut sources = Sources { directories, ..Sources::new(path, text) };
+    let mut faulty = Vec::new();
+    for (path, span) in files {
+        match fs::read(&path) {
+            Err(error) => {
+                issues.push(Issue::new(span, format!("{} cannot be read: {error}", path.display())));
+            }
+            Ok(content) => match utf8_text(&path, content) {
+                Ok(text) => sources.add(path, text),
+                Err(file) => faulty.push(file),
+            },
+        }
+    }
+    if faulty.is_empty() { Ok((sources, issues)) } else { Err(faulty) }
+}
+
+/// The files of a configuration at the time when they were read, and the directories in which more may appear.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConfigFiles {
+    /// The including file.
+    pub main: FileSnapshot,
+    /// The included files.
+    pub included: Vec<FileSnapshot>,
+    /// Directories that the patterns of `include` search.
+    pub directories: BTreeSet<PathBuf>,
+}
+
+impl ConfigFiles {
+    /// Return the files of a configuration.
+    pub fn from_sources(sources: &Sources) -> Self {
+        let snapshot =
+            |path: &Path, text: &str| FileSnapshot { path: path.to_owned(), content: text.as_bytes().to_vec() };
+        let (path, text) = sources.main();
+        ConfigFiles {
+            main: snapshot(path, text),
+            included: sources.files.iter().skip(1).map(|file| snapshot(&file.path, &file.text)).collect(),
+            directories: sources.directories.clone(),
+        }
+    }
+
+    /// Read the files of a configuration, which may be invalid. Included files that cannot be read are left out.
+    ///
+    /// # Errors
+    /// The including file cannot be read.
+    pub fn read(path: &Path, environment: EnvLookup<'_>) -> io::Result<Self> {
+        let main = FileSnapshot::read(path)?;
+        let Expansion { files, directories, .. } = expand(path, &String::from_utf8_lossy(&main.content), environment);
+        let included = files.into_iter().filter_map(|(path, _)| FileSnapshot::read(&path).ok()).collect();
+        Ok(ConfigFiles { main, included, directories })
+    }
+}
+
+/// The files that the patterns of `include` name.
+#[derive(Debug, Default)]
+struct Expansion {
+    /// Path of each file, with the span of its pattern.
+    files: Vec<(PathBuf, Range<usize>)>,
+    directories: BTreeSet<PathBuf>,
+    issues: Vec<Issue>,
+}
+
+/// Expand the patterns of `include` in the text of a file. Errors of the text itself are reported elsewhere.
+fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
+    let mut expansion = Expansion::default();
+    if !text.contains("include") {
+        return expansion;
+    }
+    let Ok(table) = DeTable::parse(text) else { return expansion };
+    let patterns = table.get_ref().get("include").and_then(|patterns| patterns.get_ref().as_array());
+    let mut seen: Vec<(PathBuf, Option<Range<usize>>)> = vec![(canonical(path), None)];
+    for pattern in patterns.into_iter().flat_map(|patterns| patterns.iter()) {
+        let (Some(written), span) = (pattern.get_ref().as_str(), pattern.span()) else { continue };
+        let Some(written) = substituted(written, environment) else {
+            // The variable is the error.
+            expansion.issues.push(Issue::new(span, "the included files are unknown"));
+            continue;
+        };
+        let files = match matching_files(path, &written, &mut expansion.directories) {
+            Ok(files) => files,
+            Err(issue) => {
+                expansion.issues.push(Issue { span: Some(span), ..issue });
+                continue;
+            }
+        };
+        for file in files {
+            let canonical = canonical(&file);
+            let name = file.display();
+            expansion.issues.push(match seen.iter().find(|(other, _)| *other == canonical) {
+                None => {
+                    seen.push((canonical, Some(span.clone())));
+                    expansion.files.push((file, span.clone()));
+                    continue;
+                }
+                Some((_, None)) => Issue::new(span.clone(), format!("{name} includes itself"))
+                    .with_hint("keep included files in a directory of their own: include = [\"routes/*.toml\"]"),
+                Some((_, Some(first))) => {
+                    let line = Sources::new(path, text.to_owned()).line_name(first);
+                    Issue::new(span.clone(), format!("{name} is included twice"))
+                        .with_hint(format!("the first pattern that matches it is in {line}"))
+                }
+            });
+        }
+    }
+    expansion
+}
+
+/// Return the path that all names of a file have in common.
+fn canonical(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
+}
+
+/// Return the files that a pattern matches, sorted by name. Add the directory that it searches to `directories`.
+///
+/// # Errors
+/// The pattern is not valid, or its directory cannot be read.
+fn matching_files(path: &Path, pattern: &str, directories: &mut BTreeSet<PathBuf>) -> Result<Vec<PathBuf>, Issue> {
+    let issue = |message: String, hint: &str| Issue { span: None, message, hint: Some(hint.to_owned()) };
+    let example = "a path or a pattern, relative to this file: \"routes/*.toml\"";
+    let (directory, name) = pattern.rsplit_once('/').map_or(("", pattern), |(directory, name)| match directory {
+        "" => ("/", name),
+        directory => (directory, name),
+    });
+    if name.is_empty() {
+        return Err(issue(format!("`{pattern}` is not a file"), example));
+    }
+    if directory.contains(['*', '?']) {
+        let hint = "`*` and `?` are valid in the file name only";
+        return Err(issue(format!("`{pattern}` has a wildcard in a directory"), hint));
+    }
+    let base = path.parent().unwrap_or(Path::new(""));
+    // Joining an empty path would add a slash.
+    let directory = if directory.is_empty() { base.to_owned() } else { base.join(directory) };
+    directories.insert(directory.clone());
+    if !name.contains(['*', '?']) {
+        return Ok(vec![directory.join(name)]);
+    }
+    let searched = if directory.as_os_str().is_empty() { Path::new(".") } else { &directory };
+    let entries = fs::read_dir(searched).and_then(|entries| entries.collect::<io::Result<Vec<_>>>());
+    let entries = entries
+        .map_err(|error| issue(format!("the directory {} cannot be read: {error}", searched.display()), example))?;
+    let names = entries.iter().map(fs::DirEntry::file_name).filter(|entry| matches_pattern(name, entry));
+    let mut files: Vec<_> = names.map(|name| directory.join(name)).filter(|file| file.is_file()).collect();
+    files.sort();
+    Ok(files)
+}
+
+/// Return whether a file name matches a pattern with `*` (any characters) and `?` (one character). As in shells, only a
+/// pattern that starts with a dot matches hidden files.
+fn matches_pattern(pattern: &str, name: &OsStr) -> bool {
+    let name = name.to_string_lossy();
+    if name.starts_with('.') && !pattern.starts_with('.') {
+        return false;
+    }
+    let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
+    // `matched[n]`: the pattern so far matches the first n characters of the name.
+    let mut matched: Vec<bool> = (0..=name.len()).map(|length| length == 0).collect();
+    for sign in pattern {
+        let mut next = vec![sign == '*' && matched[0]];
+        for (index, character) in name.iter().enumerate() {
+            next.push(match sign {
+                '*' => matched[index + 1] || next[index],
+                '?' => matched[index],
+                literal => matched[index] && literal == *character,
+            });
+        }
+        matched = next;
+    }
+    matched.last() == Some(&true)
+}
+
+// The tables of all files as one.
+
+/// Add an offset to all spans of a table.
+pub(super) fn shift_spans<'t>(table: DeTable<'t>, offset: usize) -> DeTable<'t> {
+    fn shifted<T>(value: Spanned<T>, offset: usize) -> Spanned<T> {
+        let span = value.span();
+        Spanned::new(span.start + offset..span.end + offset, value.into_inner())
+    }
+    fn shift_value<'t>(value: Spanned<DeValue<'t>>, offset: usize) -> Spanned<DeValue<'t>> {
+        let value = shifted(value, offset);
+        let span = value.span();
+        Spanned::new(
+            span,
+            match value.into_inner() {
+                DeValue::Table(table) => DeValue::Table(shift_spans(table, offset)),
+                DeValue::Array(items) => {
+                    DeValue::Array(items.into_iter().map(|item| shift_value(item, offset)).collect())
+                }
+                other => other,
+            },
+        )
+    }
+    if offset == 0 {
+        return table;
+    }
+    table.into_iter().map(|(key, value)| (shifted(key, offset), shift_value(value, offset))).collect()
+}
+
+/// Add the tables of an included file to those of the configuration.
+pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &Sources, issues: &mut Vec<Issue>) {
+    let (main, _) = sources.main();
+    for (key, value) in included {
+        let name = key.get_ref().to_string();
+        if !INCLUDED_TABLES.contains(&name.as_str()) {
+            let (message, hint) = match &*name {
+                "include" => {
+                    let hint = format!("list all files in `include` of {}", main.display());
+                    ("an included file cannot include others".to_owned(), hint)
+                }
+                _ => match closest_name(&name, INCLUDED_TABLES) {
+                    Some(near) => (format!("unknown key `{name}`"), format!("did you mean `{near}`?")),
+                    None => {
+                        let hint = format!("move it to {}: {TABLE_FORMS}", main.display());
+                        (format!("`{name}` is not valid in an included file"), hint)
+                    }
+                },
+            };
+            issues.push(Issue::new(key.span(), message).with_hint(hint));
+            continue;
+        }
+        let is_expected = match name.as_str() {
+            "route" => matches!(value.get_ref(), DeValue::Array(_)),
+            _ => matches!(value.get_ref(), DeValue::Table(_)),
+        };
+        if !is_expected {
+            issues.push(Issue::new(key.span(), format!("`{name}` has another form")).with_hint(TABLE_FORMS));
+            continue;
+        }
+        let Some(existing) = all.get_mut(name.as_str()) else {
+            all.insert(key, value);
+            continue;
+        };
+        match (existing.get_mut(), value.into_inner()) {
+            (DeValue::Array(all), DeValue::Array(items)) => items.into_iter().for_each(|item| all.push(item)),
+            (DeValue::Table(all), DeValue::Table(entries)) => {
+                for (key, value) in entries {
+                    match all.get_key_value(&**key.get_ref()) {
+                        Some((first, _)) => {
+                            let issue = Issue::new(key.span(), format!("duplicate {name} `{}`", key.get_ref()));
+                            issues.push(issue.with_hint(sources.first_line_hint(&first.span())));
+                        }
+                        None => drop(all.insert(key, value)),
+                    }
+                }
+            }
+            // Deserialization reports the type of the other table.
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_match_as_in_shells() {
+        for (pattern, matching, others) in [
+            ("*.toml", &["a.toml", "a.b.toml"][..], &[".toml", ".a.toml", "a.tom", "a.toml~", "a_toml"][..]),
+            ("route-?.toml", &["route-1.toml", "route-\u{e9}.toml"], &["route-.toml", "route-10.toml"]),
+            ("a*b*c", &["abc", "aXbXc", "abbcc"], &["ab", "acb", "abcd"]),
+            ("*", &["x"], &["", ".x"]),
+            (".*", &[".x"], &["x"]),
+            ("a[b].toml", &["a[b].toml"], &["ab.toml"]),
+        ] {
+            assert!(matching.iter().all(|name| matches_pattern(pattern, OsStr::new(name))), "{pattern}");
+            for name in others.iter().filter(|name| !name.is_empty()) {
+                assert!(!matches_pattern(pattern, OsStr::new(name)), "{pattern} must not match {name}");
+            }
+        }
+    }
+
+    #[test]
+    fn spans_say_which_file_they_are_in() {
+        let mut sources = Sources::new(Path::new("gateway.toml"), "a = 1\nb = 2\n".to_owned());
+        assert_eq!(sources.line_name(&(6..7)), "line 2");
+        sources.add("routes/one.toml".into(), "c = 3\n\nd = 4".to_owned());
+        sources.add("routes/two.toml".into(), String::new());
+        sources.add("routes/three.toml".into(), "e = 5".to_owned());
+        let start = |index: usize| sources.files()[index].start;
+        for (span, text, line) in [
+            (0..1, Some("a"), "line 1 of gateway.toml"),
+            (10..11, Some("2"), "line 2 of gateway.toml"),
+            (start(1)..start(1) + 5, Some("c = 3"), "line 1 of routes/one.toml"),
+            (start(1) + 11..start(1) + 12, Some("4"), "line 3 of routes/one.toml"),
+            (start(2)..start(2), Some(""), "line 1 of routes/two.toml"),
+            (start(3) + 4..start(3) + 5, Some("5"), "line 1 of routes/three.toml"),
+        ] {
+            assert_eq!(sources.text_at(&span), text, "{span:?}");
+            assert_eq!(sources.line_name(&span), line, "{span:?}");
+        }
+        assert_eq!(sources.line_before(start(1) + 11), "d = ");
+        let issue = |start: usize| Issue::new(start..start + 1, "x");
+        let issues = vec![issue(start(3) + 4), issue(0), Issue { span: None, ..issue(0) }, issue(start(1))];
+        let files = sources.by_file(issues);
+        let found: Vec<_> = files.iter().map(|file| (file.path.to_str().unwrap(), file.issues.len())).collect();
+        assert_eq!(found, [("gateway.toml", 2), ("routes/one.toml", 1), ("routes/three.toml", 1)]);
+        assert_eq!(files[2].issues[0].span, Some(4..5), "as in the file itself");
+    }
+}

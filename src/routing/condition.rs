@@ -1,0 +1,212 @@
+//! Conditions of routes on request headers and query parameters.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use http::{HeaderMap, HeaderName};
+use percent_encoding::percent_decode_str;
+
+use crate::routing::expression::Expression;
+
+/// A condition on the values of a header or of a query parameter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Condition {
+    /// Where the values are.
+    pub source: ConditionSource,
+    /// What the values must be.
+    pub test: ValueTest,
+}
+
+/// The source of the values that a condition tests.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ConditionSource {
+    /// The lines of a request header. A list in one line is one value.
+    Header(HeaderName),
+    /// The query parameters with this name, after decoding.
+    Query(Box<str>),
+}
+
+/// What the values must be.
+///
+/// A header or parameter that is present more than once meets only [`Present`](Self::Present): servers use the first
+/// value, the last one or all of them, so that the client would choose the value that the upstream reads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ValueTest {
+    /// Exactly one value, equal to this.
+    Exact(Box<[u8]>),
+    /// Exactly one value, which begins with this.
+    Prefix(Box<[u8]>),
+    /// Exactly one value, which the expression matches as a whole.
+    Regex(Expression),
+    /// At least one value.
+    Present,
+    /// No value.
+    Absent,
+}
+
+impl Condition {
+    /// Return whether a request with these headers and this query meets the condition.
+    pub fn matches(&self, headers: &HeaderMap, query: Option<&str>) -> bool {
+        match &self.source {
+            ConditionSource::Header(name) => {
+                self.test.matches(headers.get_all(name).iter().map(|value| Cow::Borrowed(value.as_bytes())))
+            }
+            ConditionSource::Query(name) => self.test.matches(query_values(query.unwrap_or_default(), name)),
+        }
+    }
+
+    /// Return whether no request meets both conditions. `false` if that is unknown, as for two expressions.
+    pub fn excludes(&self, other: &Condition) -> bool {
+        use ValueTest::{Absent, Exact, Prefix, Present, Regex};
+        self.source == other.source
+            && match (&self.test, &other.test) {
+                (Absent, test) | (test, Absent) => *test != Absent,
+                (Exact(one), Exact(other)) => one != other,
+                (Exact(value), Prefix(prefix)) | (Prefix(prefix), Exact(value)) => !value.starts_with(prefix),
+                (Exact(value), Regex(expression)) | (Regex(expression), Exact(value)) => !expression.is_match(value),
+                (Prefix(one), Prefix(other)) => !one.starts_with(other) && !other.starts_with(one),
+                (Present | Prefix(_) | Regex(_), Present | Prefix(_) | Regex(_))
+                | (Exact(_), Present)
+                | (Present, Exact(_)) => false,
+            }
+    }
+
+    /// Return whether every request that meets `other` meets this condition as well. `false` if that is unknown.
+    pub fn is_implied_by(&self, other: &Condition) -> bool {
+        use ValueTest::{Exact, Prefix, Present, Regex};
+        self.source == other.source
+            && match (&self.test, &other.test) {
+                (one, other) if one == other => true,
+                (Present, Exact(_) | Prefix(_) | Regex(_)) => true,
+                (Prefix(prefix), Exact(value) | Prefix(value)) => value.starts_with(prefix),
+                (Regex(expression), Exact(value)) => expression.is_match(value),
+                _ => false,
+            }
+    }
+}
+
+/// The condition as the object of "the route requires".
+impl fmt::Display for Condition {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (kind, name, separator) = match &self.source {
+            ConditionSource::Header(name) => ("header", name.as_str(), ": "),
+            ConditionSource::Query(name) => ("query parameter", &**name, "="),
+        };
+        match &self.test {
+            ValueTest::Exact(value) => write!(f, "the {kind} `{name}{separator}{}`", String::from_utf8_lossy(value)),
+            ValueTest::Prefix(prefix) => {
+                write!(f, "the {kind} `{name}` to begin with `{}`", String::from_utf8_lossy(prefix))
+            }
+            ValueTest::Regex(expression) => write!(f, "the {kind} `{name}` to match `{}`", expression.as_str()),
+            ValueTest::Present => write!(f, "the {kind} `{name}`"),
+            ValueTest::Absent => write!(f, "no {kind} `{name}`"),
+        }
+    }
+}
+
+impl ValueTest {
+    fn matches<'v>(&self, mut values: impl Iterator<Item = Cow<'v, [u8]>>) -> bool {
+        let first = values.next();
+        match self {
+            ValueTest::Present => return first.is_some(),
+            ValueTest::Absent => return first.is_none(),
+            ValueTest::Exact(_) | ValueTest::Prefix(_) | ValueTest::Regex(_) => {}
+        }
+        let Some(value) = first.filter(|_| values.next().is_none()) else { return false };
+        match self {
+            ValueTest::Exact(expected) => *value == **expected,
+            ValueTest::Prefix(prefix) => value.starts_with(prefix),
+            ValueTest::Regex(expression) => expression.is_match(&value),
+            ValueTest::Present | ValueTest::Absent => false,
+        }
+    }
+}
+
+/// Return the values of the parameters of a query that have this name, all decoded as by [`form_decoded`]. A parameter
+/// without `=` has an empty value.
+pub fn query_values<'q>(query: &'q str, name: &str) -> impl Iterator<Item = Cow<'q, [u8]>> {
+    let pairs = query.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
+    pairs.filter(move |(key, _)| *form_decoded(key) == *name.as_bytes()).map(|(_, value)| form_decoded(value))
+}
+
+/// Decode a name or value of a query as forms encode it (WHATWG URL §5.1). Bytes that are not UTF-8 are kept.
+/// Replacement characters would make different values equal.
+fn form_decoded(text: &str) -> Cow<'_, [u8]> {
+    if text.contains(['%', '+']) {
+        Cow::Owned(percent_decode_str(&text.replace('+', " ")).collect())
+    } else {
+        Cow::Borrowed(text.as_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tests() -> [ValueTest; 6] {
+        [
+            ValueTest::Exact(b"gold"[..].into()),
+            ValueTest::Exact(b"free"[..].into()),
+            ValueTest::Prefix(b"go"[..].into()),
+            ValueTest::Regex(Expression::new("g.*").unwrap()),
+            ValueTest::Present,
+            ValueTest::Absent,
+        ]
+    }
+
+    fn header(test: ValueTest) -> Condition {
+        Condition { source: ConditionSource::Header(HeaderName::from_static("x-plan")), test }
+    }
+
+    #[test]
+    fn only_present_accepts_several_values() {
+        for (values, query, expected) in [
+            (&[][..], "other=gold", [false, false, false, false, false, true]),
+            (&["gold"], "x-plan=gold", [true, false, true, true, true, false]),
+            (&["free"], "a=b&x-plan=free", [false, true, false, false, true, false]),
+            (&["golden"], "x-plan=%67old%65n", [false, false, true, true, true, false]),
+            (&["GOLD"], "x-plan=GOLD", [false, false, false, false, true, false]),
+            (&["gold", "free"], "x-plan=gold&x-plan=free", [false, false, false, false, true, false]),
+            (&["gold", "gold"], "x-plan=gold&x%2dplan=gold", [false, false, false, false, true, false]),
+            (&[""], "x-plan", [false, false, false, false, true, false]),
+            (&["gold, free"], "x-plan=gold,+free", [false, false, true, true, true, false]),
+        ] {
+            let headers: HeaderMap =
+                values.iter().map(|value| (HeaderName::from_static("x-plan"), value.parse().unwrap())).collect();
+            for (test, expected) in tests().into_iter().zip(expected) {
+                let parameter = Condition { source: ConditionSource::Query("x-plan".into()), test: test.clone() };
+                assert_eq!(header(test.clone()).matches(&headers, None), expected, "{test:?} of {values:?}");
+                assert_eq!(parameter.matches(&HeaderMap::new(), Some(query)), expected, "{test:?} of {query}");
+            }
+        }
+    }
+
+    /// What the two comparisons say agrees with the values that conditions accept.
+    #[test]
+    fn comparisons_agree_with_matches() {
+        let values = ["gold", "free", "go", "golden", "x", ""];
+        for one in tests() {
+            for other in tests() {
+                let (one, other) = (header(one.clone()), header(other));
+                let accepts = |condition: &Condition, value: Option<&&str>| {
+                    let headers =
+                        value.map(|value| (HeaderName::from_static("x-plan"), value.parse().unwrap())).into_iter();
+                    condition.matches(&headers.collect(), None)
+                };
+                let samples: Vec<_> = values.iter().map(Some).chain([None]).collect();
+                if one.excludes(&other) {
+                    assert!(!samples.iter().any(|v| accepts(&one, *v) && accepts(&other, *v)), "{one} {other}");
+                }
+                if one.is_implied_by(&other) {
+                    assert!(samples.iter().all(|v| accepts(&one, *v) || !accepts(&other, *v)), "{one} {other}");
+                }
+                assert_eq!(one.excludes(&other), other.excludes(&one), "{one} {other}");
+            }
+        }
+        let [gold, free, prefix, expression, present, absent] = tests().map(header);
+        assert!(gold.excludes(&free) && free.excludes(&prefix) && free.excludes(&expression) && absent.excludes(&gold));
+        assert!(!prefix.excludes(&expression) && !present.excludes(&gold));
+        assert!(present.is_implied_by(&gold) && prefix.is_implied_by(&gold) && expression.is_implied_by(&gold));
+        assert!(!gold.is_implied_by(&prefix) && !absent.is_implied_by(&gold));
+    }
+}

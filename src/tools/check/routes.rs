@@ -1,0 +1,253 @@
+//! Lints that look up sample requests: redirects that lead to themselves, and spellings of a path that evade its limits.
+
+use http::header::{HOST, LOCATION};
+use http::{HeaderMap, HeaderValue, Method, Request, Uri};
+
+use crate::config::error::Issue;
+use crate::http::target::canonical_host;
+use crate::routing::RouteRequest;
+use crate::routing::condition::{Condition, ConditionSource, ValueTest};
+use crate::routing::explain::Candidate;
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::routes::{RedirectTarget, Route, RouteAction};
+use crate::tools::check::LintInput;
+
+/// Host of sample requests for routes that match any host. No such name exists (RFC 6761 §6.4).
+const ANY_HOST: &str = "host.invalid";
+
+type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
+
+/// Redirects that lead to the same route again.
+pub(super) fn redirect_loops(input: &LintInput<'_>) -> Vec<Issue> {
+    let mut issues = Vec::new();
+    for candidates in candidates_by_route(input.config) {
+        let Some(candidate) = candidates.first() else { continue };
+        let route = &**candidate.target;
+        let RouteAction::Redirect(redirect) = &route.action else { continue };
+        let Some(written) = input.route(route.index).and_then(|parsed| parsed.get_ref().redirect.as_ref()) else {
+            continue;
+        };
+        let lint = match &redirect.to {
+            RedirectTarget::OtherSlash => None,
+            _ if candidates.iter().any(|candidate| leads_to_itself(input.config, candidate)) => Some(loop_issue(route)),
+            RedirectTarget::Scheme { scheme: "https", .. } if is_behind_tls_proxy(input, candidate) => {
+                let message = format!(
+                    "`{}` redirects every request: a proxy in front that terminates TLS forwards them over http again",
+                    route.name
+                );
+                let hint = "match = { headers = { x-forwarded-proto = { exact = \"http\" } } } redirects only requests \
+                            that the proxy received over http";
+                Some((message, hint.to_owned()))
+            }
+            RedirectTarget::Scheme { .. } | RedirectTarget::Template { .. } => None,
+        };
+        issues.extend(lint.map(|(message, hint)| Issue::new(written.span(), message).with_hint(hint)));
+    }
+    issues
+}
+
+fn loop_issue(route: &Route) -> (String, String) {
+    let message =
+        format!("`{}` redirects to requests that match it again: clients give up after some rounds", route.name);
+    let hint = match &route.action {
+        RouteAction::Redirect(redirect) if matches!(redirect.to, RedirectTarget::Scheme { .. }) => {
+            "name the other listeners only: listeners = [\"…\"], with the `name` of a [[listener]]"
+        }
+        _ => "redirect to a path or host that another route matches",
+    };
+    (message, hint.to_owned())
+}
+
+/// Return whether all clients seem to come through a proxy, on listeners without TLS.
+fn is_behind_tls_proxy(input: &LintInput<'_>, candidate: &RouteCandidate<'_>) -> bool {
+    let has_proxies = !input.config.client_ip.trusted_proxies.is_empty();
+    let no_tls = input.config.listeners.iter().all(|listener| listener.tls.is_none());
+    has_proxies && no_tls && candidate.conditions.is_empty() && candidate.listeners.is_empty()
+}
+
+/// Return whether following the redirect leads to the same route.
+fn leads_to_itself(config: &CompiledConfig, candidate: &RouteCandidate<'_>) -> bool {
+    let route = candidate.target;
+    let (Some(sample), Some(path)) = (Sample::new(candidate), route.path_pattern.sample("x")) else { return false };
+    let RouteAction::Redirect(redirect) = &route.action else { return false };
+    let listeners = || (0..config.listeners.len()).filter(|index| includes(candidate.listeners, *index));
+    listeners().any(|listener| {
+        let Some(request) = sample.with_path(&path) else { return false };
+        let is_found = |host: &str, request: &Request<()>, listener: usize| {
+            find(config, host, request, listener).is_some_and(|found| found.index == route.index)
+        };
+        if !is_found(&sample.host, &request, listener) {
+            // Another route takes precedence.
+            return false;
+        }
+        let Ok(response) = redirect.response(&request, &route.path_pattern, &path) else { return false };
+        let location = response.headers().get(LOCATION).and_then(|location| location.to_str().ok());
+        let Some(location) = location.and_then(|location| location.parse::<Uri>().ok()) else { return false };
+        let host = location.host().map_or(sample.host.clone(), |host| canonical_host(host).into_owned());
+        let Some(target) = location.path_and_query().cloned() else { return false };
+        let mut next = request.clone();
+        *next.uri_mut() = Uri::from(target);
+        next_listeners(config, &location, listener).iter().any(|listener| is_found(&host, &next, *listener))
+    })
+}
+
+/// Return the listeners that a client may connect to when it follows a location.
+fn next_listeners(config: &CompiledConfig, location: &Uri, current: usize) -> Vec<usize> {
+    let Some(scheme) = location.scheme_str() else { return vec![current] };
+    let default_port = if scheme == "https" { 443 } else { 80 };
+    let port = location.port_u16().unwrap_or(default_port);
+    let of_scheme = |index: &usize| config.listeners[*index].tls.is_some() == (scheme == "https");
+    let mut listeners: Vec<_> = (0..config.listeners.len()).filter(of_scheme).collect();
+    let has_port = |index: &usize| config.listeners[*index].address.port() == port;
+    // Without a listener on the default port, another port is probably mapped to it.
+    if location.port().is_some() || listeners.iter().any(has_port) {
+        listeners.retain(has_port);
+    }
+    listeners
+}
+
+/// Routes with limits and a literal path, of which other spellings match a route to the same upstream without the limit.
+pub(super) fn unlimited_spellings(input: &LintInput<'_>) -> Vec<Issue> {
+    candidates_by_route(input.config).filter_map(|candidates| unlimited_spelling(input, &candidates)).collect()
+}
+
+fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) -> Option<Issue> {
+    let route = &**candidates.first()?.target;
+    if !route.path_pattern.is_literal() || protections(route).next().is_none() {
+        return None;
+    }
+    let path = route.path_pattern.sample("")?;
+    let plain = path.trim_end_matches('/');
+    let other_slash = if plain == path { format!("{path}/") } else { plain.to_owned() };
+    let mut spellings = vec![other_slash, format!("{plain};x"), path.to_ascii_uppercase()];
+    spellings.retain(|spelling| *spelling != path && !plain.is_empty());
+    let evading: Vec<_> = spellings
+        .iter()
+        .filter_map(|spelling| {
+            let mut found = candidates.iter().flat_map(|candidate| found_routes(input.config, candidate, spelling));
+            found.find_map(|other| Some((spelling, other, unprotected_by(route, other)?)))
+        })
+        .collect();
+    let (_, other, missing) = *evading.first()?;
+    let same = evading.iter().filter(|(_, found, _)| found.index == other.index);
+    let spellings: Vec<_> = same.map(|(spelling, ..)| format!("`{spelling}`")).collect();
+    let message = format!(
+        "{} match `{}` on the same upstream, without `{missing}`: many applications treat them as `{path}`",
+        spellings.join(", "),
+        other.name
+    );
+    let hint = format!(
+        "name `{missing}` in the limits of `{}` as well, or match all spellings: path_regex = '(?i){}([/;].*)?'",
+        other.name,
+        regex::escape(plain)
+    );
+    let written = input.route(route.index)?.get_ref().path.as_ref()?;
+    Some(Issue::new(written.span(), message).with_hint(hint))
+}
+
+/// Return the routes that requests with another path but all other properties of a route match, one for each listener.
+fn found_routes<'r>(config: &'r CompiledConfig, candidate: &RouteCandidate<'_>, path: &str) -> Vec<&'r Route> {
+    let Some(sample) = Sample::new(candidate) else { return Vec::new() };
+    let Some(request) = sample.with_path(path) else { return Vec::new() };
+    let listeners = (0..config.listeners.len()).filter(|index| includes(candidate.listeners, *index));
+    listeners.filter_map(|listener| find(config, &sample.host, &request, listener)).collect()
+}
+
+/// Return the names of what protects the upstream on a route: limits that deny.
+fn protections(route: &Route) -> impl Iterator<Item = &str> {
+    route.rate_limits.limits.iter().filter(|limit| !limit.limit.shadow).map(|limit| &*limit.limit.name)
+}
+
+/// Return a protection of `route` that `other` does not have although both lead to the same upstream.
+fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<&'r str> {
+    let (RouteAction::Forward(upstreams), RouteAction::Forward(others)) = (&route.action, &other.action) else {
+        return None;
+    };
+    if !upstreams.upstreams().any(|index| others.upstreams().any(|other| index == other)) {
+        return None;
+    }
+    protections(route).find(|name| !protections(other).any(|other| other == *name))
+}
+
+// Sample requests.
+
+/// Return the candidates of each route, by route. A route has one for each host and trailing slash.
+fn candidates_by_route(config: &CompiledConfig) -> impl Iterator<Item = Vec<RouteCandidate<'_>>> {
+    let (uri, headers) = (Uri::default(), HeaderMap::new());
+    let request = RouteRequest { host: "", path: "/", uri: &uri, method: &Method::GET, headers: &headers, listener: 0 };
+    let mut by_route: Vec<Vec<RouteCandidate<'_>>> = config.routes.iter().map(|_| Vec::new()).collect();
+    for candidate in config.table.candidates(&request) {
+        // Not the redirects to the other trailing slash, which have the index of their route.
+        if std::sync::Arc::ptr_eq(candidate.target, &config.routes[candidate.target.index]) {
+            by_route[candidate.target.index].push(candidate);
+        }
+    }
+    for candidates in &mut by_route {
+        candidates.sort_by(|one, other| one.host.cmp(&other.host));
+    }
+    by_route.into_iter()
+}
+
+fn includes(listeners: &[usize], index: usize) -> bool {
+    listeners.is_empty() || listeners.contains(&index)
+}
+
+fn find<'r>(config: &'r CompiledConfig, host: &str, request: &Request<()>, listener: usize) -> Option<&'r Route> {
+    let parts = RouteRequest {
+        host,
+        path: request.uri().path(),
+        uri: request.uri(),
+        method: request.method(),
+        headers: request.headers(),
+        listener,
+    };
+    config.table.find(&parts).ok().map(|route| &**route)
+}
+
+/// A request that meets all conditions of a route but that on the path.
+struct Sample {
+    host: String,
+    method: Method,
+    headers: HeaderMap,
+    query: String,
+}
+
+impl Sample {
+    /// Return `None` if a value for a regular expression would be needed.
+    fn new(candidate: &RouteCandidate<'_>) -> Option<Self> {
+        let host = match candidate.host.as_deref() {
+            None => ANY_HOST.to_owned(),
+            Some(host) => host.strip_prefix('*').map_or(host.to_owned(), |suffix| format!("sample{suffix}")),
+        };
+        let mut headers = HeaderMap::from_iter([(HOST, HeaderValue::try_from(&host).ok()?)]);
+        let mut query = String::new();
+        for Condition { source, test } in candidate.conditions {
+            let value = match test {
+                ValueTest::Exact(value) | ValueTest::Prefix(value) => &**value,
+                ValueTest::Present => b"x",
+                ValueTest::Absent => continue,
+                ValueTest::Regex(_) => return None,
+            };
+            match source {
+                ConditionSource::Header(name) => drop(headers.insert(name, HeaderValue::from_bytes(value).ok()?)),
+                ConditionSource::Query(name) => {
+                    let encoded = |bytes: &[u8]| {
+                        percent_encoding::percent_encode(bytes, percent_encoding::NON_ALPHANUMERIC).to_string()
+                    };
+                    query += if query.is_empty() { "?" } else { "&" };
+                    query += &format!("{}={}", encoded(name.as_bytes()), encoded(value));
+                }
+            }
+        }
+        let method = candidate.methods.first().cloned().unwrap_or(Method::GET);
+        Some(Sample { host, method, headers, query })
+    }
+
+    fn with_path(&self, path: &str) -> Option<Request<()>> {
+        let mut request = Request::new(());
+        *request.method_mut() = self.method.clone();
+        *request.headers_mut() = self.headers.clone();
+        *request.uri_mut() = format!("{path}{}", self.query).parse().ok()?;
+        Some(request)
+    }
+}
