@@ -223,9 +223,10 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, tr
     }
 }
 
-/// Remove the names that servers fold into `name`, and `name` itself unless the peer is `trusted`.
+/// Remove the names that servers fold into `name`, which has letters, digits and hyphens only, and `name` itself unless the peer is `trusted`.
 pub fn strip_with_aliases(headers: &mut HeaderMap, name: &HeaderName, trusted: bool) {
-    let is_alias = |other: &&HeaderName| *other != name && fold_name(other.as_str()) == name.as_str();
+    let is_alias =
+        |other: &&HeaderName| has_special_characters(other.as_str()) && fold_name(other.as_str()) == name.as_str();
     let aliases: Vec<_> = headers.keys().filter(is_alias).cloned().collect();
     for alias in aliases {
         headers.remove(alias);

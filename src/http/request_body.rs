@@ -345,7 +345,8 @@ type OnTeeEnd = Box<dyn FnOnce(Result<RequestBody, TeeError>) + Send + Sync>;
 /// Copies a body while it is read. The bytes are copied, because chunks would keep alive the buffers that they were
 /// read into.
 pub struct BodyTee {
-    content: BytesMut,
+    content: Vec<u8>,
+    /// Maximum length, which is reserved.
     max: usize,
     reservation: Option<BufferReservation>,
     /// `None` once called.
@@ -360,20 +361,25 @@ impl BodyTee {
         reservation: BufferReservation,
         on_end: impl FnOnce(Result<RequestBody, TeeError>) + Send + Sync + 'static,
     ) -> Self {
-        BodyTee { content: BytesMut::new(), max, reservation: Some(reservation), on_end: Some(Box::new(on_end)) }
+        BodyTee { content: Vec::new(), max, reservation: Some(reservation), on_end: Some(Box::new(on_end)) }
     }
 
     fn push(&mut self, data: Option<&Bytes>) {
         let Some(data) = data.filter(|_| self.on_end.is_some()) else { return };
-        if self.content.len() + data.len() > self.max {
-            self.end(Err(TeeError::TooLarge));
-        } else {
-            self.content.extend_from_slice(data);
+        let length = self.content.len() + data.len();
+        if length > self.max {
+            return self.end(Err(TeeError::TooLarge));
         }
+        if length > self.content.capacity() {
+            // Doubled as usual, but never beyond what is reserved.
+            let capacity = (2 * self.content.capacity()).clamp(length, self.max);
+            self.content.reserve_exact(capacity - self.content.len());
+        }
+        self.content.extend_from_slice(data);
     }
 
     fn complete(&mut self) {
-        let content = std::mem::take(&mut self.content).freeze();
+        let content = Bytes::from(std::mem::take(&mut self.content));
         let body = match self.reservation.take() {
             Some(reservation) if !content.is_empty() => RequestBody::from_bytes(content, reservation),
             _ => RequestBody::empty(),
@@ -383,7 +389,7 @@ impl BodyTee {
 
     /// Call the hook, unless it was called.
     fn end(&mut self, result: Result<RequestBody, TeeError>) {
-        (self.content, self.reservation) = (BytesMut::new(), None);
+        (self.content, self.reservation) = (Vec::new(), None);
         if let Some(on_end) = self.on_end.take() {
             on_end(result);
         }

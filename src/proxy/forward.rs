@@ -45,7 +45,6 @@ pub(super) async fn forward(
 ) -> Result<Response<Body>, UpstreamError> {
     let route_timeout = || UpstreamError::RouteTimeout { upstream: upstream.name().into() };
     let request_id = context.request_id(request.headers()).to_header_value();
-    let credentials = &mem::take(&mut context.credentials);
     let RequestContext { snapshot, peer, flow, deadline, .. } = *context;
     if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
         // The wait queues of the limits used up the route timeout.
@@ -59,24 +58,28 @@ pub(super) async fn forward(
         let client = peer.proxied_connection(request.headers());
         request.extensions_mut().insert(client);
     }
-    let header_values = if route.request_headers.has_variables() {
-        let request_id = request_id.clone();
-        let variables = RequestVariables { route, peer, credentials, request: &*request, request_id };
-        route.request_headers.render(|variable| variables.content(variable))
-    } else {
-        RenderedValues::default()
+    // A block, so that the future does not keep the values while it waits for the response.
+    let upgrade_request = {
+        let credentials = &mem::take(&mut context.credentials);
+        let header_values = if route.request_headers.has_variables() {
+            let request_id = request_id.clone();
+            let variables = RequestVariables { route, peer, credentials, request: &*request, request_id };
+            route.request_headers.render(|variable| variables.content(variable))
+        } else {
+            RenderedValues::default()
+        };
+        let info = UpstreamRequestInfo {
+            credentials,
+            forwarded: &peer.forwarded,
+            request_id,
+            trace: context.trace(),
+            authority: upstream.authority(),
+            length: request.body().size_hint().exact(),
+            header_values: &header_values,
+            client_cert: upstream.sends_client_cert().then_some(ForwardedCertificate(peer.certificate.as_deref())),
+        };
+        prepare_upstream_headers(runtime, route, &mut request, info)
     };
-    let info = UpstreamRequestInfo {
-        credentials,
-        forwarded: &peer.forwarded,
-        request_id,
-        trace: context.trace(),
-        authority: upstream.authority(),
-        length: request.body().size_hint().exact(),
-        header_values: &header_values,
-        client_cert: upstream.sends_client_cert().then(|| ForwardedCertificate(peer.certificate.as_deref())),
-    };
-    let upgrade_request = prepare_upstream_headers(runtime, route, &mut request, info);
     let pending_upgrade = upgrade_request.and_then(|upgrade_request| {
         let downstream = request.extensions_mut().remove::<OnUpgrade>()?;
         upgrade_request.insert_into(request.headers_mut());

@@ -231,8 +231,9 @@ impl Selected<'_> {
         if request.body().is_end_stream() {
             return copy.start(RequestBody::empty());
         }
-        let capacity = length.exact().map_or(mirror.max_body, |length| length as usize);
-        let Some(reservation) = budget.try_reserve(capacity) else {
+        // At most `max_body`: a longer body of known length is not copied.
+        let max = length.exact().map_or(mirror.max_body, |length| length as usize);
+        let Some(reservation) = budget.try_reserve(max) else {
             return stats.drop_copy(DropReason::MaxBuffered);
         };
         let on_end = move |result| match result {
@@ -240,7 +241,7 @@ impl Selected<'_> {
             Err(TeeError::TooLarge) => copy.stats.drop_copy(DropReason::MaxBody),
             Err(TeeError::Incomplete) => copy.stats.drop_copy(DropReason::Incomplete),
         };
-        request.body_mut().tee(BodyTee::new(mirror.max_body, reservation, on_end));
+        request.body_mut().tee(BodyTee::new(max, reservation, on_end));
     }
 }
 

@@ -28,7 +28,7 @@ use crate::snapshot::listeners::WarningSubject;
 use crate::snapshot::mirror::BUFFER_DIVISOR;
 use crate::snapshot::route_match::foreign_path_hint;
 use crate::snapshot::routes::{Route, RouteAction};
-use crate::snapshot::{CompiledConfig, CompiledLimit};
+use crate::snapshot::{CompiledConfig, CompiledLimit, Listener};
 use crate::upstream::UpstreamSettings;
 
 /// A configuration as parsed and as compiled.
@@ -47,6 +47,7 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
     issues.extend(access_warnings(&input));
     issues.extend(client_warnings(&input));
     issues.extend(auth_warnings(&input));
+    issues.extend(certificate_of_no_client(&input));
     issues
 }
 
@@ -288,6 +289,19 @@ fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
         "response_timeout = \"{}ms\" leaves time for {attempts} attempts",
         (timeout / attempts).as_millis()
     )))
+}
+
+/// Upstreams that are told client certificates which no listener requests.
+fn certificate_of_no_client<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
+    let has_client_ca = |listener: &Listener| listener.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
+    let is_unused = !input.config.listeners.iter().any(has_client_ca);
+    let upstreams = input.parsed.upstream.iter().filter(move |_| is_unused);
+    upstreams.filter_map(|(name, upstream)| {
+        let written = upstream.get_ref().client_cert_header.as_ref().filter(|sends| *sends.get_ref())?;
+        let message = format!("`{name}` never gets Client-Cert: no listener has a `client_ca`");
+        let hint = "set tls.client_ca of a listener, or leave `client_cert_header` out";
+        Some(Issue::new(written.span(), message).with_hint(hint))
+    })
 }
 
 /// A mirror to an upstream that the route forwards to: it gets these requests twice.

@@ -260,8 +260,10 @@ impl Http1Pool {
     /// Take the most recently used connection of this client that is still usable.
     fn take_idle_of(&self, client: Option<&ProxiedConnection>) -> Option<Http1Connection> {
         let mut idle = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
-        idle.retain(|idle| idle.idle_since.elapsed() < self.idle_timeout && idle.connection.sender.is_ready());
-        let index = idle.iter().rposition(|idle| idle.connection.client.as_deref() == client)?;
+        idle.retain(|idle| idle.idle_since.elapsed() < self.idle_timeout && !idle.connection.sender.is_closed());
+        let is_usable =
+            |connection: &Http1Connection| connection.client.as_deref() == client && connection.sender.is_ready();
+        let index = idle.iter().rposition(|idle| is_usable(&idle.connection))?;
         idle.remove(index).map(|idle| idle.connection)
     }
 

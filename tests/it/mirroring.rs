@@ -9,6 +9,7 @@ use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::{Client, load};
 use crate::support::gateway::Gateway;
 use crate::support::redis::free_port;
+use crate::support::reload;
 use crate::support::server::{Behaviour, Server};
 use crate::support::upstream::{Seen, Upstream, endless, read_head, read_request, serve};
 use crate::support::{MAX_WAIT, assert_silent, eventually};
@@ -373,4 +374,39 @@ fn shutdown_waits_for_copies_within_drain_timeout() {
     gateway.terminate();
     assert!(gateway.wait().success());
     assert!(gateway.log().contains("drain_timeout expired; dropping copies of mirrored requests"), "{}", gateway.log());
+}
+
+#[test]
+fn request_of_an_http2_client_is_copied() {
+    let (api, next) = (Upstream::start(), Upstream::start());
+    let gateway = Gateway::start(&config(&api.url(), &next.url(), "", ""));
+    // The client is a gateway that speaks HTTP/2.
+    let before = Gateway::start(&format!(
+        "[upstream.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
+         [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        gateway.address
+    ));
+    let headers = [("Host", "shop.test"), ("Cookie", "a=1")];
+    assert_eq!(before.client().request("POST", "/a?b=c", &headers, b"hello").status, 200);
+    eventually("the copy arrives", || next.count() == 1);
+    let (forwarded, copy) = (api.last(), next.last());
+    assert_eq!(head_without(&copy, &["x-sluicegate-mirror"]), head_without(&forwarded, &[]));
+    assert_eq!((copy.body, &copy.headers("host")[..]), (b"hello".to_vec(), &["shop.test"][..]));
+}
+
+#[test]
+fn reload_leaves_copies_in_flight() {
+    let (api, next) = (Upstream::start(), Server::start());
+    next.set(Behaviour::Hang);
+    let text = config(&api.url(), &next.url(), "", "").replace("[admin]\naddress = \"127.0.0.1:0\"\n", "");
+    let gateway = Gateway::start(&reload::with_admin(&text));
+    assert_eq!(gateway.get("/").status, 200);
+    eventually("the mirror holds the copy", || next.running() == 1);
+    let without = text.lines().filter(|line| !line.starts_with("mirror = ")).collect::<Vec<_>>().join("\n");
+    reload::reloads(&gateway, &without);
+    assert_eq!(gateway.get("/").status, 200);
+    next.set(Behaviour::Respond(200));
+    let responded = "mirrored_requests_total{route=\"all\",result=\"responded\"}";
+    eventually("the copy is done", || reload::metric(&gateway, responded) == 1.0);
+    assert_eq!(next.count(), 1, "no copy with the new configuration");
 }
