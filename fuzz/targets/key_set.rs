@@ -6,17 +6,17 @@ use sluicegate::identity::jwt::KeySet;
 pub(crate) fn run(data: &[u8]) {
     let parsed = KeySet::parse(data).map(|_| ()).map_err(|error| error.to_string());
     assert_eq!(KeySet::parse(data).map(|_| ()).map_err(|error| error.to_string()), parsed, "{}", data.escape_ascii());
-    if parsed.is_err() {
+    let Ok(set) = serde_json::from_slice::<Value>(data) else {
+        assert!(parsed.is_err(), "a key set is JSON: {}", data.escape_ascii());
+        return;
+    };
+    // A key that has a member twice is of no known type. Written again, it has each once.
+    if KeySet::parse(set.to_string().as_bytes()).is_err() {
         return;
     }
-    let set: Value = serde_json::from_slice(data).expect("a key set is JSON");
     let keys = set["keys"].as_array().expect("a key set has keys");
-    let is_public = |kty: &str| keys.iter().any(|key| key["kty"] == kty);
-    assert!(["RSA", "EC", "OKP"].into_iter().any(is_public), "no usable key: {}", data.escape_ascii());
-    // A key with a member twice is of no known type, and a secret has a value.
-    let occurs = |member: &[u8]| data.windows(member.len()).filter(|window| *window == member).count();
-    if occurs(b"\"kty\"") <= keys.len() && occurs(b"\"k\"") <= keys.len() {
-        let is_secret = |key: &Value| key["kty"] == "oct" && key["k"].is_string();
-        assert!(!keys.iter().any(is_secret), "a symmetric key: {}", data.escape_ascii());
-    }
+    let is_public = |key: &Value| ["RSA", "EC", "OKP"].into_iter().any(|kty| key["kty"] == kty);
+    assert!(keys.iter().any(is_public), "no usable key: {set}");
+    let is_secret = |key: &Value| key["kty"] == "oct" && key["k"].is_string();
+    assert!(!keys.iter().any(is_secret), "a symmetric key: {set}");
 }

@@ -77,6 +77,7 @@ tiers = {{ free = {{ quota = "60/min", burst = 10 }} }}
 [limit.in-all]
 by = "global"
 quota = "100000/s"
+unit = "calls"
 [limit.on-trial]
 by = "path:name"
 quota = "10/s"
@@ -171,6 +172,7 @@ def moving(browser):
                 and rows["per-user"][5] != "0 %" and rows)
     rows = browser.until("limits have their rates", limits)
     expect("20/1d" in rows["per-user"][1] and "fixed-window by user:x-user-id" in rows["per-user"][0], rows)
+    expect(rows["in-all"][1] == "100000/s calls", f"the unit is shown: {rows}")
     expect("free: 60/min, burst 10" in rows["per-key"][1], f"the tiers are shown: {rows}")
     spark = "document.querySelector('#limits tr[data-key=per-user] .spark svg')"
     # The first interval ends after 10 seconds.
