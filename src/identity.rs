@@ -2,6 +2,7 @@
 
 pub mod api_key;
 pub mod auth;
+pub mod basic;
 pub mod client_cert;
 pub mod client_ip;
 pub mod display;
