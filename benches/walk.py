@@ -25,7 +25,8 @@ address = "127.0.0.1:{gateway}"
 workers = 1
 [store]
 url = "redis://127.0.0.1:{redis}"
-[api_key]
+[auth.keys]
+kind = "api-key"
 on_unknown = "accept"
 [limit.per-key]
 by = "api-key"
@@ -36,6 +37,7 @@ servers = ["http://127.0.0.1:{upstream}"]
 name = "api"
 path = "/{{*rest}}"
 upstream = "api"
+identify = ["keys"]
 limits = ["per-key"]
 """
 

@@ -61,7 +61,7 @@ fn minimal_config(consumers: &str, name: &str) -> String {
         );
     }
     let tiers: Vec<_> = tiers.iter().map(|tier| format!("{tier} = {{}}")).collect();
-    let mut text = format!("[api_key]\nconsumers = {name:?}\n");
+    let mut text = format!("[auth.keys]\nkind = \"api-key\"\nconsumers = {name:?}\n");
     for limit in limits {
         text.push_str(&format!(
             "[limit.{limit}]\nby = \"api-key\"\nquota = \"1000/min\"\ntiers = {{ {} }}\n",

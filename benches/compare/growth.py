@@ -21,7 +21,8 @@ access = "off"
 [store]
 url = "redis://127.0.0.1:7000/0"
 timeout = "1s"
-[api_key]
+[auth.keys]
+kind = "api-key"
 on_unknown = "accept"
 [upstream.up]
 servers = ["http://127.0.0.1:9000"]
@@ -46,7 +47,8 @@ class Size:
         text = [HEAD.format(port=port)] + [limit(number) for number in range(self.limits)]
         for number in range(self.routes):
             names = ", ".join(f'"l{(number + index) % self.limits}"' for index in range(self.of_route))
-            text.append(f'[[route]]\nname = "r{number}"\npath = "/r{number}/items/{{id}}"\nupstream = "up"\nlimits = [{names}]\n')
+            identify = 'identify = ["keys"]\n' if names else ""
+            text.append(f'[[route]]\nname = "r{number}"\npath = "/r{number}/items/{{id}}"\nupstream = "up"\n{identify}limits = [{names}]\n')
         return "".join(text)
 
     def url(self, port):

@@ -27,7 +27,8 @@ address = "127.0.0.1:{port}"
 access = "off"
 [store]
 {store}
-[api_key]
+[auth.keys]
+kind = "api-key"
 on_unknown = "accept"
 [limit.wide]
 by = "api-key"
@@ -91,7 +92,11 @@ def instructions(binary, directory, store, route, rounds, upstream):
     """All that a gateway needs for so many rounds, with its start and its end."""
     port = free_port()
     config = directory / "gateway.toml"
-    routes = "".join(f'[[route]]\nname = "{name}"\npath = "/{name}"\nupstream = "up"\nlimits = [{limits}]\n' for name, limits in ROUTES.items())
+    def route(name, limits):
+        identify = 'identify = ["keys"]\n' if limits else ""
+        return f'[[route]]\nname = "{name}"\npath = "/{name}"\nupstream = "up"\n{identify}limits = [{limits}]\n'
+
+    routes = "".join(route(name, limits) for name, limits in ROUTES.items())
     config.write_text(GATEWAY.format(port=port, store=store, upstream=upstream) + routes)
     count = directory / "count"
     valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", f"--log-file={count}"]

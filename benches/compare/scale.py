@@ -21,7 +21,8 @@ access = "off"
 [store]
 url = "{url}"
 timeout = "1s"
-[api_key]
+[auth.keys]
+kind = "api-key"
 on_unknown = "accept"
 [limit.wide]
 by = "api-key"
@@ -31,6 +32,7 @@ on_store_error = "deny"
 [[route]]
 name = "one"
 path = "/one"
+identify = ["keys"]
 limits = ["wide"]
 respond = {{ status = 200, body = "ok" }}
 """

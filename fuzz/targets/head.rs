@@ -24,7 +24,8 @@ const CONFIG: &str = r#"
 listener = [{ address = "127.0.0.1:8080" }]
 [client_ip]
 trusted_proxies = ["127.0.0.0/8"]
-[api_key]
+[auth.keys]
+kind = "api-key"
 on_unknown = "accept"
 on_missing = "anonymous"
 [limit.all]
@@ -40,12 +41,14 @@ quota = "1000000/s"
 [[route]]
 name = "named"
 path = "/v1/{id}"
+identify = ["keys"]
 limits = ["all", "named"]
 respond = { status = 200, body = "named" }
 [[route]]
 name = "host"
 host = "*.b.test"
 path = "/{*rest}"
+identify = ["keys"]
 limits = ["all", "some"]
 respond = { status = 204 }
 [[route]]

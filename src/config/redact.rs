@@ -229,7 +229,7 @@ mod redacted_config_tests {
     fn redacted_config_masks_only_secrets() {
         let text = "[admin]\naddress = \"127.0.0.1:9180\"\ntoken = \"planted\"\n\
                     [store]\nurl = \"redis+sentinel://user:planted@h1,h2/mymaster?sentinel_password=planted\"\nsecret = \"${S:-planted}\"\n\
-                    [server]\nworkers = 2\n[api_key]\nconsumers = \"consumers.toml\"\n\
+                    [server]\nworkers = 2\n[auth.keys]\nkind = \"api-key\"\nforward_credential = true\nconsumers = \"consumers.toml\"\n\
                     [upstream.api]\nservers = [\"http://${HOST}:80\", { url = \"https://a:planted@b\", weight = 2 }]\n\
                     [[route]]\nname = \"r\"\npath = \"/?\"\nrequest_headers.set = { authorization = \"planted\" }\n\
                     response_headers = { set = { x-a = \"planted\" }, remove = [\"server\"] }\n";
@@ -240,7 +240,7 @@ mod redacted_config_tests {
             ("/admin/token", "***"),
             ("/store/url", "redis+sentinel://***@h1,h2/mymaster?sentinel_password=***"),
             ("/store/secret", "***"),
-            ("/api_key/consumers", "consumers.toml"),
+            ("/auth/keys/consumers", "consumers.toml"),
             ("/upstream/api/servers/0", "http://${HOST}:80"),
             ("/upstream/api/servers/1/url", "https://***@b"),
             ("/route/0/path", "/?"),
@@ -249,6 +249,6 @@ mod redacted_config_tests {
         ] {
             assert_eq!(shown.pointer(pointer), Some(&expected.into()), "{pointer} in {shown}");
         }
-        assert_eq!(shown["server"]["workers"], 2);
+        assert_eq!((&shown["server"]["workers"], &shown["auth"]["keys"]["forward_credential"]), (&2.into(), &true.into()));
     }
 }

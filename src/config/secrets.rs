@@ -125,6 +125,13 @@ mod tests {
             (&["limit", "l", "tiers", "secret", "quota"], "1/s", false),
             (&["upstream", "session", "servers"], "http://a", false),
             (&["api_key", "header"], "x-api-key", false),
+            (&["auth", "tokens", "issuer"], "https://a", false),
+            (&["auth", "keys", "forward_credential"], "", false),
+            (&["auth", "tokens", "claims", "token_use"], "access", false),
+            (&["auth", "tokens", "secret"], "x", true),
+            (&["consumer", "keys", "hash"], "my-key", true),
+            (&["consumer", "keys", "hash"], "sha256:00", false),
+            (&["consumer", "keys", "name"], "ci", false),
             (&["log", "access"], "stdout", false),
         ] {
             assert_eq!(is_secret(path, text), expected, "{path:?} {text}");

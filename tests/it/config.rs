@@ -210,7 +210,7 @@ fn unset_variables_and_invalid_consumers_are_reported() {
     let path = directory.path().join("gateway.toml");
     std::fs::write(
         &path,
-        "[[listener]]\naddress = \"${NOT_GIVEN}:0\"\n[api_key]\nconsumers = \"people.toml\"\n\
+        "[[listener]]\naddress = \"${NOT_GIVEN}:0\"\n[auth.keys]\nkind = \"api-key\"\nconsumers = \"people.toml\"\n\
          [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n",
     )
     .unwrap();
@@ -247,7 +247,7 @@ fn directory_with(more: &str) -> (tempfile::TempDir, PathBuf) {
 #[test]
 fn one_mistake_gives_one_error() {
     let consumers = "[[consumer]]\nname = \"a\"\nkeys = []\ntier = \"pro\"\nlimit = { l = { quota = \"2/s\" } }\n";
-    let with_consumers = "[api_key]\nconsumers = \"consumers.toml\"\n";
+    let with_consumers = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n";
     let unset = "environment variable `NOT_GIVEN` is not set";
     for (more, expected) in [
         ("[[listener]]\naddress = \"${NOT_GIVEN}:0\"\n".to_owned(), unset),
@@ -257,7 +257,7 @@ fn one_mistake_gives_one_error() {
         ("[store]\nurl = \"${NOT_GIVEN}\"\n".to_owned(), unset),
         ("[store]\nurl = \"${NOT_GIVEN}\"\ntls = {}\n".to_owned(), unset),
         ("[upstream.u]\nservers = [\"${NOT_GIVEN}\"]\ntls = {}\n".to_owned(), unset),
-        ("[api_key]\nconsumers = \"${NOT_GIVEN}\"\n".to_owned(), unset),
+        ("[auth.keys]\nkind = \"api-key\"\nconsumers = \"${NOT_GIVEN}\"\n".to_owned(), unset),
         ("[limit.l]\nby = [\"${NOT_GIVEN}\"]\nquota = \"1/s\"\n".to_owned(), unset),
         ("[upstream.u]\nservers = [{ url = \"${NOT_GIVEN}\", weight = 1 }]\n".to_owned(), unset),
         (
@@ -288,8 +288,8 @@ fn one_mistake_gives_one_error() {
 
 const SECRETS: &str = "[admin]\naddress = \"127.0.0.1:1\"\ntoken = \"${NOT_GIVEN_TOKEN}\"\n\
                        [store]\nurl = \"redis://gateway:${NOT_GIVEN_PASSWORD}@127.0.0.1:1\"\nsecret = \"${NOT_GIVEN_SECRET}\"\n\
-                       [api_key]\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"1/s\"\n\
-                       [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\nlimits = [\"l\"]\n";
+                       [auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"1/s\"\n\
+                       [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\nidentify = [\"keys\"]\nlimits = [\"l\"]\n";
 
 #[test]
 fn check_offline_accepts_unset_secrets_with_warnings() {

@@ -34,9 +34,9 @@ const LATE: Duration = Duration::from_secs(4);
 fn routes(upstream: SocketAddr, all: &str) -> String {
     format!(
         "[limit.once]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"1/year\"\n\
-         [limit.key]\nby = \"api-key\"\nquota = \"1/s\"\n[api_key]\non_unknown = \"accept\"\n\
+         [limit.key]\nby = \"api-key\"\nquota = \"1/s\"\n[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n\
          [[route]]\nname = \"limited\"\npath = \"/limited\"\nrespond = {{ status = 200, body = \"ok\" }}\nlimits = [\"once\"]\n\
-         [[route]]\nname = \"key\"\npath = \"/key\"\nrespond = {{ status = 200 }}\nlimits = [\"key\"]\n\
+         [[route]]\nname = \"key\"\npath = \"/key\"\nrespond = {{ status = 200 }}\nidentify = [\"keys\"]\nlimits = [\"key\"]\n\
          [[route]]\nname = \"respond\"\npath = \"/respond\"\nrespond = {{ status = 200, body = \"ok\" }}\n\
          [[route]]\nname = \"small\"\npath = \"/small\"\nupstream = \"api\"\nmax_body = \"32KiB\"\n\
          [[route]]\nname = \"all\"\npath = \"/up/{{*rest}}\"\nupstream = \"api\"\n{all}\n\

@@ -90,7 +90,8 @@ fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
         // A cached denial would not know the other limits.
         "{store}denial_cache = 0\n[server]\nworkers = 1\n[log]\nformat = \"json\"\naccess = \"access.log\"\n\
          [client_ip]\ntrusted_proxies = [\"127.0.0.2/32\", \"10.0.0.0/8\"]\n\
-         [api_key]\nconsumers = \"consumers.toml\"\non_unknown = \"{unknown}\"\n[upstream.api]\nservers = [\"{upstream}\"]\n"
+         [auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_unknown = \"{unknown}\"\n\
+         [auth.required]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[upstream.api]\nservers = [\"{upstream}\"]\n"
     );
     for (name, terms) in LIMITS {
         write!(text, "[limit.{name}]\n{terms}").unwrap();
@@ -102,8 +103,14 @@ fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
             let choices = if random.happens(50) { random.of(&CHOICES) } else { &[] };
             for (methods, version) in choices {
                 number += 1;
-                let limits: Vec<_> = LIMITS.iter().map(|(name, _)| name).filter(|_| random.happens(30)).collect();
+                let limits: Vec<_> = LIMITS.iter().map(|(name, _)| *name).filter(|_| random.happens(30)).collect();
                 write!(text, "[[route]]\nname = \"r{number}\"\npath = \"{path}\"\nlimits = {limits:?}\n").unwrap();
+                text += match (limits.contains(&"key"), random.below(4)) {
+                    (false, 0) => "require = [\"required\"]\n",
+                    (true, 0) => "require = [\"required\"]\n",
+                    (true, _) => "identify = [\"keys\"]\n",
+                    (false, _) => "",
+                };
                 if !host.is_empty() {
                     writeln!(text, "host = \"{host}\"").unwrap();
                 }
@@ -489,7 +496,7 @@ fn memory_store_counters_are_read_from_the_running_gateway() {
 /// Invalid credentials are charged to limits by address: 401 while these admit, then 429.
 #[test]
 fn invalid_credentials_over_the_ip_limit_are_explained_as_answered() {
-    let keys = "[api_key]\nconsumers = \"consumers.toml\"\n[limit.ip]\nby = \"ip\"\nquota = \"2/day\"\n\
+    let keys = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[limit.ip]\nby = \"ip\"\nquota = \"2/day\"\n\
                 algorithm = \"fixed-window\"\nstart = \"first-request\"\n[limit.key]\nby = \"api-key\"\nquota = \"9/day\"\n\
                 tiers = { pro = { quota = \"60/day\" } }\n";
     for (what, limits, header) in [
@@ -499,7 +506,7 @@ fn invalid_credentials_over_the_ip_limit_are_explained_as_answered() {
     ] {
         let admin = format!("[admin]\naddress = \"127.0.0.1:{}\"\n", free_port());
         let route =
-            format!("[[route]]\nname = \"r\"\npath = \"/\"\nlimits = [{limits}]\nrespond = {{ status = 200 }}\n");
+            format!("[[route]]\nname = \"r\"\npath = \"/\"\nidentify = [\"keys\"]\nlimits = [{limits}]\nrespond = {{ status = 200 }}\n");
         let config = format!("{admin}{keys}{route}");
         let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers())]);
         let explained = || -> Value {

@@ -613,11 +613,11 @@ fn spaces_around_values_are_malformed_in_http2_and_trimmed_in_http1() {
     let route = |name: &str, rest: &str| {
         format!(
             "[[route]]\nname = \"{name}\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
-             limits = [\"key\", \"tenant\", \"session\"]\nresponse_headers = {{ set = {{ x-route = \"{name}\" }} }}\n{rest}"
+             identify = [\"keys\"]\nlimits = [\"key\", \"tenant\", \"session\"]\nresponse_headers = {{ set = {{ x-route = \"{name}\" }} }}\n{rest}"
         )
     };
     let gateway = Gateway::start(&format!(
-        "[server]\nworkers = 1\n[api_key]\non_unknown = \"accept\"\n{}{}{}{}{}[upstream.api]\nservers = [\"{}\"]\n",
+        "[server]\nworkers = 1\n[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n{}{}{}{}{}[upstream.api]\nservers = [\"{}\"]\n",
         limit("key", "api-key"),
         limit("tenant", "header:x-tenant"),
         limit("session", "cookie:sid"),

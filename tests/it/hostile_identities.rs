@@ -416,10 +416,10 @@ fn api_keys_share_no_bucket_and_do_not_appear_in_redis() {
     let consumers = "[[consumer]]\nname = \"alice\"\nkeys = [\"sha256:72ee9d4355ccb9d3a4c9dbf37382e38e75c1b1a225b5bd1f729ee91bbda30c20\"]\n";
     let gateway = Gateway::start_with(
         &format!(
-            "{}[api_key]\nconsumers = \"consumers.toml\"\non_unknown = \"accept\"\n{}{}",
+            "{}[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_unknown = \"accept\"\n{}{}",
             redis.store(),
             limit("per-key", 100, "by = \"api-key\""),
-            route("keyed", "/keyed", "\"per-key\"")
+            route("keyed", "/keyed", "\"per-key\"").replace("limits", "identify = [\"keys\"]\nlimits")
         ),
         &[("consumers.toml", consumers)],
     );
@@ -532,7 +532,7 @@ fn forged_user_header_spends_no_quota_of_the_user() {
 
 /// A header, how the gateway uses it, and the value at the upstream if a client sends it.
 const GUARDED: [(&str, &str, Option<&str>); 8] = [
-    ("x-api-key", "identifies the client", Some("theirs")),
+    ("x-api-key", "identifies the client", None),
     ("x-tenant", "is what a limit is by", Some("theirs")),
     ("x_odd-name", "is what a limit is by", Some("theirs")),
     ("x-plan", "chooses the route", Some("free")),
@@ -550,9 +550,9 @@ const SEPARATORS: &str = "-_.!#$%&'*+^`|~";
 fn aliases_of_headers_that_the_gateway_uses_are_not_forwarded() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
-        "[api_key]\non_unknown = \"accept\"\n{}{}{}[upstream.api]\nservers = [\"{}\"]\n\
+        "[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n{}{}{}[upstream.api]\nservers = [\"{}\"]\n\
          [[route]]\nname = \"others\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
-         [[route]]\nname = \"free\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\nlimits = [\"key\", \"tenant\", \"odd\"]\n\
+         [[route]]\nname = \"free\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\nidentify = [\"keys\"]\nlimits = [\"key\", \"tenant\", \"odd\"]\n\
          headers = {{ x-plan = \"free\" }}\nrequest_headers = {{ set = {{ x-gateway = \"ours\", x_under = \"ours\" }}, remove = [\"x-gone\", \"x-gone_too\"] }}\n",
         limit("key", 100_000, "by = \"api-key\""),
         limit("tenant", 100_000, "by = \"header:x-tenant\""),

@@ -26,6 +26,11 @@ fn route(name: &str, limits: &str) -> String {
     )
 }
 
+/// A route `/NAME` with a direct response, whose requests these providers verify.
+fn identified(name: &str, providers: &str, limits: &str) -> String {
+    route(name, limits) + &format!("identify = [{providers}]\n")
+}
+
 fn trusting(rest: &str) -> String {
     format!("[client_ip]\ntrusted_proxies = [\"{PROXY}/32\"]\n{rest}\n")
 }
@@ -300,10 +305,10 @@ fn user_headers_are_read_from_trusted_proxies_only() {
 #[test]
 fn consumer_has_one_bucket_for_all_its_keys() {
     let config = format!(
-        "[api_key]\nconsumers = \"consumers.toml\"\n{}{}{}{}",
+        "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n{}{}{}{}",
         limit("per-key", 100, "by = \"api-key\""),
         limit("per-ip", 1000, "by = \"ip\""),
-        route("keyed", "\"per-ip\", \"per-key\""),
+        identified("keyed", "\"keys\"", "\"per-ip\", \"per-key\""),
         route("open", "\"per-ip\""),
     );
     let file = consumers(&[("alice", &["alice-1", "alice-2"]), ("bob", &["bob-1"])]);
@@ -334,7 +339,7 @@ fn consumer_has_one_bucket_for_all_its_keys() {
     // The seven requests rejected with 401 are charged to the address.
     let reply = client.get_with("/keyed", &[("X-Api-Key", "alice-1")]);
     assert_eq!((reply.remaining("per-key"), reply.remaining("per-ip")), (96, 988));
-    // Without a limit by API key, keys are not read.
+    // Without a provider on the route, keys are not read.
     for lines in [&[][..], &[("X-Api-Key", "mallory")], &two] {
         assert_eq!(client.get_with("/open", lines).status, 200, "{lines:?}");
     }
@@ -389,9 +394,9 @@ fn missing_and_unknown_keys_follow_the_configuration() {
         ),
     ] {
         let config = format!(
-            "[api_key]\nconsumers = \"consumers.toml\"\n{settings}\n{}{}",
+            "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n{settings}\n{}{}",
             limit("per-key", 100, "by = \"api-key\""),
-            route("keyed", "\"per-key\""),
+            identified("keyed", "\"keys\"", "\"per-key\""),
         );
         let gateway = Gateway::start_with(&config, &[("consumers.toml", &file)]);
         for (peer, lines, expected) in requests {
@@ -407,15 +412,19 @@ fn missing_and_unknown_keys_follow_the_configuration() {
 #[test]
 fn api_key_is_read_from_the_configured_header() {
     let config = format!(
-        "[api_key]\nheader = \"authorization\"\non_unknown = \"accept\"\n{}{}",
+        "[auth.keys]\nkind = \"api-key\"\nheader = \"authorization\"\nscheme = \"Token\"\non_unknown = \"accept\"\n{}{}",
         limit("per-key", 100, "by = \"api-key\""),
-        route("keyed", "\"per-key\""),
+        identified("keyed", "\"keys\"", "\"per-key\""),
     );
     let gateway = Gateway::start(&config);
     let mut client = gateway.client();
-    assert_eq!(client.get_with("/keyed", &[("Authorization", "Bearer a")]).remaining("per-key"), 99);
-    assert_eq!(client.get_with("/keyed", &[("Authorization", "Bearer b")]).remaining("per-key"), 99);
-    assert_eq!(client.get_with("/keyed", &[("Authorization", "Bearer a")]).remaining("per-key"), 98);
+    assert_eq!(client.get_with("/keyed", &[("Authorization", "Token a")]).remaining("per-key"), 99);
+    assert_eq!(client.get_with("/keyed", &[("Authorization", "Token b")]).remaining("per-key"), 99);
+    assert_eq!(client.get_with("/keyed", &[("Authorization", "Token a")]).remaining("per-key"), 98);
+    assert_eq!(client.get_with("/keyed", &[("authorization", "token  a")]).remaining("per-key"), 97);
+    for value in ["Bearer a", "Token", "Tokena", "Token ", "a"] {
+        client.get_with("/keyed", &[("Authorization", value)]).assert_problem(401, value);
+    }
     client.get_with("/keyed", &[("X-Api-Key", "a")]).assert_problem(401, "the usual field");
 }
 
@@ -599,11 +608,11 @@ fn missing_part_is_rejected_skipped_or_replaced_by_the_address() {
 fn on_missing_of_api_keys_and_user_headers_is_followed() {
     // `on_missing` of the limit applies where the key has no rule of its own.
     let config = format!(
-        "{}[api_key]\non_unknown = \"accept\"\n{}{}{}{}",
+        "{}[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n{}{}{}{}",
         trusting(""),
         limit("key", 100, "by = \"api-key\"\non_missing = \"skip\""),
         limit("user", 100, "by = \"user:x-user-id\"\non_missing = \"ip\""),
-        route("keyed", "\"key\""),
+        identified("keyed", "\"keys\"", "\"key\""),
         route("named", "\"user\""),
     );
     let gateway = Gateway::start(&config);
@@ -642,11 +651,11 @@ fn cookie_is_read_from_any_cookie_line() {
 
 #[test]
 fn exempt_network_includes_clients_without_a_key() {
-    let settings = "[api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n";
+    let settings = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n";
     let config = format!(
         "{settings}{}{}",
         limit("l", 1, "by = \"api-key\"\nexempt = [\"ip=127.0.0.2/32\"]"),
-        route("r", "\"l\"")
+        identified("r", "\"keys\"", "\"l\"")
     );
     let file = consumers(&[("alice", &["alice-1"])]);
     let gateway = Gateway::start_with(&config, &[("consumers.toml", &file)]);
@@ -664,7 +673,7 @@ fn exempt_network_includes_clients_without_a_key() {
 
 #[test]
 fn exempt_values_apply_to_their_source_only() {
-    let settings = "[api_key]\nconsumers = \"consumers.toml\"\non_unknown = \"accept\"\n";
+    let settings = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_unknown = \"accept\"\n";
     let file = consumers(&[("batch", &["batch-key"]), ("other", &["other-key"])]);
     let key = |key| ("x-api-key", key);
     for (by, exempt, cases) in [
@@ -703,7 +712,7 @@ fn exempt_values_apply_to_their_source_only() {
         (r#""ip""#, "127.0.0.1", &[(&[][..], "/r", true)]),
     ] {
         let terms = format!("by = [{by}]\nexempt = [\"{exempt}\"]");
-        let config = format!("{settings}{}{}", limit("l", 1, &terms), route("r", "\"l\""));
+        let config = format!("{settings}{}{}", limit("l", 1, &terms), identified("r", "\"keys\"", "\"l\""));
         let gateway = Gateway::start_with(&config, &[("consumers.toml", &file)]);
         let mut client = gateway.client();
         for (headers, path, is_exempt) in cases {
@@ -734,9 +743,9 @@ fn tiers_inherit_quota_and_burst_unless_set() {
         }
     }
     let config = format!(
-        "[api_key]\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"60/min\"\nburst = 10\ntiers = {{ {} }}\n{}",
+        "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"60/min\"\nburst = 10\ntiers = {{ {} }}\n{}",
         tiers.join(", "),
-        route("r", "\"l\"")
+        identified("r", "\"keys\"", "\"l\"")
     );
     let gateway = Gateway::start_with(&config, &[("consumers.toml", &file)]);
     let mut client = gateway.client();
@@ -752,10 +761,10 @@ fn tiers_inherit_quota_and_burst_unless_set() {
 fn invalid_credentials_are_not_charged_to_shared_limits() {
     for by in ["\"global\"", "\"route\"", "\"header:x-tenant\""] {
         let config = format!(
-            "[api_key]\nconsumers = \"consumers.toml\"\n{}{}{}",
+            "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n{}{}{}",
             limit("shared", 2, &format!("by = {by}")),
             limit("who", 100, "by = \"api-key\""),
-            route("r", "\"shared\", \"who\"")
+            identified("r", "\"keys\"", "\"shared\", \"who\"")
         );
         let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers(&[("alice", &["alice-1"])]))]);
         let mut client = gateway.client();
@@ -777,7 +786,7 @@ fn invalid_credentials_are_charged_to_limits_without_credentials() {
     let unknown = bearer(Key::ed("other").token(&claims));
     let nameless = bearer(key.token(&json!({ "exp": in_seconds(3600) })));
     let unsigned = bearer(signed(&json!({ "alg": "none" }), &claims, |_| Vec::new()));
-    let settings = "[api_key]\nconsumers = \"consumers.toml\"\n[jwt]\njwks_file = \"jwks.json\"\n";
+    let settings = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[auth.tokens]\nkind = \"jwt\"\njwks_file = \"jwks.json\"\n";
     let file = consumers(&[("alice", &["alice-1"])]);
     let both = |by: &str, terms: &str| {
         let per_ip = limit("per-ip", 3, &format!("by = \"ip\"\n{terms}"));
@@ -804,7 +813,8 @@ fn invalid_credentials_are_charged_to_limits_without_credentials() {
         ("no such claim", "jwt:sub", "", "\"per-ip\", \"who\"", Some(("authorization", &*nameless))),
         ("unsigned", "jwt:sub", "", "\"per-ip\", \"who\"", Some(("authorization", &*unsigned))),
     ] {
-        let config = format!("{}{}", both(by, terms), route("r", limits));
+        let provider = if by == "api-key" { "\"keys\"" } else { "\"tokens\"" };
+        let config = format!("{}{}", both(by, terms), identified("r", provider, limits));
         let gateway = Gateway::start_with(&config, &[("consumers.toml", &file), ("jwks.json", &jwks)]);
         let headers: Vec<_> = header.into_iter().collect();
         let mut client = gateway.client();

@@ -14,8 +14,8 @@ const ISSUER: &str = "https://issuer.example";
 fn config(jwt: &str, limit: &str) -> String {
     let fixed = "algorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"1000/hour\"";
     format!(
-        "[jwt]\n{jwt}\n[limit.token]\nby = \"jwt:sub\"\n{fixed}\n{limit}\n[limit.all]\nby = \"global\"\n{fixed}\n\
-         [[route]]\nname = \"limited\"\npath = \"/limited\"\nlimits = [\"token\", \"all\"]\nrespond = {{ status = 200 }}\n"
+        "[auth.tokens]\nkind = \"jwt\"\n{jwt}\n[limit.token]\nby = \"jwt:sub\"\n{fixed}\n{limit}\n[limit.all]\nby = \"global\"\n{fixed}\n\
+         [[route]]\nname = \"limited\"\npath = \"/limited\"\nidentify = [\"tokens\"]\nlimits = [\"token\", \"all\"]\nrespond = {{ status = 200 }}\n"
     )
 }
 
@@ -257,11 +257,11 @@ fn claims_of_any_name_are_read_by_every_limit_of_a_request() {
     };
     let gateway = Gateway::start_with(
         &[
-            "[jwt]\njwks_file = \"jwks.json\"\n".to_owned(),
+            "[auth.tokens]\nkind = \"jwt\"\njwks_file = \"jwks.json\"\n".to_owned(),
             limit("user", "by = \"jwt:user_id\"\nexempt = [\"jwt:user_id=0\", \"jwt:user_id=root\"]"),
             limit("tenant", "by = [\"jwt:https://example.com/tenant\", \"jwt:admin\"]"),
             limit("header", "by = \"header:x-user\""),
-            route("limited", "\"user\", \"tenant\""),
+            route("limited", "\"user\", \"tenant\"") + "identify = [\"tokens\"]\n",
             route("open", "\"header\""),
         ]
         .concat(),
@@ -294,7 +294,7 @@ fn claims_of_any_name_are_read_by_every_limit_of_a_request() {
         }
         assert_eq!(reply.remaining("tenant"), expected.1, "{claims}");
     }
-    // Without a limit by JWT, tokens are not read.
+    // Without a provider on the route, tokens are not read.
     let reply = client.get_with("/open", &[("X-User", "7"), ("Authorization", "Bearer garbage")]);
     assert_eq!(reply.remaining("header"), 99);
 }

@@ -8,9 +8,9 @@ use std::process::Stdio;
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
 
-const GATEWAY: &str = "[api_key]\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"1000/hour\"\n\
+const GATEWAY: &str = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"1000/hour\"\n\
                        tiers = { pro = { quota = \"2000/hour\" } }\n\
-                       [[route]]\nname = \"r\"\npath = \"/r\"\nrespond = { status = 200 }\nlimits = [\"l\"]\n";
+                       [[route]]\nname = \"r\"\npath = \"/r\"\nrespond = { status = 200 }\nidentify = [\"keys\"]\nlimits = [\"l\"]\n";
 
 struct Said {
     code: Option<i32>,

@@ -73,7 +73,8 @@ fn provide(walk: &Walk, document: &str) {
 const MY: &str = r#"
 [[listener]]
 address = "127.0.0.1:8080"
-[api_key]
+[auth.keys]
+kind = "api-key"
 consumers = "consumers.toml"
 on_missing = "anonymous"
 [limit.per-ip]
@@ -85,6 +86,7 @@ quota = "10/s"
 [[route]]
 name = "all"
 path = "/{*rest}"
+identify = ["keys"]
 limits = ["per-ip", "per-key"]
 respond = { status = 200 }
 "#;

@@ -24,10 +24,16 @@ fn stores(redis: &Redis) -> [String; 2] {
     [String::new(), redis.store()]
 }
 
+/// `identify` of a route whose limit is by API key.
+fn identify(limit: &str) -> &'static str {
+    if limit.contains("api-key") { "identify = [\"keys\"]\n" } else { "" }
+}
+
 /// A route `/r` with the limit `l` and a direct response.
 fn answered(limit: &str) -> String {
     format!(
-        "[limit.l]\n{limit}\n[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+        "[limit.l]\n{limit}\n[[route]]\nname = \"r\"\npath = \"/r\"\n{}limits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+        identify(limit)
     )
 }
 
@@ -35,12 +41,13 @@ fn answered(limit: &str) -> String {
 fn proxied(limit: &str, upstream: &Upstream) -> String {
     format!(
         "[limit.l]\n{limit}\n[upstream.u]\nservers = [\"{}\"]\n\
-         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nupstream = \"u\"\n",
-        upstream.url()
+         [[route]]\nname = \"r\"\npath = \"/r\"\n{}limits = [\"l\"]\nupstream = \"u\"\n",
+        upstream.url(),
+        identify(limit)
     )
 }
 
-const KEYS: &str = "[api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n";
+const KEYS: &str = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n";
 
 fn admitted(gateway: &Gateway, key: Option<&str>, requests: usize) -> usize {
     let headers: Vec<_> = key.map(|key| ("x-api-key", key)).into_iter().collect();

@@ -74,8 +74,8 @@ fn top_denied_lists_clients_without_secrets() {
     let gateway = Gateway::start_with(
         &format!(
             "{}{ADMIN}[server]\nworkers = 2\n[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\nipv4_prefix = 24\n\
-             [api_key]\nconsumers = \"consumers.toml\"\non_unknown = \"accept\"\n{}{}{}{}{}\
-             [[route]]\nname = \"k\"\npath = \"/k\"\nlimits = [\"key\"]\nrespond = {{ status = 200 }}\n\
+             [auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_unknown = \"accept\"\n{}{}{}{}{}\
+             [[route]]\nname = \"k\"\npath = \"/k\"\nidentify = [\"keys\"]\nlimits = [\"key\"]\nrespond = {{ status = 200 }}\n\
              [[route]]\nname = \"n\"\npath = \"/n/{{id}}\"\nlimits = [\"net\", \"try\"]\nrespond = {{ status = 200 }}\n\
              [[route]]\nname = \"s\"\npath = \"/s\"\nlimits = [\"secret\", \"user\"]\nrespond = {{ status = 200 }}\n",
             redis.store(),
@@ -209,12 +209,12 @@ fn identity_is_found_by_its_value_or_hash() {
     };
     let gateway = Gateway::start_with(
         &format!(
-            "{ADMIN}[api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n\
+            "{ADMIN}[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n\
              [limit.calls]\nby = \"api-key\"\nalgorithm = \"fixed-window\"\nquota = \"10/{LONG}\"\n\
              tiers = {{ anonymous = {{ quota = \"2/{LONG}\" }}, pro = {{ quota = \"20/{LONG}\" }} }}\nexempt = [\"api-key=robot\"]\n\
              [limit.pair]\nby = [\"ip\", \"route\", \"host\", \"method\"]\nalgorithm = \"fixed-window\"\nquota = \"5/{LONG}\"\n\
              [limit.all]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"100/{LONG}\"\n\
-             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"calls\", \"pair\", \"all\"]\nrespond = {{ status = 200 }}\n"
+             [[route]]\nname = \"r\"\npath = \"/r\"\nidentify = [\"keys\"]\nlimits = [\"calls\", \"pair\", \"all\"]\nrespond = {{ status = 200 }}\n"
         ),
         &[(
             "consumers.toml",
@@ -605,7 +605,8 @@ fn reset_finds_the_state_of_a_consumer_with_its_own_quota() {
     let consumers = consumers.replace("KEY", &sha256("secret-of-acme"));
     for store in ["", &redis.store()] {
         let config = one_limit(store, &format!("9/{LONG}"), "").replace("\"header:x-id\"", "\"api-key\"");
-        let config = format!("[api_key]\nconsumers = \"consumers.toml\"\n{config}");
+        let config = config.replace("limits = ", "identify = [\"keys\"]\nlimits = ");
+        let config = format!("[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n{config}");
         let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers)]);
         let mut client = gateway.client();
         let mut three = || [(); 3].map(|()| client.get_with("/r", &[("x-api-key", "secret-of-acme")]).status);

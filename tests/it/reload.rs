@@ -67,8 +67,8 @@ fn kubernetes_config_map_is_reloaded_with_its_files() {
     for (name, body, tier) in [("..1", "one", "free"), ("..2", "two", "gold")] {
         std::fs::create_dir(folder.path().join(name)).unwrap();
         let config = format!(
-            "[[listener]]\naddress = \"127.0.0.1:0\"\n[log]\naccess = \"off\"\n[api_key]\nconsumers = \"consumers.toml\"\n\
-             {}limits = [\"keys\"]\n[limit.keys]\nby = \"api-key\"\nquota = \"9/day\"\ntiers = {{ {tier} = {{ quota = \"5/day\" }} }}\n",
+            "[[listener]]\naddress = \"127.0.0.1:0\"\n[log]\naccess = \"off\"\n[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
+             {}identify = [\"keys\"]\nlimits = [\"keys\"]\n[limit.keys]\nby = \"api-key\"\nquota = \"9/day\"\ntiers = {{ {tier} = {{ quota = \"5/day\" }} }}\n",
             says(body)
         );
         let consumers = format!("[[consumer]]\nname = \"c\"\ntier = \"{tier}\"\nkeys = [{}]\n", key(body));
@@ -124,7 +124,7 @@ fn invalid_file_changes_nothing_and_is_reported() {
 
 #[test]
 fn invalid_file_is_tried_once_and_other_files_are_reloaded() {
-    let keys = "[api_key]\nconsumers = \"consumers.toml\"\n";
+    let keys = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n";
     let config = |body: &str| with_admin(&format!("{keys}{}", says(body)));
     let consumers = format!("[[consumer]]\nname = \"alice\"\nkeys = [\"sha256:{}\"]\n", "0".repeat(64));
     let gateway = Gateway::start_with(&config("one"), &[("consumers.toml", &consumers)]);
@@ -339,7 +339,7 @@ fn files_of_the_new_configuration_are_watched() {
     };
     let config = |file: &str| {
         with_admin(&format!(
-            "[api_key]\nconsumers = \"{file}\"\n{}limits = [\"keys\"]\n[limit.keys]\nby = \"api-key\"\nquota = \"1000/s\"\n",
+            "[auth.keys]\nkind = \"api-key\"\nconsumers = \"{file}\"\n{}identify = [\"keys\"]\nlimits = [\"keys\"]\n[limit.keys]\nby = \"api-key\"\nquota = \"1000/s\"\n",
             says("x")
         ))
     };

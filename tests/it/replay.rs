@@ -482,10 +482,10 @@ fn refunds_and_permits_apply_when_requests_end() {
 /// Without keys in the log, quotas of consumers follow their names, or the hashes of the gateway's own log.
 #[test]
 fn consumers_are_replayed_with_their_own_quotas() {
-    let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n[api_key]\nconsumers = \"consumers.toml\"\n\
+    let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
         [limit.plan]\nby = \"api-key\"\nquota = \"1/hour\"\nalgorithm = \"fixed-window\"\n\
         [limit.plan.tiers.pro]\nquota = \"3/hour\"\n\
-        [[route]]\nname = \"all\"\npath = \"/{*rest}\"\nlimits = [\"plan\"]\nrespond = { status = 200 }\n";
+        [[route]]\nname = \"all\"\npath = \"/{*rest}\"\nidentify = [\"keys\"]\nlimits = [\"plan\"]\nrespond = { status = 200 }\n";
     let key = |digit: &str| format!("sha256:{}", digit.repeat(64));
     let consumers = format!(
         "[[consumer]]\nname = \"alice\"\ntier = \"pro\"\nkeys = [\"{}\"]\n[[consumer]]\nname = \"bob\"\nkeys = [\"{}\"]\n",
@@ -498,7 +498,7 @@ fn consumers_are_replayed_with_their_own_quotas() {
     std::fs::write(path("consumers.toml"), consumers).unwrap();
     let runtime = CompiledConfig::load(&directory.path().join("gateway.toml"), &|_| None).unwrap();
     let (mut by_name, mut by_hash) = (String::new(), String::new());
-    for consumer in runtime.consumers.load().iter() {
+    for consumer in runtime.auth.consumers().iter() {
         let hash = String::from_utf8(consumer.identity(&runtime.hasher).to_hex().to_vec()).unwrap();
         let (name, time) = (&consumer.name, "10/Oct/2000:13:55:36 -0700");
         by_name += &format!("192.0.2.1 - {name} [{time}] \"GET / HTTP/1.1\" 200 1\n").repeat(5);

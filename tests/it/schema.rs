@@ -117,7 +117,7 @@ fn invalid_values_fail_the_schema() {
 /// A file in which every key of the schema can be set.
 fn every_key() -> Value {
     json!({
-        "server": {}, "log": {}, "client_ip": {}, "jwt": {}, "api_key": {},
+        "server": {}, "log": {}, "client_ip": {}, "auth": { "keys": { "kind": "api-key", "on_unknown": "accept" } },
         "store": { "url": "redis://127.0.0.1:1" },
         "listener": [{
             "address": "127.0.0.1:0",
@@ -140,6 +140,7 @@ fn every_key() -> Value {
 /// Load a file. Return the compiled configuration as text, or the errors.
 fn load(file: &Value) -> Result<String, String> {
     let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("consumers.toml"), "").unwrap();
     for name in ["one.pem", "one.key"] {
         std::fs::copy(root().join("tests/certs").join(name), directory.path().join(name)).unwrap();
     }
@@ -151,7 +152,7 @@ fn load(file: &Value) -> Result<String, String> {
         store,
         log,
         client_ip,
-        api_key_settings: api_keys,
+        auth,
         upstreams,
         limits,
         routes,
@@ -196,7 +197,7 @@ fn load(file: &Value) -> Result<String, String> {
             )
         })
         .collect();
-    let (clients, targets) = ((client_ip, api_keys, limits), (upstreams, routes));
+    let (clients, targets) = ((client_ip, &auth.providers, limits), (upstreams, routes));
     let text = format!("{:?}", (server, store, log, listeners, admin, clients, targets));
     Ok(text.replace(&directory.path().display().to_string(), ""))
 }
@@ -247,6 +248,8 @@ fn file_with(path: &str) -> Value {
         "limit.*.max_queue" => set("limit.l.max_wait", json!("1s")),
         "upstream.*.max_queue" => set("upstream.u.max_requests", json!(1)),
         "store.url" => set("store", json!({})),
+        "auth.*.on_unknown" => set("auth.keys", json!({ "kind": "api-key", "consumers": "consumers.toml" })),
+        "auth.*.scheme" => set("auth.keys.header", json!("authorization")),
         "route.*.redirect.status" => set("route", json!([{ "name": "m", "path": "/m", "redirect": { "to": "/" } }])),
         "route.*.ratelimit_headers.*" => set("route.r.ratelimit_headers", json!([null])),
         "route.*.upstream.*" => set("route", json!([{ "name": "m", "path": "/m", "upstream": { "u": 1 } }])),
@@ -255,7 +258,6 @@ fn file_with(path: &str) -> Value {
     match path {
         "limit.*.tiers.*.burst" => {
             set("limit.l", json!({ "by": "api-key", "quota": "1/s", "tiers": { "t": {} } }));
-            set("api_key.on_unknown", json!("accept"));
         }
         "limit.*.cost.max" => {
             set("limit.l.cost", json!({ "request_header": "x-cost", "max": 1 }));

@@ -108,8 +108,8 @@ fn config(format: &str, port: u16, upstream: &Upstream, broken: &Upstream, colle
         format!(
             "[store]\nurl = \"redis://default:planted-store-password@127.0.0.1:{port}/0\"\nsecret = \"planted-store-secret\"\n"
         ),
-        "[api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n".to_owned(),
-        "[jwt]\njwks_file = \"jwks.json\"\nissuer = \"planted\"\n".to_owned(),
+        "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n".to_owned(),
+        "[auth.tokens]\nkind = \"jwt\"\njwks_file = \"jwks.json\"\nissuer = \"planted\"\n".to_owned(),
         "[client_ip]\ntrusted_proxies = [\"127.0.0.1/32\"]\n".to_owned(),
         limit("key", "api-key", ""),
         "[limit.closed]\nby = \"ip\"\nquota = \"1000000/day\"\non_store_error = \"deny\"\n".to_owned(),
@@ -120,12 +120,12 @@ fn config(format: &str, port: u16, upstream: &Upstream, broken: &Upstream, colle
         format!("[upstream.up]\nservers = [\"{}\"]\n", upstream.url()),
         format!("[upstream.broken]\nservers = [\"{}\"]\n", broken.url()),
         "[upstream.gone]\nservers = [\"http://127.0.0.1:1\"]\n".to_owned(),
-        route("own", "respond = { status = 200 }", "\"key\", \"tenant\", \"cookie\", \"query\""),
+        route("own", "identify = [\"keys\"]\nrespond = { status = 200 }", "\"key\", \"tenant\", \"cookie\", \"query\""),
         route("closed", "respond = { status = 200 }", "\"closed\""),
-        route("up", "upstream = \"up\"", "\"key\", \"query\""),
+        route("up", "identify = [\"keys\"]\nupstream = \"up\"", "\"key\", \"query\""),
         route("gone", "upstream = \"gone\"", "\"tenant\""),
         route("broken", "upstream = \"broken\"", "\"tenant\""),
-        route("by-token", "upstream = \"up\"", "\"token\""),
+        route("by-token", "identify = [\"tokens\"]\nupstream = \"up\"", "\"token\""),
     ]
     .concat()
 }
@@ -338,9 +338,9 @@ fn secret_at_any_key_of_consumers_is_not_reported() {
     let keys = keys_of("consumers");
     assert!(keys.len() >= 4, "{keys:?}");
     let config = format!(
-        "{ADMIN}[api_key]\nconsumers = \"consumers.toml\"\n\
+        "{ADMIN}[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
          [limit.key]\nby = \"api-key\"\nquota = \"1/s\"\ntiers = {{ gold = {{ quota = \"9/s\" }} }}\n\
-         [[route]]\nname = \"own\"\npath = \"/own\"\nrespond = {{ status = 200 }}\nlimits = [\"key\"]\n"
+         [[route]]\nname = \"own\"\npath = \"/own\"\nrespond = {{ status = 200 }}\nidentify = [\"keys\"]\nlimits = [\"key\"]\n"
     );
     let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers())]);
     let (path, file) = (gateway.directory().join("gateway.toml"), gateway.directory().join("consumers.toml"));

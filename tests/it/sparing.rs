@@ -188,8 +188,8 @@ fn larger_quota_invalidates_a_cached_denial() {
         let hash = "sha256:afacab3575137afa4e00d9cbcafcb14c9ae25f779d964eb0ea5b2c4eb5dfd163";
         format!("[[consumer]]\nname = \"acme\"\nkeys = [\"{hash}\"]\n{rest}\n")
     };
-    let limit = "[api_key]\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"1/hour\"";
-    let text = config(&redis, limit, &[("r", "limits = [\"l\"]")]);
+    let limit = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"1/hour\"";
+    let text = config(&redis, limit, &[("r", "identify = [\"keys\"]\nlimits = [\"l\"]")]);
     let gateway = Gateway::start_with(&text, &[("consumers.toml", &consumer(""))]);
     let ask = || gateway.client().get_with("/r", &[("x-api-key", "acme-key")]).status;
     assert_eq!([ask(), ask(), ask()], [200, 429, 429]);

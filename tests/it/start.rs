@@ -246,9 +246,9 @@ fn access_log_has_one_record_per_request_and_no_secrets() {
     let path = directory.path().join("access.log");
     for format in ["json", "text"] {
         let config = format!(
-            "[log]\nformat = \"{format}\"\naccess = \"{}\"\n[api_key]\non_unknown = \"accept\"\n\
+            "[log]\nformat = \"{format}\"\naccess = \"{}\"\n[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n\
              [limit.one]\nby = \"api-key\"\nquota = \"1/hour\"\n\
-             [upstream.up]\nservers = [\"{}\"]\n[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"up\"\nlimits = [\"one\"]\n",
+             [upstream.up]\nservers = [\"{}\"]\n[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"up\"\nidentify = [\"keys\"]\nlimits = [\"one\"]\n",
             path.display(),
             upstream.url()
         );

@@ -151,9 +151,9 @@ fn examples_of_the_help_work() {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let config = format!(
         "[admin]\naddress = \"127.0.0.1:{port}\"\ntoken = \"open-sesame\"\n[client_ip]\ntrusted_proxies = []\n\
-         [api_key]\nconsumers = \"consumers.toml\"\n[limit.per-ip]\nby = \"ip\"\nquota = \"100/min\"\n\
+         [auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[limit.per-ip]\nby = \"ip\"\nquota = \"100/min\"\n\
          [limit.rate]\nby = \"api-key\"\nquota = \"10/s\"\ntiers = {{ pro = {{ quota = \"100/s\" }} }}\n\
-         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nlimits = [\"per-ip\", \"rate\"]\nrespond = {{ status = 200 }}\n"
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nidentify = [\"keys\"]\nlimits = [\"per-ip\", \"rate\"]\nrespond = {{ status = 200 }}\n"
     );
     // One key is left after `key revoke`: the admin API knows consumers with keys only.
     let consumers =

@@ -63,7 +63,8 @@ secret = "{PLANTED}"
 timeout = "5s"
 [client_ip]
 trusted_proxies = ["127.0.0.1"]
-[api_key]
+[auth.keys]
+kind = "api-key"
 on_unknown = "accept"
 [limit.per-user]
 by = "user:x-user-id"

@@ -284,9 +284,11 @@ access = "{folder}/access.{name}.log"
 trusted_proxies = {'["127.0.0.1"]' if upstream is None else "[]"}
 [[listener]]
 address = "127.0.0.1:0"
-[api_key]
+[auth.keys]
+kind = "api-key"
 on_missing = "anonymous"
 on_unknown = "accept"
+forward_credential = true
 """
     if upstream is not None:
         text += f'[upstream.application]\nservers = ["http://127.0.0.1:{upstream}"]\n'
@@ -294,5 +296,5 @@ on_unknown = "accept"
         text += f'[limit.{limit}]\nby = {by}\nquota = "1000000/s"\non_missing = "skip"\n'
     for route, condition in ROUTES:
         limits = json.dumps(list(LIMITS))
-        text += f'[[route]]\nname = "{route}"\n{condition}\nlimits = {limits}\n{target}\nrequest_headers = {{ set = {{ x-routed = "{route}" }} }}\n'
+        text += f'[[route]]\nname = "{route}"\n{condition}\nidentify = ["keys"]\nlimits = {limits}\n{target}\nrequest_headers = {{ set = {{ x-routed = "{route}" }} }}\n'
     return text
