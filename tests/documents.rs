@@ -46,6 +46,18 @@ fn complete(block: &str) -> String {
         let to = if block.contains("[upstream.api]") { "upstream = \"api\"" } else { "respond = { status = 200 }" };
         file.push_str(&format!("\n[[route]]\nname = \"r\"\npath = \"/\"\n{to}\n"));
         file.push_str(&format!("limits = {limits:?}\n"));
+        let providers = block.lines().filter_map(|line| line.strip_prefix("[auth.")?.strip_suffix(']'));
+        let mut providers: Vec<_> = providers.collect();
+        for (by, name) in [("\"api-key\"", "keys"), ("\"jwt:", "tokens")] {
+            let is_used = block.lines().any(|line| line.starts_with("by = ") && line.contains(by));
+            if is_used && !block.contains("[auth.") {
+                providers.push(name);
+            }
+        }
+        file.push_str(&format!("identify = {providers:?}\n"));
+        if providers.contains(&"keys") && !block.contains("[auth.keys]") {
+            file.push_str("[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n");
+        }
     }
     file
 }
