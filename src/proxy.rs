@@ -3,6 +3,7 @@
 pub mod authentication;
 pub mod context;
 pub mod forward;
+mod forward_auth;
 pub mod local_reply;
 pub mod metrics;
 pub mod rate_limit;
@@ -21,10 +22,11 @@ use crate::http::flow::StreamFlow;
 use crate::http::headers::is_grpc_call;
 use crate::http::request_body;
 use crate::http::request_body::RequestBody;
-use crate::identity::auth::Credentials;
+use crate::identity::auth::{AuthError, Credentials};
 use crate::limiter::Limiter;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::Decision;
+use crate::proxy::authentication::AuthRejection;
 use crate::proxy::context::Peer;
 use crate::proxy::context::RequestContext;
 use crate::proxy::local_reply::Rejection;
@@ -98,7 +100,7 @@ impl Gateway {
         let result = match self.admit(&mut context, &request).await {
             Ok(admitted) => self.respond(&mut context, admitted, request).await,
             Err(rejection) => {
-                if let Rejection::StoreUnavailable(_) = rejection {
+                if rejection.has_request_id() {
                     context.request_id(request.headers());
                 }
                 request_body::discard_body(request, flow);
@@ -123,9 +125,24 @@ impl Gateway {
             return Err(Rejection::BodyTooLarge);
         }
         let rewritten_target = target.rewrite(route, request.uri().query())?;
-        let (credentials, authenticated) =
+        let (mut credentials, authenticated) =
             authentication::authenticate(runtime, route, request.headers(), context.peer);
-        let decision = if route.rate_limits.limits.is_empty() && !context.is_recorded() {
+        let decision = if let Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(pending), .. })) =
+            authenticated
+        {
+            // Boxed: requests that are authenticated without waiting need no space for this future.
+            let admission = Box::pin(rate_limit::check_limits_around_authentication(
+                &self.limiter,
+                context,
+                route,
+                (credentials, pending),
+                &target,
+                request,
+            ));
+            let decision;
+            (credentials, decision) = admission.await?;
+            decision
+        } else if route.rate_limits.limits.is_empty() && !context.is_recorded() {
             authenticated.map(|()| Decision::unlimited())?
         } else {
             let authenticated = (&credentials, authenticated);

@@ -7,6 +7,7 @@ pub mod current;
 mod identities;
 mod limits;
 pub mod listeners;
+pub mod remote_auth;
 mod restart_required;
 pub mod route_action;
 pub mod routes;
@@ -37,6 +38,7 @@ use crate::routing::RouteTable;
 use crate::snapshot::auth::Authentication;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::cost::{Cost, RefundOn};
+use crate::snapshot::remote_auth::InternalUpstreams;
 use crate::snapshot::restart_required::RestartOnlyKeys;
 use crate::snapshot::routes::Route;
 use crate::snapshot::settings::{AdminSettings, LogSettings, ServerSettings};
@@ -206,7 +208,7 @@ impl CompiledConfig {
         let path = &file.file.path;
         let others = files.iter().enumerate().filter(|(other, _)| *other != index);
         let others = ConsumerDirectory(others.map(|(_, other)| other.consumers.load_full()).collect());
-        let names = identities::KnownNames::new(&self.limits, &self.routes, others);
+        let names = identities::KnownNames::new(&self.limits, &self.routes, &self.auth.tier_source, others);
         let consumers = identities::read(path, content, &names, &self.hasher, environment);
         let consumers = consumers.and_then(|loaded| match loaded.is_incomplete {
             true => Err(FileIssues::from_message(path, "no consumer has a key")),
@@ -229,12 +231,17 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
     let instances = store::gateway_count(&config.store, reader);
-    let (upstreams, upstream_tls) = upstreams::upstreams(&config.upstream, reader);
-    let limits = limits::limits(config, &hasher, instances, trusted_proxies, &upstreams, reader);
-    let auth = auth::authentication(config, &limits, &hasher, reader);
+    let (mut upstreams, mut upstream_tls) = upstreams::upstreams(&config.upstream, reader);
+    let tier_source = remote_auth::tier_source(config, reader);
+    let limits = limits::limits(config, &hasher, instances, trusted_proxies, &upstreams, &tier_source, reader);
+    let mut internal = InternalUpstreams { first: upstreams.len(), settings: Vec::new(), tls: Vec::new() };
+    let auth = auth::authentication(config, &limits, (&hasher, tier_source), &mut internal, reader);
     let (routes, table) = routes::routes(config, &limits, &auth, &upstreams, reader);
+    upstreams.extend(internal.settings);
+    upstream_tls.extend(internal.tls);
     let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
+    trusted_headers.extend(auth.providers.iter().flat_map(AuthProvider::identity_headers).cloned());
     let identity_headers =
         limits.values().flat_map(|compiled| &compiled.identity_spec.descriptors).filter_map(Descriptor::header);
     let auth_headers = auth.providers.iter().flat_map(AuthProvider::headers).cloned();

@@ -249,6 +249,9 @@ mod redacted_config_tests {
         ] {
             assert_eq!(shown.pointer(pointer), Some(&expected.into()), "{pointer} in {shown}");
         }
-        assert_eq!((&shown["server"]["workers"], &shown["auth"]["keys"]["forward_credential"]), (&2.into(), &true.into()));
+        assert_eq!(
+            (&shown["server"]["workers"], &shown["auth"]["keys"]["forward_credential"]),
+            (&2.into(), &true.into())
+        );
     }
 }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use aws_lc_rs::constant_time::verify_slices_are_equal;
+use aws_lc_rs::digest::{SHA256, digest};
 use aws_lc_rs::hmac;
 use aws_lc_rs::hmac::{HMAC_SHA256, Key};
 use aws_lc_rs::rand;
@@ -25,6 +26,7 @@ use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
+use crate::identity::auth::{AuthError, Proof, Verification};
 use crate::limiter::clock::monotonic;
 
 /// Time for which verified credentials are not hashed again.
@@ -58,6 +60,52 @@ pub enum BasicError {
     /// The user is unknown, or the password is wrong.
     #[error("the user name or the password is wrong")]
     Rejected,
+}
+
+/// A provider of kind `basic`.
+#[derive(Debug)]
+pub struct BasicProvider {
+    /// The users. Kept on reload if their file is unchanged.
+    pub verifier: Arc<BasicVerifier>,
+    /// Name of the protected area, for `WWW-Authenticate`.
+    pub realm: Box<str>,
+}
+
+impl BasicProvider {
+    /// Verify the Basic credentials of a request without computing a hash.
+    pub(super) fn verify_request(&self, headers: &HeaderMap) -> Verification {
+        match self.lookup_request(headers) {
+            Ok(BasicLookup::Verified(user)) => Verification::Valid(Proof::Basic(user)),
+            Ok(BasicLookup::Unverified(_)) => Verification::Pending,
+            Err(verification) => verification,
+        }
+    }
+
+    /// Verify the Basic credentials of a request, with a hash if needed. Dropping the future leaves the queue.
+    pub async fn verify_with_hash(&self, headers: &HeaderMap) -> Verification {
+        let user = match self.lookup_request(headers) {
+            Ok(BasicLookup::Verified(user)) => Ok(Ok(user)),
+            Ok(BasicLookup::Unverified(unverified)) => self.verifier.verify(unverified).await,
+            Err(verification) => return verification,
+        };
+        match user {
+            Ok(Ok(user)) => Verification::Valid(Proof::Basic(user)),
+            Ok(Err(error)) => Verification::Invalid(error.into()),
+            Err(VerificationBusy) => {
+                Verification::Unavailable(AuthError::Unavailable("too many passwords are being verified at the moment"))
+            }
+        }
+    }
+
+    fn lookup_request(&self, headers: &HeaderMap) -> Result<BasicLookup, Verification> {
+        match basic_credentials(headers) {
+            Ok(Some(credentials)) => {
+                self.verifier.lookup(credentials).map_err(|error| Verification::Invalid(error.into()))
+            }
+            Ok(None) => Err(Verification::Absent),
+            Err(error) => Err(Verification::Invalid(error)),
+        }
+    }
 }
 
 /// Too many passwords are being verified. The client should retry.
@@ -118,6 +166,11 @@ impl BasicVerifier {
     /// Replace the users, and forget which credentials were verified.
     pub fn replace_users(&self, htpasswd: Htpasswd) {
         self.users.store(Arc::new(UserTable::new(htpasswd)));
+    }
+
+    /// Return whether `other` has the users of the same file content.
+    pub fn has_same_users(&self, other: &BasicVerifier) -> bool {
+        self.users.load().htpasswd.source == other.users.load().htpasswd.source
     }
 
     /// Return the number of users.
@@ -227,25 +280,25 @@ impl Drop for QueueTicket<'_> {
 // === The header ===
 
 /// Return the credentials of `Authorization: Basic`, or `None` if the header is missing or has another scheme.
-///
-/// # Errors
-/// The request has several `Authorization` lines.
-pub fn basic_credentials(headers: &HeaderMap) -> Result<Option<&[u8]>, SeveralCredentials> {
+fn basic_credentials(headers: &HeaderMap) -> Result<Option<&[u8]>, AuthError> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
     let (Some(value), second) = (values.next(), values.next()) else { return Ok(None) };
     if second.is_some() {
-        return Err(SeveralCredentials);
+        return Err(AuthError::Ambiguous(AUTHORIZATION));
     }
-    let value = value.as_bytes();
-    let end = value.iter().position(u8::is_ascii_whitespace).unwrap_or(value.len());
-    let (scheme, credentials) = value.split_at(end);
-    Ok(scheme.eq_ignore_ascii_case(b"basic").then(|| credentials.trim_ascii()))
+    Ok(credentials_of(value.as_bytes()))
 }
 
-/// The request has several `Authorization` lines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the header `authorization` is present more than once")]
-pub struct SeveralCredentials;
+fn credentials_of(value: &[u8]) -> Option<&[u8]> {
+    let end = value.iter().position(u8::is_ascii_whitespace).unwrap_or(value.len());
+    let (scheme, credentials) = value.split_at(end);
+    scheme.eq_ignore_ascii_case(b"basic").then(|| credentials.trim_ascii())
+}
+
+/// Return whether a request has Basic credentials, in any line.
+pub(super) fn has_basic_credentials(headers: &HeaderMap) -> bool {
+    headers.get_all(AUTHORIZATION).iter().any(|value| credentials_of(value.as_bytes()).is_some())
+}
 
 /// Decode `USER:PASSWORD`. Return the bytes and the index of the first colon: a password may contain colons, a user
 /// name may not (RFC 7617 §2). `None` if the encoding is invalid, the colon is missing, or there are control characters.
@@ -262,8 +315,10 @@ fn decode(credentials: &[u8]) -> Option<(Vec<u8>, usize)> {
 // === The file ===
 
 /// The users of an htpasswd file, with the hashes of their passwords.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Htpasswd {
+    /// SHA-256 of the file.
+    source: [u8; 32],
     /// Index of the hash of each user.
     users: HashMap<Box<str>, usize>,
     hashes: Vec<PasswordHash>,
@@ -321,12 +376,20 @@ impl HtpasswdError {
 }
 
 impl Htpasswd {
+    /// Return whether there are no users.
+    pub fn is_empty(&self) -> bool {
+        self.hashes.is_empty()
+    }
+
     /// Parse an htpasswd file: lines of `USER:HASH`, empty lines, and comments that start with `#`.
     ///
     /// # Errors
     /// The first line that is not valid, or whose hash is neither bcrypt nor apr1.
     pub fn parse(content: &[u8]) -> Result<Self, HtpasswdError> {
-        let mut htpasswd = Htpasswd::default();
+        let mut source = [0; 32];
+        // SHA-256 has 32 bytes.
+        source.copy_from_slice(digest(&SHA256, content).as_ref());
+        let mut htpasswd = Htpasswd { source, users: HashMap::new(), hashes: Vec::new() };
         for (index, line) in content.split(|byte| *byte == b'\n').enumerate() {
             let at = |fault| HtpasswdError { line: index + 1, fault };
             let line = str::from_utf8(line).map_err(|_| at(Fault::Encoding))?.trim_end();
@@ -553,7 +616,7 @@ mod tests {
         verifier.replace_users(Htpasswd::parse(b"bob:$apr1$r31.....$HqJZimcKQFAMYayBlzkrA/").unwrap());
         let removed = unverified(&verifier, b"alice:myPassword");
         assert_eq!(verifier.verify(removed).await, Ok(Err(BasicError::Rejected)), "the new file has no alice");
-        verifier.replace_users(Htpasswd::default());
+        verifier.replace_users(Htpasswd::parse(b"").unwrap());
         assert_eq!(verifier.lookup(&right).unwrap_err(), BasicError::Rejected, "no users at all");
     }
 

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use arc_swap::ArcSwap;
+use arc_swap::ArcSwapOption;
 use aws_lc_rs::signature::{
     ECDSA_P256_SHA256_FIXED, ED25519, ParsedPublicKey, RSA_PKCS1_2048_8192_SHA256, RsaPublicKeyComponents,
 };
@@ -17,6 +17,7 @@ use jsonwebtoken::{Algorithm, DecodingKey, DecodingKeyKind, crypto, decode_heade
 use serde_json::{Map, Value};
 
 use crate::identity::auth::{AuthError, AuthRequest, Proof, Verification};
+use crate::identity::remote_keys::RemoteKeys;
 
 /// Leeway in seconds for clock skew between issuer and gateway. RFC 7519 §4.1.4 allows "usually no more than a few
 /// minutes". Clocks synchronized by NTP differ by less than a second, those of virtual machines by more after a pause.
@@ -25,8 +26,10 @@ const LEEWAY_S: f64 = 30.0;
 /// A provider of kind `jwt`: keys and expected claims.
 #[derive(Debug, Default)]
 pub struct JwtVerifier {
-    /// Public keys of the issuer. Replaced when the JWK Set changes.
-    pub keys: ArcSwap<KeySet>,
+    /// Public keys of the issuer. Replaced when the JWK Set changes. `None` until it was fetched.
+    pub keys: Arc<ArcSwapOption<KeySet>>,
+    /// State of the refreshes, if the JWK Set is fetched from a URL.
+    pub remote: Option<Arc<RemoteKeys>>,
     /// Required value of `iss`. `None` = any.
     pub issuer: Option<Box<str>>,
     /// Required value in `aud`. `None` rejects tokens with an `aud`.
@@ -117,6 +120,25 @@ impl From<jsonwebtoken::errors::Error> for TokenError {
 impl JwtVerifier {
     /// Verify the bearer token of a request.
     pub(super) fn verify_request(&self, request: &AuthRequest<'_>) -> Verification {
+        match self.verify_with_current_keys(request) {
+            Verification::Foreign(AuthError::Token(TokenError::UnknownKey))
+                if self.remote.as_ref().is_some_and(|remote| remote.may_refresh()) =>
+            {
+                Verification::Pending
+            }
+            verification => verification,
+        }
+    }
+
+    /// Verify the bearer token of a request after a refresh of the keys.
+    pub async fn verify_with_new_keys(&self, request: &AuthRequest<'_>) -> Verification {
+        if let Some(remote) = &self.remote {
+            remote.refresh().await;
+        }
+        self.verify_with_current_keys(request)
+    }
+
+    fn verify_with_current_keys(&self, request: &AuthRequest<'_>) -> Verification {
         let token = match bearer_token(request.headers) {
             Ok(Some(token)) => token,
             Ok(None) => return Verification::Absent,
@@ -125,7 +147,11 @@ impl JwtVerifier {
         if !is_jwt_shaped(token) {
             return Verification::Foreign(TokenError::Malformed.into());
         }
-        match self.verify(token, request.now_us as f64 / 1e6) {
+        let keys = self.keys.load();
+        let Some(keys) = &*keys else {
+            return Verification::Unavailable(AuthError::Unavailable("the keys of the token issuer are not known yet"));
+        };
+        match self.verify(token, keys, request.now_us as f64 / 1e6) {
             Ok(claims) => match self.claims.iter().find(|(name, value)| !claims.contains(name, value)) {
                 Some((name, _)) => Verification::Forbidden(AuthError::Claim(name.clone())),
                 None => Verification::Valid(Proof::Jwt(Arc::new(claims))),
@@ -138,7 +164,7 @@ impl JwtVerifier {
         }
     }
 
-    fn verify(&self, token: &[u8], now_s: f64) -> Result<Claims, TokenError> {
+    fn verify(&self, token: &[u8], keys: &KeySet, now_s: f64) -> Result<Claims, TokenError> {
         let token = str::from_utf8(token).map_err(|_| TokenError::Malformed)?;
         let (message, signature) = token.rsplit_once('.').ok_or(TokenError::Malformed)?;
         let header = decode_header(token)?;
@@ -146,7 +172,6 @@ impl JwtVerifier {
         if header.crit.is_some() {
             return Err(TokenError::Malformed);
         }
-        let keys = self.keys.load();
         let key = keys.find(header.kid.as_deref(), header.alg).ok_or(TokenError::UnknownKey)?;
         if header.alg != key.algorithm {
             return Err(TokenError::Algorithm);
@@ -266,6 +291,46 @@ impl KeySet {
             keys.push(key);
         }
         if keys.is_empty() { Err(KeySetError::Empty) } else { Ok(KeySet(keys)) }
+    }
+
+    /// Parse a JWK Set from a server. Keys that cannot be used are skipped (RFC 7517 §5): one faulty key must not keep the
+    /// others from being rotated. Return the keys, and why others were skipped.
+    ///
+    /// # Errors
+    /// The content is not a JWK Set, or no usable key remains.
+    pub fn parse_fetched(json: &[u8]) -> Result<(Self, Vec<KeySetError>), KeySetError> {
+        #[derive(serde::Deserialize)]
+        struct Fetched {
+            keys: Vec<Value>,
+        }
+        let set: Fetched = serde_json::from_slice(json)?;
+        let mut keys: Vec<Key> = Vec::new();
+        let mut skipped = Vec::new();
+        for (index, jwk) in set.keys.into_iter().enumerate() {
+            // Kinds of keys that the library does not know.
+            let Ok(jwk) = serde_json::from_value::<Jwk>(jwk) else { continue };
+            match Key::from_jwk(index, &jwk) {
+                Ok(Some(key)) => {
+                    match key.id.clone().filter(|id| keys.iter().any(|other| other.id.as_ref() == Some(id))) {
+                        Some(id) => skipped.push(KeySetError::DuplicateKid(id)),
+                        None => keys.push(key),
+                    }
+                }
+                Ok(None) => {}
+                Err(error) => skipped.push(error),
+            }
+        }
+        if keys.is_empty() { Err(KeySetError::Empty) } else { Ok((KeySet(keys), skipped)) }
+    }
+
+    /// Return the number of keys.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Return whether there are no keys.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     /// Return the key with this `kid`. Without a `kid`, return the only key for the algorithm.

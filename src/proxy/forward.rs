@@ -207,6 +207,7 @@ pub fn prepare_upstream_headers<B>(
     if let Some(trace) = info.trace {
         trace.inject(headers);
     }
+    info.credentials.set_forward_headers(headers);
     route.request_headers.apply(headers);
     upgrade_request
 }

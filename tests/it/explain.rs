@@ -505,8 +505,9 @@ fn invalid_credentials_over_the_ip_limit_are_explained_as_answered() {
         ("no key", "\"ip\", \"key\"", None),
     ] {
         let admin = format!("[admin]\naddress = \"127.0.0.1:{}\"\n", free_port());
-        let route =
-            format!("[[route]]\nname = \"r\"\npath = \"/\"\nidentify = [\"keys\"]\nlimits = [{limits}]\nrespond = {{ status = 200 }}\n");
+        let route = format!(
+            "[[route]]\nname = \"r\"\npath = \"/\"\nidentify = [\"keys\"]\nlimits = [{limits}]\nrespond = {{ status = 200 }}\n"
+        );
         let config = format!("{admin}{keys}{route}");
         let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers())]);
         let explained = || -> Value {

@@ -147,19 +147,8 @@ fn load(file: &Value) -> Result<String, String> {
     let path = directory.path().join("gateway.toml");
     std::fs::write(&path, toml::to_string(file).unwrap()).unwrap();
     let runtime = CompiledConfig::load(&path, &|_| None).map_err(|error| error.to_string())?;
-    let CompiledConfig {
-        server,
-        store,
-        log,
-        client_ip,
-        auth,
-        upstreams,
-        limits,
-        routes,
-        admin,
-        listeners,
-        ..
-    } = &runtime;
+    let CompiledConfig { server, store, log, client_ip, auth, upstreams, limits, routes, admin, listeners, .. } =
+        &runtime;
     let listeners: Vec<_> = listeners
         .iter()
         .map(|listener| {

@@ -42,7 +42,7 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
         let index = *index;
         let reload = move |files: &[FileSnapshot]| {
             let ProviderKind::Jwt(verifier) = &config.auth.providers[index].kind else { return };
-            let keys = KeySet::parse(&files[0].content).map(|keys| verifier.keys.store(Arc::new(keys)));
+            let keys = KeySet::parse(&files[0].content).map(|keys| verifier.keys.store(Some(Arc::new(keys))));
             log_result(&files[0], keys);
         };
         files.push((vec![file.clone()], Box::new(reload)));
