@@ -1,9 +1,20 @@
-//! The hot path in process: a decision of the memory store for each algorithm, a route among 10 and among 10,000.
+//! The hot path in process: a decision of the memory store for each algorithm, a route among 10 and among 10,000, a
+//! token that is verified for the first time and again.
 #![allow(missing_docs)] // criterion's macros make public items
 
+use arc_swap::ArcSwapOption;
+use aws_lc_rs::rand::SystemRandom;
+use aws_lc_rs::rsa::KeySize;
+use aws_lc_rs::signature::{
+    ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair, Ed25519KeyPair, KeyPair, RSA_PKCS1_SHA256, RsaKeyPair,
+};
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use http::{HeaderMap, Method};
+use serde_json::json;
 use sluicegate::http::target::canonical_path;
+use sluicegate::identity::jwt::{JwtVerifier, KeySet};
 use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
@@ -82,5 +93,52 @@ fn bench_routes(criterion: &mut Criterion) {
         .bench_function("path that is not", |bencher| bencher.iter(|| canonical_path("/v1/./service5//it%65ms/77")));
 }
 
-criterion_group!(benches, bench_decisions, bench_routes);
+fn bench_tokens(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("token");
+    let (random, encode) = (SystemRandom::new(), |bytes: &[u8]| URL_SAFE_NO_PAD.encode(bytes));
+    let rsa = RsaKeyPair::generate(KeySize::Rsa2048).unwrap();
+    let ec = EcdsaKeyPair::generate(&ECDSA_P256_SHA256_FIXED_SIGNING).unwrap();
+    let ed = Ed25519KeyPair::generate().unwrap();
+    let rsa_sign = |message: &[u8]| {
+        let mut signature = vec![0; rsa.public_modulus_len()];
+        rsa.sign(&RSA_PKCS1_SHA256, &random, message, &mut signature).unwrap();
+        signature
+    };
+    let modulus = encode(rsa.public_key().modulus().big_endian_without_leading_zero());
+    let exponent = encode(rsa.public_key().exponent().big_endian_without_leading_zero());
+    let point = ec.public_key().as_ref();
+    let ec_jwk = json!({ "kty": "EC", "crv": "P-256", "x": encode(&point[1..33]), "y": encode(&point[33..]) });
+    let ed_jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": encode(ed.public_key().as_ref()) });
+    let claims = json!({
+        "iss": "https://issuer.example/", "sub": "auth0|65f1c0ffee", "aud": ["api"], "iat": 1, "exp": 9_000_000_000_u64,
+        "scope": "openid profile email read:reports write:reports", "azp": "x".repeat(32), "permissions": ["read", "write"],
+    });
+    type Sign<'a> = &'a dyn Fn(&[u8]) -> Vec<u8>;
+    for (algorithm, jwk, sign) in [
+        ("RS256", json!({ "kty": "RSA", "n": modulus, "e": exponent }), &rsa_sign as Sign<'_>),
+        ("ES256", ec_jwk, &|message: &[u8]| ec.sign(&random, message).unwrap().as_ref().to_vec()),
+        ("EdDSA", ed_jwk, &|message: &[u8]| ed.sign(message).as_ref().to_vec()),
+    ] {
+        let header = json!({ "alg": algorithm, "typ": "JWT" }).to_string();
+        let message = format!("{}.{}", encode(header.as_bytes()), encode(claims.to_string().as_bytes()));
+        let token = format!("{message}.{}", encode(&sign(message.as_bytes())));
+        let jwks = json!({ "keys": [jwk] }).to_string();
+        let keys = || KeySet::parse(jwks.as_bytes()).unwrap();
+        let audience = Some("api".into());
+        let verifier = JwtVerifier { keys: Arc::new(ArcSwapOption::from_pointee(keys())), audience, ..JwtVerifier::default() };
+        group.bench_function(format!("{algorithm} for the first time"), |bencher| {
+            bencher.iter_batched(
+                || verifier.keys.store(Some(keys().into())),
+                |()| verifier.verify(token.as_bytes(), 1000.0).unwrap(),
+                BatchSize::PerIteration,
+            );
+        });
+        group.bench_function(format!("{algorithm} again"), |bencher| {
+            bencher.iter(|| verifier.verify(token.as_bytes(), 1000.0).unwrap());
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, bench_decisions, bench_routes, bench_tokens);
 criterion_main!(benches);

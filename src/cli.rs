@@ -117,13 +117,16 @@ enum Command {
         #[arg(long)]
         force: bool,
     },
-    /// Create, list and revoke API keys
+    /// Create, list, disable and revoke API keys
     #[command(after_help = examples![
         "sluicegate key new --consumer acme > key.txt",
         "sluicegate key list",
         "sluicegate key revoke < key.txt",
     ])]
     Key {
+        /// Use the consumers file of this provider, [auth.NAME], if there are several
+        #[arg(long, value_name = "NAME", global = true)]
+        auth: Option<String>,
         #[command(subcommand)]
         action: key::Action,
     },
@@ -213,7 +216,7 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         }
         Some(Command::Replay(replay_arguments)) => return replay::run(replay_arguments, &arguments.config),
         Some(Command::Init { template, force }) => init::run(&arguments.config, *template, *force)?,
-        Some(Command::Key { action }) => key::run(&arguments.config, action)?,
+        Some(Command::Key { auth, action }) => key::run(&arguments.config, auth.as_deref(), action)?,
         Some(Command::Schema { file }) => generate::print_schema(*file)?,
         Some(Command::Completions { shell }) => generate::print_completions(*shell)?,
         Some(Command::Man { folder }) => generate::write_man_pages(folder.as_deref())?,

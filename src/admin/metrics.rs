@@ -5,7 +5,7 @@ use std::fmt;
 use crate::admin::state::AdminState;
 use crate::limiter::metrics::AnsweredBy;
 use crate::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
-use crate::proxy::metrics::{LimitDecision, ResponseStats, STATUS_CLASSES};
+use crate::proxy::metrics::{AuthResult, LimitDecision, ResponseStats, STATUS_CLASSES};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::upstream::retry::RetryReason;
 
@@ -35,6 +35,7 @@ impl MetricSource for AdminState {
         self.write_decisions(exposition)?;
         self.write_store(exposition)?;
         self.write_upstreams(exposition)?;
+        self.write_authentication(exposition)?;
         self.write_dropped(exposition)
     }
 }
@@ -166,6 +167,32 @@ impl AdminState {
             .gauge("upstream_server_requests_in_flight", "Requests in flight at an endpoint, from all workers")?;
         for (upstream, endpoint) in endpoints() {
             writer.write_gauge(&[("upstream", upstream), ("server", &endpoint.server)], endpoint.in_flight as u64)?;
+        }
+        Ok(())
+    }
+
+    fn write_authentication(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
+        let mut writer = exposition
+            .counter("forward_auth_requests", "Requests by authentication server and result; cached: without asking it")?;
+        for (provider, counters) in self.request_metrics.forward_auth.all() {
+            let counts = sum_counts(counters.iter().map(|counter| counter.values()));
+            for (result, count) in AuthResult::ALL.iter().zip(counts) {
+                writer.write_counter(&[("provider", &provider), ("result", result.label())], count)?;
+            }
+        }
+        let config = self.config_handle.active().config.clone();
+        let mut writer = exposition.counter("jwks_refreshes", "Attempts to fetch a key set by provider and result")?;
+        for source in &config.auth.key_urls {
+            for (result, count) in ["ok", "error"].iter().zip(source.keys.counts()) {
+                writer.write_counter(&[("provider", &source.name), ("result", result)], count)?;
+            }
+        }
+        let mut writer = exposition.gauge(
+            "jwks_last_success_timestamp_seconds",
+            "When the key set was last fetched, since the Unix epoch; 0 before the first time",
+        )?;
+        for source in &config.auth.key_urls {
+            writer.write_gauge(&[("provider", &source.name)], source.keys.last_success_us() / 1_000_000)?;
         }
         Ok(())
     }

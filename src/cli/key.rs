@@ -10,9 +10,14 @@ use anyhow::{Context, anyhow, bail};
 use aws_lc_rs::digest::{SHA256, digest};
 use aws_lc_rs::rand::{SecureRandom, SystemRandom};
 use clap::Subcommand;
+use jiff::Timestamp;
+use toml_edit::Datetime;
 
-use crate::cli::key::consumers_file::{ConsumersDoc, ConsumersFile};
+use crate::cli::key::consumers_file::{ConsumerRow, ConsumersDoc, ConsumersFile, KeyDetails, KeyRow};
+use crate::config::shorthand::datetime_us;
 use crate::identity::api_key::KeyHash;
+use crate::limiter::clock;
+use crate::limiter::quota::parse_duration_us;
 
 /// Length of a fingerprint: the first hex digits of the hash of a key.
 const FINGERPRINT_DIGITS: usize = 12;
@@ -29,6 +34,7 @@ pub(super) enum Action {
         "sluicegate key new",
         "sluicegate key new --consumer acme > key.txt",
         "sluicegate key new --consumer globex --create --tier pro",
+        "sluicegate key new --consumer acme --name ci --expires 90d",
     ])]
     New {
         /// Add the key to this consumer
@@ -40,6 +46,15 @@ pub(super) enum Action {
         /// Set the tier of the new consumer
         #[arg(long, requires = "create")]
         tier: Option<String>,
+        /// Name the key, for `key list` and the log
+        #[arg(long, requires = "consumer")]
+        name: Option<String>,
+        /// Reject the key after this time: a duration such as 90d, a day, or 2027-01-31T12:00:00Z
+        #[arg(long, value_name = "TIME", requires = "consumer", value_parser = parse_expiry)]
+        expires: Option<Datetime>,
+        /// Make the key valid for this route only; may be repeated
+        #[arg(long, value_name = "ROUTE", requires = "consumer")]
+        route: Vec<String>,
         /// Begin the key with this prefix: lower-case letters, digits and _, with a _ at the end
         #[arg(long, default_value = "sg_live_", value_parser = KeyPrefix::parse)]
         prefix: KeyPrefix,
@@ -56,8 +71,29 @@ pub(super) enum Action {
     #[command(after_help = examples![
         "sluicegate key list",
         "sluicegate key list --config gateway.toml | grep acme",
+        "sluicegate key list --json",
     ])]
-    List,
+    List {
+        /// Print a JSON list
+        #[arg(long)]
+        json: bool,
+    },
+    /// Disable a key, so that requests with it get 401: by its fingerprint, or the one on standard input
+    #[command(after_help = examples![
+        "sluicegate key disable 2f9c41d07ab3",
+    ])]
+    Disable {
+        /// Disable the key whose hash begins with these digits, as `key list` shows them
+        fingerprint: Option<String>,
+    },
+    /// Enable a disabled key: by its fingerprint, or the one on standard input
+    #[command(after_help = examples![
+        "sluicegate key enable 2f9c41d07ab3",
+    ])]
+    Enable {
+        /// Enable the key whose hash begins with these digits, as `key list` shows them
+        fingerprint: Option<String>,
+    },
     /// Remove a key from the consumers file: by its fingerprint, or the one on standard input
     #[command(after_help = examples![
         "sluicegate key revoke 2f9c41d07ab3",
@@ -69,21 +105,25 @@ pub(super) enum Action {
     },
 }
 
-pub(super) fn run(config_path: &Path, action: &Action) -> anyhow::Result<()> {
+/// Run a command. `provider` selects the consumers file of `[auth.NAME]`, if there are several.
+pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -> anyhow::Result<()> {
+    let open = || ConsumersFile::open(config_path, provider);
     match action {
         Action::New { consumer: None, prefix, .. } => {
             let secret = Secret::generate(prefix)?;
             writeln!(stderr(), "keys = [\"{}\"]", format_hash(&secret.hash()))?;
             writeln!(stdout(), "{secret}")?;
         }
-        Action::New { consumer: Some(consumer), create, tier, prefix } => {
+        Action::New { consumer: Some(consumer), create, tier, prefix, name, expires, route } => {
             let secret = Secret::generate(prefix)?;
-            let mut file = ConsumersFile::open(config_path, None)?;
+            let mut file = open()?;
             let mut document = file.document()?;
             if *create {
                 document.add_consumer(consumer, tier.as_deref())?;
             }
-            document.add_key(consumer, &format_hash(&secret.hash()))?;
+            let (name, created) = (name.clone(), seconds_from_now(0));
+            let details = KeyDetails { name, created, expires: *expires, routes: route.clone() };
+            document.add_key(consumer, &format_hash(&secret.hash()), details)?;
             file.replace(&document)?;
             let path = file.path().display();
             writeln!(
@@ -94,21 +134,57 @@ pub(super) fn run(config_path: &Path, action: &Action) -> anyhow::Result<()> {
             writeln!(stdout(), "{secret}")?;
         }
         Action::Hash => writeln!(stdout(), "{}", format_hash(&read_secret()?.hash()))?,
-        Action::List => print_list(&ConsumersFile::open(config_path, None)?.document()?)?,
-        Action::Revoke { fingerprint } => {
+        Action::List { json: true } => {
+            writeln!(stdout(), "{}", serde_json::to_string_pretty(&open()?.document()?.rows())?)?;
+        }
+        Action::List { json: false } => print_list(&open()?.document()?)?,
+        Action::Disable { fingerprint } | Action::Enable { fingerprint } | Action::Revoke { fingerprint } => {
             let digits = match fingerprint {
                 Some(text) => parse_fingerprint(text)?,
                 None => to_hex(&read_secret()?.hash()),
             };
-            let mut file = ConsumersFile::open(config_path, None)?;
+            let mut file = open()?;
             let mut document = file.document()?;
-            let (consumer, hash) = document.revoke_key(&digits)?;
+            let key = document.find_key(&digits)?;
+            let verb = match action {
+                Action::Disable { .. } => {
+                    document.set_disabled(&key, true);
+                    "disabled"
+                }
+                Action::Enable { .. } => {
+                    document.set_disabled(&key, false);
+                    "enabled"
+                }
+                _ => {
+                    document.revoke_key(&key);
+                    "removed"
+                }
+            };
             file.replace(&document)?;
-            let short = hash.get(..FINGERPRINT_DIGITS).unwrap_or(&hash);
-            writeln!(stderr(), "{}: removed the key {short} of `{consumer}`", file.path().display())?;
+            let short = key.hash.get(..FINGERPRINT_DIGITS).unwrap_or(&key.hash);
+            writeln!(stderr(), "{}: {verb} the key {short} of `{}`", file.path().display(), key.consumer)?;
         }
     }
     Ok(())
+}
+
+/// Return the time in this many seconds, in UTC.
+fn seconds_from_now(seconds: u64) -> Option<Datetime> {
+    let seconds = clock::unix_us() / 1_000_000 + seconds;
+    Timestamp::from_second(i64::try_from(seconds).ok()?).ok()?.to_string().parse().ok()
+}
+
+/// Parse `--expires`: a duration from now, or a time in the future.
+fn parse_expiry(text: &str) -> Result<Datetime, String> {
+    if let Some(us) = parse_duration_us(text) {
+        return seconds_from_now(us.div_ceil(1_000_000)).ok_or_else(|| "the time is too far away".to_owned());
+    }
+    let time = text.parse::<Datetime>().ok();
+    match time.and_then(|time| Some((time, datetime_us(&time)?))) {
+        Some((time, us)) if us > clock::unix_us() => Ok(time),
+        Some(_) => Err("the time has passed".to_owned()),
+        None => Err("a duration (90d), a day (2027-01-31) or a time with an offset (2027-01-31T12:00:00Z)".to_owned()),
+    }
 }
 
 /// Read the key from standard input.
@@ -139,20 +215,36 @@ fn parse_fingerprint(text: &str) -> anyhow::Result<String> {
 
 fn print_list(document: &ConsumersDoc) -> anyhow::Result<()> {
     let consumers = document.rows();
-    let width = |column: fn(&consumers_file::ConsumerRow) -> &str, header: &str| {
-        consumers.iter().map(|row| column(row).chars().count()).max().unwrap_or(0).max(header.len())
-    };
-    let (name, tier) = (width(|row| &row.name, "consumer"), width(|row| &row.tier, "tier"));
-    let mut out = stdout().lock();
-    writeln!(out, "{:name$}  {:tier$}  keys", "consumer", "tier")?;
-    for row in &consumers {
+    let has_details =
+        |key: &KeyRow| key.name.is_some() || key.expires.is_some() || key.routes.is_some() || key.status != "active";
+    let is_detailed = consumers.iter().flat_map(|row| &row.keys).any(has_details);
+    let mut lines = vec![["consumer", "tier", "keys", "name", "status", "expires", "routes"].map(str::to_owned)];
+    for ConsumerRow { name, tier, keys } in &consumers {
+        let line = |details: [String; 5]| {
+            let [key, key_name, status, expires, routes] = details;
+            [name.clone(), tier.clone().unwrap_or_default(), key, key_name, status, expires, routes]
+        };
         // One complete line per key, for `grep` and `awk`.
-        let none = ["none".to_owned()];
-        let keys = if row.keys.is_empty() { &none[..] } else { &row.keys };
-        for key in keys {
-            let key = key.strip_prefix("sha256:").map_or(&**key, |hash| hash.get(..FINGERPRINT_DIGITS).unwrap_or(hash));
-            writeln!(out, "{:name$}  {:tier$}  {key}", row.name, row.tier)?;
+        lines.extend(keys.iter().map(|key| {
+            line([
+                key.fingerprint.clone(),
+                key.name.clone().unwrap_or_default(),
+                key.status.to_owned(),
+                key.expires.clone().unwrap_or_default(),
+                key.routes.as_ref().map_or_else(String::new, |routes| routes.join(",")),
+            ])
+        }));
+        if keys.is_empty() {
+            lines.push(line(["none", "", "", "", ""].map(str::to_owned)));
         }
+    }
+    let columns = if is_detailed { 7 } else { 3 };
+    let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<_> = (0..columns).map(width).collect();
+    let mut out = stdout().lock();
+    for line in &lines {
+        let cells = line.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}"));
+        writeln!(out, "{}", cells.collect::<Vec<_>>().join("  ").trim_end())?;
     }
     Ok(())
 }

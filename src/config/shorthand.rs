@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use jiff::Timestamp;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
@@ -87,6 +88,18 @@ pub struct KeyTable {
     pub disabled: bool,
     /// Names of the routes that the key is valid for. On others: 403. Default: all.
     pub routes: Option<Vec<Text>>,
+}
+
+/// Return a time with an offset, or the beginning of a day in UTC, in µs since the Unix epoch. Earlier times are 0.
+/// Return `None` for a time without an offset.
+pub fn datetime_us(written: &Datetime) -> Option<u64> {
+    let text = match (written.date, written.time, written.offset) {
+        (Some(_), Some(_), Some(_)) => written.to_string(),
+        (Some(date), None, None) => format!("{date}T00:00:00Z"),
+        _ => return None,
+    };
+    let instant: Timestamp = text.parse().ok()?;
+    Some(instant.as_microsecond().max(0) as u64)
 }
 
 /// `"api"` or `{ api = 9, canary = 1 }`.

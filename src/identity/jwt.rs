@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use arc_swap::ArcSwapOption;
+use aws_lc_rs::digest::{SHA256, digest};
 use aws_lc_rs::signature::{
     ECDSA_P256_SHA256_FIXED, ED25519, ParsedPublicKey, RSA_PKCS1_2048_8192_SHA256, RsaPublicKeyComponents,
 };
@@ -14,6 +15,8 @@ use http::header::AUTHORIZATION;
 use jsonwebtoken::dangerous::insecure_decode_claims;
 use jsonwebtoken::jwk::{AlgorithmParameters, EllipticCurve, Jwk, JwkSet, KeyAlgorithm, KeyOperations, PublicKeyUse};
 use jsonwebtoken::{Algorithm, DecodingKey, DecodingKeyKind, crypto, decode_header};
+use quick_cache::Weighter;
+use quick_cache::sync::Cache;
 use serde_json::{Map, Value};
 
 use crate::identity::auth::{AuthError, AuthRequest, Proof, Verification};
@@ -48,6 +51,9 @@ pub enum TokenError {
     /// The token is not a JWT, or has a critical header or invalid claims.
     #[error("the bearer token is malformed")]
     Malformed,
+    /// The keys of the issuer were not fetched yet.
+    #[error("the keys of the token issuer are not known yet")]
+    NoKeys,
     /// No key matches the `kid`, or the algorithm of a token without `kid`.
     #[error("the bearer token is signed with an unknown key")]
     UnknownKey,
@@ -144,18 +150,16 @@ impl JwtVerifier {
             Ok(None) => return Verification::Absent,
             Err(error) => return Verification::Invalid(error),
         };
-        if !is_jwt_shaped(token) {
-            return Verification::Foreign(TokenError::Malformed.into());
-        }
-        let keys = self.keys.load();
-        let Some(keys) = &*keys else {
-            return Verification::Unavailable(AuthError::Unavailable("the keys of the token issuer are not known yet"));
-        };
-        match self.verify(token, keys, request.now_us as f64 / 1e6) {
+        match self.verify(token, request.now_us as f64 / 1e6) {
             Ok(claims) => match self.claims.iter().find(|(name, value)| !claims.contains(name, value)) {
                 Some((name, _)) => Verification::Forbidden(AuthError::Claim(name.clone())),
-                None => Verification::Valid(Proof::Jwt(Arc::new(claims))),
+                None => Verification::Valid(Proof::Jwt(claims)),
             },
+            Err(TokenError::NoKeys) if is_jwt_shaped(token) => {
+                Verification::Unavailable(AuthError::Unavailable("the keys of the token issuer are not known yet"))
+            }
+            Err(TokenError::NoKeys) => Verification::Foreign(TokenError::Malformed.into()),
+            Err(error) if !is_jwt_shaped(token) => Verification::Foreign(error.into()),
             // The token may be for another provider of the route.
             Err(error @ (TokenError::UnknownKey | TokenError::Issuer | TokenError::Audience)) => {
                 Verification::Foreign(error.into())
@@ -164,7 +168,29 @@ impl JwtVerifier {
         }
     }
 
-    fn verify(&self, token: &[u8], keys: &KeySet, now_s: f64) -> Result<Claims, TokenError> {
+    /// Verify a token. The signature of a token that was verified before with the same keys is not verified again.
+    ///
+    /// # Errors
+    /// The token is invalid.
+    pub fn verify(&self, token: &[u8], now_s: f64) -> Result<Arc<Claims>, TokenError> {
+        let keys = self.keys.load();
+        let keys = keys.as_ref().ok_or(TokenError::NoKeys)?;
+        let mut hash = [0; 32];
+        hash.copy_from_slice(digest(&SHA256, token).as_ref());
+        if let Some(known) = keys.verified.get(&hash) {
+            let checked = self.check_claims(&known.claims.0, now_s);
+            if checked.is_err() {
+                keys.verified.remove(&hash);
+            }
+            return checked.map(|()| known.claims);
+        }
+        let claims = Arc::new(Claims(self.verify_signature(keys, token)?));
+        self.check_claims(&claims.0, now_s)?;
+        keys.verified.insert(hash, VerifiedToken { claims: claims.clone(), length: token.len() as u64 });
+        Ok(claims)
+    }
+
+    fn verify_signature(&self, keys: &KeySet, token: &[u8]) -> Result<Map<String, Value>, TokenError> {
         let token = str::from_utf8(token).map_err(|_| TokenError::Malformed)?;
         let (message, signature) = token.rsplit_once('.').ok_or(TokenError::Malformed)?;
         let header = decode_header(token)?;
@@ -172,18 +198,32 @@ impl JwtVerifier {
         if header.crit.is_some() {
             return Err(TokenError::Malformed);
         }
-        let key = keys.find(header.kid.as_deref(), header.alg).ok_or(TokenError::UnknownKey)?;
-        if header.alg != key.algorithm {
-            return Err(TokenError::Algorithm);
+        let verify = || {
+            let key = keys.find(header.kid.as_deref(), header.alg).ok_or(TokenError::UnknownKey)?;
+            if header.alg != key.algorithm {
+                return Err(TokenError::Algorithm);
+            }
+            match crypto::verify(signature, message.as_bytes(), &key.decoding_key, key.algorithm)? {
+                true => Ok(()),
+                false => Err(TokenError::Signature),
+            }
+        };
+        let verified = verify();
+        // Different issuers may use the same `kid`: the token is for the provider of its issuer.
+        if verified.is_err() && self.is_for_other_issuer(token) {
+            return Err(TokenError::Issuer);
         }
-        if !crypto::verify(signature, message.as_bytes(), &key.decoding_key, key.algorithm)? {
-            return Err(TokenError::Signature);
-        }
+        verified?;
         // The signature is verified, so decoding without verification is safe here. The claim validation of the library
         // would accept an `aud` that is a number.
-        let claims = insecure_decode_claims(token)?;
-        self.check_claims(&claims, now_s)?;
-        Ok(Claims(claims))
+        Ok(insecure_decode_claims(token)?)
+    }
+
+    /// Return whether a token, which is not verified, names another issuer.
+    fn is_for_other_issuer(&self, token: &str) -> bool {
+        let Some(own) = &self.issuer else { return false };
+        let claims = insecure_decode_claims::<Map<String, Value>>(token);
+        claims.is_ok_and(|claims| matches!(claims.get("iss"), Some(Value::String(issuer)) if **issuer != **own))
     }
 
     fn check_claims(&self, claims: &Map<String, Value>, now_s: f64) -> Result<(), TokenError> {
@@ -239,9 +279,43 @@ impl Claims {
 /// Allowed bits of an RSA modulus. RFC 7518 §3.3 requires at least 2048; above 8192 a verification costs too much.
 const RSA_BITS: std::ops::RangeInclusive<usize> = 2048..=8192;
 
+/// Maximum size of the tokens whose verification is remembered, in bytes, for each set of keys.
+const MAX_VERIFIED_BYTES: u64 = 4 << 20;
+
+/// Expected number of these tokens, for the initial size of the table.
+const EXPECTED_VERIFIED: usize = 1024;
+
 /// The keys that tokens may be signed with.
-#[derive(Debug, Default)]
-pub struct KeySet(Vec<Key>);
+#[derive(Debug)]
+pub struct KeySet {
+    keys: Vec<Key>,
+    /// Tokens that these keys verified, by their SHA-256. A new set of keys begins without any.
+    verified: Cache<[u8; 32], VerifiedToken, TokenLength>,
+}
+
+/// A token whose signature is valid. Its claims are checked for each request.
+#[derive(Debug, Clone)]
+struct VerifiedToken {
+    claims: Arc<Claims>,
+    /// Length of the token in bytes.
+    length: u64,
+}
+
+/// The weight of a token in the cache.
+#[derive(Debug, Clone)]
+struct TokenLength;
+
+impl Weighter<[u8; 32], VerifiedToken> for TokenLength {
+    fn weight(&self, _: &[u8; 32], token: &VerifiedToken) -> u64 {
+        token.length
+    }
+}
+
+impl Default for KeySet {
+    fn default() -> Self {
+        KeySet { keys: Vec::new(), verified: Cache::with_weighter(0, 0, TokenLength) }
+    }
+}
 
 /// A key with its algorithm.
 #[derive(Debug)]
@@ -290,7 +364,11 @@ impl KeySet {
             }
             keys.push(key);
         }
-        if keys.is_empty() { Err(KeySetError::Empty) } else { Ok(KeySet(keys)) }
+        if keys.is_empty() { Err(KeySetError::Empty) } else { Ok(KeySet::new(keys)) }
+    }
+
+    fn new(keys: Vec<Key>) -> Self {
+        KeySet { keys, verified: Cache::with_weighter(EXPECTED_VERIFIED, MAX_VERIFIED_BYTES, TokenLength) }
     }
 
     /// Parse a JWK Set from a server. Keys that cannot be used are skipped (RFC 7517 §5): one faulty key must not keep the
@@ -320,25 +398,25 @@ impl KeySet {
                 Err(error) => skipped.push(error),
             }
         }
-        if keys.is_empty() { Err(KeySetError::Empty) } else { Ok((KeySet(keys), skipped)) }
+        if keys.is_empty() { Err(KeySetError::Empty) } else { Ok((KeySet::new(keys), skipped)) }
     }
 
     /// Return the number of keys.
     pub fn len(&self) -> usize {
-        self.0.len()
+        self.keys.len()
     }
 
     /// Return whether there are no keys.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.keys.is_empty()
     }
 
     /// Return the key with this `kid`. Without a `kid`, return the only key for the algorithm.
     pub(super) fn find(&self, id: Option<&str>, algorithm: Algorithm) -> Option<&Key> {
         if id.is_some() {
-            return self.0.iter().find(|key| key.id.as_deref() == id);
+            return self.keys.iter().find(|key| key.id.as_deref() == id);
         }
-        let mut fitting = self.0.iter().filter(|key| key.algorithm == algorithm);
+        let mut fitting = self.keys.iter().filter(|key| key.algorithm == algorithm);
         fitting.next().filter(|_| fitting.next().is_none())
     }
 }
@@ -383,7 +461,98 @@ impl Key {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use aws_lc_rs::signature::{Ed25519KeyPair, KeyPair};
     use serde_json::json;
+
+    /// A key pair with the set of its public key.
+    fn issuer() -> (Ed25519KeyPair, KeySet) {
+        let pair = Ed25519KeyPair::generate().unwrap();
+        let jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": URL_SAFE_NO_PAD.encode(pair.public_key()) });
+        let keys = KeySet::parse(json!({ "keys": [jwk] }).to_string().as_bytes()).unwrap();
+        (pair, keys)
+    }
+
+    fn token(pair: &Ed25519KeyPair, claims: &Value) -> String {
+        let encode = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
+        let message = format!("{}.{}", encode(&json!({ "alg": "EdDSA" })), encode(claims));
+        let signature = URL_SAFE_NO_PAD.encode(pair.sign(message.as_bytes()));
+        format!("{message}.{signature}")
+    }
+
+    #[test]
+    fn verified_token_is_remembered_until_it_expires_or_the_keys_change() {
+        let (pair, keys) = issuer();
+        let verifier = JwtVerifier { keys: Arc::new(ArcSwapOption::from_pointee(keys)), ..JwtVerifier::default() };
+        let token = token(&pair, &json!({ "sub": "alice", "exp": 1000 }));
+        let verify = |now_s| verifier.verify(token.as_bytes(), now_s).map(|claims| claims.text("sub").unwrap().into());
+        let remembered = || verifier.keys.load_full().unwrap().verified.len();
+        assert_eq!((verify(900.0), remembered()), (Ok("alice".to_owned()), 1));
+        let first = verifier.verify(token.as_bytes(), 900.0).unwrap();
+        assert!(Arc::ptr_eq(&first, &verifier.verify(token.as_bytes(), 901.0).unwrap()), "verified once");
+        assert_eq!((verify(1030.0), remembered()), (Err(TokenError::Expired), 0));
+        assert_eq!(verify(1029.0), Ok("alice".to_owned()), "the clock of the host was set back");
+        verifier.keys.store(Some(Arc::new(issuer().1)));
+        assert_eq!(verify(900.0), Err(TokenError::Signature), "other keys did not verify it");
+        verifier.keys.store(Some(Arc::default()));
+        assert_eq!(verify(900.0), Err(TokenError::UnknownKey));
+    }
+
+    #[test]
+    fn remembered_tokens_are_bounded_by_their_size() {
+        let (pair, keys) = issuer();
+        let verifier = JwtVerifier { keys: Arc::new(ArcSwapOption::from_pointee(keys)), ..JwtVerifier::default() };
+        let padding = "x".repeat(8 << 10);
+        for number in 0..1000 {
+            let token = token(&pair, &json!({ "exp": 1000, "number": number, "padding": padding }));
+            verifier.verify(token.as_bytes(), 0.0).unwrap();
+        }
+        let keys = verifier.keys.load_full().unwrap();
+        assert!(keys.verified.weight() <= MAX_VERIFIED_BYTES && keys.verified.len() > 100, "{}", keys.verified.len());
+    }
+
+    #[test]
+    fn only_jwt_shaped_credentials_are_tokens() {
+        let encode = |text: &str| URL_SAFE_NO_PAD.encode(text);
+        let header = encode(r#"{"alg":"none"}"#);
+        for (credential, expected) in [
+            (format!("{header}.e30.c2ln"), true),
+            (format!("{header}.e30."), true),
+            (format!("{header}.e30"), false),
+            (format!("{header}.e30.c2ln.x"), false),
+            (format!("{header}..c2ln"), false),
+            (format!("{header}.e30.c2ln="), false),
+            (format!("{}.e30.c2ln", encode(r#"{"typ":"JWT"}"#)), false),
+            (format!("{}.e30.c2ln", encode("[1]")), false),
+            ("a.b.c".to_owned(), false),
+            ("sg_live_0123456789".to_owned(), false),
+            (".".repeat(1000), false),
+            (String::new(), false),
+        ] {
+            assert_eq!(is_jwt_shaped(credential.as_bytes()), expected, "{credential}");
+        }
+    }
+
+    #[test]
+    fn claim_contains_a_value_as_item_or_word() {
+        for (claim, value, expected) in [
+            (json!("write"), "write", true),
+            (json!("read write"), "write", true),
+            (json!("read write"), "read write", true),
+            (json!("read writes"), "write", false),
+            (json!(["read", "write"]), "write", true),
+            (json!(["read write"]), "write", false),
+            (json!(["7"]), "7", true),
+            (json!([7]), "7", false),
+            (json!(7), "7", true),
+            (json!(true), "true", true),
+            (json!(null), "null", false),
+            (json!({ "write": true }), "write", false),
+        ] {
+            let claims = Claims(Map::from_iter([("scope".to_owned(), claim.clone())]));
+            assert_eq!(claims.contains("scope", value), expected, "{claim} contains {value}");
+            assert!(!claims.contains("other", value));
+        }
+    }
 
     #[test]
     fn expiration_and_not_before_allow_the_leeway() {

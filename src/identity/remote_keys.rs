@@ -92,11 +92,30 @@ impl RemoteKeys {
         RefreshAttempt(self)
     }
 
+    /// Return a guard for the task that makes attempts: if the task ends, requests stop waiting for it.
+    pub fn guard(&self) -> RefreshAttempt<'_> {
+        RefreshAttempt(self)
+    }
+
+    /// Record a successful attempt that returned the same keys.
+    pub fn record_unchanged(&self, now_us: u64) {
+        self.last_success_us.store(now_us, Ordering::Relaxed);
+        self.counts[0].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Take over the keys of another state for the same URL.
+    pub fn carry_over(&self, previous: &RemoteKeys) {
+        self.keys.store(previous.keys.load_full());
+        self.last_success_us.store(previous.last_success_us(), Ordering::Relaxed);
+        for (count, known) in self.counts.iter().zip(previous.counts()) {
+            count.store(known, Ordering::Relaxed);
+        }
+    }
+
     /// Use new keys.
     pub fn store(&self, keys: KeySet, now_us: u64) {
         self.keys.store(Some(Arc::new(keys)));
-        self.last_success_us.store(now_us, Ordering::Relaxed);
-        self.counts[0].fetch_add(1, Ordering::Relaxed);
+        self.record_unchanged(now_us);
     }
 
     /// Count a failed attempt. The previous keys stay in use.

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use http::HeaderName;
@@ -13,12 +14,15 @@ use crate::config::error::{Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::http::headers::{Direction, reserved_reason};
 use crate::identity::Descriptor;
-use crate::identity::api_key::{ApiKeyProvider, ConsumerDirectory, Consumers, KeyPlace, MAX_PLACES, OnUnknownKey};
+use crate::identity::api_key::{
+    ApiKeyProvider, ConsumerDirectory, ConsumerKey, Consumers, KeyPlace, MAX_PLACES, OnUnknownKey,
+};
 use crate::identity::auth::{AuthProvider, Challenge, ProviderKind, RouteAuth, TierSource};
 use crate::identity::jwt::{JwtVerifier, KeySet};
 use crate::limiter::key::IdentityHasher;
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::identities::{self, KnownNames, LimitsByName};
+use crate::snapshot::listeners::WarningSubject;
 use crate::snapshot::remote_auth;
 use crate::snapshot::remote_auth::{InternalUpstreams, KeyUrl};
 use crate::snapshot::validator::Validator;
@@ -55,9 +59,48 @@ impl Authentication {
         ConsumerDirectory(self.consumers_files.iter().map(|file| file.consumers.load_full()).collect())
     }
 
+    /// Return warnings about keys that expire soon, with the provider of their consumers.
+    pub fn key_warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
+        let mut warnings = Vec::new();
+        for file in &self.consumers_files {
+            let reads = |provider: &&AuthProvider| match &provider.kind {
+                ProviderKind::ApiKey(keys) => Arc::ptr_eq(&keys.consumers, &file.consumers),
+                _ => false,
+            };
+            let Some(provider) = self.providers.iter().find(reads) else { continue };
+            let consumers = file.consumers.load();
+            let mut expiring: Vec<_> = consumers.keys().filter_map(|key| expiring_key(key, now)).collect();
+            expiring.sort();
+            let path = file.file.path.display();
+            warnings.extend(
+                expiring
+                    .into_iter()
+                    .map(|(_, text)| (WarningSubject::Consumers(provider.name.clone()), format!("{path}: {text}"))),
+            );
+        }
+        warnings
+    }
+
     fn index_of(&self, name: &str) -> Option<usize> {
         self.providers.iter().position(|provider| *provider.name == *name)
     }
+}
+
+/// Time before the expiry of a key at which `check` and the log warn.
+const EXPIRY_NOTICE: Duration = Duration::from_secs(14 * 86_400);
+
+/// Return the expiry of an enabled key that expires soon, and a warning.
+fn expiring_key(key: &ConsumerKey, now: Duration) -> Option<(u64, String)> {
+    let terms = key.terms.as_ref().filter(|terms| !terms.disabled)?;
+    let expires_us = terms.expires_us?;
+    let left = Duration::from_micros(expires_us).checked_sub(now).filter(|left| *left <= EXPIRY_NOTICE)?;
+    let name = match &terms.name {
+        Some(name) => name.to_string(),
+        None => key.hash[..6].iter().map(|byte| format!("{byte:02x}")).collect(),
+    };
+    let hours = left.as_secs().div_ceil(3600);
+    let time = if hours < 48 { format!("{hours} hours") } else { format!("{} days", hours / 24) };
+    Some((expires_us, format!("the key {name} of `{}` expires in {time}", key.consumer.name)))
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

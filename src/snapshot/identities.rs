@@ -8,14 +8,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ipnet::IpNet;
-use jiff::Timestamp;
 use toml::value::Datetime;
 
 use crate::config;
 use crate::config::error::{FileIssues, Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, UnsetVariables, closest_name, resolve_issues};
-use crate::config::shorthand::{ConsumerKey, KeyTable};
+use crate::config::shorthand::{ConsumerKey, KeyTable, datetime_us};
 use crate::config::{Config, file};
 use crate::identity;
 use crate::identity::api_key::{Consumer, ConsumerDirectory, Consumers, KeyTerms, parse_key_hash};
@@ -337,7 +336,7 @@ const KEY_HASH_HINT: &str = "\"sha256:\" and 64 lower-case hex digits: printf %s
 fn key_terms(table: &KeyTable, names: &KnownNames<'_>, issues: &mut Vec<Issue>) -> Option<Box<KeyTerms>> {
     let mut instant = |written: &Option<Spanned<Datetime>>| {
         let written = written.as_ref()?;
-        let instant = unix_us(written.get_ref());
+        let instant = datetime_us(written.get_ref());
         if instant.is_none() {
             let issue = Issue::new(written.span(), format!("`{}` is not a point in time", written.get_ref()));
             issues.push(issue.with_hint("a time with an offset, 2026-12-31T23:00:00Z, or a day, 2026-12-31"));
@@ -359,17 +358,6 @@ fn key_terms(table: &KeyTable, names: &KnownNames<'_>, issues: &mut Vec<Issue>) 
     let name = table.name.as_ref().map(|name| name.get_ref().as_str().into());
     let terms = KeyTerms { name, expires_us, disabled: table.disabled, routes };
     (terms != KeyTerms::default()).then(|| Box::new(terms))
-}
-
-/// Return a time with an offset, or the beginning of a day in UTC, in µs since the Unix epoch. Earlier times are 0.
-fn unix_us(written: &Datetime) -> Option<u64> {
-    let text = match (written.date, written.time, written.offset) {
-        (Some(_), Some(_), Some(_)) => written.to_string(),
-        (Some(date), None, None) => format!("{date}T00:00:00Z"),
-        _ => return None,
-    };
-    let instant: Timestamp = text.parse().ok()?;
-    Some(instant.as_microsecond().max(0) as u64)
 }
 
 /// Compile the tier of a consumer. At least one limit must have it.

@@ -183,6 +183,8 @@ pub enum WarningSubject {
     Listener(usize),
     /// A certificate of a listener, by the indices of both.
     Certificate(usize, usize),
+    /// The consumers of a provider, by the name of the provider.
+    Consumers(Box<str>),
 }
 
 impl CompiledConfig {
@@ -191,6 +193,7 @@ impl CompiledConfig {
         let of_upstream =
             |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
         let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(of_upstream).collect();
+        warnings.extend(self.auth.key_warnings(now));
         for (index, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
             let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
             for (certificate_index, (certificate, [file, _])) in certificates {

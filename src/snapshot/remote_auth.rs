@@ -169,7 +169,7 @@ pub(super) fn forward(
 }
 
 /// Return the name of the internal upstream of a provider.
-pub(super) fn internal_name(provider: &str) -> String {
+pub(crate) fn internal_name(provider: &str) -> String {
     format!("{UPSTREAM_PREFIX}{provider}")
 }
 

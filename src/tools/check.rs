@@ -13,7 +13,8 @@ use crate::config;
 use crate::config::error::{Issue, Spanned};
 use crate::config::file::ParsedFile;
 use crate::config::{Config, Text};
-use crate::identity::Descriptor;
+use crate::identity::auth::ProviderKind;
+use crate::identity::{Descriptor, OnMissing};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::redis::RedisDeployment;
 use crate::limiter::spec::{LimitSpec, OnStoreError};
@@ -38,6 +39,7 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
     issues.extend(limit_warnings(&input));
     issues.extend(route_warnings(&input));
     issues.extend(client_warnings(&input));
+    issues.extend(auth_warnings(&input));
     issues
 }
 
@@ -83,6 +85,12 @@ impl<'a> LintInput<'a> {
         let span = match subject {
             WarningSubject::Upstream(name) => self.parsed.upstream.get(&**name).map(|upstream| upstream.span()),
             WarningSubject::Listener(index) => listener(*index).map(|listener| listener.span()),
+            WarningSubject::Consumers(name) => {
+                self.parsed.auth.get(&**name).map(|auth| match &auth.get_ref().consumers {
+                    Some(consumers) => consumers.span(),
+                    None => auth.span(),
+                })
+            }
             WarningSubject::Certificate(index, number) => listener(*index).and_then(|listener| {
                 let tls = listener.get_ref().tls.as_ref()?;
                 tls.get_ref().certificates.get(*number).map(|certificate| certificate.span())
@@ -280,6 +288,125 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
         Issue { span: input.route(route.index).map(|parsed| parsed.span()), message, hint: None }
     });
     notes.collect()
+}
+
+// Authentication: credentials in plaintext, routes without it beside routes with it, and limits that reject what
+// `require` admits.
+
+fn auth_warnings(input: &LintInput<'_>) -> Vec<Issue> {
+    let mut issues: Vec<_> = unused_providers(input).chain(plaintext_credentials(input)).collect();
+    for route in &input.config.routes {
+        issues.extend(unprotected_route(input, route));
+        issues.extend(limits_of_another_kind(input, route));
+    }
+    issues
+}
+
+/// Providers that no route names.
+fn unused_providers<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
+    let routes = || input.config.routes.iter().filter_map(|route| route.auth.as_ref());
+    input.config.auth.providers.iter().enumerate().filter_map(move |(index, provider)| {
+        let is_used = routes().any(|auth| auth.providers.contains(&index));
+        let span = input.parsed.auth.get(&*provider.name)?.span();
+        (!is_used).then(|| {
+            let issue = Issue::new(span, format!("no route uses the provider `{}`", provider.name));
+            issue.with_hint(format!(
+                "require = [\"{0}\"] or identify = [\"{0}\"] on a route, or remove it",
+                provider.name
+            ))
+        })
+    })
+}
+
+/// Plaintext listeners that other hosts can reach, where clients send keys or tokens. Behind trusted proxies these
+/// terminate TLS.
+fn plaintext_credentials<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
+    let sends_secret = |index: &usize| !matches!(input.config.auth.providers[*index].kind, ProviderKind::ClientCert);
+    let routes = input.config.routes.iter().filter_map(|route| route.auth.as_ref());
+    let is_used = routes.flat_map(|auth| &auth.providers).any(sends_secret);
+    let is_direct = input.config.client_ip.trusted_proxies.is_empty();
+    input.config.listeners.iter().enumerate().filter(move |_| is_used && is_direct).filter_map(|(index, listener)| {
+        let is_local = listener.address.ip().to_canonical().is_loopback();
+        let parsed = input.parsed.listener.get(index)?;
+        let span = parsed.get_ref().address.as_ref().map_or(parsed.span(), |address| address.span());
+        (listener.tls.is_none() && !is_local).then(|| {
+            let message = format!("clients send credentials to {} in plaintext", listener.address);
+            Issue::new(span, message)
+                .with_hint("tls.certificates here, or client_ip.trusted_proxies if a proxy in front terminates TLS")
+        })
+    })
+}
+
+/// Routes without authentication to an upstream, below the path of a route that requires a credential for it.
+fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>) -> Option<Issue> {
+    let RouteAction::Forward(upstreams) = &route.action else { return None };
+    if route.auth.is_some() {
+        return None;
+    }
+    let guard = input.config.routes.iter().find(|guard| {
+        let RouteAction::Forward(guarded) = &guard.action else { return false };
+        let (Some(own), Some(other)) = (input.route(route.index), input.route(guard.index)) else { return false };
+        let [own, other] = [own, other].map(|parsed| parsed.get_ref().host.as_ref().map(|host| host.get_ref()));
+        let is_required = guard.auth.as_ref().is_some_and(|auth| !auth.required.is_empty());
+        let shares_upstream = guarded.upstreams().any(|index| upstreams.upstreams().any(|other| index == other));
+        is_required && shares_upstream && (own == other || other.is_none()) && is_below(&route.path, &guard.path)
+    })?;
+    let parsed = input.route(route.index)?;
+    let span = parsed.get_ref().path.as_ref().map_or(parsed.span(), |path| path.span());
+    let required = input.route(guard.index)?.get_ref().require.as_ref()?.get_ref();
+    let provider = required.iter().flat_map(|item| &item.get_ref().0).next()?;
+    let message = format!(
+        "`{}` needs no credential, but {}, the path of `{}`, does, with the same upstream",
+        route.name, guard.path, guard.name
+    );
+    let hint = format!(
+        "require = [\"{provider}\"] here as well; if the route is public, identify = [\"{provider}\"] says that this is meant"
+    );
+    Some(Issue::new(span, message).with_hint(hint))
+}
+
+/// Return whether a path pattern is below the fixed segments of another one that ends with `{*rest}`.
+fn is_below(path: &str, other: &str) -> bool {
+    let Some((prefix, _)) = other.split_once("{*") else { return false };
+    path != other && !prefix.contains('{') && path.starts_with(prefix)
+}
+
+/// Limits by a credential that reject requests without it, where `require` also admits other credentials.
+fn limits_of_another_kind(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
+    let Some(auth) = route.auth.as_ref().filter(|auth| !auth.required.is_empty()) else { return Vec::new() };
+    let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
+    let mut issues = Vec::new();
+    for route_limit in &route.rate_limits.limits {
+        let spec = &route.rate_limits.identities[route_limit.identity_index];
+        if spec.on_missing != OnMissing::Reject {
+            continue;
+        }
+        for descriptor in &spec.descriptors {
+            let has_kind = |index: &usize| match (&input.config.auth.providers[*index].kind, descriptor) {
+                (ProviderKind::ApiKey(_), Descriptor::ApiKey) | (ProviderKind::Jwt(_), Descriptor::Jwt(_)) => true,
+                (ProviderKind::ClientCert, Descriptor::ClientCert) => true,
+                (_, Descriptor::ApiKey | Descriptor::Jwt(_) | Descriptor::ClientCert) => false,
+                _ => true,
+            };
+            let Some(without) = auth.required.iter().find(|alternative| !alternative.iter().any(has_kind)) else {
+                continue;
+            };
+            let names: Vec<_> = without.iter().map(|index| &*input.config.auth.providers[*index].name).collect();
+            let limit = &route_limit.limit.name;
+            let span = parsed.limits.iter().find(|text| *text.get_ref() == **limit).map(|text| text.span());
+            let message = format!(
+                "`{limit}` is by {}: it rejects requests of `{}` that {} admits",
+                descriptor.label(),
+                route.name,
+                names.join(" with ")
+            );
+            let issue = Issue { span, message, hint: None };
+            issues.push(
+                issue.with_hint("on_missing = \"skip\" or \"ip\" on the limit, or a limit for the other credential"),
+            );
+        }
+    }
+    issues
 }
 
 // Limits: without effect, too small for the cost of a request, or failing open on credential routes.

@@ -47,11 +47,26 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
         };
         files.push((vec![file.clone()], Box::new(reload)));
     }
+    for (index, file) in &config.auth.users_files {
+        let config = config.clone();
+        let index = *index;
+        let reload = move |files: &[FileSnapshot]| {
+            let ProviderKind::Basic(basic) = &config.auth.providers[index].kind else { return };
+            log_result(&files[0], basic.reload_users(&files[0]));
+        };
+        files.push((vec![file.clone()], Box::new(reload)));
+    }
     for (index, consumers) in config.auth.consumers_files.iter().enumerate() {
         let config = config.clone();
         let reload = move |files: &[FileSnapshot]| {
             let read = config.reload_consumers(index, &files[0].content, &|name| std::env::var(name).ok());
+            let is_reloaded = read.is_ok();
             log_result(&files[0], read);
+            for (_, warning) in config.auth.key_warnings(Duration::from_micros(clock::unix_us())) {
+                if is_reloaded {
+                    warn!("{warning}");
+                }
+            }
         };
         files.push((vec![consumers.file.clone()], Box::new(reload)));
     }

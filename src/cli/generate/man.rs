@@ -146,15 +146,17 @@ fn exit_statuses(command: &str) -> Entries {
 fn files(command: &str) -> Entries {
     const CONFIG: (&str, &str) =
         ("gateway.toml", "The configuration, see --config. Its relative paths start at its directory.");
-    const CONSUMERS: (&str, &str) =
-        ("consumers.toml", "Consumers and the hashes of their API keys, see `api_key.consumers` of the configuration.");
+    const CONSUMERS: (&str, &str) = (
+        "consumers.toml",
+        "Consumers and the hashes of their API keys, see `auth.NAME.consumers` of the configuration.",
+    );
     match command {
         "init" => &[
             ("gateway.toml", "The configuration that is written, see --config."),
             ("consumers.toml", "The consumers file in the same directory, written with templates that have API keys."),
         ],
         "key" => &[
-            ("gateway.toml", "The configuration, see --config. It names the consumers file in `api_key.consumers`."),
+            ("gateway.toml", "The configuration, see --config. It names the consumers file in `auth.NAME.consumers`."),
             (
                 "consumers.toml",
                 "Consumers and the hashes of their API keys. Replaced atomically, with its permissions and comments.",

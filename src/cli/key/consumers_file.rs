@@ -7,24 +7,127 @@ use std::path::{Path, PathBuf};
 use std::{fmt, fs};
 
 use anyhow::{Context, anyhow, bail};
-use toml_edit::{Array, ArrayOfTables, DocumentMut, Item, Table, TableLike, Value, value};
+use serde::Serialize;
+use toml_edit::{Array, ArrayOfTables, Datetime, DocumentMut, InlineTable, Item, Table, TableLike, Value, value};
 
+use crate::cli::key::FINGERPRINT_DIGITS;
 use crate::cli::{env_var, load_for};
 use crate::config::Config;
 use crate::config::error::{ConfigError, Spanned};
 use crate::config::file as config;
 use crate::config::file::closest_name;
+use crate::config::shorthand::datetime_us;
+use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 
 /// The parsed consumers file with its formatting.
 pub(super) struct ConsumersDoc(DocumentMut);
 
 /// A consumer in the output of `key list`.
+#[derive(Debug, Serialize)]
 pub(super) struct ConsumerRow {
+    #[serde(rename = "consumer")]
     pub(super) name: String,
-    pub(super) tier: String,
-    /// Hashes as written.
-    pub(super) keys: Vec<String>,
+    pub(super) tier: Option<String>,
+    pub(super) keys: Vec<KeyRow>,
+}
+
+/// A key in the output of `key list`.
+#[derive(Debug, Serialize)]
+pub(super) struct KeyRow {
+    /// Hash as written.
+    #[serde(skip)]
+    hash: String,
+    pub(super) fingerprint: String,
+    pub(super) name: Option<String>,
+    pub(super) created: Option<String>,
+    pub(super) expires: Option<String>,
+    /// `active`, `disabled` or `expired`.
+    pub(super) status: &'static str,
+    /// Routes that the key is valid for. `None`: all.
+    pub(super) routes: Option<Vec<String>>,
+}
+
+/// What the consumers file says about a new key besides its hash.
+#[derive(Debug, Default)]
+pub(super) struct KeyDetails {
+    pub(super) name: Option<String>,
+    pub(super) expires: Option<Datetime>,
+    pub(super) routes: Vec<String>,
+    /// Time of the creation, if there is another detail.
+    pub(super) created: Option<Datetime>,
+}
+
+/// A key in the file, by consumer and position.
+pub(super) struct FoundKey {
+    pub(super) consumer: String,
+    /// Hex digits of the hash.
+    pub(super) hash: String,
+    index: usize,
+}
+
+impl KeyRow {
+    fn from_item(item: &dyn TableLike, now_us: u64) -> Self {
+        let text = |key: &str| item.get(key).and_then(Item::as_str).map(str::to_owned);
+        let time = |key: &str| item.get(key).and_then(Item::as_datetime).map(ToString::to_string);
+        let routes = item.get("routes").and_then(Item::as_array);
+        let expires = time("expires");
+        let expires_us = expires.as_ref().and_then(|text| datetime_us(&text.parse().ok()?));
+        let status = match item.get("disabled").and_then(Item::as_bool) {
+            Some(true) => "disabled",
+            _ if expires_us.is_some_and(|expires| expires <= now_us) => "expired",
+            _ => "active",
+        };
+        let hash = text("hash").unwrap_or_default();
+        KeyRow {
+            fingerprint: fingerprint_of(&hash),
+            hash,
+            name: text("name"),
+            created: time("created"),
+            expires,
+            status,
+            routes: routes.map(|routes| routes.iter().filter_map(Value::as_str).map(str::to_owned).collect()),
+        }
+    }
+
+    fn from_hash(hash: &str) -> Self {
+        KeyRow {
+            fingerprint: fingerprint_of(hash),
+            hash: hash.to_owned(),
+            name: None,
+            created: None,
+            expires: None,
+            status: "active",
+            routes: None,
+        }
+    }
+}
+
+/// Return the first digits of a hash.
+fn fingerprint_of(hash: &str) -> String {
+    let digits = hash.strip_prefix("sha256:").unwrap_or(hash);
+    digits.get(..FINGERPRINT_DIGITS).unwrap_or(digits).to_owned()
+}
+
+impl KeyDetails {
+    fn is_empty(&self) -> bool {
+        self.name.is_none() && self.expires.is_none() && self.routes.is_empty()
+    }
+
+    fn into_table(self, hash: &str) -> InlineTable {
+        let mut table = InlineTable::new();
+        table.insert("hash", hash.into());
+        let mut put = |key: &str, value: Option<Value>| {
+            if let Some(value) = value {
+                table.insert(key, value);
+            }
+        };
+        put("name", self.name.map(Value::from));
+        put("created", self.created.map(Value::from));
+        put("expires", self.expires.map(Value::from));
+        put("routes", (!self.routes.is_empty()).then(|| self.routes.into_iter().collect::<Array>().into()));
+        table
+    }
 }
 
 impl ConsumersDoc {
@@ -33,13 +136,20 @@ impl ConsumersDoc {
     }
 
     pub(super) fn rows(&self) -> Vec<ConsumerRow> {
-        let text = |table: &dyn TableLike, key: &str| table.get(key).and_then(Item::as_str).unwrap_or("").to_owned();
-        let keys = |table: &dyn TableLike| {
-            let keys = table.get("keys").and_then(Item::as_array).into_iter().flatten();
-            keys.filter_map(Value::as_str).map(str::to_owned).collect()
+        let now_us = clock::unix_us();
+        let key = |value: &Value| match value {
+            Value::String(hash) => Some(KeyRow::from_hash(hash.value())),
+            Value::InlineTable(table) => Some(KeyRow::from_item(table, now_us)),
+            _ => None,
         };
+        let keys = |table: &dyn TableLike| match table.get("keys") {
+            Some(Item::Value(Value::Array(keys))) => keys.iter().filter_map(key).collect(),
+            Some(Item::ArrayOfTables(keys)) => keys.iter().map(|table| KeyRow::from_item(table, now_us)).collect(),
+            _ => Vec::new(),
+        };
+        let text = |table: &dyn TableLike, key: &str| table.get(key).and_then(Item::as_str).map(str::to_owned);
         let row = |table: &dyn TableLike| ConsumerRow {
-            name: text(table, "name"),
+            name: text(table, "name").unwrap_or_default(),
             tier: text(table, "tier"),
             keys: keys(table),
         };
@@ -77,38 +187,86 @@ impl ConsumersDoc {
     }
 
     /// Add the hash of a key to a consumer.
-    pub(super) fn add_key(&mut self, name: &str, hash: &str) -> anyhow::Result<()> {
+    pub(super) fn add_key(&mut self, name: &str, hash: &str, details: KeyDetails) -> anyhow::Result<()> {
         let table = self.consumer_tables().into_iter().find(|table| consumer_name(&**table) == Some(name));
         let Some(table) = table else { return Err(self.unknown_consumer(name)) };
-        let keys = table.entry("keys").or_insert(value(Array::new()));
-        let keys = keys.as_array_mut().ok_or_else(|| anyhow!("`keys` of `{name}` is not a list"))?;
-        push_key(keys, hash);
+        match table.entry("keys").or_insert(value(Array::new())) {
+            Item::ArrayOfTables(keys) => keys.push(details.into_table(hash).into_table()),
+            Item::Value(Value::Array(keys)) if details.is_empty() => push_key(keys, hash.into()),
+            Item::Value(Value::Array(keys)) => push_key(keys, details.into_table(hash).into()),
+            _ => bail!("`keys` of `{name}` is not a list"),
+        }
         Ok(())
     }
 
-    /// Remove the only key whose hash begins with these digits. Return its consumer and hash.
-    pub(super) fn revoke_key(&mut self, digits: &str) -> anyhow::Result<(String, String)> {
+    /// Find the only key whose hash begins with these digits.
+    pub(super) fn find_key(&self, digits: &str) -> anyhow::Result<FoundKey> {
         let mut matches = Vec::new();
         for row in self.rows() {
-            let hashes =
-                row.keys.iter().enumerate().filter_map(|(index, key)| Some((index, key.strip_prefix("sha256:")?)));
-            let matching = hashes.filter(|(_, hash)| hash.starts_with(digits));
-            matches.extend(matching.map(|(index, hash)| (row.name.clone(), index, hash.to_owned())));
+            for (index, key) in row.keys.iter().enumerate() {
+                if let Some(hash) = key.hash.strip_prefix("sha256:").filter(|hash| hash.starts_with(digits)) {
+                    matches.push(FoundKey { consumer: row.name.clone(), hash: hash.to_owned(), index });
+                }
+            }
         }
-        let (name, index, hash) = match &matches[..] {
-            [(name, index, hash)] => (name.clone(), *index, hash.clone()),
-            [] => bail!("no key has a hash that begins with {}", digits.get(..12).unwrap_or(digits)),
-            several => {
+        match (matches.pop(), &matches[..]) {
+            (Some(only), []) => Ok(only),
+            (None, _) => bail!("no key has a hash that begins with {}", digits.get(..12).unwrap_or(digits)),
+            (Some(last), others) => {
+                let all = others.iter().chain([&last]);
                 let hashes: Vec<_> =
-                    several.iter().map(|(name, _, hash)| format!("{} of `{name}`", &hash[..16])).collect();
+                    all.map(|FoundKey { consumer, hash, .. }| format!("{} of `{consumer}`", &hash[..16])).collect();
                 bail!("several keys begin with {digits}: {}", hashes.join(", "));
             }
-        };
-        let table = self.consumer_tables().into_iter().find(|table| consumer_name(&**table) == Some(&name));
-        if let Some(keys) = table.and_then(|table| table.get_mut("keys")?.as_array_mut()) {
-            remove_key(keys, index);
         }
-        Ok((name, hash))
+    }
+
+    /// Remove a key.
+    pub(super) fn revoke_key(&mut self, key: &FoundKey) {
+        match self.keys_of(&key.consumer) {
+            Some(Item::ArrayOfTables(keys)) => drop(keys.remove(key.index)),
+            Some(Item::Value(Value::Array(keys))) => remove_key(keys, key.index),
+            _ => {}
+        }
+    }
+
+    /// Set or remove `disabled` of a key.
+    pub(super) fn set_disabled(&mut self, key: &FoundKey, disabled: bool) {
+        fn set(table: &mut dyn TableLike, disabled: bool) {
+            if disabled {
+                table.insert("disabled", value(true));
+            } else {
+                table.remove("disabled");
+            }
+        }
+        match self.keys_of(&key.consumer) {
+            Some(Item::ArrayOfTables(keys)) => {
+                if let Some(table) = keys.get_mut(key.index) {
+                    set(table, disabled);
+                }
+            }
+            Some(Item::Value(Value::Array(keys))) => match keys.get_mut(key.index) {
+                Some(Value::InlineTable(table)) => {
+                    set(table, disabled);
+                    table.fmt();
+                }
+                Some(hash) if disabled => {
+                    let mut table = InlineTable::new();
+                    table.insert("hash", format!("sha256:{}", key.hash).into());
+                    table.insert("disabled", true.into());
+                    // The comments around the hash stay.
+                    *table.decor_mut() = hash.decor().clone();
+                    *hash = Value::InlineTable(table);
+                }
+                _ => {}
+            },
+            _ => {}
+        }
+    }
+
+    fn keys_of(&mut self, consumer: &str) -> Option<&mut Item> {
+        let table = self.consumer_tables().into_iter().find(|table| consumer_name(&**table) == Some(consumer));
+        table?.get_mut("keys")
     }
 
     fn consumer_tables(&mut self) -> Vec<&mut dyn TableLike> {
@@ -142,8 +300,7 @@ fn consumer_name(table: &dyn TableLike) -> Option<&str> {
 }
 
 /// Append a key in the style of the last key of the list: on the same line, or on its own line.
-fn push_key(keys: &mut Array, hash: &str) {
-    let mut key = Value::from(hash);
+fn push_key(keys: &mut Array, mut key: Value) {
     let has_trailing_comma = keys.trailing_comma();
     if let Some(last) = keys.len().checked_sub(1).and_then(|last| keys.get_mut(last)) {
         let prefix = decor_text(last.decor().prefix());
