@@ -2,6 +2,8 @@
 //! token that is verified for the first time and again.
 #![allow(missing_docs)] // criterion's macros make public items
 
+use std::sync::Arc;
+
 use arc_swap::ArcSwapOption;
 use aws_lc_rs::rand::SystemRandom;
 use aws_lc_rs::rsa::KeySize;
@@ -125,7 +127,8 @@ fn bench_tokens(criterion: &mut Criterion) {
         let jwks = json!({ "keys": [jwk] }).to_string();
         let keys = || KeySet::parse(jwks.as_bytes()).unwrap();
         let audience = Some("api".into());
-        let verifier = JwtVerifier { keys: Arc::new(ArcSwapOption::from_pointee(keys())), audience, ..JwtVerifier::default() };
+        let verifier =
+            JwtVerifier { keys: Arc::new(ArcSwapOption::from_pointee(keys())), audience, ..JwtVerifier::default() };
         group.bench_function(format!("{algorithm} for the first time"), |bencher| {
             bencher.iter_batched(
                 || verifier.keys.store(Some(keys().into())),

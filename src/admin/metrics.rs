@@ -172,8 +172,10 @@ impl AdminState {
     }
 
     fn write_authentication(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
-        let mut writer = exposition
-            .counter("forward_auth_requests", "Requests by authentication server and result; cached: without asking it")?;
+        let mut writer = exposition.counter(
+            "forward_auth_requests",
+            "Requests by authentication server and result; cached: without asking it",
+        )?;
         for (provider, counters) in self.request_metrics.forward_auth.all() {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
             for (result, count) in AuthResult::ALL.iter().zip(counts) {

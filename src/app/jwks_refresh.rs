@@ -60,7 +60,9 @@ impl JwksError {
     /// Return what to do about it.
     pub fn hint(&self) -> &'static str {
         match self {
-            JwksError::Fetch(FetchError::Tls(_)) => "check the certificate of the server, or name its CA: ca = \"ca.pem\"",
+            JwksError::Fetch(FetchError::Tls(_)) => {
+                "check the certificate of the server, or name its CA: ca = \"ca.pem\""
+            }
             JwksError::Fetch(_) | JwksError::Timeout => "check the URL, and that the gateway may connect to the server",
             JwksError::Status(_) | JwksError::KeySet(_) => {
                 "the URL must be that of the JSON Web Key Set: `jwks_uri` in the metadata of the issuer"

@@ -84,14 +84,18 @@ impl CompiledConfig {
             }
         }
         for provider in &mut self.auth.providers {
-            let Some(known) = previous.auth.providers.iter().find(|known| known.name == provider.name) else { continue };
+            let Some(known) = previous.auth.providers.iter().find(|known| known.name == provider.name) else {
+                continue;
+            };
             match (&mut provider.kind, &known.kind) {
                 (ProviderKind::Basic(basic), ProviderKind::Basic(known))
                     if basic.verifier.has_same_users(&known.verifier) =>
                 {
                     basic.verifier = known.verifier.clone();
                 }
-                (ProviderKind::Forward(forward), ProviderKind::Forward(known)) if forward.settings == known.settings => {
+                (ProviderKind::Forward(forward), ProviderKind::Forward(known))
+                    if forward.settings == known.settings =>
+                {
                     forward.cache.clone_from(&known.cache);
                 }
                 _ => {}
