@@ -2,7 +2,9 @@
 //! token that is verified for the first time and again.
 #![allow(missing_docs)] // criterion's macros make public items
 
-use arc_swap::ArcSwap;
+use std::sync::Arc;
+
+use arc_swap::ArcSwapOption;
 use aws_lc_rs::rand::SystemRandom;
 use aws_lc_rs::rsa::KeySize;
 use aws_lc_rs::signature::{
@@ -126,10 +128,11 @@ fn bench_tokens(criterion: &mut Criterion) {
         let jwks = json!({ "keys": [jwk] }).to_string();
         let keys = || KeySet::parse(jwks.as_bytes()).unwrap();
         let audience = Some("api".into());
-        let verifier = JwtVerifier { keys: ArcSwap::from_pointee(keys()), audience, ..JwtVerifier::default() };
+        let verifier =
+            JwtVerifier { keys: Arc::new(ArcSwapOption::from_pointee(keys())), audience, ..JwtVerifier::default() };
         group.bench_function(format!("{algorithm} for the first time"), |bencher| {
             bencher.iter_batched(
-                || verifier.keys.store(keys().into()),
+                || verifier.keys.store(Some(keys().into())),
                 |()| verifier.verify(token.as_bytes(), 1000.0).unwrap(),
                 BatchSize::PerIteration,
             );

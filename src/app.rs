@@ -2,6 +2,7 @@
 
 mod collector;
 pub mod hot_restart;
+pub mod jwks_refresh;
 mod listen;
 mod reload;
 pub mod sd_notify;
@@ -172,7 +173,8 @@ impl App {
     /// A thread cannot be started, or panics.
     pub fn run(self, stop: &CancellationToken) -> Result<(), AppError> {
         let (maintenance, maintenance_thread) = MaintenanceThread::start(stop.clone())?;
-        maintenance.set_clusters(&self.config_handle.active().clusters).map_err(AppError::Worker)?;
+        let active = self.config_handle.active();
+        maintenance.set_config(&active.config, &active.clusters).map_err(AppError::Worker)?;
         self.log_startup();
         let memory = Arc::new(MemoryStore::new(self.config.store.max_memory_states, Clock::Store));
         let breaker = Arc::<CircuitBreaker>::default();

@@ -44,9 +44,11 @@ pub struct Config {
     pub store: Store,
     /// Trusted proxies, and the prefix lengths of client networks.
     pub client_ip: ClientIp,
-    /// Providers of authentication by name: API keys, bearer tokens, client certificates. Routes name them in `require`
-    /// and `identify`.
+    /// Providers of authentication by name: API keys, bearer tokens, client certificates, passwords, authentication
+    /// servers. Routes name them in `require` and `identify`.
     pub auth: BTreeMap<String, Spanned<Auth>>,
+    /// Where the tier of a request comes from, which selects the quota of each limit with `tiers`.
+    pub tiers: Tiers,
     /// Limits by name: identity, quota and algorithm. Each identity has one bucket, shared by all routes that use the
     /// limit.
     pub limit: BTreeMap<String, Spanned<Limit>>,
@@ -284,8 +286,9 @@ pub struct ClientIp {
 #[schemars(extend("required" = ["kind"]))]
 pub struct Auth {
     /// `"api-key"`: keys of consumers. `"jwt"`: bearer tokens, JSON Web Tokens signed with RS256, ES256 or EdDSA.
-    /// `"client-cert"`: the certificate that the client sent in the TLS handshake.
-    #[schemars(extend("enum" = ["api-key", "jwt", "client-cert"]))]
+    /// `"client-cert"`: the certificate that the client sent in the TLS handshake. `"basic"`: user names and passwords.
+    /// `"forward"`: a server of yours decides about each request.
+    #[schemars(extend("enum" = ["api-key", "jwt", "client-cert", "basic", "forward"]))]
     pub kind: Option<Text>,
     /// api-key: header with the key, or a list of up to 8 headers. `authorization` and `proxy-authorization` contain a
     /// scheme before the key. Equal keys in several headers are one key, different keys get 400, and so does a header
@@ -309,6 +312,13 @@ pub struct Auth {
     /// jwt: JWK Set (RFC 7517) with the public keys of the issuer, such as `"certs/jwks.json"`. Reloaded when it
     /// changes.
     pub jwks_file: Option<Text>,
+    /// jwt: URL of the JWK Set, such as `"https://issuer.example/.well-known/jwks.json"`, instead of `jwks_file`. Tokens
+    /// get 503 until it was fetched once. Later, the last keys stay in use while it cannot be fetched.
+    pub jwks_url: Option<Text>,
+    /// jwt with `jwks_url`: time between two fetches, with a jitter of 10 %. A token with an unknown `kid` causes a fetch
+    /// at once, at most every 10s. At least 1s.
+    #[schemars(schema_with = "schema::duration", extend("default" = "10m"))]
+    pub refresh_interval: Option<Text>,
     /// jwt: required value of `iss`. Default: any. With several issuers, each provider needs one.
     pub issuer: Option<Text>,
     /// jwt: required value in `aud`. If not set, tokens with an `aud` are rejected: they are for another audience.
@@ -316,9 +326,61 @@ pub struct Auth {
     /// jwt: required claims, such as `{ scope = "write" }`. A list must contain the value. A string must be equal to it
     /// or have it as a word between spaces. Otherwise: 403.
     pub claims: Option<Spanned<BTreeMap<String, Text>>>,
-    /// Forward the verified credential to the upstream. Default: `false` for api-key, `true` for jwt and client-cert. A
-    /// credential that was not verified is never forwarded.
+    /// basic: file of users that Apache's `htpasswd` writes, with bcrypt (`htpasswd -B`) or apr1 (its default). Reloaded
+    /// when it changes.
+    pub users: Option<Text>,
+    /// basic: name of the protected area, which browsers show. Default: the name of the provider.
+    pub realm: Option<Text>,
+    /// forward: URL of the authentication server, such as `"http://127.0.0.1:4181/verify"`. It gets a GET without a body
+    /// for each request. A 2xx status admits the request; the client gets any other response.
+    pub url: Option<Text>,
+    /// forward: headers of the client that the server gets.
+    #[schemars(extend("default" = ["authorization", "cookie"]))]
+    pub request_headers: Option<Vec<Text>>,
+    /// forward: headers of the server that the upstream gets, such as `["x-user"]`. The client's own headers of these
+    /// names are always removed.
+    pub response_headers: Option<Vec<Text>>,
+    /// forward: maximum time for the response of the server, connecting included.
+    #[schemars(schema_with = "schema::duration", extend("default" = "2s"))]
+    pub timeout: Option<Text>,
+    /// forward: requests while the server does not respond. `"deny"`: 503. `"allow"`: admitted, without its headers.
+    #[schemars(extend("enum" = ["deny", "allow"], "default" = "deny"))]
+    pub on_error: Option<Text>,
+    /// forward: cache of admissions, `{ by = ["authorization", "cookie"], ttl = "10s" }`. Default: no cache.
+    pub cache: Option<Spanned<AuthCache>>,
+    /// forward at `https://`, and jwt with a `jwks_url` at `https://`: PEM file of CA certificates for the server.
+    /// Default: the trust roots of the system.
+    pub ca: Option<Text>,
+    /// Forward the verified credential to the upstream. Default: `false` for api-key and basic, `true` for jwt,
+    /// client-cert and forward. A credential that was not verified is never forwarded.
     pub forward_credential: Option<Spanned<bool>>,
+}
+
+/// `cache` of a provider of kind `forward`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["ttl"]))]
+pub struct AuthCache {
+    /// What the decision depends on: all `request_headers`, and `method`, `host`, `uri` (path and query) or `ip`. The
+    /// server is told nothing else, so that it cannot decide by what is not in the key. Default: everything.
+    pub by: Option<Spanned<Vec<Text>>>,
+    /// Lifetime of an admission, at most 1h. The `Cache-Control` of the server may shorten or forbid it.
+    #[schemars(schema_with = "schema::duration")]
+    pub ttl: Option<Text>,
+    /// Maximum number of admissions. Those that were used least are removed.
+    #[schemars(range(min = 1, max = 1_000_000), extend("default" = 10000))]
+    pub max_entries: Option<Spanned<i64>>,
+}
+
+/// `[tiers]`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Tiers {
+    /// Where the tier of a request comes from. `"api-key"`: the `tier` of the consumer. `"jwt:CLAIM"`: a claim of the
+    /// bearer token. `"auth:HEADER"`: one of the `response_headers` of an authentication server. A value that is no tier
+    /// of a limit selects its default quota.
+    #[schemars(schema_with = "schema::tier_source", extend("default" = "api-key"))]
+    pub from: Option<Text>,
 }
 
 impl Auth {

@@ -3,10 +3,13 @@
 pub mod access;
 pub mod api_key;
 pub mod auth;
+pub mod basic;
 pub mod client_cert;
 pub mod client_ip;
 pub mod display;
+pub mod forward;
 pub mod jwt;
+pub mod remote_keys;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -19,7 +22,7 @@ use ipnet::IpNet;
 use percent_encoding::percent_decode;
 
 use crate::identity::api_key::Caller;
-use crate::identity::auth::Credentials;
+use crate::identity::auth::{Credentials, TierSource};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use crate::routing::condition::query_values;
 use crate::routing::pattern::PathPattern;
@@ -80,6 +83,8 @@ pub struct RequestAttributes<'a> {
     pub client_cert_subject: Option<&'a str>,
     /// What the providers of the route verified.
     pub credentials: &'a Credentials<'a>,
+    /// Where the tier comes from.
+    pub tier_source: &'a TierSource,
     /// Name of the route.
     pub route_name: &'a str,
     /// Path pattern of the route.
@@ -237,6 +242,10 @@ pub enum Descriptor {
     Jwt(Box<str>),
     /// Subject of the client certificate.
     ClientCert,
+    /// Name of the user of Basic authentication.
+    Basic,
+    /// Header of the authentication server.
+    Forward(HeaderName),
     /// Host used for routing.
     Host,
     /// Method.
@@ -258,6 +267,8 @@ impl fmt::Display for Descriptor {
             Descriptor::Path(name) => write!(f, "path parameter `{name}`"),
             Descriptor::Jwt(name) => write!(f, "claim `{name}` of a bearer token"),
             Descriptor::ClientCert => f.write_str("subject of a client certificate"),
+            Descriptor::Basic => f.write_str("name of a user"),
+            Descriptor::Forward(name) => write!(f, "header `{name}` of the authentication server"),
             Descriptor::Host => f.write_str("host"),
             Descriptor::Method => f.write_str("method"),
             Descriptor::Global | Descriptor::Route => f.write_str("route"),
@@ -314,14 +325,32 @@ impl Descriptor {
             | Descriptor::Ip
             | Descriptor::Query(_)
             | Descriptor::Path(_)
-            | Descriptor::ClientCert => None,
+            | Descriptor::ClientCert
+            | Descriptor::Basic
+            | Descriptor::Forward(_) => None,
             Descriptor::Host | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
         }
     }
 
     /// Return whether the gateway verifies this part as a credential.
     pub(super) fn is_credential(&self) -> bool {
-        matches!(self, Descriptor::ApiKey | Descriptor::Jwt(_) | Descriptor::ClientCert)
+        match self {
+            Descriptor::ApiKey
+            | Descriptor::Jwt(_)
+            | Descriptor::ClientCert
+            | Descriptor::Basic
+            | Descriptor::Forward(_) => true,
+            Descriptor::Ip
+            | Descriptor::User(_)
+            | Descriptor::Header(_)
+            | Descriptor::Cookie(_)
+            | Descriptor::Query(_)
+            | Descriptor::Path(_)
+            | Descriptor::Host
+            | Descriptor::Method
+            | Descriptor::Global
+            | Descriptor::Route => false,
+        }
     }
 
     /// Return the value of this part for a request.
@@ -404,6 +433,14 @@ impl Descriptor {
                 Some(subject) => IdentityPart::Value(b's', Cow::Borrowed(subject.as_bytes())),
                 None => missing(),
             }),
+            Descriptor::Basic => Ok(match request.credentials.user() {
+                Some(user) => IdentityPart::Value(b'b', Cow::Borrowed(user.as_bytes())),
+                None => missing(),
+            }),
+            Descriptor::Forward(name) => Ok(match request.credentials.forward_header(name) {
+                Some(value) => IdentityPart::Value(b'f', Cow::Borrowed(value)),
+                None => missing(),
+            }),
             Descriptor::Host => only(b'n', vec![Cow::Borrowed(request.host.as_bytes())]),
             Descriptor::Method => Ok(IdentityPart::Value(b'm', Cow::Borrowed(request.method.as_str().as_bytes()))),
             Descriptor::Global => Ok(IdentityPart::Value(b'g', Cow::Borrowed(b""))),
@@ -438,6 +475,7 @@ mod tests {
             is_from_trusted_proxy: trusted,
             client_cert_subject: None,
             credentials: &Credentials::default(),
+            tier_source: &TierSource::default(),
             route_name: "r",
             path_pattern: &"/users/{id}".parse().unwrap(),
         };

@@ -393,10 +393,11 @@ impl Limiter {
         let charges =
             checks.iter().enumerate().filter(|(_, check)| is_counted(check)).map(|(index, check)| DeferredCharge {
                 deferred: check.deferred,
+                decided_by: decision.decided_by,
                 charged_at: decided_at_us.get(index).copied().unwrap_or(charged_at),
                 charge: OwnedCharge { debt_before_us: debt_before_us(check), ..check.owned_charge(check.cost) },
             });
-        DeferredCharges::new(self.settlements.clone(), decision.decided_by, charges.collect())
+        DeferredCharges::new(self.settlements.clone(), charges.collect())
     }
 }
 

@@ -4,6 +4,7 @@ pub mod access;
 pub mod authentication;
 pub mod context;
 pub mod forward;
+mod forward_auth;
 pub mod header_values;
 pub mod local_reply;
 pub mod metrics;
@@ -26,9 +27,11 @@ use crate::http::flow::StreamFlow;
 use crate::http::headers::is_grpc_call;
 use crate::http::request_body;
 use crate::http::request_body::RequestBody;
+use crate::identity::auth::AuthError;
 use crate::limiter::Limiter;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::Decision;
+use crate::proxy::authentication::AuthRejection;
 use crate::proxy::context::Peer;
 use crate::proxy::context::RequestContext;
 use crate::proxy::local_reply::Rejection;
@@ -111,7 +114,7 @@ impl Gateway {
         let result = match admission {
             Ok(admitted) => self.respond(&mut context, admitted, request).await,
             Err(rejection) => {
-                if let Rejection::StoreUnavailable(_) = rejection {
+                if rejection.has_request_id() {
                     context.request_id(request.headers());
                 }
                 request_body::discard_body(request, flow);
@@ -147,15 +150,30 @@ impl Gateway {
             return Err(Rejection::BodyTooLarge);
         }
         let rewritten_target = target.rewrite(route, request.uri().query())?;
-        let (credentials, authenticated) =
+        let (mut credentials, authenticated) =
             authentication::authenticate(runtime, route, request.headers(), context.peer);
-        let decision = if route.rate_limits.limits.is_empty() && !context.is_recorded() {
-            authenticated.map(|()| Decision::unlimited())
-        } else {
-            let authenticated = (&credentials, authenticated);
-            // Boxed: requests without limits need no space for this future.
-            Box::pin(rate_limit::check_limits(&self.limiter, context, route, authenticated, &target, request)).await
-        };
+        let decision =
+            if let Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(pending), .. })) = authenticated {
+                let pending = (credentials, pending);
+                // Boxed: requests that are authenticated without waiting need no space for this future.
+                let (finished, decision) = Box::pin(rate_limit::check_limits_around_authentication(
+                    &self.limiter,
+                    context,
+                    route,
+                    pending,
+                    &target,
+                    request,
+                ))
+                .await?;
+                credentials = finished;
+                Ok(decision)
+            } else if route.rate_limits.limits.is_empty() && !context.is_recorded() {
+                authenticated.map(|()| Decision::unlimited())
+            } else {
+                let authenticated = (&credentials, authenticated);
+                // Boxed: requests without limits need no space for this future.
+                Box::pin(rate_limit::check_limits(&self.limiter, context, route, authenticated, &target, request)).await
+            };
         context.credentials = credentials;
         let decision = decision?;
         if !decision.admitted {

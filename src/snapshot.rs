@@ -11,6 +11,7 @@ mod identities;
 mod limits;
 pub mod listeners;
 pub mod mirror;
+pub mod remote_auth;
 mod restart_required;
 pub mod route_action;
 pub(crate) mod route_match;
@@ -45,6 +46,7 @@ use crate::snapshot::access::NetworkFiles;
 use crate::snapshot::auth::Authentication;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::cost::{Cost, RefundOn};
+use crate::snapshot::remote_auth::InternalUpstreams;
 use crate::snapshot::restart_required::RestartOnlyKeys;
 use crate::snapshot::routes::Route;
 use crate::snapshot::settings::{AdminSettings, LogSettings, ServerSettings};
@@ -222,7 +224,7 @@ impl CompiledConfig {
         let path = &file.file.path;
         let others = files.iter().enumerate().filter(|(other, _)| *other != index);
         let others = ConsumerDirectory(others.map(|(_, other)| other.consumers.load_full()).collect());
-        let names = identities::KnownNames::new(&self.limits, &self.routes, others);
+        let names = identities::KnownNames::new(&self.limits, &self.routes, &self.auth.tier_source, others);
         let consumers = identities::read(path, content, &names, &self.hasher, environment);
         let consumers = consumers.and_then(|loaded| match loaded.is_incomplete {
             true => Err(FileIssues::from_message(path, "no consumer has a key")),
@@ -247,10 +249,14 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
     let instances = store::gateway_count(&config.store, reader);
-    let (upstreams, upstream_tls) = upstreams::upstreams(&config.upstream, reader);
-    let limits = limits::limits(config, &hasher, instances, trusted_proxies, &upstreams, reader);
-    let auth = auth::authentication(config, &limits, &hasher, reader);
+    let (mut upstreams, mut upstream_tls) = upstreams::upstreams(&config.upstream, reader);
+    let tier_source = remote_auth::tier_source(config, reader);
+    let limits = limits::limits(config, &hasher, instances, trusted_proxies, &upstreams, &tier_source, reader);
+    let mut internal = InternalUpstreams { first: upstreams.len(), settings: Vec::new(), tls: Vec::new() };
+    let auth = auth::authentication(config, &limits, (&hasher, tier_source), &mut internal, reader);
     let (routes, table) = routes::routes(config, &limits, &auth, &upstreams, &mut network_files, reader);
+    upstreams.extend(internal.settings);
+    upstream_tls.extend(internal.tls);
     if let Some(value) = config.server.block_unknown_hosts.as_ref().filter(|_| server.block_unknown_hosts)
         && !table.has_hosts()
     {
@@ -262,6 +268,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         || routes.iter().any(|route| route.access.is_some());
     let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
+    trusted_headers.extend(auth.providers.iter().flat_map(AuthProvider::identity_headers).cloned());
     let identity_headers =
         limits.values().flat_map(|compiled| &compiled.identity_spec.descriptors).filter_map(Descriptor::header);
     let auth_headers = auth.providers.iter().flat_map(AuthProvider::headers).cloned();

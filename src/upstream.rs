@@ -5,6 +5,7 @@ mod connection_pool;
 pub mod connector;
 pub mod dns;
 pub mod endpoint;
+pub mod fetch;
 pub mod health;
 mod http2;
 pub mod load_balancer;

@@ -5,7 +5,7 @@ use std::fmt;
 use crate::admin::state::AdminState;
 use crate::limiter::metrics::AnsweredBy;
 use crate::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
-use crate::proxy::metrics::{LimitDecision, ResponseStats, STATUS_CLASSES};
+use crate::proxy::metrics::{AuthResult, LimitDecision, ResponseStats, STATUS_CLASSES};
 use crate::proxy::mirror::{CopyResult, DropReason};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::upstream::retry::RetryReason;
@@ -36,6 +36,7 @@ impl MetricSource for AdminState {
         self.write_decisions(exposition)?;
         self.write_store(exposition)?;
         self.write_upstreams(exposition)?;
+        self.write_authentication(exposition)?;
         self.write_dropped(exposition)
     }
 }
@@ -194,6 +195,34 @@ impl AdminState {
         for (route, stats) in &mirrors {
             let in_flight = stats.iter().map(|stats| stats.in_flight() as u64).sum();
             writer.write_gauge(&[("route", route)], in_flight)?;
+        }
+        Ok(())
+    }
+
+    fn write_authentication(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
+        let mut writer = exposition.counter(
+            "forward_auth_requests",
+            "Requests by authentication server and result; cached: without asking it",
+        )?;
+        for (provider, counters) in self.request_metrics.forward_auth.all() {
+            let counts = sum_counts(counters.iter().map(|counter| counter.values()));
+            for (result, count) in AuthResult::ALL.iter().zip(counts) {
+                writer.write_counter(&[("provider", &provider), ("result", result.label())], count)?;
+            }
+        }
+        let config = self.config_handle.active().config.clone();
+        let mut writer = exposition.counter("jwks_refreshes", "Attempts to fetch a key set by provider and result")?;
+        for source in &config.auth.key_urls {
+            for (result, count) in ["ok", "error"].iter().zip(source.keys.counts()) {
+                writer.write_counter(&[("provider", &source.name), ("result", result)], count)?;
+            }
+        }
+        let mut writer = exposition.gauge(
+            "jwks_last_success_timestamp_seconds",
+            "When the key set was last fetched, since the Unix epoch; 0 before the first time",
+        )?;
+        for source in &config.auth.key_urls {
+            writer.write_gauge(&[("provider", &source.name)], source.keys.last_success_us() / 1_000_000)?;
         }
         Ok(())
     }

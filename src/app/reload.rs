@@ -134,8 +134,8 @@ impl Reloader {
         let config = Arc::new(config);
         let clusters: Arc<[_]> =
             config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
-        // Resolve DNS names before the first request uses the new clusters.
-        self.maintenance.set_clusters(&clusters)?;
+        // Resolve DNS names and fetch key sets before the first request uses them.
+        self.maintenance.set_config(&config, &clusters)?;
         self.connection_limits.resize(&config.server);
         {
             let gateways = self.gateways.lock();

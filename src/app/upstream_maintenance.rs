@@ -1,5 +1,5 @@
-//! The maintenance thread: DNS lookups and health checks of all upstreams, once for all workers. On a busy worker the
-//! checks would run late and mark healthy endpoints as unhealthy.
+//! The maintenance thread: DNS lookups and health checks of all upstreams, and key sets of token issuers, once for all
+//! workers. On a busy worker the checks would run late and mark healthy endpoints as unhealthy.
 
 use std::convert::Infallible;
 use std::sync::{Arc, mpsc};
@@ -13,18 +13,24 @@ use tokio::task::AbortHandle;
 use tokio_util::sync::CancellationToken;
 
 use crate::app::AppError;
+use crate::app::jwks_refresh;
+use crate::snapshot::CompiledConfig;
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::dns::{DnsCache, DnsResolver};
 use crate::upstream::health;
 
-/// Maximum time to wait for the first DNS lookup of new upstreams. An upstream without addresses responds with 503.
+/// Maximum time to wait for the first DNS lookup of new upstreams and for new key sets. An upstream without addresses
+/// responds with 503, and so does a route whose tokens cannot be verified.
 const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 
 type Clusters = Arc<[Arc<UpstreamCluster>]>;
 
+/// What is maintained from now on. The sender is dropped when everything was looked up once.
+type Maintained = (Arc<CompiledConfig>, Clusters, mpsc::Sender<Infallible>);
+
 /// Handle of the maintenance thread.
 #[derive(Debug)]
-pub(super) struct MaintenanceThread(UnboundedSender<(Clusters, mpsc::Sender<Infallible>)>);
+pub(super) struct MaintenanceThread(UnboundedSender<Maintained>);
 
 /// The running tasks.
 #[derive(Default)]
@@ -32,6 +38,7 @@ struct MaintenanceTasks {
     /// Clusters with DNS names, and the task that resolves them.
     lookups: (Vec<Arc<UpstreamCluster>>, Option<AbortHandle>),
     health_checks: Vec<(Arc<UpstreamCluster>, AbortHandle)>,
+    key_refreshes: Vec<AbortHandle>,
 }
 
 impl MaintenanceThread {
@@ -50,14 +57,14 @@ impl MaintenanceThread {
         Ok((MaintenanceThread(sender), thread))
     }
 
-    /// Replace the maintained clusters. Return when their names have been resolved once, or after
-    /// [`FIRST_LOOKUP_TIMEOUT`].
+    /// Replace the maintained clusters and key sets. Return when their names have been resolved and unknown key sets were
+    /// fetched once, or after [`FIRST_LOOKUP_TIMEOUT`].
     ///
     /// # Errors
     /// The thread has ended.
-    pub(super) fn set_clusters(&self, clusters: &Clusters) -> io::Result<()> {
+    pub(super) fn set_config(&self, config: &Arc<CompiledConfig>, clusters: &Clusters) -> io::Result<()> {
         let (first, looked_up) = mpsc::channel();
-        self.0.send((clusters.clone(), first)).map_err(|_| io::ErrorKind::BrokenPipe)?;
+        self.0.send((config.clone(), clusters.clone(), first)).map_err(|_| io::ErrorKind::BrokenPipe)?;
         // Nothing is ever sent. `recv_timeout` returns when all senders are dropped: each lookup drops its own when
         // done.
         let _ = looked_up.recv_timeout(FIRST_LOOKUP_TIMEOUT);
@@ -65,14 +72,23 @@ impl MaintenanceThread {
     }
 }
 
-async fn run(mut next: UnboundedReceiver<(Clusters, mpsc::Sender<Infallible>)>) {
+async fn run(mut next: UnboundedReceiver<Maintained>) {
     let mut tasks = MaintenanceTasks::default();
-    while let Some((clusters, first)) = next.recv().await {
+    while let Some((config, clusters, first)) = next.recv().await {
+        tasks.refresh_keys(&config, &first);
         tasks.update(&clusters, first);
     }
 }
 
 impl MaintenanceTasks {
+    fn refresh_keys(&mut self, config: &Arc<CompiledConfig>, first: &mpsc::Sender<Infallible>) {
+        self.key_refreshes.drain(..).for_each(|task| task.abort());
+        for index in 0..config.auth.key_urls.len() {
+            let refresh = jwks_refresh::refresh(config.clone(), index, first.clone());
+            self.key_refreshes.push(tokio::spawn(refresh).abort_handle());
+        }
+    }
+
     fn update(&mut self, clusters: &Clusters, first: mpsc::Sender<Infallible>) {
         self.health_checks.retain(|(cluster, checks)| {
             let stays = contains(cluster, clusters);

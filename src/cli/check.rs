@@ -16,6 +16,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 use uuid::Uuid;
 
+use crate::app::jwks_refresh;
 use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{request_target, unit_suffix};
 use crate::cli::{EXIT_INVALID_CONFIG, doctor, env_var};
@@ -52,7 +53,8 @@ pub(super) struct Options {
     /// Exit with code 1 if there are warnings
     #[arg(long)]
     strict: bool,
-    /// Connect neither to the store nor to a running gateway; unset environment variables in secrets are warnings
+    /// Connect neither to the store, to token issuers nor to a running gateway; unset environment variables in secrets
+    /// are warnings
     #[arg(long)]
     offline: bool,
 }
@@ -129,6 +131,18 @@ fn check_loaded(
                     }
                 }))
             }
+        }
+    }
+    if !options.offline {
+        for (source, fetched) in doctor::fetch_key_sets(config)? {
+            let url = parsed.auth.get(&*source.name).and_then(|auth| auth.get_ref().jwks_url.as_ref());
+            let (reason, hint) = match fetched {
+                Ok(fetched) if fetched.skipped.is_empty() => continue,
+                Ok(fetched) => (jwks_refresh::describe(&fetched), None),
+                Err(error) => (error.to_string(), Some(error.hint().to_owned())),
+            };
+            let message = format!("[auth.{}]: {reason}", source.name);
+            warnings.push(Issue { span: url.map(|url| url.span()), message, hint });
         }
     }
     let mut notes = check::notes(&parsed, config);

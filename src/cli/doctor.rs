@@ -1,20 +1,27 @@
-//! `sluicegate doctor`: checks the Redis servers of the configuration and advises what to change.
+//! `sluicegate doctor`: checks the Redis servers and the token issuers of the configuration and advises what to change.
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use anstyle::{AnsiColor, Style};
+use futures_util::future::join_all;
 use serde::Serialize;
 
+use crate::app::jwks_refresh;
+use crate::app::jwks_refresh::{FetchedKeys, JwksError};
 use crate::limiter::redis::RedisSettings;
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::remote_auth::KeyUrl;
 use crate::tools::doctor;
-use crate::tools::doctor::{Requirements, ServerReport, Status, examine};
+use crate::tools::doctor::{Check, Requirements, ServerReport, Status, examine};
 
 #[derive(Debug, Serialize)]
 struct Diagnosis {
     ok: bool,
     servers: Vec<ServerReport>,
+    /// The issuers of tokens whose keys are fetched, with their URL as the address.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    issuers: Vec<ServerReport>,
 }
 
 pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCode> {
@@ -30,17 +37,56 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
         // Do not wait for a blocking DNS lookup.
         tokio_runtime.shutdown_background();
     }
-    let ok = servers.iter().flat_map(|report| &report.checks).all(|check| check.status != Status::Failed);
-    let diagnosis = Diagnosis { ok, servers };
+    let issuers: Vec<_> =
+        fetch_key_sets(config)?.into_iter().map(|(source, fetched)| issuer(source, fetched)).collect();
+    let checks = || servers.iter().chain(&issuers).flat_map(|report| &report.checks);
+    let ok = checks().all(|check| check.status != Status::Failed);
+    let diagnosis = Diagnosis { ok, servers, issuers };
     if json {
         writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&diagnosis)?)?;
-    } else if diagnosis.servers.is_empty() {
-        writeln!(std::io::stdout(), "store: {}: there is no Redis to examine", config.store.name)?;
     } else {
+        if diagnosis.servers.is_empty() {
+            writeln!(std::io::stdout(), "store: {}: there is no Redis to examine", config.store.name)?;
+        }
+        if diagnosis.servers.is_empty() && diagnosis.issuers.is_empty() {
+            return Ok(ExitCode::SUCCESS);
+        }
         // anstream writes colors only to a terminal, and not if NO_COLOR is set.
         write_table(&diagnosis, &mut anstream::stdout().lock())?;
     }
     Ok(if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// A key set with the result of fetching it.
+pub(super) type FetchedKeySet<'c> = (&'c KeyUrl, Result<FetchedKeys, JwksError>);
+
+/// Fetch all key sets of a configuration, as a gateway does.
+///
+/// # Errors
+/// The runtime cannot be started.
+pub(super) fn fetch_key_sets(config: &CompiledConfig) -> std::io::Result<Vec<FetchedKeySet<'_>>> {
+    let sources = &config.auth.key_urls;
+    if sources.is_empty() {
+        return Ok(Vec::new());
+    }
+    let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let fetched = tokio_runtime.block_on(join_all(sources.iter().map(jwks_refresh::fetch_keys)));
+    // Do not wait for a blocking DNS lookup.
+    tokio_runtime.shutdown_background();
+    Ok(sources.iter().zip(fetched).collect())
+}
+
+fn issuer(source: &KeyUrl, fetched: Result<FetchedKeys, JwksError>) -> ServerReport {
+    let (status, message, advice) = match &fetched {
+        Ok(fetched) if fetched.skipped.is_empty() => (Status::Ok, jwks_refresh::describe(fetched), None),
+        Ok(fetched) => (Status::Warning, jwks_refresh::describe(fetched), None),
+        Err(error) => (Status::Failed, error.to_string(), Some(error.hint().to_owned())),
+    };
+    let check = Check { name: "key set", status, message, advice };
+    // The query of a URL may contain a secret.
+    let address = source.url.to_string();
+    let address = address.split('?').next().unwrap_or_default().to_owned();
+    ServerReport { address, checks: vec![check] }
 }
 
 /// What a configuration requires of its servers.
@@ -60,8 +106,10 @@ fn store_addresses(name: &str) -> &str {
 }
 
 fn write_table(diagnosis: &Diagnosis, out: &mut impl Write) -> std::io::Result<()> {
-    for ServerReport { address, checks } in &diagnosis.servers {
-        writeln!(out, "redis at {address}")?;
+    let reports = || diagnosis.servers.iter().chain(&diagnosis.issuers);
+    for (index, ServerReport { address, checks }) in reports().enumerate() {
+        let kind = if index < diagnosis.servers.len() { "redis" } else { "token issuer" };
+        writeln!(out, "{kind} at {address}")?;
         let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
         for check in checks {
             let (label, style) = status_style(check.status);
@@ -72,7 +120,7 @@ fn write_table(diagnosis: &Diagnosis, out: &mut impl Write) -> std::io::Result<(
         }
     }
     let count = |status| {
-        let checks = diagnosis.servers.iter().flat_map(|report| &report.checks);
+        let checks = reports().flat_map(|report| &report.checks);
         checks.filter(|check| check.status == status).count()
     };
     let [failed, warnings, skipped] = [Status::Failed, Status::Warning, Status::Skipped].map(count);

@@ -148,6 +148,13 @@ fn render(renderer: &Renderer, level: &Level<'_>, path: &str, text: &str, issue:
 #[serde(bound(deserialize = "T: Deserialize<'de>"))]
 pub struct Spanned<T>(toml::Spanned<T>);
 
+impl<T> Spanned<T> {
+    /// Create a value with a span.
+    pub fn new(span: Range<usize>, value: T) -> Self {
+        Spanned(toml::Spanned::new(span, value))
+    }
+}
+
 impl<T> Deref for Spanned<T> {
     type Target = toml::Spanned<T>;
 

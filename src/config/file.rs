@@ -23,8 +23,8 @@ use crate::config::tables::{
     ResponseHeaderRules, Route, Upstream, UpstreamTls, ValueRule,
 };
 use crate::config::{
-    Admin, Auth, Certificate, ClientIp, Config, Consumer, Consumers, Listener, ListenerTls, Log, Server, Store,
-    StoreTls,
+    Admin, Auth, AuthCache, Certificate, ClientIp, Config, Consumer, Consumers, Listener, ListenerTls, Log, Server,
+    Store, StoreTls, Tiers,
 };
 
 /// A parsed file, with the issues found so far.
@@ -498,7 +498,7 @@ fn key_span(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usiz
 }
 
 /// Planned keys that have no effect yet, by table. They are rejected as not supported instead of unknown.
-const UNSUPPORTED_KEYS: &[(&str, &[&str])] = &[("listener", &["http3"]), ("auth", &["query", "jwks_url"])];
+const UNSUPPORTED_KEYS: &[(&str, &[&str])] = &[("listener", &["http3"]), ("auth", &["query"])];
 
 /// Return the message and the hint for a table that `[auth.NAME]` replaces. The hint has the values of the file.
 fn replaced_table(table: &str, file: &DeTable<'_>, sources: &Sources) -> Option<(String, Option<String>)> {
@@ -539,6 +539,8 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["store", "tls"] => ("store tls", field_names::<StoreTls>()),
         ["client_ip"] => ("client_ip", field_names::<ClientIp>()),
         ["auth", _] => ("auth", field_names::<Auth>()),
+        ["auth", _, "cache"] => ("cache", field_names::<AuthCache>()),
+        ["tiers"] => ("tiers", field_names::<Tiers>()),
         ["limit", _] => ("limit", field_names::<Limit>()),
         ["limit", _, "cost"] => ("cost", field_names::<CostTable>()),
         ["limit", _, "tiers", _] | ["consumer", "limit", _] => ("size", field_names::<LimitVariant>()),

@@ -124,9 +124,14 @@ pub(super) fn unit(_: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn identities(_: &mut SchemaGenerator) -> Schema {
-    let one =
-        pattern_schema("^(api-key|client-cert|ip|host|route|method|global|(user|header|cookie|query|path|jwt):.+)$");
+    let one = pattern_schema(
+        "^(api-key|client-cert|basic|ip|host|route|method|global|(user|header|cookie|query|path|jwt|auth):.+)$",
+    );
     json_schema!({ "anyOf": [one, array_schema(&one)] })
+}
+
+pub(super) fn tier_source(_: &mut SchemaGenerator) -> Schema {
+    pattern_schema("^(api-key|(jwt|auth):.+)$")
 }
 
 pub(super) fn weights(_: &mut SchemaGenerator) -> Schema {

@@ -30,7 +30,7 @@ const HEADER_RULE_KEYS: [&str; 2] = ["request_headers", "response_headers"];
 const NAMED_TABLES: [&str; 4] = ["auth", "limit", "upstream", "tiers"];
 
 /// Keys of `[auth.NAME]` that are not secret, whatever their names and the names below them are.
-const PUBLIC_AUTH_KEYS: [&str; 2] = ["forward_credential", "claims"];
+const PUBLIC_AUTH_KEYS: [&str; 5] = ["forward_credential", "claims", "request_headers", "response_headers", "cache"];
 
 /// Query parameters of store URLs that are not secret.
 const PUBLIC_QUERY_PARAMETERS: [&str; 2] = ["db", "protocol"];
@@ -44,6 +44,11 @@ pub(super) fn is_secret_name(name: &str) -> bool {
 /// Return whether a value is a secret as a whole. `path` has the keys that lead to it; list items have the keys of the
 /// list.
 pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
+    if let ["auth", _, key, ..] = path
+        && PUBLIC_AUTH_KEYS.contains(key)
+    {
+        return false;
+    }
     if path.contains(&HEADER_RULE_KEYS[0]) || path.contains(&HEADER_RULE_KEYS[1]) {
         // Header names in `remove` are not secret. Values in other positions may be.
         return path.last() != Some(&"remove");
@@ -51,11 +56,6 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     if let [.., "keys"] | [.., "keys", "hash"] = path {
         // An API key that was pasted instead of its hash.
         return !text.starts_with("sha256:");
-    }
-    if let ["auth", _, key, ..] = path
-        && PUBLIC_AUTH_KEYS.contains(key)
-    {
-        return false;
     }
     let misspelled = |key: &str| FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);
     path.iter().enumerate().any(|(depth, key)| {

@@ -234,9 +234,10 @@ pub struct Redirect {
 #[schemars(extend("required" = ["by", "quota"]))]
 pub struct Limit {
     /// Identity that the limit counts: `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`,
-    /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `host`, `route`, `method`, `global`, or a list of them. A list has one
-    /// bucket for each combination. `api-key` and `jwt:CLAIM` need a provider of that kind in `require` or `identify`
-    /// of the route; the first one that verified a credential counts.
+    /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `basic` (the user name), `auth:HEADER` (of an authentication server),
+    /// `host`, `route`, `method`, `global`, or a list of them. A list has one bucket for each combination. `api-key`,
+    /// `jwt:CLAIM`, `basic` and `auth:HEADER` need a provider of that kind in `require` or `identify` of the route; the
+    /// first one that verified a credential counts.
     pub by: Option<Spanned<OneOrMany>>,
     /// `gcra` and `leaky-bucket` are aliases of `token-bucket`. `sliding-log` allows a quota of at most 10,000.
     /// `concurrency` limits requests in flight: `quota = "20"`.
@@ -284,7 +285,8 @@ pub struct Limit {
     /// `"ip=10.0.0.0/8"` also applies where the client network stands in for another source. With `by = "ip"` the
     /// network alone is enough.
     pub exempt: Vec<Text>,
-    /// Quotas for the consumers of a tier: `{ free = { quota = "60/min", burst = 10 } }`. Requires `api-key` in `by`.
+    /// Quotas by tier: `{ free = { quota = "60/min", burst = 10 } }`. `[tiers]` says where the tier comes from: by
+    /// default from the consumer, which requires `api-key` in `by`.
     pub tiers: BTreeMap<String, Spanned<LimitVariant>>,
     /// Cost of a request: `5`; `{ request_header = "x-cost", max = 100 }`; `{ response_header = "x-tokens-used" }`.
     /// Default: the cost of the route.

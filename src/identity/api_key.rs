@@ -294,15 +294,20 @@ impl ApiKeyProvider {
 impl Caller {
     /// Return the variant of a limit for this caller: that of the consumer, else of the tier, else the default.
     pub fn variant<'v>(&'v self, limit: &'v LimitSpec) -> &'v Arc<LimitVariant> {
-        let special = match self {
-            Caller::Consumer(consumer) => {
-                let tier = || limit.tiers.get(consumer.tier.as_deref()?);
-                consumer.variants.get(&limit.name).or_else(tier)
-            }
+        let tier = || match self {
+            Caller::Consumer(consumer) => limit.tiers.get(consumer.tier.as_deref()?),
             Caller::Anonymous => limit.tiers.get(ANONYMOUS_TIER),
             Caller::Accepted(_) | Caller::Missing => None,
         };
-        special.unwrap_or(&limit.default_variant)
+        self.own_variant(limit).or_else(tier).unwrap_or(&limit.default_variant)
+    }
+
+    /// Return the variant that the consumer itself has of a limit.
+    pub fn own_variant(&self, limit: &LimitSpec) -> Option<&Arc<LimitVariant>> {
+        match self {
+            Caller::Consumer(consumer) => consumer.variants.get(&limit.name),
+            Caller::Accepted(_) | Caller::Anonymous | Caller::Missing => None,
+        }
     }
 }
 

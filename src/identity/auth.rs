@@ -1,12 +1,16 @@
 //! Authentication: verifies the credentials of a request with the providers of its route. Pure and synchronous.
 
+use std::slice::from_ref;
 use std::sync::Arc;
 
 use http::header::AUTHORIZATION;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 
-use crate::identity::api_key::{ApiKeyProvider, Caller, MISSING_CALLER, OnUnknownKey};
+use crate::identity::api_key::{ApiKeyProvider, Caller, KeyPlace, MISSING_CALLER, OnUnknownKey};
+use crate::identity::basic::{self, BasicError, BasicProvider};
+use crate::identity::forward::{Admission, Denial, ForwardProvider};
 use crate::identity::jwt::{self, Claims, JwtVerifier, TokenError};
+use crate::limiter::spec::{LimitSpec, LimitVariant};
 
 /// A provider, `[auth.NAME]`: verifies one kind of credential.
 #[derive(Debug)]
@@ -28,6 +32,22 @@ pub enum ProviderKind {
     Jwt(JwtVerifier),
     /// The verified client certificate of the connection.
     ClientCert,
+    /// User names and passwords.
+    Basic(BasicProvider),
+    /// A server that decides about each request.
+    Forward(ForwardProvider),
+}
+
+/// Where the tier of a request comes from, `[tiers] from`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum TierSource {
+    /// The consumer of the API key.
+    #[default]
+    ApiKey,
+    /// A claim of the bearer token.
+    Jwt(Box<str>),
+    /// A header of the authentication server.
+    Forward(HeaderName),
 }
 
 /// The providers of a route, as indices into the providers of the configuration.
@@ -66,7 +86,7 @@ pub struct AuthRequest<'r> {
 }
 
 /// What was verified of a request, by provider. Empty for a route without providers.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Credentials<'a> {
     providers: &'a [AuthProvider],
     route: Option<&'a RouteAuth>,
@@ -75,7 +95,7 @@ pub struct Credentials<'a> {
 }
 
 /// The result of one provider.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub enum Verification {
     /// The request has no credential of this kind.
     Absent,
@@ -88,10 +108,14 @@ pub enum Verification {
     Invalid(AuthError),
     /// The credential is valid, but without the right.
     Forbidden(AuthError),
+    /// The credential cannot be verified at the moment.
+    Unavailable(AuthError),
+    /// The result needs another server, or a password hash: see [`AuthError::Pending`].
+    Pending,
 }
 
 /// A verified credential.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub enum Proof {
     /// The caller of an API key, and the headers that contain the key, as a bit set of [`ApiKeyProvider::places`].
     ApiKey(Caller, u32),
@@ -99,6 +123,10 @@ pub enum Proof {
     Jwt(Arc<Claims>),
     /// The client certificate of the connection.
     ClientCert,
+    /// The name of the user.
+    Basic(Box<str>),
+    /// What the authentication server sent.
+    Forward(Arc<Admission>),
 }
 
 /// Reason why a request is not authenticated. Errors never contain parts of a credential.
@@ -128,6 +156,19 @@ pub enum AuthError {
     /// The bearer token lacks a required claim.
     #[error("the bearer token lacks the required claim `{0}`")]
     Claim(Arc<str>),
+    /// The user name or the password is wrong.
+    #[error(transparent)]
+    Basic(#[from] BasicError),
+    /// The authentication server denied the request. The client gets its response.
+    #[error("the authentication server denied the request with status {}", .0.status.as_u16())]
+    Denied(Arc<Denial>),
+    /// The credential cannot be verified at the moment. The client should retry.
+    #[error("{0}")]
+    Unavailable(&'static str),
+    /// The provider with this index cannot decide without waiting. No client gets this error: the caller waits for the
+    /// result and continues with [`Credentials::resume`].
+    #[error("the credential is not verified yet")]
+    Pending(usize),
 }
 
 /// How an API key was sent.
@@ -146,6 +187,8 @@ impl ProviderKind {
             ProviderKind::ApiKey(_) => "api-key",
             ProviderKind::Jwt(_) => "jwt",
             ProviderKind::ClientCert => "client-cert",
+            ProviderKind::Basic(_) => "basic",
+            ProviderKind::Forward(_) => "forward",
         }
     }
 }
@@ -153,12 +196,23 @@ impl ProviderKind {
 impl AuthProvider {
     /// Return the headers that the provider reads.
     pub fn headers(&self) -> impl Iterator<Item = &HeaderName> {
-        let (places, token) = match &self.kind {
-            ProviderKind::ApiKey(keys) => (&keys.places[..], None),
-            ProviderKind::Jwt(_) => (&[][..], Some(&AUTHORIZATION)),
-            ProviderKind::ClientCert => (&[][..], None),
+        let (places, names): (&[KeyPlace], &[HeaderName]) = match &self.kind {
+            ProviderKind::ApiKey(keys) => (&keys.places, &[]),
+            ProviderKind::Jwt(_) | ProviderKind::Basic(_) => (&[], from_ref(&AUTHORIZATION)),
+            ProviderKind::ClientCert => (&[], &[]),
+            ProviderKind::Forward(forward) => (&[], &forward.settings.request_headers),
         };
-        places.iter().map(|place| &place.header).chain(token)
+        places.iter().map(|place| &place.header).chain(names)
+    }
+
+    /// Return the headers of an authentication server that identify the client to upstreams. Only trusted proxies may
+    /// send them on other routes.
+    pub fn identity_headers(&self) -> impl Iterator<Item = &HeaderName> {
+        let names = match &self.kind {
+            ProviderKind::Forward(forward) => &forward.settings.response_headers[..],
+            _ => &[],
+        };
+        names.iter()
     }
 
     fn verify(&self, request: &AuthRequest<'_>) -> Verification {
@@ -167,6 +221,8 @@ impl AuthProvider {
             ProviderKind::Jwt(verifier) => verifier.verify_request(request),
             ProviderKind::ClientCert if request.has_client_cert => Verification::Valid(Proof::ClientCert),
             ProviderKind::ClientCert => Verification::Absent,
+            ProviderKind::Basic(basic) => basic.verify_request(request.headers),
+            ProviderKind::Forward(_) => Verification::Pending,
         }
     }
 }
@@ -194,7 +250,10 @@ impl AuthError {
             AuthError::Missing(_) | AuthError::UnknownApiKey(_) | AuthError::ExpiredApiKey(_) | AuthError::Token(_) => {
                 StatusCode::UNAUTHORIZED
             }
+            AuthError::Basic(_) => StatusCode::UNAUTHORIZED,
             AuthError::ApiKeyRoute | AuthError::Claim(_) => StatusCode::FORBIDDEN,
+            AuthError::Denied(denial) => denial.status,
+            AuthError::Unavailable(_) | AuthError::Pending(_) => StatusCode::SERVICE_UNAVAILABLE,
             AuthError::DifferentApiKeys(..) | AuthError::Ambiguous(_) => StatusCode::BAD_REQUEST,
         }
     }
@@ -214,7 +273,7 @@ impl RouteAuth {
     /// Verify the credentials of a request. The credentials contain all that was checked, also if there is an error.
     ///
     /// # Errors
-    /// The request is rejected with 400, 401 or 403.
+    /// The request is rejected, or a provider has to wait: [`AuthError::Pending`].
     pub fn authenticate<'a>(
         &'a self,
         providers: &'a [AuthProvider],
@@ -222,12 +281,29 @@ impl RouteAuth {
     ) -> (Credentials<'a>, Result<(), AuthError>) {
         let mut credentials =
             Credentials { providers, route: Some(self), checked: Vec::with_capacity(self.providers.len()) };
-        let result = credentials.require(self, request).and_then(|()| credentials.identify(self, request));
+        let result = credentials.evaluate(self, request);
         (credentials, result)
     }
 }
 
 impl<'a> Credentials<'a> {
+    /// Continue after [`AuthError::Pending`] with the result of that provider. What was verified before is kept.
+    ///
+    /// # Errors
+    /// As for [`RouteAuth::authenticate`].
+    pub fn resume(&mut self, index: usize, result: Verification, request: &AuthRequest<'_>) -> Result<(), AuthError> {
+        self.checked.retain(|(checked, _)| *checked != index);
+        self.checked.push((index, result));
+        match self.route {
+            Some(route) => self.evaluate(route, request),
+            None => Ok(()),
+        }
+    }
+
+    fn evaluate(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
+        self.require(route, request).and_then(|()| self.identify(route, request))
+    }
+
     /// Return the provider and the result of each check, in the order of the checks.
     pub fn checked(&self) -> impl Iterator<Item = (&'a AuthProvider, &Verification)> {
         self.checked.iter().map(|(index, verification)| (&self.providers[*index], verification))
@@ -261,12 +337,49 @@ impl<'a> Credentials<'a> {
         })
     }
 
+    /// Return the user name of the first Basic credential that was verified.
+    pub fn user(&self) -> Option<&str> {
+        self.checked.iter().find_map(|(_, verification)| match verification {
+            Verification::Valid(Proof::Basic(user)) => Some(&**user),
+            _ => None,
+        })
+    }
+
+    /// Return the value of a header of the first authentication server that sent it, if it has a single value.
+    pub fn forward_header(&self, name: &HeaderName) -> Option<&[u8]> {
+        self.admissions().find_map(|admission| admission.identity(name))
+    }
+
+    fn admissions(&self) -> impl Iterator<Item = &Admission> {
+        self.checked.iter().filter_map(|(_, verification)| match verification {
+            Verification::Valid(Proof::Forward(admission)) => Some(&**admission),
+            _ => None,
+        })
+    }
+
+    /// Return the variant of a limit for the request: that of the consumer, else of the tier, else the default.
+    pub fn variant<'v>(&'v self, limit: &'v LimitSpec, source: &TierSource) -> &'v Arc<LimitVariant> {
+        let caller = self.caller();
+        let tier = match source {
+            TierSource::ApiKey => return caller.variant(limit),
+            _ if limit.tiers.is_empty() => None,
+            TierSource::Jwt(claim) => {
+                self.claims().and_then(|claims| claims.text(claim)).and_then(|tier| limit.tiers.get(&*tier))
+            }
+            TierSource::Forward(name) => {
+                let tier = self.forward_header(name).and_then(|value| str::from_utf8(value).ok());
+                tier.and_then(|tier| limit.tiers.get(tier))
+            }
+        };
+        caller.own_variant(limit).or(tier).unwrap_or(&limit.default_variant)
+    }
+
     /// Return the API key providers of the route.
     pub(super) fn api_key_providers(&self) -> impl Iterator<Item = &'a ApiKeyProvider> {
         let indices = self.route.map_or(&[][..], |route| &route.providers);
         indices.iter().filter_map(|index| match &self.providers[*index].kind {
             ProviderKind::ApiKey(keys) => Some(keys),
-            ProviderKind::Jwt(_) | ProviderKind::ClientCert => None,
+            _ => None,
         })
     }
 
@@ -277,8 +390,28 @@ impl<'a> Credentials<'a> {
         for index in &route.providers {
             let provider = &self.providers[*index];
             for (place, header) in provider.headers().enumerate() {
-                if provider.reads(place, headers) && !self.is_forwarded(header) {
+                if provider.removes(place, headers) && !self.is_forwarded(header) {
                     headers.remove(header);
+                }
+            }
+        }
+    }
+
+    /// Set the headers of the authentication servers that admitted the request. The client's own headers of these names
+    /// are always removed.
+    pub fn set_forward_headers(&self, headers: &mut HeaderMap) {
+        let Some(route) = self.route else { return };
+        for index in &route.providers {
+            if let ProviderKind::Forward(forward) = &self.providers[*index].kind {
+                forward.settings.response_headers.iter().for_each(|name| drop(headers.remove(name)));
+            }
+        }
+        for admission in self.admissions() {
+            for name in
+                admission.headers.keys().filter(|name| !headers.contains_key(*name)).cloned().collect::<Vec<_>>()
+            {
+                for value in admission.headers.get_all(&name) {
+                    headers.append(&name, value.clone());
                 }
             }
         }
@@ -296,7 +429,7 @@ impl<'a> Credentials<'a> {
         if route.required.is_empty() {
             return Ok(());
         }
-        let (mut foreign, mut forbidden) = (None, None);
+        let (mut foreign, mut forbidden, mut unavailable) = (None, None, None);
         'alternatives: for alternative in &route.required {
             for index in alternative {
                 match self.verify(*index, request) {
@@ -310,13 +443,18 @@ impl<'a> Credentials<'a> {
                         forbidden.get_or_insert_with(|| error.clone());
                         continue 'alternatives;
                     }
+                    Verification::Unavailable(error) => {
+                        unavailable.get_or_insert_with(|| error.clone());
+                        continue 'alternatives;
+                    }
                     Verification::Invalid(error) => return Err(error.clone()),
+                    Verification::Pending => return Err(AuthError::Pending(*index)),
                 }
             }
             return Ok(());
         }
         let invalid = foreign.filter(|(index, _)| !self.may_be_for_another(*index, route)).map(|(_, error)| error);
-        Err(forbidden.or(invalid).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
+        Err(unavailable.or(forbidden).or(invalid).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
     }
 
     /// Return whether the credential that is foreign to a provider is valid for another one of the route, or was not
@@ -343,7 +481,10 @@ impl<'a> Credentials<'a> {
                     }
                 }
                 Verification::Invalid(AuthError::UnknownApiKey(_)) => self.unknown_key(*index, request)?,
-                Verification::Invalid(error) | Verification::Forbidden(error) => return Err(error.clone()),
+                Verification::Invalid(error) | Verification::Forbidden(error) | Verification::Unavailable(error) => {
+                    return Err(error.clone());
+                }
+                Verification::Pending => return Err(AuthError::Pending(*index)),
             }
         }
         // A credential that no provider verified is invalid.
@@ -355,6 +496,8 @@ impl<'a> Credentials<'a> {
                 verified.any(|name| self.providers[*index].headers().any(|own| own == name))
             });
             match error {
+                // Without its admission the request continues, as without a credential.
+                AuthError::Denied(_) => {}
                 _ if is_verified => {}
                 AuthError::UnknownApiKey(_) => self.unknown_key(*index, request)?,
                 error => return Err(error),
@@ -395,16 +538,20 @@ impl AuthProvider {
     fn api_keys(&self) -> Option<&ApiKeyProvider> {
         match &self.kind {
             ProviderKind::ApiKey(keys) => Some(keys),
-            ProviderKind::Jwt(_) | ProviderKind::ClientCert => None,
+            _ => None,
         }
     }
 
-    /// Return whether a header contains a credential that the provider would read. `place` is the index of the header.
-    fn reads(&self, place: usize, headers: &HeaderMap) -> bool {
+    /// Return whether a header is removed unless a provider verified and forwards it: it contains a credential that this
+    /// provider would read. `place` is the index of the header. What an authentication server reads, such as cookies,
+    /// is not only a credential: the configuration alone decides.
+    fn removes(&self, place: usize, headers: &HeaderMap) -> bool {
         match &self.kind {
             ProviderKind::ApiKey(keys) => keys.places[place].is_present(headers),
             ProviderKind::Jwt(_) => jwt::has_bearer_token(headers),
             ProviderKind::ClientCert => false,
+            ProviderKind::Basic(_) => basic::has_basic_credentials(headers),
+            ProviderKind::Forward(_) => !self.forward_credential,
         }
     }
 
@@ -412,7 +559,7 @@ impl AuthProvider {
     fn verified_headers(&self, verification: &Verification) -> impl Iterator<Item = &HeaderName> + use<'_> {
         let places = match verification {
             Verification::Valid(Proof::ApiKey(_, places)) => *places,
-            Verification::Valid(Proof::Jwt(_)) => 1,
+            Verification::Valid(Proof::Jwt(_) | Proof::Basic(_)) => 1,
             _ => 0,
         };
         self.headers().enumerate().filter(move |(index, _)| places >> index & 1 == 1).map(|(_, header)| header)

@@ -76,6 +76,8 @@ impl Descriptor {
             Descriptor::Path(name) => format!("path:{name}").into(),
             Descriptor::Jwt(name) => format!("jwt:{name}").into(),
             Descriptor::ClientCert => "client-cert".into(),
+            Descriptor::Basic => "basic".into(),
+            Descriptor::Forward(name) => format!("auth:{name}").into(),
             Descriptor::Host => "host".into(),
             Descriptor::Method => "method".into(),
             Descriptor::Global => "global".into(),
@@ -86,7 +88,9 @@ impl Descriptor {
     /// Return whether `by` accepts this label for the descriptor. Header names are case-insensitive.
     pub fn matches_label(&self, label: &str) -> bool {
         match self {
-            Descriptor::User(_) | Descriptor::Header(_) => self.label().eq_ignore_ascii_case(label),
+            Descriptor::User(_) | Descriptor::Header(_) | Descriptor::Forward(_) => {
+                self.label().eq_ignore_ascii_case(label)
+            }
             _ => self.label() == label,
         }
     }
@@ -104,6 +108,8 @@ impl Descriptor {
             Descriptor::Path(_) => b'p',
             Descriptor::Jwt(_) => b'j',
             Descriptor::ClientCert => b's',
+            Descriptor::Basic => b'b',
+            Descriptor::Forward(_) => b'f',
             Descriptor::Host => b'n',
             Descriptor::Method => b'm',
             Descriptor::Global => b'g',
@@ -116,7 +122,7 @@ impl Descriptor {
 /// no access. Paths are in the access log as well.
 fn is_public(tag: u8) -> bool {
     match tag {
-        b'c' | b'u' | b'p' | b'j' | b's' | b'n' | b'm' | b'g' | b'r' => true,
+        b'c' | b'u' | b'p' | b'j' | b's' | b'b' | b'f' | b'n' | b'm' | b'g' | b'r' => true,
         // Accepted API keys, headers, cookies and query parameters.
         _ => false,
     }

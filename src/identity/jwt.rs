@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use arc_swap::ArcSwap;
+use arc_swap::ArcSwapOption;
 use aws_lc_rs::digest::{SHA256, digest};
 use aws_lc_rs::signature::{
     ECDSA_P256_SHA256_FIXED, ED25519, ParsedPublicKey, RSA_PKCS1_2048_8192_SHA256, RsaPublicKeyComponents,
@@ -20,6 +20,7 @@ use quick_cache::sync::Cache;
 use serde_json::{Map, Value};
 
 use crate::identity::auth::{AuthError, AuthRequest, Proof, Verification};
+use crate::identity::remote_keys::RemoteKeys;
 
 /// Leeway in seconds for clock skew between issuer and gateway. RFC 7519 §4.1.4 allows "usually no more than a few
 /// minutes". Clocks synchronized by NTP differ by less than a second, those of virtual machines by more after a pause.
@@ -28,8 +29,10 @@ const LEEWAY_S: f64 = 30.0;
 /// A provider of kind `jwt`: keys and expected claims.
 #[derive(Debug, Default)]
 pub struct JwtVerifier {
-    /// Public keys of the issuer. Replaced when the JWK Set changes.
-    pub keys: ArcSwap<KeySet>,
+    /// Public keys of the issuer. Replaced when the JWK Set changes. `None` until it was fetched.
+    pub keys: Arc<ArcSwapOption<KeySet>>,
+    /// State of the refreshes, if the JWK Set is fetched from a URL.
+    pub remote: Option<Arc<RemoteKeys>>,
     /// Required value of `iss`. `None` = any.
     pub issuer: Option<Box<str>>,
     /// Required value in `aud`. `None` rejects tokens with an `aud`.
@@ -48,6 +51,9 @@ pub enum TokenError {
     /// The token is not a JWT, or has a critical header or invalid claims.
     #[error("the bearer token is malformed")]
     Malformed,
+    /// The keys of the issuer were not fetched yet.
+    #[error("the keys of the token issuer are not known yet")]
+    NoKeys,
     /// No key matches the `kid`, or the algorithm of a token without `kid`.
     #[error("the bearer token is signed with an unknown key")]
     UnknownKey,
@@ -120,6 +126,25 @@ impl From<jsonwebtoken::errors::Error> for TokenError {
 impl JwtVerifier {
     /// Verify the bearer token of a request.
     pub(super) fn verify_request(&self, request: &AuthRequest<'_>) -> Verification {
+        match self.verify_with_current_keys(request) {
+            Verification::Foreign(AuthError::Token(TokenError::UnknownKey))
+                if self.remote.as_ref().is_some_and(|remote| remote.may_refresh()) =>
+            {
+                Verification::Pending
+            }
+            verification => verification,
+        }
+    }
+
+    /// Verify the bearer token of a request after a refresh of the keys.
+    pub async fn verify_with_new_keys(&self, request: &AuthRequest<'_>) -> Verification {
+        if let Some(remote) = &self.remote {
+            remote.refresh().await;
+        }
+        self.verify_with_current_keys(request)
+    }
+
+    fn verify_with_current_keys(&self, request: &AuthRequest<'_>) -> Verification {
         let token = match bearer_token(request.headers) {
             Ok(Some(token)) => token,
             Ok(None) => return Verification::Absent,
@@ -130,6 +155,10 @@ impl JwtVerifier {
                 Some((name, _)) => Verification::Forbidden(AuthError::Claim(name.clone())),
                 None => Verification::Valid(Proof::Jwt(claims)),
             },
+            Err(TokenError::NoKeys) if is_jwt_shaped(token) => {
+                Verification::Unavailable(AuthError::Unavailable("the keys of the token issuer are not known yet"))
+            }
+            Err(TokenError::NoKeys) => Verification::Foreign(TokenError::Malformed.into()),
             Err(error) if !is_jwt_shaped(token) => Verification::Foreign(error.into()),
             // The token may be for another provider of the route.
             Err(error @ (TokenError::UnknownKey | TokenError::Issuer | TokenError::Audience)) => {
@@ -145,6 +174,7 @@ impl JwtVerifier {
     /// The token is invalid.
     pub fn verify(&self, token: &[u8], now_s: f64) -> Result<Arc<Claims>, TokenError> {
         let keys = self.keys.load();
+        let keys = keys.as_ref().ok_or(TokenError::NoKeys)?;
         let mut hash = [0; 32];
         hash.copy_from_slice(digest(&SHA256, token).as_ref());
         if let Some(known) = keys.verified.get(&hash) {
@@ -154,7 +184,7 @@ impl JwtVerifier {
             }
             return checked.map(|()| known.claims);
         }
-        let claims = Arc::new(Claims(self.verify_signature(&keys, token)?));
+        let claims = Arc::new(Claims(self.verify_signature(keys, token)?));
         self.check_claims(&claims.0, now_s)?;
         keys.verified.insert(hash, VerifiedToken { claims: claims.clone(), length: token.len() as u64 });
         Ok(claims)
@@ -334,8 +364,51 @@ impl KeySet {
             }
             keys.push(key);
         }
-        let verified = Cache::with_weighter(EXPECTED_VERIFIED, MAX_VERIFIED_BYTES, TokenLength);
-        if keys.is_empty() { Err(KeySetError::Empty) } else { Ok(KeySet { keys, verified }) }
+        if keys.is_empty() { Err(KeySetError::Empty) } else { Ok(KeySet::new(keys)) }
+    }
+
+    fn new(keys: Vec<Key>) -> Self {
+        KeySet { keys, verified: Cache::with_weighter(EXPECTED_VERIFIED, MAX_VERIFIED_BYTES, TokenLength) }
+    }
+
+    /// Parse a JWK Set from a server. Keys that cannot be used are skipped (RFC 7517 §5): one faulty key must not keep the
+    /// others from being rotated. Return the keys, and why others were skipped.
+    ///
+    /// # Errors
+    /// The content is not a JWK Set, or no usable key remains.
+    pub fn parse_fetched(json: &[u8]) -> Result<(Self, Vec<KeySetError>), KeySetError> {
+        #[derive(serde::Deserialize)]
+        struct Fetched {
+            keys: Vec<Value>,
+        }
+        let set: Fetched = serde_json::from_slice(json)?;
+        let mut keys: Vec<Key> = Vec::new();
+        let mut skipped = Vec::new();
+        for (index, jwk) in set.keys.into_iter().enumerate() {
+            // Kinds of keys that the library does not know.
+            let Ok(jwk) = serde_json::from_value::<Jwk>(jwk) else { continue };
+            match Key::from_jwk(index, &jwk) {
+                Ok(Some(key)) => {
+                    match key.id.clone().filter(|id| keys.iter().any(|other| other.id.as_ref() == Some(id))) {
+                        Some(id) => skipped.push(KeySetError::DuplicateKid(id)),
+                        None => keys.push(key),
+                    }
+                }
+                Ok(None) => {}
+                Err(error) => skipped.push(error),
+            }
+        }
+        if keys.is_empty() { Err(KeySetError::Empty) } else { Ok((KeySet::new(keys), skipped)) }
+    }
+
+    /// Return the number of keys.
+    pub fn len(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// Return whether there are no keys.
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty()
     }
 
     /// Return the key with this `kid`. Without a `kid`, return the only key for the algorithm.
@@ -409,31 +482,31 @@ mod tests {
     #[test]
     fn verified_token_is_remembered_until_it_expires_or_the_keys_change() {
         let (pair, keys) = issuer();
-        let verifier = JwtVerifier { keys: ArcSwap::from_pointee(keys), ..JwtVerifier::default() };
+        let verifier = JwtVerifier { keys: Arc::new(ArcSwapOption::from_pointee(keys)), ..JwtVerifier::default() };
         let token = token(&pair, &json!({ "sub": "alice", "exp": 1000 }));
         let verify = |now_s| verifier.verify(token.as_bytes(), now_s).map(|claims| claims.text("sub").unwrap().into());
-        let remembered = || verifier.keys.load().verified.len();
+        let remembered = || verifier.keys.load_full().unwrap().verified.len();
         assert_eq!((verify(900.0), remembered()), (Ok("alice".to_owned()), 1));
         let first = verifier.verify(token.as_bytes(), 900.0).unwrap();
         assert!(Arc::ptr_eq(&first, &verifier.verify(token.as_bytes(), 901.0).unwrap()), "verified once");
         assert_eq!((verify(1030.0), remembered()), (Err(TokenError::Expired), 0));
         assert_eq!(verify(1029.0), Ok("alice".to_owned()), "the clock of the host was set back");
-        verifier.keys.store(Arc::new(issuer().1));
+        verifier.keys.store(Some(Arc::new(issuer().1)));
         assert_eq!(verify(900.0), Err(TokenError::Signature), "other keys did not verify it");
-        verifier.keys.store(Arc::default());
+        verifier.keys.store(Some(Arc::default()));
         assert_eq!(verify(900.0), Err(TokenError::UnknownKey));
     }
 
     #[test]
     fn remembered_tokens_are_bounded_by_their_size() {
         let (pair, keys) = issuer();
-        let verifier = JwtVerifier { keys: ArcSwap::from_pointee(keys), ..JwtVerifier::default() };
+        let verifier = JwtVerifier { keys: Arc::new(ArcSwapOption::from_pointee(keys)), ..JwtVerifier::default() };
         let padding = "x".repeat(8 << 10);
         for number in 0..1000 {
             let token = token(&pair, &json!({ "exp": 1000, "number": number, "padding": padding }));
             verifier.verify(token.as_bytes(), 0.0).unwrap();
         }
-        let keys = verifier.keys.load();
+        let keys = verifier.keys.load_full().unwrap();
         assert!(keys.verified.weight() <= MAX_VERIFIED_BYTES && keys.verified.len() > 100, "{}", keys.verified.len());
     }
 

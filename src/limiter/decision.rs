@@ -7,10 +7,10 @@ use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::clock::elapsed_since;
 use crate::limiter::key::{Identity, Key};
 use crate::limiter::quota::Quota;
-use crate::limiter::settlement::{ConcurrencyPermits, Deferred, DeferredCharges, OwnedCharge};
+use crate::limiter::settlement::{ConcurrencyPermits, Deferred, DeferredCharges, OwnedCharge, SettleAction};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
 use crate::limiter::store::DecidedBy;
-use crate::limiter::verdict::{Charge, ChargeMode, Verdict};
+use crate::limiter::verdict::{Charge, ChargeMode, StoreError, Verdict};
 
 /// A check of one limit for one identity.
 #[derive(Debug)]
@@ -212,6 +212,60 @@ impl<'a> Decision<'a> {
             deferred_charges: None,
             debts_before_us,
         }
+    }
+
+    /// Combine the decisions of two checks of one request, which have different limits. Both must admit it.
+    #[must_use]
+    pub fn merge(mut self, other: Decision<'a>) -> Decision<'a> {
+        if other.decided_by == DecidedBy::Local {
+            self.decided_by = DecidedBy::Local;
+        }
+        self.admitted &= other.admitted;
+        self.is_from_cache |= other.is_from_cache;
+        self.is_overloaded |= other.is_overloaded;
+        self.now_us = self.now_us.max(other.now_us);
+        self.results.extend(other.results);
+        // Headers list the limits in the order of the route.
+        self.results.sort_by_key(|result| result.limit_index);
+        self.shadow_denied.extend(other.shadow_denied);
+        self.permits = match (self.permits, other.permits) {
+            (Some(mut permits), Some(others)) => {
+                permits.append(*others);
+                Some(permits)
+            }
+            (permits, others) => permits.or(others),
+        };
+        self.deferred_charges = match (self.deferred_charges, other.deferred_charges) {
+            (Some(mut charges), Some(others)) => {
+                charges.append(*others);
+                Some(charges)
+            }
+            (charges, others) => charges.or(others),
+        };
+        self.debts_before_us = Box::default();
+        self
+    }
+
+    /// Give back what an admitted request was charged, because a later check rejects it: refund the checks with
+    /// [`Deferred::Refund`], charge no deferred cost, and release the permits. The results become those after the
+    /// refund. A client that disconnects meanwhile gets its refund nevertheless.
+    ///
+    /// # Errors
+    /// The store did not answer. The refund may be lost.
+    pub async fn give_back(&mut self) -> Result<(), StoreError> {
+        self.permits = None;
+        let Some(charges) = self.deferred_charges.take() else { return Ok(()) };
+        let refund = |_, deferred| match deferred {
+            Deferred::Refund => SettleAction::Refund,
+            Deferred::Nothing | Deferred::Charge => SettleAction::Nothing,
+        };
+        let Some(settlement) = charges.settle(refund) else { return Ok(()) };
+        for (limit_index, outcome) in settlement.await? {
+            for result in self.results.iter_mut().filter(|result| result.limit_index == limit_index) {
+                result.outcome = outcome;
+            }
+        }
+        Ok(())
     }
 
     /// Return the decision for a request without limits: admitted.

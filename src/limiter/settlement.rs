@@ -271,6 +271,8 @@ pub struct ConcurrencyPermits {
     store_state: Arc<PermitStoreState>,
     /// Whether this process' local share counts the permits.
     is_counted_here: bool,
+    /// The permits of other checks of the same request.
+    others: Vec<ConcurrencyPermits>,
 }
 
 /// What the store may know of the permits of a request.
@@ -297,7 +299,13 @@ impl ConcurrencyPermits {
             renewal: None,
             store_state: Arc::new(store_state),
             is_counted_here: decided_by == DecidedBy::Local,
+            others: Vec::new(),
         }
+    }
+
+    /// Hold the permits of another check of the same request as long as these.
+    pub fn append(&mut self, other: ConcurrencyPermits) {
+        self.others.push(other);
     }
 
     /// Mark the permits as counted by this process' local share.
@@ -406,7 +414,6 @@ pub type SettleFuture = Pin<Box<dyn Future<Output = Result<Vec<(usize, Outcome)>
 #[derive(Debug)]
 pub struct DeferredCharges {
     settlements: Arc<SettlementQueue>,
-    decided_by: DecidedBy,
     charges: Vec<DeferredCharge>,
 }
 
@@ -415,6 +422,8 @@ pub struct DeferredCharges {
 pub struct DeferredCharge {
     /// The deferred operation.
     pub deferred: Deferred,
+    /// Whether the store or the local share has charged.
+    pub decided_by: DecidedBy,
     /// Time of the check, µs by the clock of the store or of the local share that decided.
     pub charged_at: u64,
     /// The charge.
@@ -423,36 +432,40 @@ pub struct DeferredCharge {
 
 impl DeferredCharges {
     /// Create the deferred charges of an admitted request.
-    pub fn new(settlements: Arc<SettlementQueue>, decided_by: DecidedBy, charges: Vec<DeferredCharge>) -> Self {
-        DeferredCharges { settlements, decided_by, charges }
+    pub fn new(settlements: Arc<SettlementQueue>, charges: Vec<DeferredCharge>) -> Self {
+        DeferredCharges { settlements, charges }
+    }
+
+    /// Add those of another check of the same request.
+    pub fn append(&mut self, mut other: DeferredCharges) {
+        self.charges.append(&mut other.charges);
     }
 
     /// Charge and refund what `action_for` returns for each limit index. Return `None` if there is nothing to do. If
     /// the store does not answer, a charge may be lost. A charge is never made twice.
     pub fn settle(mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) -> Option<SettleFuture> {
         // One call for all charges and one for each set of refunds with the same charge time: usually a single call.
-        let mut calls: Vec<(Operation, Vec<OwnedCharge>)> = Vec::new();
-        for DeferredCharge { deferred, charged_at, charge: pending } in mem::take(&mut self.charges) {
+        let mut calls: Vec<((DecidedBy, Operation), Vec<OwnedCharge>)> = Vec::new();
+        for DeferredCharge { deferred, decided_by, charged_at, charge: pending } in mem::take(&mut self.charges) {
             let (operation, pending) = match action_for(pending.limit_index, deferred) {
                 SettleAction::Nothing => continue,
                 SettleAction::Charge(cost) => (Operation::Charge, OwnedCharge { cost_or_permit_id: cost, ..pending }),
                 SettleAction::Refund => (Operation::Refund { charged_at }, pending),
             };
-            match calls.iter_mut().find(|(call_operation, _)| *call_operation == operation) {
+            match calls.iter_mut().find(|(call, _)| *call == (decided_by, operation)) {
                 Some((_, charges)) => charges.push(pending),
-                None => calls.push((operation, vec![pending])),
+                None => calls.push(((decided_by, operation), vec![pending])),
             }
         }
         if calls.is_empty() {
             return None;
         }
         let settlements = self.settlements.clone();
-        let decided_by = self.decided_by;
         // Use a separate task: a client that disconnects now is charged nevertheless.
         let task = self.settlements.store_handle.tasks.spawn(async move {
             let mut outcomes = Vec::new();
             let mut failure = None;
-            for (operation, pending) in calls {
+            for ((decided_by, operation), pending) in calls {
                 match settlements.store_handle.call(decided_by, monotonic(), operation, &pending).await {
                     Ok(verdict) => {
                         outcomes.extend(pending.iter().map(|pending| pending.limit_index).zip(verdict.outcomes));
@@ -474,15 +487,20 @@ impl DeferredCharges {
 
 impl Drop for DeferredCharges {
     fn drop(&mut self) {
-        // The client disconnected before the response was known. Deferred costs are charged, because the upstream may
-        // have done the work.
-        let charges = mem::take(&mut self.charges).into_iter();
-        let owed: Vec<_> = charges.filter(|owed| owed.deferred == Deferred::Charge).map(|owed| owed.charge).collect();
-        if owed.is_empty() {
-            return;
+        // The client disconnected before the response was known, or a later step rejected the request. Deferred costs
+        // are charged, because the upstream may have done the work, and because attempts must not be free.
+        let (mut by_store, mut locally) = (Vec::new(), Vec::new());
+        for owed in mem::take(&mut self.charges).into_iter().filter(|owed| owed.deferred == Deferred::Charge) {
+            match owed.decided_by {
+                DecidedBy::Store => by_store.push(owed.charge),
+                DecidedBy::Local => locally.push(owed.charge),
+            }
         }
-        let decided_by = self.decided_by;
-        self.settlements.push(Settlement::Deliver { decided_by, operation: Operation::Charge, charges: owed });
+        for (decided_by, charges) in [(DecidedBy::Store, by_store), (DecidedBy::Local, locally)] {
+            if !charges.is_empty() {
+                self.settlements.push(Settlement::Deliver { decided_by, operation: Operation::Charge, charges });
+            }
+        }
     }
 }
 

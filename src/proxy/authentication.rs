@@ -1,12 +1,16 @@
 //! The authentication of a request: verifies its credentials with the providers of the route.
 
-use http::HeaderMap;
+use http::{HeaderMap, Request};
+use tokio::time::timeout_at;
 use tracing::debug;
 
-use crate::identity::auth::{AuthError, AuthRequest, Challenge, Credentials};
+use crate::http::request_body::RequestBody;
+use crate::identity::auth::{AuthError, AuthRequest, Challenge, Credentials, ProviderKind, Verification};
 use crate::limiter::clock;
-use crate::proxy::context::Peer;
+use crate::proxy::context::{Peer, RequestContext};
+use crate::proxy::forward_auth;
 use crate::proxy::local_reply::Rejection;
+use crate::proxy::target::RequestTarget;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 
@@ -19,7 +23,8 @@ pub struct AuthRejection<'a> {
     pub challenges: &'a [Challenge],
 }
 
-/// Verify the credentials of a request. Without providers on the route this does nothing.
+/// Verify the credentials of a request. Without providers on the route this does nothing. If a provider has to wait, the
+/// error is [`AuthError::Pending`]; [`finish`] continues.
 ///
 /// The credentials contain all that was checked, also if the request is rejected.
 pub fn authenticate<'a>(
@@ -29,16 +34,69 @@ pub fn authenticate<'a>(
     peer: &Peer,
 ) -> (Credentials<'a>, Result<(), Rejection<'a>>) {
     let Some(auth) = &route.auth else { return (Credentials::default(), Ok(())) };
-    let request = AuthRequest {
-        headers,
-        has_client_cert: peer.certificate.is_some(),
-        route: &route.name,
-        now_us: clock::unix_us(),
+    let (credentials, result) = auth.authenticate(&runtime.auth.providers, &auth_request(route, headers, peer));
+    (credentials, result.map_err(|error| reject(route, &auth.challenges, error)))
+}
+
+/// Continue an authentication for which the provider `pending` has to wait: for another server, or for the hash of a
+/// password.
+///
+/// # Errors
+/// The request is not authenticated. The credentials contain all that was checked.
+pub(super) async fn finish<'a>(
+    context: &mut RequestContext<'a>,
+    route: &'a Route,
+    mut credentials: Credentials<'a>,
+    mut pending: usize,
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
+) -> (Credentials<'a>, Result<(), Rejection<'a>>) {
+    let Some(auth) = &route.auth else { return (credentials, Ok(())) };
+    loop {
+        let verification = verify_pending(context, route, pending, target, request).await;
+        let auth_request = auth_request(route, request.headers(), context.peer);
+        match credentials.resume(pending, verification, &auth_request) {
+            Err(AuthError::Pending(next)) => pending = next,
+            result => return (credentials, result.map_err(|error| reject(route, &auth.challenges, error))),
+        }
+    }
+}
+
+/// Return the result of a provider that has to wait, at the latest when the route timeout expires.
+async fn verify_pending(
+    context: &mut RequestContext<'_>,
+    route: &Route,
+    index: usize,
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
+) -> Verification {
+    let (runtime, peer, deadline) = (&context.snapshot.runtime, context.peer, context.deadline);
+    let verify = async {
+        match &runtime.auth.providers[index].kind {
+            ProviderKind::Forward(forward) => forward_auth::verify(context, index, forward, target, request).await,
+            ProviderKind::Basic(basic) => basic.verify_with_hash(request.headers()).await,
+            ProviderKind::Jwt(verifier) => {
+                verifier.verify_with_new_keys(&auth_request(route, request.headers(), peer)).await
+            }
+            // These never wait.
+            ProviderKind::ApiKey(_) | ProviderKind::ClientCert => Verification::Absent,
+        }
     };
-    let (credentials, result) = auth.authenticate(&runtime.auth.providers, &request);
-    let result = result.map_err(|error| {
+    match deadline {
+        None => verify.await,
+        Some(deadline) => timeout_at(deadline, verify).await.unwrap_or_else(|_| {
+            Verification::Unavailable(AuthError::Unavailable("the request was not authenticated within its timeout"))
+        }),
+    }
+}
+
+fn auth_request<'r>(route: &'r Route, headers: &'r HeaderMap, peer: &Peer) -> AuthRequest<'r> {
+    AuthRequest { headers, has_client_cert: peer.certificate.is_some(), route: &route.name, now_us: clock::unix_us() }
+}
+
+fn reject<'a>(route: &Route, challenges: &'a [Challenge], error: AuthError) -> Rejection<'a> {
+    if !matches!(error, AuthError::Pending(_)) {
         debug!(route = &*route.name, %error, "request is not authenticated");
-        Rejection::Auth(AuthRejection { error, challenges: &auth.challenges })
-    });
-    (credentials, result)
+    }
+    Rejection::Auth(AuthRejection { error, challenges })
 }

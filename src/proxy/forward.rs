@@ -265,6 +265,7 @@ pub fn prepare_upstream_headers<B>(
     if let Some(trace) = info.trace {
         trace.inject(headers);
     }
+    info.credentials.set_forward_headers(headers);
     route.request_headers.apply(headers, info.header_values);
     upgrade_request
 }

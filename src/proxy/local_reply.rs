@@ -17,7 +17,8 @@ use crate::http::ratelimit_headers::HeaderStyle;
 use crate::http::target::PathError;
 use crate::identity::Descriptor;
 use crate::identity::IdentityError;
-use crate::identity::auth::AuthError;
+use crate::identity::auth::{AuthError, Challenge};
+use crate::identity::forward::Denial;
 use crate::limiter::decision::Decision;
 use crate::limiter::fallback::StoreUnavailable;
 use crate::proxy::authentication::AuthRejection;
@@ -88,6 +89,9 @@ const BODY_TOO_LARGE: (StatusCode, &str, &str) =
 /// `Retry-After` in seconds while limits cannot be checked: the store is tried again within this time.
 const STORE_RETRY_AFTER_S: u64 = 1;
 
+/// `Retry-After` in seconds while requests cannot be authenticated.
+const AUTH_RETRY_AFTER_S: u64 = 1;
+
 /// `Retry-After` in seconds for an overloaded upstream.
 const OVERFLOW_RETRY_AFTER_S: u64 = 1;
 
@@ -97,6 +101,15 @@ impl Rejection<'_> {
         match self {
             Rejection::Auth(rejection) => rejection.error.status() != StatusCode::BAD_REQUEST,
             Rejection::Identity(error) => error.is_credential_error(),
+            _ => false,
+        }
+    }
+
+    /// Return whether the response contains the request id: the client did not cause the failure.
+    pub fn has_request_id(&self) -> bool {
+        match self {
+            Rejection::StoreUnavailable(_) => true,
+            Rejection::Auth(rejection) => matches!(rejection.error, AuthError::Unavailable(_)),
             _ => false,
         }
     }
@@ -171,7 +184,7 @@ impl Rejection<'_> {
                 response.headers_mut().extend(HeaderValue::try_from(list).ok().map(|value| (ALLOW, value)));
                 (response, "method-not-allowed")
             }
-            Rejection::Auth(rejection) => auth_response(&rejection),
+            Rejection::Auth(rejection) => auth_response(&rejection, request_id),
             Rejection::Identity(error) => {
                 let outcome = if error.is_credential_error() { "unauthenticated" } else { "no-identity" };
                 (identity_error_response(&error), outcome)
@@ -211,8 +224,23 @@ impl Rejection<'_> {
     }
 }
 
-fn auth_response(AuthRejection { error, challenges }: &AuthRejection<'_>) -> (Response<Body>, &'static str) {
+fn auth_response(
+    AuthRejection { error, challenges }: &AuthRejection<'_>,
+    request_id: Option<HeaderValue>,
+) -> (Response<Body>, &'static str) {
     let status = error.status();
+    match error {
+        AuthError::Denied(denial) => {
+            let outcome = if status == StatusCode::FORBIDDEN { "forbidden" } else { "unauthenticated" };
+            return (denial_response(denial, challenges, error), outcome);
+        }
+        AuthError::Unavailable(detail) => {
+            let mut response = problem_response_with_id(status, REDUCED_CAPACITY, detail, request_id);
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(AUTH_RETRY_AFTER_S));
+            return (response, "auth-unavailable");
+        }
+        _ => {}
+    }
     let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());
     let outcome = match status {
         // A client with several credentials learns all kinds that the route accepts.
@@ -235,6 +263,23 @@ fn auth_response(AuthRejection { error, challenges }: &AuthRejection<'_>) -> (Re
     (response, outcome)
 }
 
+/// Build the response to a request that an authentication server denied. Caches must not store it: the next request may
+/// have the credential.
+fn denial_response(denial: &Denial, challenges: &[Challenge], error: &AuthError) -> Response<Body> {
+    let mut response = Response::new(Body::full(denial.body.clone()));
+    *response.status_mut() = denial.status;
+    let headers = response.headers_mut();
+    headers.clone_from(&denial.headers);
+    headers.insert(CACHE_CONTROL, NO_STORE);
+    // RFC 9110 §11.6.1: a 401 must name a scheme.
+    if denial.status == StatusCode::UNAUTHORIZED && !headers.contains_key(WWW_AUTHENTICATE) {
+        for challenge in challenges {
+            headers.append(WWW_AUTHENTICATE, challenge.value(error));
+        }
+    }
+    response
+}
+
 fn identity_error_response(error: &IdentityError) -> Response<Body> {
     // RFC 9110 §11.6.1: a 401 must name a scheme. `Bearer` challenges follow RFC 6750 §3.
     let challenge = match error {
@@ -242,9 +287,15 @@ fn identity_error_response(error: &IdentityError) -> Response<Body> {
         IdentityError::Missing(Descriptor::Jwt(_)) => Some("Bearer"),
         // No scheme is registered for client certificates, and a 401 must name one.
         IdentityError::Missing(Descriptor::ClientCert) => Some("ClientCertificate"),
+        IdentityError::Missing(Descriptor::Basic) => Some("Basic"),
         IdentityError::Ambiguous(_) | IdentityError::Malformed(_) | IdentityError::Missing(_) => None,
     };
-    let status = if challenge.is_some() { StatusCode::UNAUTHORIZED } else { StatusCode::BAD_REQUEST };
+    let status = match error {
+        _ if challenge.is_some() => StatusCode::UNAUTHORIZED,
+        // The authentication server has admitted the request, and the client can do nothing about the header.
+        IdentityError::Missing(Descriptor::Forward(_)) => StatusCode::FORBIDDEN,
+        _ => StatusCode::BAD_REQUEST,
+    };
     let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());
     response.headers_mut().extend(challenge.map(|challenge| (WWW_AUTHENTICATE, HeaderValue::from_static(challenge))));
     response

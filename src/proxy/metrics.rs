@@ -7,6 +7,7 @@ use http::{Response, StatusCode};
 
 use crate::http::body::Body;
 use crate::http::body_limits::BufferBudget;
+use crate::identity::auth::ProviderKind;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
@@ -92,6 +93,34 @@ impl LimitDecision {
     }
 }
 
+/// What came of asking an authentication server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AuthResult {
+    /// The server admitted the request.
+    Admitted,
+    /// The server denied the request.
+    Denied,
+    /// The server did not respond.
+    Error,
+    /// The request was admitted without asking the server.
+    Cached,
+}
+
+impl AuthResult {
+    /// All values, in the order of their counters.
+    pub const ALL: [AuthResult; 4] = [AuthResult::Admitted, AuthResult::Denied, AuthResult::Error, AuthResult::Cached];
+
+    /// Return the value of the metric label.
+    pub fn label(self) -> &'static str {
+        match self {
+            AuthResult::Admitted => "admitted",
+            AuthResult::Denied => "denied",
+            AuthResult::Error => "error",
+            AuthResult::Cached => "cached",
+        }
+    }
+}
+
 /// Request metrics of the process.
 #[derive(Debug, Default)]
 pub struct RequestMetrics {
@@ -107,6 +136,8 @@ pub struct RequestMetrics {
     pub upstreams: MetricFamily<ResponseStats>,
     /// Retries by upstream and [`RetryReason`](crate::upstream::retry::RetryReason).
     pub retries: MetricFamily<Counter<3>>,
+    /// Requests by authentication server and [`AuthResult`].
+    pub forward_auth: MetricFamily<Counter<4>>,
     /// Duration of rate limit checks, all limits of a request together.
     pub check_durations: MetricFamily<Histogram>,
     /// Copies of requests by route, for routes with `mirror`.
@@ -140,6 +171,8 @@ pub(super) struct WorkerMetrics {
     /// Responses to requests that match no route.
     unmatched: Arc<ResponseStats>,
     upstreams: Vec<UpstreamMetrics>,
+    /// Counters by the index of the provider. `None` for other kinds than `forward`.
+    forward_auth: Vec<Option<Arc<Counter<4>>>>,
     check_durations: Arc<Histogram>,
     pub(super) mirror_budget: Arc<BufferBudget>,
 }
@@ -193,6 +226,17 @@ impl WorkerMetrics {
                 .collect(),
             unmatched: request_metrics.routes.get_or_create("", worker),
             upstreams: runtime.upstreams.iter().map(|upstream| upstream_metrics(&upstream.name)).collect(),
+            forward_auth: runtime
+                .auth
+                .providers
+                .iter()
+                .map(|provider| match provider.kind {
+                    ProviderKind::Forward(_) => {
+                        Some(request_metrics.forward_auth.get_or_create(&provider.name, worker))
+                    }
+                    _ => None,
+                })
+                .collect(),
             check_durations: request_metrics.check_durations.get_or_create("", worker),
             mirror_budget: mirror_budget.clone(),
         }
@@ -228,6 +272,13 @@ impl WorkerMetrics {
         }
         for (reason, times) in attempts.retries().into_iter().enumerate().filter(|(_, times)| *times > 0) {
             retries.add(reason, times);
+        }
+    }
+
+    /// Record what came of asking the authentication server of a provider.
+    pub(super) fn record_forward_auth(&self, provider: usize, result: AuthResult) {
+        if let Some(Some(counter)) = self.forward_auth.get(provider) {
+            counter.increment(result as usize);
         }
     }
 

@@ -17,6 +17,7 @@ use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::{Identity, IdentityEncoder};
 use crate::limiter::settlement::{Deferred, SettleAction};
 use crate::proxy::ConfigSnapshot;
+use crate::proxy::authentication;
 use crate::proxy::context::RequestContext;
 use crate::proxy::local_reply::{Rejection, upstream_status};
 use crate::proxy::target::RequestTarget;
@@ -80,6 +81,106 @@ pub(super) async fn check_limits<'a>(
     match rejection.filter(|_| decision.admitted) {
         Some(rejection) => Err(rejection),
         None => Ok(decision),
+    }
+}
+
+/// Check the limits of a route in two calls, and wait between them for the provider `pending`: first the limits that need
+/// no credential, so that attempts to guess one are limited, and then all others. If the second call denies the request,
+/// what the first one charged is given back. If the request is not authenticated, the charges of the first call stay.
+///
+/// # Errors
+/// As for [`check_limits`].
+pub(super) async fn check_limits_around_authentication<'a>(
+    limiter: &Limiter,
+    context: &mut RequestContext<'a>,
+    route: &'a Route,
+    (credentials, pending): (Credentials<'a>, usize),
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
+) -> Result<(Credentials<'a>, Decision<'a>), Rejection<'a>> {
+    let ConfigSnapshot { runtime, metrics, .. } = context.snapshot;
+    let peer = context.peer;
+    let client = peer.client_address(request.headers());
+    context.record_client(client, Some(route));
+    let RouteLimits { identities, limits, .. } = &route.rate_limits;
+    let limit_context = LimitContext {
+        request,
+        host: &target.host,
+        path: &target.path,
+        trusted: peer.forwarded.trusted,
+        certificate_subject: peer.certificate_subject.as_deref(),
+    };
+    let overrides = limiter.overrides.current();
+    let attributes = limit_context.request_attributes(runtime, route, client, &credentials);
+    let needs_credential = |spec: &IdentitySpec| !spec.limits_unauthenticated();
+    let mut checks = build_checks_of(runtime, identities, limits, &attributes, |spec| !needs_credential(spec))?;
+    if identities.iter().any(needs_credential) {
+        // The second call may deny the request.
+        for check in checks.iter_mut().filter(|check| check.deferred == Deferred::Nothing && !check.is_concurrency()) {
+            check.deferred = Deferred::Refund;
+        }
+    }
+    if let Some(table) = &overrides {
+        table.apply(&mut checks);
+    }
+    let started_at = monotonic();
+    let first = limiter.check(&checks).await;
+    let mut elapsed = started_at.elapsed();
+    let record = |context: &mut RequestContext<'a>, checks: &[LimitCheck<'a, '_>], decision, attributes, elapsed| {
+        let attributes: &RequestAttributes<'_> = attributes;
+        if checks.is_empty() {
+            return;
+        }
+        metrics.record_decision(route.index, checks, decision, elapsed, |check| {
+            let spec = &identities[limits[check.limit_index].identity_index];
+            spec.display(attributes, &runtime.client_ip)
+        });
+        context.record_decision(checks, decision, (started_at, elapsed));
+    };
+    if first.as_ref().map_or(true, |first| !first.admitted) {
+        record(context, &checks, &first, &attributes, elapsed);
+        return first.map(|first| (credentials.clone(), first)).map_err(Rejection::StoreUnavailable);
+    }
+    let finished = authentication::finish(context, route, credentials.clone(), pending, target, request);
+    let (verified, authenticated) = Box::pin(finished).await;
+    if let Err(rejection) = authenticated {
+        record(context, &checks, &first, &attributes, elapsed);
+        return Err(rejection);
+    }
+    let mut first = first.map_err(Rejection::StoreUnavailable)?;
+    let decision = {
+        let attributes = limit_context.request_attributes(runtime, route, client, &verified);
+        let mut others = match build_checks_of(runtime, identities, limits, &attributes, needs_credential) {
+            Ok(others) => others,
+            Err(rejection) => {
+                if !rejection.is_charged() {
+                    give_back(&mut first).await;
+                }
+                record(context, &checks, &Ok(first), &attributes, elapsed);
+                return Err(rejection);
+            }
+        };
+        if let Some(table) = &overrides {
+            table.apply(&mut others);
+        }
+        let second_started_at = monotonic();
+        let second = limiter.check(&others).await;
+        elapsed += second_started_at.elapsed();
+        if second.as_ref().map_or(true, |second| !second.admitted) {
+            give_back(&mut first).await;
+        }
+        checks.append(&mut others);
+        checks.sort_by_key(|check| check.limit_index);
+        let decision = second.map(|second| first.merge(second));
+        record(context, &checks, &decision, &attributes, elapsed);
+        decision.map_err(Rejection::StoreUnavailable)?
+    };
+    Ok((verified, decision))
+}
+
+async fn give_back(decision: &mut Decision<'_>) {
+    if let Err(error) = decision.give_back().await {
+        warn!(%error, "refund of a request that was denied after its authentication may be lost");
     }
 }
 
@@ -183,6 +284,7 @@ impl<'a, B> LimitContext<'a, B> {
             is_from_trusted_proxy: self.trusted,
             client_cert_subject: self.certificate_subject,
             credentials,
+            tier_source: &runtime.auth.tier_source,
             route_name: &route.name,
             path_pattern: &route.path_pattern,
         }
@@ -202,8 +304,25 @@ pub fn build_checks<'a, 'p>(
 where
     'a: 'p,
 {
+    build_checks_of(runtime, identities, limits, attributes, |_| true)
+}
+
+/// Like [`build_checks`], for the limits whose identity `applies` selects.
+fn build_checks_of<'a, 'p>(
+    runtime: &CompiledConfig,
+    identities: &[IdentitySpec],
+    limits: &'a [RouteLimit],
+    attributes: &RequestAttributes<'p>,
+    applies: impl Fn(&IdentitySpec) -> bool,
+) -> Result<Vec<LimitCheck<'a, 'p>>, Rejection<'static>>
+where
+    'a: 'p,
+{
     let mut encoder = IdentityEncoder::default();
-    let resolved = identities.iter().map(|spec| spec.identify(attributes, &runtime.hasher, &mut encoder));
+    let resolved = identities.iter().map(|spec| match applies(spec) {
+        true => spec.identify(attributes, &runtime.hasher, &mut encoder),
+        false => Ok(None),
+    });
     let found: Vec<_> = resolved.collect::<Result<_, _>>().map_err(Rejection::Identity)?;
     let mut checks = Vec::with_capacity(limits.len());
     for (limit_index, route_limit) in limits.iter().enumerate() {
@@ -255,7 +374,7 @@ where
 {
     let limit = &*route_limit.limit;
     let deferred = deferred_action(route_limit.cost.is_deferred(), &route_limit.refund_on);
-    let variant = attributes.credentials.caller().variant(limit);
+    let variant = attributes.credentials.variant(limit, attributes.tier_source);
     let cost = route_limit.cost.request_cost(attributes.headers, attributes.is_from_trusted_proxy)?;
     Ok(LimitCheck { limit_index, limit, variant, identity, cost, deferred })
 }

@@ -17,12 +17,14 @@ use crate::identity::Descriptor;
 use crate::identity::api_key::{
     ApiKeyProvider, ConsumerDirectory, ConsumerKey, Consumers, KeyPlace, MAX_PLACES, OnUnknownKey,
 };
-use crate::identity::auth::{AuthProvider, Challenge, ProviderKind, RouteAuth};
+use crate::identity::auth::{AuthProvider, Challenge, ProviderKind, RouteAuth, TierSource};
 use crate::identity::jwt::{JwtVerifier, KeySet};
 use crate::limiter::key::IdentityHasher;
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::identities::{self, KnownNames, LimitsByName};
 use crate::snapshot::listeners::WarningSubject;
+use crate::snapshot::remote_auth;
+use crate::snapshot::remote_auth::{InternalUpstreams, KeyUrl};
 use crate::snapshot::validator::Validator;
 
 /// The providers of a configuration, and the files that they read.
@@ -34,6 +36,12 @@ pub struct Authentication {
     pub consumers_files: Vec<ConsumersFile>,
     /// JWK Set files as read by the loader, with the index of their provider.
     pub jwks_files: Vec<(usize, FileSnapshot)>,
+    /// JWK Sets that are fetched.
+    pub key_urls: Vec<KeyUrl>,
+    /// Files of users as read by the loader, with the index of their provider.
+    pub users_files: Vec<(usize, FileSnapshot)>,
+    /// Where the tier of a request comes from.
+    pub tier_source: TierSource,
 }
 
 /// A file of consumers.
@@ -57,7 +65,7 @@ impl Authentication {
         for file in &self.consumers_files {
             let reads = |provider: &&AuthProvider| match &provider.kind {
                 ProviderKind::ApiKey(keys) => Arc::ptr_eq(&keys.consumers, &file.consumers),
-                ProviderKind::Jwt(_) | ProviderKind::ClientCert => false,
+                _ => false,
             };
             let Some(provider) = self.providers.iter().find(reads) else { continue };
             let consumers = file.consumers.load();
@@ -100,9 +108,17 @@ enum Kind {
     ApiKey,
     Jwt,
     ClientCert,
+    Basic,
+    Forward,
 }
 
-const KINDS: [(&str, Kind); 3] = [("api-key", Kind::ApiKey), ("jwt", Kind::Jwt), ("client-cert", Kind::ClientCert)];
+const KINDS: [(&str, Kind); 5] = [
+    ("api-key", Kind::ApiKey),
+    ("jwt", Kind::Jwt),
+    ("client-cert", Kind::ClientCert),
+    ("basic", Kind::Basic),
+    ("forward", Kind::Forward),
+];
 
 impl Kind {
     fn label(self) -> &'static str {
@@ -110,14 +126,16 @@ impl Kind {
     }
 }
 
-/// Compile all providers.
+/// Compile all providers. Their servers are added to `internal`.
 pub(super) fn authentication(
     config: &Config,
     limits: &LimitsByName,
-    hasher: &IdentityHasher,
+    (hasher, tier_source): (&IdentityHasher, TierSource),
+    internal: &mut InternalUpstreams,
     reader: &mut Validator<'_>,
 ) -> Authentication {
-    let mut compiled = Authentication::default();
+    let mut compiled = Authentication { tier_source, ..Authentication::default() };
+    remote_auth::check_upstream_names(config, reader);
     for (name, written) in &config.auth {
         let span = written.span();
         reader.check_name(span.clone(), name);
@@ -132,13 +150,24 @@ pub(super) fn authentication(
             Kind::ApiKey => {
                 ProviderKind::ApiKey(api_key(name, auth, &span, config, limits, hasher, &mut compiled, reader))
             }
-            Kind::Jwt => ProviderKind::Jwt(jwt(auth, &span, &mut compiled, reader)),
+            Kind::Jwt => ProviderKind::Jwt(jwt(name, auth, &span, &mut compiled, internal, reader)),
             Kind::ClientCert => {
                 client_cert(name, &span, config, reader);
                 ProviderKind::ClientCert
             }
+            Kind::Basic => match remote_auth::basic(name, auth, &span, reader) {
+                Some((provider, file)) => {
+                    compiled.users_files.push((compiled.providers.len(), file));
+                    ProviderKind::Basic(provider)
+                }
+                None => continue,
+            },
+            Kind::Forward => match remote_auth::forward(name, auth, &span, internal, reader) {
+                Some(provider) => ProviderKind::Forward(provider),
+                None => continue,
+            },
         };
-        let forwards_by_default = !matches!(kind, ProviderKind::ApiKey(_));
+        let forwards_by_default = !matches!(kind, ProviderKind::ApiKey(_) | ProviderKind::Basic(_));
         let forward_credential =
             auth.forward_credential.as_ref().map_or(forwards_by_default, |forward| *forward.get_ref());
         compiled.providers.push(AuthProvider { name: name.as_str().into(), kind, forward_credential });
@@ -149,19 +178,34 @@ pub(super) fn authentication(
 /// Report keys that belong to another kind.
 fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut Validator<'_>) {
     let span = |text: &Option<config::Text>| text.as_ref().map(|text| text.span());
-    for (key, span, owner) in [
-        ("header", auth.header.as_ref().map(|header| header.span()), Kind::ApiKey),
-        ("scheme", span(&auth.scheme), Kind::ApiKey),
-        ("consumers", span(&auth.consumers), Kind::ApiKey),
-        ("on_missing", span(&auth.on_missing), Kind::ApiKey),
-        ("on_unknown", span(&auth.on_unknown), Kind::ApiKey),
-        ("jwks_file", span(&auth.jwks_file), Kind::Jwt),
-        ("issuer", span(&auth.issuer), Kind::Jwt),
-        ("audience", span(&auth.audience), Kind::Jwt),
-        ("claims", auth.claims.as_ref().map(|claims| claims.span()), Kind::Jwt),
+    let list = |list: &Option<Vec<config::Text>>| list.as_ref().map(|list| list.first().map(|text| text.span()));
+    // The span of an empty list is unknown.
+    let list = |list_of: &Option<Vec<config::Text>>| list(list_of).map(|span| span.unwrap_or_default());
+    for (key, span, owners) in [
+        ("header", auth.header.as_ref().map(|header| header.span()), &[Kind::ApiKey][..]),
+        ("scheme", span(&auth.scheme), &[Kind::ApiKey]),
+        ("consumers", span(&auth.consumers), &[Kind::ApiKey]),
+        ("on_missing", span(&auth.on_missing), &[Kind::ApiKey]),
+        ("on_unknown", span(&auth.on_unknown), &[Kind::ApiKey]),
+        ("jwks_file", span(&auth.jwks_file), &[Kind::Jwt]),
+        ("jwks_url", span(&auth.jwks_url), &[Kind::Jwt]),
+        ("refresh_interval", span(&auth.refresh_interval), &[Kind::Jwt]),
+        ("issuer", span(&auth.issuer), &[Kind::Jwt]),
+        ("audience", span(&auth.audience), &[Kind::Jwt]),
+        ("claims", auth.claims.as_ref().map(|claims| claims.span()), &[Kind::Jwt]),
+        ("users", span(&auth.users), &[Kind::Basic]),
+        ("realm", span(&auth.realm), &[Kind::Basic]),
+        ("url", span(&auth.url), &[Kind::Forward]),
+        ("request_headers", list(&auth.request_headers), &[Kind::Forward]),
+        ("response_headers", list(&auth.response_headers), &[Kind::Forward]),
+        ("timeout", span(&auth.timeout), &[Kind::Forward]),
+        ("on_error", span(&auth.on_error), &[Kind::Forward]),
+        ("cache", auth.cache.as_ref().map(|cache| cache.span()), &[Kind::Forward]),
+        ("ca", span(&auth.ca), &[Kind::Forward, Kind::Jwt]),
     ] {
-        if let Some(span) = span.filter(|_| own != owner) {
-            let issue = Issue::new(span, format!("`{key}` is valid only for kind = \"{}\"", owner.label()));
+        if let Some(span) = span.filter(|_| !owners.contains(&own)) {
+            let owners: Vec<_> = owners.iter().map(|owner| format!("kind = \"{}\"", owner.label())).collect();
+            let issue = Issue::new(span, format!("`{key}` is valid only for {}", owners.join(" and ")));
             reader.push_issue(issue.with_hint(format!("`{name}` is of kind \"{}\": leave it out", own.label())));
         }
     }
@@ -265,7 +309,7 @@ fn consumers(
     if let Some(known) = compiled.consumers_files.iter().find(|known| known.file.path == path) {
         return known.consumers.clone();
     }
-    let names = KnownNames::written(limits, config, compiled.consumers());
+    let names = KnownNames::written(limits, config, &compiled.tier_source, compiled.consumers());
     let (consumers, file) = identities::load(text, &names, hasher, reader);
     let consumers = Arc::new(ArcSwap::from_pointee(consumers));
     if let Some(file) = file {
@@ -275,9 +319,11 @@ fn consumers(
 }
 
 fn jwt(
+    name: &str,
     auth: &config::Auth,
     span: &Range<usize>,
     compiled: &mut Authentication,
+    internal: &mut InternalUpstreams,
     reader: &mut Validator<'_>,
 ) -> JwtVerifier {
     let text_of = |text: &Option<config::Text>| text.as_ref().map(|text| text.get_ref().as_str().into());
@@ -285,10 +331,32 @@ fn jwt(
     let mut verifier = JwtVerifier {
         issuer: text_of(&auth.issuer),
         audience: text_of(&auth.audience),
-        keys: ArcSwap::default(),
+        keys: Arc::default(),
+        remote: None,
         claims: claims.map(|(name, value)| (name.as_str().into(), value.get_ref().as_str().into())).collect(),
     };
-    let Some(text) = reader.required(auth.jwks_file.as_ref(), span, "jwks_file", "\"certs/jwks.json\"") else {
+    if let Some(url) = &auth.jwks_url {
+        if let Some(file) = &auth.jwks_file {
+            let issue = Issue::new(file.span(), "a provider has `jwks_file` or `jwks_url`, not both");
+            reader.push_issue(issue.with_hint("leave one of them out"));
+        }
+        if let Some(remote) = remote_auth::key_url(name, auth, url, compiled.providers.len(), internal, reader) {
+            verifier.keys = remote.keys.keys().clone();
+            verifier.remote = Some(remote.keys.clone());
+            compiled.key_urls.push(remote);
+        }
+        return verifier;
+    }
+    for (key, text) in [("refresh_interval", &auth.refresh_interval), ("ca", &auth.ca)] {
+        if let Some(text) = text {
+            reader
+                .push_issue(Issue::new(text.span(), format!("`{key}` requires `jwks_url`")).with_hint("leave it out"));
+        }
+    }
+    let Some(text) = &auth.jwks_file else {
+        let issue = Issue::new(span.clone(), "the keys of the issuer are missing");
+        let hint = "jwks_file = \"certs/jwks.json\", or jwks_url = \"https://issuer.example/.well-known/jwks.json\"";
+        reader.push_issue(issue.with_hint(hint));
         return verifier;
     };
     let path = reader.resolve_path(text);
@@ -301,7 +369,7 @@ fn jwt(
         }
     };
     match KeySet::parse(&file.content) {
-        Ok(keys) => verifier.keys = ArcSwap::new(Arc::new(keys)),
+        Ok(keys) => verifier.keys.store(Some(Arc::new(keys))),
         Err(error) => reader.push_issue(Issue::new(text.span(), format!("{} cannot be used: {error}", path.display()))),
     }
     compiled.jwks_files.push((compiled.providers.len(), file));
@@ -411,7 +479,7 @@ fn report_shared_places(
 ) {
     let places = |index: usize| match &compiled.providers[index].kind {
         ProviderKind::ApiKey(keys) => &keys.places[..],
-        ProviderKind::Jwt(_) | ProviderKind::ClientCert => &[],
+        _ => &[],
     };
     for (position, later) in providers.iter().enumerate() {
         for earlier in &providers[..position] {
@@ -439,6 +507,12 @@ fn challenges(providers: &[usize], compiled: &Authentication) -> Vec<Challenge> 
             }
             ProviderKind::Jwt(_) => add("Bearer"),
             ProviderKind::ClientCert => add("ClientCertificate"),
+            ProviderKind::Basic(basic) => {
+                let realm = basic.realm.replace('\\', "\\\\").replace('"', "\\\"");
+                add(&format!("Basic realm=\"{realm}\", charset=\"UTF-8\""));
+            }
+            // The client gets the challenges of the server.
+            ProviderKind::Forward(_) => {}
         }
     }
     challenges
@@ -450,6 +524,8 @@ fn missing_detail(required: &[Vec<usize>], compiled: &Authentication) -> String 
         ProviderKind::ApiKey(keys) => format!("an API key in the {}", describe_places(&keys.places)),
         ProviderKind::Jwt(_) => "a bearer token".to_owned(),
         ProviderKind::ClientCert => "a client certificate".to_owned(),
+        ProviderKind::Basic(_) => "a user name and a password".to_owned(),
+        ProviderKind::Forward(_) => "an admission by the authentication server".to_owned(),
     };
     let mut alternatives: Vec<String> = Vec::new();
     for alternative in required {
@@ -484,27 +560,43 @@ pub(super) fn check_limit(
         let kind = match descriptor {
             Descriptor::ApiKey => Kind::ApiKey,
             Descriptor::Jwt(_) => Kind::Jwt,
+            Descriptor::Basic => Kind::Basic,
+            Descriptor::Forward(_) => Kind::Forward,
             _ => continue,
         };
-        let is_of_kind = |provider: &AuthProvider| provider.kind.label() == kind.label();
+        let is_of_kind = |provider: &AuthProvider| match (&provider.kind, descriptor) {
+            (ProviderKind::Forward(forward), Descriptor::Forward(name)) => {
+                forward.settings.response_headers.contains(name)
+            }
+            _ => provider.kind.label() == kind.label(),
+        };
         if auth.is_some_and(|auth| auth.providers.iter().any(|index| is_of_kind(&all.providers[*index]))) {
             continue;
         }
-        let message = format!(
-            "`{}` is by {}, but no provider of kind \"{}\" verifies the requests of this route",
-            compiled.limit.name,
-            descriptor.label(),
-            kind.label()
-        );
+        let provider = match descriptor {
+            Descriptor::Forward(name) => format!("no authentication server of this route returns `{name}`"),
+            _ => format!("no provider of kind \"{}\" verifies the requests of this route", kind.label()),
+        };
+        let message = format!("`{}` is by {}, but {provider}", compiled.limit.name, descriptor.label());
         let known = all.providers.iter().find(|provider| is_of_kind(provider));
         let hint = match (known, kind) {
             (Some(provider), _) => {
                 format!("identify = [\"{0}\"], or require = [\"{0}\"] to reject requests without one", provider.name)
             }
             // A provider of this kind may have errors, which are reported.
+            (None, Kind::Forward) if !config.auth.values().any(|auth| auth.get_ref().is_of_kind("forward")) => {
+                "[auth.sso] with kind = \"forward\", `url` and `response_headers`, and require = [\"sso\"] on this route"
+                    .to_owned()
+            }
+            (None, Kind::Forward) => {
+                format!("list {} in `response_headers` of [auth.NAME]", &descriptor.label()["auth:".len()..])
+            }
             (None, _) if config.auth.values().any(|auth| auth.get_ref().is_of_kind(kind.label())) => continue,
             (None, Kind::Jwt) => "[auth.tokens] with kind = \"jwt\" and jwks_file = \"certs/jwks.json\", and identify \
                                   = [\"tokens\"] on this route"
+                .to_owned(),
+            (None, Kind::Basic) => "[auth.users] with kind = \"basic\" and users = \"htpasswd\", and identify = [\"users\"] \
+                                    on this route"
                 .to_owned(),
             (None, _) => "[auth.keys] with kind = \"api-key\" and consumers = \"consumers.toml\", and identify = \
                           [\"keys\"] on this route"

@@ -260,6 +260,11 @@ impl UpstreamTls {
         }
     }
 
+    /// Make connections to an endpoint use this TLS configuration.
+    pub(crate) fn attach_to(&self, endpoint: &mut EndpointTls) {
+        endpoint.tls = self.tls.clone();
+    }
+
     /// Return a warning if the client certificate has expired or is not valid yet.
     pub(super) fn certificate_warning(&self, now: Duration) -> Option<String> {
         let error = self.gateway_certificate.as_ref()?.check_validity(now.as_secs() as i64).err()?;

@@ -18,6 +18,7 @@ use crate::config::{Config, file};
 use crate::identity;
 use crate::identity::access::parse_network;
 use crate::identity::api_key::{Consumer, ConsumerDirectory, Consumers, KeyTerms, parse_key_hash};
+use crate::identity::auth::TierSource;
 use crate::identity::client_ip::ClientIpResolver;
 use crate::identity::{Descriptor, cookie_value};
 use crate::identity::{Exemptions, IdentitySpec, OnMissing};
@@ -127,11 +128,13 @@ fn exemptions(
 }
 
 fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Option<Descriptor> {
-    const ALL: &str = "api-key ip user:HEADER header:NAME cookie:NAME query:NAME path:PARAM jwt:CLAIM client-cert host route method global";
+    const ALL: &str = "api-key ip user:HEADER header:NAME cookie:NAME query:NAME path:PARAM jwt:CLAIM client-cert basic \
+                       auth:HEADER host route method global";
     match text.split_once(':') {
         None => match text {
             "api-key" => return Some(Descriptor::ApiKey),
             "client-cert" => return Some(Descriptor::ClientCert),
+            "basic" => return Some(Descriptor::Basic),
             "ip" => return Some(Descriptor::Ip),
             "host" => return Some(Descriptor::Host),
             "method" => return Some(Descriptor::Method),
@@ -140,6 +143,7 @@ fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Opt
             _ => reader.unknown_name(span, "identity", text, ALL.split(' ')),
         },
         Some(("user", name)) => return reader.header_name(span, name).map(Descriptor::User),
+        Some(("auth", name)) => return reader.header_name(span, name).map(Descriptor::Forward),
         Some(("header", name)) => return reader.header_name(span, name).map(Descriptor::Header),
         Some(("cookie", name)) if !name.is_empty() => return Some(Descriptor::Cookie(name.into())),
         Some(("query", name)) if !name.is_empty() => return Some(Descriptor::Query(name.into())),
@@ -167,19 +171,31 @@ pub(super) struct KnownNames<'c> {
     routes: Vec<&'c str>,
     /// The consumers of other files.
     others: ConsumerDirectory,
+    tier_source: &'c TierSource,
 }
 
 impl<'c> KnownNames<'c> {
     /// Create them for a configuration without errors.
-    pub(super) fn new(compiled: &'c LimitsByName, routes: &'c [Arc<Route>], others: ConsumerDirectory) -> Self {
-        KnownNames { compiled, written: None, routes: routes.iter().map(|route| &*route.name).collect(), others }
+    pub(super) fn new(
+        compiled: &'c LimitsByName,
+        routes: &'c [Arc<Route>],
+        tier_source: &'c TierSource,
+        others: ConsumerDirectory,
+    ) -> Self {
+        let routes = routes.iter().map(|route| &*route.name).collect();
+        KnownNames { compiled, written: None, routes, others, tier_source }
     }
 
     /// Create them for a configuration that may have errors.
-    pub(super) fn written(compiled: &'c LimitsByName, config: &'c Config, others: ConsumerDirectory) -> Self {
+    pub(super) fn written(
+        compiled: &'c LimitsByName,
+        config: &'c Config,
+        tier_source: &'c TierSource,
+        others: ConsumerDirectory,
+    ) -> Self {
         let routes = config.route.iter().filter_map(|route| route.get_ref().name.as_ref());
         let routes = routes.map(|name| name.get_ref().as_str()).collect();
-        KnownNames { compiled, written: Some(&config.limit), routes, others }
+        KnownNames { compiled, written: Some(&config.limit), routes, others, tier_source }
     }
 
     fn tiers(&self) -> impl Iterator<Item = &'c str> {
@@ -345,7 +361,10 @@ fn key_terms(table: &KeyTable, names: &KnownNames<'_>, issues: &mut Vec<Issue>) 
 fn tier(text: Option<&config::Text>, limits: &KnownNames<'_>, issues: &mut Vec<Issue>) -> Option<Box<str>> {
     let text = text?;
     let known = || limits.tiers();
-    if !known().any(|tier| tier == text.get_ref()) {
+    if *limits.tier_source != TierSource::ApiKey {
+        let issue = Issue::new(text.span(), "the `tier` of a consumer has no effect: [tiers] names another source");
+        issues.push(issue.with_hint("leave it out, or [tiers] from = \"api-key\""));
+    } else if !known().any(|tier| tier == text.get_ref()) {
         let issue = Issue::new(text.span(), format!("no limit has a tier `{}`", text.get_ref()));
         issues.push(match closest_name(text.get_ref(), known()) {
             Some(near) => issue.with_hint(format!("did you mean `{near}`?")),

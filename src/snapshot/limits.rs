@@ -12,6 +12,7 @@ use crate::config::Config;
 use crate::config::error::Issue;
 use crate::config::shorthand::LimitCost;
 use crate::identity::Descriptor;
+use crate::identity::auth::TierSource;
 use crate::identity::{IdentitySpec, OnMissing};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::algorithm::concurrency::Concurrency;
@@ -26,7 +27,7 @@ use crate::limiter::spec::{CONCURRENT_REQUESTS, LimitSpec, LimitVariant, LocalSh
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::route_action::upstream_indices;
 use crate::snapshot::validator::Validator;
-use crate::snapshot::{CompiledLimit, identities};
+use crate::snapshot::{CompiledLimit, identities, remote_auth};
 use crate::upstream::UpstreamSettings;
 
 /// Added to the response timeout of the slowest upstream for the TTL of a concurrency permit. Permits are renewed while
@@ -46,6 +47,7 @@ pub(super) fn limits(
     instances: u64,
     trusted_proxies: usize,
     upstreams: &[UpstreamSettings],
+    tier_source: &TierSource,
     reader: &mut Validator<'_>,
 ) -> BTreeMap<String, CompiledLimit> {
     let mut limits = BTreeMap::new();
@@ -100,7 +102,7 @@ pub(super) fn limits(
             reader.push_issue(Issue::new(written.span(), error.to_string()).with_hint(quota_hint(&error)));
             compiled.prefetch = 0;
         }
-        compiled.tiers = tiers(limit, &compiled, &identity_spec, hasher, reader);
+        compiled.tiers = tiers(limit, &compiled, (&identity_spec, tier_source), hasher, reader);
         if let (Some(Cost::Fixed(cost)), Some(written)) = (&cost, &limit.cost) {
             check_cost_fits(*cost, &compiled, written.span(), reader);
         }
@@ -288,16 +290,20 @@ fn check_conflicts(limit: &config::tables::Limit, cost: Option<&Cost>, rule: &Ru
 fn tiers(
     limit: &config::tables::Limit,
     compiled: &LimitSpec,
-    identity_spec: &IdentitySpec,
+    (identity_spec, tier_source): (&IdentitySpec, &TierSource),
     hasher: &IdentityHasher,
     reader: &mut Validator<'_>,
 ) -> BTreeMap<Box<str>, Arc<LimitVariant>> {
     let mut tiers = BTreeMap::new();
     for (tier, written) in &limit.tiers {
         reader.check_name(written.span(), tier);
-        if !identity_spec.descriptors.contains(&Descriptor::ApiKey) {
-            let issue = Issue::new(written.span(), "`tiers` require `api-key` in `by`");
-            reader.push_issue(issue.with_hint("add \"api-key\" to `by`"));
+        if let Err(descriptor) = remote_auth::check_tier_identity(tier_source, &identity_spec.descriptors) {
+            let issue = Issue::new(written.span(), format!("`tiers` require `{descriptor}` in `by`"));
+            let hint = match tier_source {
+                TierSource::ApiKey => format!("add \"{descriptor}\" to `by`, or choose another source: [tiers] from"),
+                _ => format!("add \"{descriptor}\" to `by`: the tier comes from the same source ([tiers] from)"),
+            };
+            reader.push_issue(issue.with_hint(hint));
         }
         let variant = limit_variant(written.get_ref(), &compiled.default_variant.rule, compiled.default_variant.quota)
             .and_then(|(quota, burst)| {

@@ -1,6 +1,7 @@
 //! Compiles `[upstream.NAME]`: servers, load balancing, health checks and timeouts.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::Duration;
 
 use http::uri::Scheme;
@@ -22,40 +23,50 @@ pub(super) fn upstreams(
     upstreams: &BTreeMap<String, Spanned<config::tables::Upstream>>,
     reader: &mut Validator<'_>,
 ) -> (Vec<UpstreamSettings>, Vec<UpstreamTls>) {
-    let protocols = [("http1", Protocol::Http1), ("http2", Protocol::Http2)];
     let mut compiled = Vec::new();
     let mut tls_configs = Vec::new();
-    for (name, upstream) in upstreams {
-        reader.check_name(upstream.span(), name);
-        let span = upstream.span();
-        let upstream = upstream.get_ref();
-        if upstream.servers.is_empty() {
-            let issue = Issue::new(span, format!("upstream `{name}` has no servers"));
-            reader.push_issue(issue.with_hint("servers = [\"http://127.0.0.1:9000\"]"));
-        }
-        let protocol = reader.one_of(upstream.protocol.as_ref(), Protocol::Http1, &protocols);
-        let tls = client_tls::upstream_tls(name, upstream, protocol, reader);
-        let servers = servers(&upstream.servers, tls.as_ref(), reader);
-        compiled.push(UpstreamSettings {
-            name: name.as_str().into(),
-            servers,
-            protocol,
-            connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
-            response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),
-            pool_idle_timeout: reader.duration(upstream.pool_idle_timeout.as_ref(), Duration::from_secs(4)),
-            balance: balance(upstream.balance.as_ref(), reader),
-            max_requests: reader.number(upstream.max_requests.as_ref(), 0..1_000_001, 0) as usize,
-            max_queue: max_queue(upstream, reader),
-            health: upstream.health_check.as_ref().map(|check| health(check, reader)),
-            ejection: upstream.outlier_detection.as_ref().map(|eject| ejection(eject, reader)),
-            slow_start: slow_start(upstream.slow_start.as_ref(), reader),
-            retries: reader.number(upstream.retries.as_ref(), 0..11, 0) as u32,
-            proxy_protocol: proxy_protocol(upstream, protocol, reader),
-            client_cert_header: upstream.client_cert_header.as_ref().is_some_and(|sends| *sends.get_ref()),
-        });
+    for (name, written) in upstreams {
+        reader.check_name(written.span(), name);
+        let (settings, tls) = upstream(name, written.get_ref(), &written.span(), reader);
+        compiled.push(settings);
         tls_configs.extend(tls);
     }
     (compiled, tls_configs)
+}
+
+/// Compile one upstream. Return TLS settings if it has servers at `https://`.
+pub(super) fn upstream(
+    name: &str,
+    upstream: &config::tables::Upstream,
+    span: &Range<usize>,
+    reader: &mut Validator<'_>,
+) -> (UpstreamSettings, Option<UpstreamTls>) {
+    let protocols = [("http1", Protocol::Http1), ("http2", Protocol::Http2)];
+    if upstream.servers.is_empty() {
+        let issue = Issue::new(span.clone(), format!("upstream `{name}` has no servers"));
+        reader.push_issue(issue.with_hint("servers = [\"http://127.0.0.1:9000\"]"));
+    }
+    let protocol = reader.one_of(upstream.protocol.as_ref(), Protocol::Http1, &protocols);
+    let tls = client_tls::upstream_tls(name, upstream, protocol, reader);
+    let servers = servers(&upstream.servers, tls.as_ref(), reader);
+    let settings = UpstreamSettings {
+        name: name.into(),
+        servers,
+        protocol,
+        connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
+        response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),
+        pool_idle_timeout: reader.duration(upstream.pool_idle_timeout.as_ref(), Duration::from_secs(4)),
+        balance: balance(upstream.balance.as_ref(), reader),
+        max_requests: reader.number(upstream.max_requests.as_ref(), 0..1_000_001, 0) as usize,
+        max_queue: max_queue(upstream, reader),
+        health: upstream.health_check.as_ref().map(|check| health(check, reader)),
+        ejection: upstream.outlier_detection.as_ref().map(|eject| ejection(eject, reader)),
+        slow_start: slow_start(upstream.slow_start.as_ref(), reader),
+        retries: reader.number(upstream.retries.as_ref(), 0..11, 0) as u32,
+        proxy_protocol: proxy_protocol(upstream, protocol, reader),
+        client_cert_header: upstream.client_cert_header.as_ref().is_some_and(|sends| *sends.get_ref()),
+    };
+    (settings, tls)
 }
 
 fn servers(

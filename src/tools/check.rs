@@ -68,7 +68,13 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
 
 /// Return notes: properties of a correct configuration that operators should know.
 pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
-    route_notes(&LintInput { parsed, config })
+    let mut notes = route_notes(&LintInput { parsed, config });
+    if let Some(from) = parsed.tiers.from.as_ref().filter(|from| from.get_ref() != "api-key") {
+        let issue =
+            Issue::new(from.span(), "a value that is no tier of a limit selects the default quota of the limit");
+        notes.push(issue.with_hint("give `quota` of the limits the lowest tier"));
+    }
+    notes
 }
 
 impl<'a> LintInput<'a> {

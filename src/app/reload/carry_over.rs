@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::identity::auth::ProviderKind;
+use crate::snapshot::remote_auth::{KeyUrl, internal_name};
 use crate::snapshot::{CompiledConfig, Listener};
 use crate::tls::Certificate;
 use crate::upstream::UpstreamSettings;
@@ -48,6 +50,7 @@ impl CompiledConfig {
             }
         }
         self.reuse_upstreams(previous);
+        self.reuse_verified(previous);
         Ok(())
     }
 
@@ -71,6 +74,35 @@ impl CompiledConfig {
         tls.flat_map(|tls| tls.tls.certificates())
     }
 
+    /// Keep what providers of the same name and source have verified: key sets of the same URL, verified users of the same
+    /// file, and cached admissions of a server with the same settings.
+    fn reuse_verified(&mut self, previous: &CompiledConfig) {
+        for source in &self.auth.key_urls {
+            let same = |known: &&KeyUrl| known.name == source.name && known.url == source.url;
+            if let Some(known) = previous.auth.key_urls.iter().find(same) {
+                source.keys.carry_over(&known.keys);
+            }
+        }
+        for provider in &mut self.auth.providers {
+            let Some(known) = previous.auth.providers.iter().find(|known| known.name == provider.name) else {
+                continue;
+            };
+            match (&mut provider.kind, &known.kind) {
+                (ProviderKind::Basic(basic), ProviderKind::Basic(known))
+                    if basic.verifier.has_same_users(&known.verifier) =>
+                {
+                    basic.verifier = known.verifier.clone();
+                }
+                (ProviderKind::Forward(forward), ProviderKind::Forward(known))
+                    if forward.settings == known.settings =>
+                {
+                    forward.cache.clone_from(&known.cache);
+                }
+                _ => {}
+            }
+        }
+    }
+
     fn reuse_upstreams(&mut self, previous: &CompiledConfig) {
         for tls in &mut self.upstream_tls {
             let Some(known) = previous.upstream_tls.iter().find(|known| tls.is_same_as(known)) else { continue };
@@ -79,6 +111,13 @@ impl CompiledConfig {
             // `get_mut` succeeds: the new settings are not shared yet.
             if let Some(settings) = settings.and_then(Arc::get_mut) {
                 tls.attach_tls(settings);
+            }
+            for source in &mut self.auth.key_urls {
+                if *tls.name == *internal_name(&source.name)
+                    && let Some(endpoint) = &mut source.tls
+                {
+                    tls.attach_to(endpoint);
+                }
             }
         }
         for settings in &mut self.upstreams {

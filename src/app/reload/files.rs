@@ -55,8 +55,17 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
         let index = *index;
         let reload = move |files: &[FileSnapshot]| {
             let ProviderKind::Jwt(verifier) = &config.auth.providers[index].kind else { return };
-            let keys = KeySet::parse(&files[0].content).map(|keys| verifier.keys.store(Arc::new(keys)));
+            let keys = KeySet::parse(&files[0].content).map(|keys| verifier.keys.store(Some(Arc::new(keys))));
             log_result(&files[0], keys);
+        };
+        files.push((vec![file.clone()], Box::new(reload)));
+    }
+    for (index, file) in &config.auth.users_files {
+        let config = config.clone();
+        let index = *index;
+        let reload = move |files: &[FileSnapshot]| {
+            let ProviderKind::Basic(basic) = &config.auth.providers[index].kind else { return };
+            log_result(&files[0], basic.reload_users(&files[0]));
         };
         files.push((vec![file.clone()], Box::new(reload)));
     }

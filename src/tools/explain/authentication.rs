@@ -28,6 +28,8 @@ fn report(provider: &AuthProvider, verification: &Verification) -> AuthReport {
         Verification::Valid(proof) => ("valid", proof_text(provider, proof)),
         Verification::Invalid(error) => ("invalid", error.to_string()),
         Verification::Forbidden(error) => ("forbidden", error.to_string()),
+        Verification::Unavailable(error) => ("unavailable", error.to_string()),
+        Verification::Pending => ("pending", pending_text(provider)),
     };
     auth_report(provider, result, reason)
 }
@@ -41,7 +43,18 @@ fn credential(provider: &AuthProvider) -> &'static str {
         ProviderKind::ApiKey(_) => "API key",
         ProviderKind::Jwt(_) => "bearer token",
         ProviderKind::ClientCert => "client certificate",
+        ProviderKind::Basic(_) => "Basic credentials",
+        ProviderKind::Forward(_) => "admission",
     }
+}
+
+fn pending_text(provider: &AuthProvider) -> String {
+    match provider.kind {
+        ProviderKind::Forward(_) => "its server decides; it was not asked",
+        ProviderKind::Jwt(_) => "the key of the token is unknown; the key set was not fetched",
+        _ => "the password was not hashed",
+    }
+    .to_owned()
 }
 
 fn proof_text(provider: &AuthProvider, proof: &Proof) -> String {
@@ -54,5 +67,7 @@ fn proof_text(provider: &AuthProvider, proof: &Proof) -> String {
             None => "token without a subject".to_owned(),
         },
         Proof::ClientCert => format!("the {} of the connection", credential(provider)),
+        Proof::Basic(user) => format!("the user {user}"),
+        Proof::Forward(_) => "admitted by its server".to_owned(),
     }
 }

@@ -131,6 +131,8 @@ fn identity_part_reports(
             | Descriptor::Path(_)
             | Descriptor::Jwt(_)
             | Descriptor::ClientCert
+            | Descriptor::Basic
+            | Descriptor::Forward(_)
             | Descriptor::Host
             | Descriptor::Method
             | Descriptor::Route => format!("the {descriptor}"),

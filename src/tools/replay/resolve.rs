@@ -525,6 +525,8 @@ pub(super) fn missing_identity_input(
         }
         // Never from the log: tokens expire, and logs should not contain them.
         Descriptor::Jwt(name) => Some(format!("the claim `{name}` of the token")),
+        Descriptor::Basic => Some("the name of the user".to_owned()),
+        Descriptor::Forward(name) => Some(format!("the header `{name}` of the authentication server")),
         Descriptor::Path(_) | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
     };
     compiled.identity_spec.descriptors.iter().find_map(missing_input)

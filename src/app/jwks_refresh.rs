@@ -1,0 +1,182 @@
+//! Fetches the key sets of token issuers from their URLs: at the start, in intervals, and when a token has an unknown key.
+//! The last keys stay in use while a URL fails.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::Duration;
+
+use aws_lc_rs::digest::{SHA256, digest};
+use bytes::Bytes;
+use http::header::{ACCEPT, LOCATION, USER_AGENT};
+use http::{HeaderValue, Request};
+use tokio::time::{sleep, timeout};
+use tracing::{info, warn};
+use uuid::Uuid;
+
+use crate::identity::jwt::{KeySet, KeySetError};
+use crate::identity::remote_keys::REFRESH_TIMEOUT;
+use crate::limiter::clock::unix_us;
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::remote_auth::KeyUrl;
+use crate::telemetry::pluralize;
+use crate::upstream::fetch;
+use crate::upstream::fetch::FetchError;
+
+/// Maximum size of a key set, in bytes.
+const MAX_KEY_SET: usize = 1 << 20;
+
+/// First delay after a failure. It doubles with each further one.
+const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
+
+/// Maximum delay after a failure, while the keys are known, and while tokens are rejected because they are not.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
+const MAX_RETRY_DELAY_WITHOUT_KEYS: Duration = Duration::from_secs(5);
+
+/// Maximum length of a redirect location in an error, in characters.
+const MAX_LOCATION: usize = 200;
+
+/// Why the keys of a URL cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum JwksError {
+    /// There is no response.
+    #[error(transparent)]
+    Fetch(#[from] FetchError),
+    /// The exchange took too long.
+    #[error("no complete response within {} s", REFRESH_TIMEOUT.as_secs())]
+    Timeout,
+    /// The response has another status than 200.
+    #[error("the server responded with status {0}")]
+    Status(u16),
+    /// The response is a redirect, to this location.
+    #[error("the server redirects to {0}, and redirects are not followed")]
+    Redirect(String),
+    /// The response is not a key set, or has no usable key.
+    #[error("the response is {0}")]
+    KeySet(#[source] KeySetError),
+}
+
+impl JwksError {
+    /// Return what to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            JwksError::Fetch(FetchError::Tls(_)) => {
+                "check the certificate of the server, or name its CA: ca = \"ca.pem\""
+            }
+            JwksError::Fetch(_) | JwksError::Timeout => "check the URL, and that the gateway may connect to the server",
+            JwksError::Status(_) | JwksError::KeySet(_) => {
+                "the URL must be that of the JSON Web Key Set: `jwks_uri` in the metadata of the issuer"
+            }
+            JwksError::Redirect(_) => "write the location as `jwks_url`, if it belongs to the issuer",
+        }
+    }
+}
+
+/// A key set as fetched.
+#[derive(Debug)]
+pub struct FetchedKeys {
+    /// The keys.
+    pub keys: KeySet,
+    /// Why other keys were skipped.
+    pub skipped: Vec<KeySetError>,
+    /// SHA-256 of the response.
+    digest: [u8; 32],
+}
+
+/// Fetch and parse the key set of a URL.
+///
+/// # Errors
+/// See [`JwksError`].
+pub async fn fetch_keys(source: &KeyUrl) -> Result<FetchedKeys, JwksError> {
+    let mut request = Request::new(Bytes::new());
+    *request.uri_mut() = source.url.clone();
+    let accepted = HeaderValue::from_static("application/jwk-set+json, application/json");
+    request.headers_mut().insert(ACCEPT, accepted);
+    request.headers_mut().insert(USER_AGENT, HeaderValue::from_static("sluicegate"));
+    let exchange = fetch::send(request, source.tls.as_ref(), MAX_KEY_SET);
+    let response = timeout(REFRESH_TIMEOUT, exchange).await.map_err(|_| JwksError::Timeout)??;
+    let status = response.status();
+    if let Some(location) = response.headers().get(LOCATION).filter(|_| status.is_redirection()) {
+        let location = String::from_utf8_lossy(location.as_bytes()).chars().take(MAX_LOCATION).collect();
+        return Err(JwksError::Redirect(location));
+    }
+    if status != http::StatusCode::OK {
+        return Err(JwksError::Status(status.as_u16()));
+    }
+    let (keys, skipped) = KeySet::parse_fetched(response.body()).map_err(JwksError::KeySet)?;
+    let mut fetched = FetchedKeys { keys, skipped, digest: [0; 32] };
+    // SHA-256 has 32 bytes.
+    fetched.digest.copy_from_slice(digest(&SHA256, response.body()).as_ref());
+    Ok(fetched)
+}
+
+/// Keep the keys of the URL `index` current until the future is dropped. `first` is dropped when the first attempt has
+/// ended, or at once if the keys are known.
+pub(super) async fn refresh(config: Arc<CompiledConfig>, index: usize, first: Sender<Infallible>) {
+    let source = &config.auth.key_urls[index];
+    let (remote, provider) = (&source.keys, &*source.name);
+    // Requests that wait for a refresh stop waiting when this task is aborted.
+    let _task = remote.guard();
+    let mut first = Some(first);
+    let mut last_digest = None;
+    let mut failures = 0;
+    let mut delay = match remote.last_success_us() {
+        0 => Duration::ZERO,
+        fetched_at_us => {
+            drop(first.take());
+            let age = Duration::from_micros(unix_us().saturating_sub(fetched_at_us));
+            source.refresh_interval.saturating_sub(age)
+        }
+    };
+    loop {
+        tokio::select! {
+            () = sleep(with_jitter(delay)) => {}
+            () = remote.wanted() => {}
+        }
+        let _attempt = remote.begin();
+        match fetch_keys(source).await {
+            Ok(FetchedKeys { keys, skipped, digest }) => {
+                (failures, delay) = (0, source.refresh_interval);
+                if last_digest == Some(digest) {
+                    // The same keys remember which tokens were verified.
+                    remote.record_unchanged(unix_us());
+                } else {
+                    info!(provider, keys = keys.len(), "key set fetched");
+                    for reason in &skipped {
+                        warn!(provider, %reason, "a key of the key set was skipped");
+                    }
+                    last_digest = Some(digest);
+                    remote.store(keys, unix_us());
+                }
+            }
+            Err(error) => {
+                remote.record_failure();
+                let is_known = remote.keys().load().is_some();
+                let max_delay = if is_known { MAX_RETRY_DELAY } else { MAX_RETRY_DELAY_WITHOUT_KEYS };
+                delay = (FIRST_RETRY_DELAY * 2_u32.pow(failures)).min(max_delay).min(source.refresh_interval);
+                failures = (failures + 1).min(10);
+                let hint = error.hint();
+                match is_known {
+                    true => warn!(provider, %error, hint, "cannot fetch the key set: its previous keys stay in use"),
+                    false => warn!(provider, %error, hint, "cannot fetch the key set: tokens are rejected with 503"),
+                }
+            }
+        }
+        drop(first.take());
+    }
+}
+
+/// Return a duration that differs by up to 10 %, so that gateways that started together do not ask together.
+fn with_jitter(duration: Duration) -> Duration {
+    let permille = 900 + (Uuid::new_v4().as_u64_pair().0 % 201) as u32;
+    duration * permille / 1000
+}
+
+/// Return a key set in words, for `check` and `doctor`.
+pub fn describe(fetched: &FetchedKeys) -> String {
+    let mut text = pluralize(fetched.keys.len() as u64, "usable key");
+    for reason in &fetched.skipped {
+        text += &format!("; skipped: {reason}");
+    }
+    text
+}

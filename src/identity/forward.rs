@@ -1,0 +1,363 @@
+//! Forward authentication: what a server of the operator is told of a request, and what it decided. The exchange itself
+//! is in `proxy/forward_auth.rs`.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use aws_lc_rs::digest::{Context, SHA256};
+use aws_lc_rs::rand;
+use bytes::Bytes;
+use http::header::CACHE_CONTROL;
+use http::uri::PathAndQuery;
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use quick_cache::sync::Cache;
+use tokio::sync::watch;
+
+use crate::identity::auth::AuthError;
+use crate::limiter::clock::monotonic;
+
+/// A provider of kind `forward`.
+#[derive(Debug)]
+pub struct ForwardProvider {
+    /// The settings.
+    pub settings: ForwardSettings,
+    /// Admissions that are not asked for again. `None`: each request is asked for.
+    pub cache: Option<Arc<ForwardCache>>,
+}
+
+/// Settings of a provider of kind `forward`.
+#[derive(Debug, PartialEq)]
+pub struct ForwardSettings {
+    /// Index of the internal upstream among all upstreams.
+    pub upstream: usize,
+    /// Path and query of `url`.
+    pub target: PathAndQuery,
+    /// Host and port of `url`, for `Host`.
+    pub authority: HeaderValue,
+    /// Headers of the client that the server gets.
+    pub request_headers: Vec<HeaderName>,
+    /// Headers of the server that the upstream gets. Those of clients are always removed.
+    pub response_headers: Vec<HeaderName>,
+    /// Maximum time for the whole exchange.
+    pub timeout: Duration,
+    /// Whether requests are admitted while the server does not respond.
+    pub fail_open: bool,
+    /// What the server is told besides the headers of the client.
+    pub told: ToldParts,
+    /// Lifetime and maximum number of cached admissions. `None`: no cache.
+    pub cache: Option<(Duration, usize)>,
+}
+
+/// The parts of a request that an authentication server is told. With a cache, they are all in its key: what is not in
+/// the key cannot decide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ToldParts {
+    /// `X-Forwarded-Method`.
+    pub method: bool,
+    /// `X-Forwarded-Host` and `X-Forwarded-Proto`.
+    pub host: bool,
+    /// `X-Forwarded-Uri`: path and query.
+    pub uri: bool,
+    /// `X-Forwarded-For`: the address of the client.
+    pub ip: bool,
+}
+
+impl ToldParts {
+    /// All parts.
+    pub const ALL: ToldParts = ToldParts { method: true, host: true, uri: true, ip: true };
+}
+
+/// An admitted request: the headers for the upstream.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Admission {
+    /// The `response_headers` that the server sent.
+    pub headers: HeaderMap,
+}
+
+/// The response of an authentication server that does not admit the request. The client gets it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Denial {
+    /// Status, any but 2xx.
+    pub status: StatusCode,
+    /// Headers of the response that the client gets.
+    pub headers: HeaderMap,
+    /// Body of the response.
+    pub body: Bytes,
+}
+
+impl ForwardProvider {
+    /// Create a provider with an empty cache.
+    pub fn new(settings: ForwardSettings) -> Self {
+        let cache = settings.cache.map(|(_, max_entries)| Arc::new(ForwardCache::new(max_entries)));
+        ForwardProvider { settings, cache }
+    }
+}
+
+impl Admission {
+    /// Return the header that names an identity: its only value, unless it is empty.
+    pub fn identity(&self, name: &HeaderName) -> Option<&[u8]> {
+        let mut values = self.headers.get_all(name).iter().map(HeaderValue::as_bytes);
+        values.next().filter(|value| !value.is_empty() && values.next().is_none())
+    }
+}
+
+// === Cache: admissions by everything that the server is told ===
+
+/// Maximum size of the headers of a cached admission, in bytes. Larger ones are not cached, which bounds the memory.
+const MAX_CACHED_HEADERS: usize = 4096;
+
+/// Admissions by a keyed hash of what the server is told. Shared by all workers. Denials are not cached: they may start
+/// a session of one client, and the next request may bring the credential.
+#[derive(Debug)]
+pub struct ForwardCache {
+    admissions: Cache<CacheKey, CachedAdmission>,
+    /// Exchanges in progress, each with the receiver of its result.
+    pending: Mutex<HashMap<CacheKey, watch::Receiver<Option<SharedResult>>>>,
+    /// The hash of credentials is of no use without this secret of the process.
+    secret: [u8; 32],
+}
+
+/// Hash of what the server is told.
+pub type CacheKey = [u8; 32];
+
+#[derive(Debug, Clone)]
+struct CachedAdmission {
+    admission: Arc<Admission>,
+    expires_at: Instant,
+}
+
+/// A result that concurrent requests with the same key may use.
+#[derive(Debug, Clone)]
+pub enum SharedResult {
+    /// The server admits the requests.
+    Admitted(Arc<Admission>),
+    /// The server did not respond.
+    Unavailable(AuthError),
+    /// The response is for one request only: a denial, or an admission that must not be stored.
+    Private,
+}
+
+/// What a request does about its key.
+#[derive(Debug)]
+pub enum CacheRole<'a> {
+    /// The admission is known.
+    Hit(Arc<Admission>),
+    /// The request asks the server, and publishes the result. Others wait for it.
+    Ask(PendingExchange<'a>),
+    /// Another request is asking the server.
+    Wait(watch::Receiver<Option<SharedResult>>),
+}
+
+/// An exchange that other requests wait for. If it is dropped without a result, another request asks the server.
+#[derive(Debug)]
+pub struct PendingExchange<'a> {
+    cache: &'a ForwardCache,
+    key: CacheKey,
+    result: watch::Sender<Option<SharedResult>>,
+}
+
+impl ForwardCache {
+    fn new(max_entries: usize) -> Self {
+        let mut secret = [0; 32];
+        // Without random bytes, TLS could not start either.
+        let _ = rand::fill(&mut secret);
+        ForwardCache { admissions: Cache::new(max_entries), pending: Mutex::default(), secret }
+    }
+
+    /// Return the key of a request to the server. It contains the names and the values of all headers in their order.
+    pub fn key(&self, headers: &HeaderMap) -> CacheKey {
+        let mut context = Context::new(&SHA256);
+        context.update(&self.secret);
+        for (name, value) in headers {
+            // Lengths make the encoding unambiguous.
+            for part in [name.as_str().as_bytes(), value.as_bytes()] {
+                context.update(&(part.len() as u64).to_be_bytes());
+                context.update(part);
+            }
+        }
+        let mut key = CacheKey::default();
+        // SHA-256 has 32 bytes.
+        key.copy_from_slice(context.finish().as_ref());
+        key
+    }
+
+    /// Return the admission for a key, or who asks the server.
+    pub fn role(&self, key: CacheKey) -> CacheRole<'_> {
+        if let Some(cached) = self.admissions.get(&key) {
+            if monotonic() < cached.expires_at {
+                return CacheRole::Hit(cached.admission);
+            }
+            self.admissions.remove(&key);
+        }
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        match pending.get(&key) {
+            Some(result) => CacheRole::Wait(result.clone()),
+            None => {
+                let (sender, receiver) = watch::channel(None);
+                pending.insert(key, receiver);
+                CacheRole::Ask(PendingExchange { cache: self, key, result: sender })
+            }
+        }
+    }
+}
+
+impl PendingExchange<'_> {
+    /// Publish the result. Store an admission for at most `ttl`; `response` are all headers of the server.
+    pub fn finish(self, result: &Result<Arc<Admission>, AuthError>, response: &HeaderMap, ttl: Duration) {
+        let shared = match result {
+            Ok(admission) => match storable_time(response, ttl) {
+                Some(ttl) => {
+                    if header_size(&admission.headers) <= MAX_CACHED_HEADERS {
+                        let expires_at = monotonic() + ttl;
+                        let cached = CachedAdmission { admission: admission.clone(), expires_at };
+                        self.cache.admissions.insert(self.key, cached);
+                    }
+                    SharedResult::Admitted(admission.clone())
+                }
+                None => SharedResult::Private,
+            },
+            Err(error @ AuthError::Unavailable(_)) => SharedResult::Unavailable(error.clone()),
+            Err(_) => SharedResult::Private,
+        };
+        self.result.send_replace(Some(shared));
+    }
+}
+
+impl Drop for PendingExchange<'_> {
+    fn drop(&mut self) {
+        self.cache.pending.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.key);
+    }
+}
+
+fn header_size(headers: &HeaderMap) -> usize {
+    headers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum()
+}
+
+/// Return how long an admission may be stored: `ttl`, or less if the server says so (RFC 9111 §5.2.2). `None`: it must
+/// not be stored.
+fn storable_time(response: &HeaderMap, ttl: Duration) -> Option<Duration> {
+    let mut ttl = ttl;
+    for line in response.get_all(CACHE_CONTROL) {
+        // A header that is not text cannot be understood.
+        for directive in line.to_str().ok()?.split(',').map(str::trim) {
+            let (name, value) = directive.split_once('=').unwrap_or((directive, ""));
+            if ["no-store", "no-cache"].iter().any(|word| name.eq_ignore_ascii_case(word)) {
+                return None;
+            }
+            if name.eq_ignore_ascii_case("max-age") {
+                let seconds = value.trim_matches('"').parse().ok().filter(|seconds| *seconds > 0)?;
+                ttl = ttl.min(Duration::from_secs(seconds));
+            }
+        }
+    }
+    Some(ttl)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn headers(lines: &[(&str, &str)]) -> HeaderMap {
+        let mut map = HeaderMap::new();
+        for (name, value) in lines {
+            map.append(name.parse::<HeaderName>().unwrap(), value.parse().unwrap());
+        }
+        map
+    }
+
+    fn admitted(user: &str) -> Result<Arc<Admission>, AuthError> {
+        Ok(Arc::new(Admission { headers: headers(&[("x-user", user)]) }))
+    }
+
+    #[test]
+    fn key_differs_for_everything_that_the_server_is_told() {
+        let cache = ForwardCache::new(10);
+        let told = [
+            &[][..],
+            &[("cookie", "")],
+            &[("cookie", "a")],
+            &[("cookie", "ab")],
+            &[("authorization", "a")],
+            &[("cookie", "a"), ("authorization", "b")],
+            &[("cookie", "a"), ("cookie", "b")],
+            &[("cookie", "b"), ("cookie", "a")],
+            &[("cookie", "a, b")],
+            &[("x-forwarded-uri", "/a"), ("cookie", "a")],
+            &[("x-forwarded-uri", "/a"), ("cookie", "/a")],
+        ];
+        let keys: std::collections::HashSet<_> = told.iter().map(|lines| cache.key(&headers(lines))).collect();
+        assert_eq!(keys.len(), told.len());
+        assert_eq!(cache.key(&headers(told[5])), cache.key(&headers(told[5])));
+        assert_ne!(cache.key(&headers(told[5])), ForwardCache::new(10).key(&headers(told[5])), "keyed");
+    }
+
+    #[test]
+    fn cache_control_of_the_server_shortens_or_forbids_storing() {
+        let ttl = Duration::from_secs(10);
+        for (lines, expected) in [
+            (&[][..], Some(10)),
+            (&[("cache-control", "private")], Some(10)),
+            (&[("cache-control", "max-age=3")], Some(3)),
+            (&[("cache-control", "max-age=300, private")], Some(10)),
+            (&[("cache-control", "max-age=0")], None),
+            (&[("cache-control", "max-age=soon")], None),
+            (&[("cache-control", "No-Store")], None),
+            (&[("cache-control", "private, no-store")], None),
+            (&[("cache-control", "private"), ("cache-control", "no-cache")], None),
+            (&[("cache-control", "no-cache=\"x-user\"")], None),
+        ] {
+            assert_eq!(storable_time(&headers(lines), ttl), expected.map(Duration::from_secs), "{lines:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn admission_is_shared_and_expires() {
+        let cache = ForwardCache::new(10);
+        let key = cache.key(&headers(&[("cookie", "a")]));
+        let CacheRole::Ask(exchange) = cache.role(key) else { panic!("the first asks") };
+        let CacheRole::Wait(mut waiting) = cache.role(key) else { panic!("the second waits") };
+        exchange.finish(&admitted("alice"), &HeaderMap::new(), Duration::from_secs(10));
+        assert!(waiting.changed().await.is_ok());
+        assert!(matches!(&*waiting.borrow(), Some(SharedResult::Admitted(_))));
+        let CacheRole::Hit(hit) = cache.role(key) else { panic!("the third finds it") };
+        assert_eq!(hit.identity(&HeaderName::from_static("x-user")), Some(&b"alice"[..]));
+        tokio::time::advance(Duration::from_secs(10)).await;
+        assert!(matches!(cache.role(key), CacheRole::Ask(_)), "expired");
+    }
+
+    #[tokio::test]
+    async fn denial_and_unstorable_admission_are_neither_shared_nor_cached() {
+        let cache = ForwardCache::new(10);
+        let key = cache.key(&HeaderMap::new());
+        let denial = Denial { status: StatusCode::FOUND, headers: HeaderMap::new(), body: Bytes::new() };
+        let no_store = headers(&[("cache-control", "no-store")]);
+        for (result, response) in
+            [(Err(AuthError::Denied(Arc::new(denial))), HeaderMap::new()), (admitted("alice"), no_store)]
+        {
+            let CacheRole::Ask(exchange) = cache.role(key) else { panic!("not cached") };
+            let CacheRole::Wait(mut waiting) = cache.role(key) else { panic!("the second waits") };
+            exchange.finish(&result, &response, Duration::from_secs(10));
+            assert!(waiting.changed().await.is_ok());
+            assert!(matches!(&*waiting.borrow(), Some(SharedResult::Private)));
+        }
+        let CacheRole::Ask(cancelled) = cache.role(key) else { panic!("not cached") };
+        let CacheRole::Wait(mut waiting) = cache.role(key) else { panic!("the second waits") };
+        drop(cancelled);
+        assert!(waiting.changed().await.is_err(), "the request was cancelled");
+        assert!(matches!(cache.role(key), CacheRole::Ask(_)), "another one asks");
+    }
+
+    #[test]
+    fn identity_is_the_only_value_of_a_header() {
+        let name = HeaderName::from_static("x-user");
+        for (lines, expected) in [
+            (&[("x-user", "alice")][..], Some(&b"alice"[..])),
+            (&[("x-user", "")], None),
+            (&[("x-user", "alice"), ("x-user", "eve")], None),
+            (&[("x-plan", "gold")], None),
+        ] {
+            assert_eq!(Admission { headers: headers(lines) }.identity(&name), expected, "{lines:?}");
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! The state of a key set that is fetched from a URL: whether it is known, and when requests may ask for a new one. The
+//! fetching is in `app/jwks_refresh.rs`.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use arc_swap::ArcSwapOption;
+use tokio::sync::{Notify, watch};
+use tokio::time::timeout;
+
+use crate::identity::jwt::KeySet;
+use crate::limiter::clock::{elapsed_since, monotonic};
+
+/// Minimum time between two refreshes that tokens with an unknown `kid` cause.
+const UNKNOWN_KEY_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Maximum time that a request waits for a refresh. A fetch takes at most as long.
+pub const REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The keys of one URL, and the state of their refreshes. A reload keeps it while the URL is the same.
+#[derive(Debug)]
+pub struct RemoteKeys {
+    keys: Arc<ArcSwapOption<KeySet>>,
+    state: Mutex<RefreshState>,
+    /// Number of finished attempts.
+    finished: watch::Sender<u64>,
+    /// Wakes the task that fetches the keys.
+    wanted: Notify,
+    /// Number of successful and of failed attempts.
+    counts: [AtomicU64; 2],
+    /// Time of the last success in µs since the Unix epoch; 0 before the first.
+    last_success_us: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct RefreshState {
+    /// Whether an attempt runs or is about to begin.
+    is_pending: bool,
+    /// When a token with an unknown key last asked for a refresh.
+    asked_at: Option<Instant>,
+}
+
+/// An attempt to fetch the keys, or the task that makes them. When it is dropped, requests stop waiting for it.
+#[derive(Debug)]
+pub struct RefreshAttempt<'a>(&'a RemoteKeys);
+
+impl Default for RemoteKeys {
+    fn default() -> Self {
+        let (state, wanted, counts, last_success_us) = Default::default();
+        RemoteKeys { keys: Arc::default(), state, finished: watch::Sender::new(0), wanted, counts, last_success_us }
+    }
+}
+
+impl RemoteKeys {
+    /// Return the keys, for verifiers. `None` until the first attempt succeeded.
+    pub fn keys(&self) -> &Arc<ArcSwapOption<KeySet>> {
+        &self.keys
+    }
+
+    /// Return whether a token with an unknown key may wait for a refresh.
+    pub fn may_refresh(&self) -> bool {
+        self.lock().may_ask()
+    }
+
+    /// Ask for a refresh because of a token with an unknown key, and wait until it has ended, at most 5 s. Return at once
+    /// if another token asked within the last 10 s.
+    pub async fn refresh(&self) {
+        let mut finished = self.finished.subscribe();
+        {
+            let mut state = self.lock();
+            if !state.may_ask() {
+                return;
+            }
+            if !state.is_pending {
+                *state = RefreshState { is_pending: true, asked_at: Some(monotonic()) };
+                self.wanted.notify_one();
+            }
+        }
+        // An error means that the sender is gone, which `self` owns.
+        let _ = timeout(REFRESH_TIMEOUT, finished.changed()).await;
+    }
+
+    /// Return when a request asks for a refresh.
+    pub async fn wanted(&self) {
+        self.wanted.notified().await;
+    }
+
+    /// Begin an attempt, or a task that makes attempts.
+    pub fn begin(&self) -> RefreshAttempt<'_> {
+        self.lock().is_pending = true;
+        RefreshAttempt(self)
+    }
+
+    /// Return a guard for the task that makes attempts: if the task ends, requests stop waiting for it.
+    pub fn guard(&self) -> RefreshAttempt<'_> {
+        RefreshAttempt(self)
+    }
+
+    /// Record a successful attempt that returned the same keys.
+    pub fn record_unchanged(&self, now_us: u64) {
+        self.last_success_us.store(now_us, Ordering::Relaxed);
+        self.counts[0].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Take over the keys of another state for the same URL.
+    pub fn carry_over(&self, previous: &RemoteKeys) {
+        self.keys.store(previous.keys.load_full());
+        self.last_success_us.store(previous.last_success_us(), Ordering::Relaxed);
+        for (count, known) in self.counts.iter().zip(previous.counts()) {
+            count.store(known, Ordering::Relaxed);
+        }
+    }
+
+    /// Use new keys.
+    pub fn store(&self, keys: KeySet, now_us: u64) {
+        self.keys.store(Some(Arc::new(keys)));
+        self.record_unchanged(now_us);
+    }
+
+    /// Count a failed attempt. The previous keys stay in use.
+    pub fn record_failure(&self) {
+        self.counts[1].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Return the number of successful and of failed attempts.
+    pub fn counts(&self) -> [u64; 2] {
+        self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
+    }
+
+    /// Return the time of the last success in µs since the Unix epoch; 0 before the first.
+    pub fn last_success_us(&self) -> u64 {
+        self.last_success_us.load(Ordering::Relaxed)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, RefreshState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl RefreshState {
+    fn may_ask(&self) -> bool {
+        self.is_pending || self.asked_at.is_none_or(|asked_at| elapsed_since(asked_at) >= UNKNOWN_KEY_INTERVAL)
+    }
+}
+
+impl Drop for RefreshAttempt<'_> {
+    fn drop(&mut self) {
+        self.0.lock().is_pending = false;
+        self.0.finished.send_modify(|finished| *finished += 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn unknown_keys_cause_one_refresh_in_ten_seconds() {
+        let remote = RemoteKeys::default();
+        let started_at = monotonic();
+        let fetch = async {
+            remote.wanted().await;
+            let attempt = remote.begin();
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            drop(attempt);
+        };
+        tokio::join!(fetch, remote.refresh(), remote.refresh());
+        assert_eq!(elapsed_since(started_at), Duration::from_secs(2), "both waited for the same attempt");
+        assert!(!remote.may_refresh());
+        remote.refresh().await;
+        assert_eq!(elapsed_since(started_at), Duration::from_secs(2), "the third does not wait");
+        tokio::time::advance(Duration::from_secs(8)).await;
+        assert!(remote.may_refresh(), "10 s after the first asked");
+        remote.refresh().await;
+        assert_eq!(elapsed_since(started_at), Duration::from_secs(15), "no task fetches: 5 s");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn dropped_attempt_ends_the_wait() {
+        let remote = RemoteKeys::default();
+        let started_at = monotonic();
+        let attempt = remote.begin();
+        let end = async {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            drop(attempt);
+        };
+        tokio::join!(end, remote.refresh());
+        assert_eq!(elapsed_since(started_at), Duration::from_secs(1));
+        assert!(remote.may_refresh(), "no token has asked");
+    }
+}

@@ -1,0 +1,362 @@
+//! Compiles the providers of `[auth.NAME]` that need more than a lookup: password files, authentication servers and key
+//! sets from a URL; and `[tiers]`.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::uri::{PathAndQuery, Scheme};
+use http::{HeaderName, HeaderValue, Uri};
+
+use crate::config;
+use crate::config::Config;
+use crate::config::Text;
+use crate::config::error::{Issue, Spanned};
+use crate::config::file::FileSnapshot;
+use crate::config::shorthand::UpstreamServer;
+use crate::config::tables::{Upstream, UpstreamTls as WrittenTls};
+use crate::http::headers::{Direction, reserved_reason};
+use crate::identity::Descriptor;
+use crate::identity::auth::TierSource;
+use crate::identity::basic::{BasicProvider, BasicVerifier, Htpasswd};
+use crate::identity::forward::{ForwardProvider, ForwardSettings, ToldParts};
+use crate::identity::remote_keys::RemoteKeys;
+use crate::snapshot::client_tls;
+use crate::snapshot::client_tls::UpstreamTls;
+use crate::snapshot::upstreams;
+use crate::snapshot::validator::Validator;
+use crate::upstream::connector::EndpointTls;
+use crate::upstream::fetch;
+use crate::upstream::{Protocol, UpstreamSettings};
+
+/// Start of the names of internal upstreams: `auth.NAME` is the server of `[auth.NAME]`.
+const UPSTREAM_PREFIX: &str = "auth.";
+
+/// Maximum time to connect to an authentication server, as for other upstreams.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Maximum lifetime of a cached admission. A revoked session stays valid for as long.
+const MAX_CACHE_TTL: Duration = Duration::from_secs(3600);
+
+/// Bounds of `refresh_interval`.
+const REFRESH_INTERVALS: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(86_400);
+
+/// The internal upstreams and TLS settings of providers. They follow those of `[upstream.NAME]`.
+#[derive(Debug)]
+pub(super) struct InternalUpstreams {
+    /// Number of upstreams of `[upstream.NAME]`.
+    pub(super) first: usize,
+    pub(super) settings: Vec<UpstreamSettings>,
+    pub(super) tls: Vec<UpstreamTls>,
+}
+
+/// A JWK Set that is fetched from a URL.
+#[derive(Debug)]
+pub struct KeyUrl {
+    /// Index of the provider.
+    pub provider: usize,
+    /// Name of the provider.
+    pub name: Box<str>,
+    /// The URL.
+    pub url: Uri,
+    /// TLS settings. `None` for clear text.
+    pub tls: Option<EndpointTls>,
+    /// Time between two fetches.
+    pub refresh_interval: Duration,
+    /// The keys, shared with the verifier. Kept on reload if the URL is the same.
+    pub keys: Arc<RemoteKeys>,
+}
+
+/// Compile a provider of kind `basic`. Return the file as read.
+pub(super) fn basic(
+    name: &str,
+    auth: &config::Auth,
+    span: &Range<usize>,
+    reader: &mut Validator<'_>,
+) -> Option<(BasicProvider, FileSnapshot)> {
+    let realm = auth.realm.as_ref().map_or(name, |realm| realm.get_ref());
+    if let Some(text) = auth.realm.as_ref().filter(|_| !realm.chars().all(|c| c == ' ' || c.is_ascii_graphic())) {
+        let issue = Issue::new(text.span(), "a realm is printable ASCII");
+        reader.push_issue(issue.with_hint("such as realm = \"api\""));
+    }
+    let text = reader.required(auth.users.as_ref(), span, "users", "\"htpasswd\"")?;
+    let path = reader.resolve_path(text);
+    let file = match FileSnapshot::read(&path) {
+        Ok(file) => file,
+        Err(error) => {
+            let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
+            reader.push_issue(issue.with_hint(format!("create it: htpasswd -cB {} USER", text.get_ref())));
+            return None;
+        }
+    };
+    match parse_users(&file) {
+        Ok(users) => {
+            let provider = BasicProvider { verifier: Arc::new(BasicVerifier::new(users)), realm: realm.into() };
+            Some((provider, file))
+        }
+        Err((message, hint)) => {
+            reader.push_issue(Issue::new(text.span(), format!("{}: {message}", path.display())).with_hint(hint));
+            None
+        }
+    }
+}
+
+/// Parse a file of users. The error is a message, and what to do. An empty file is one that is being written.
+fn parse_users(file: &FileSnapshot) -> Result<Htpasswd, (String, String)> {
+    let name = file.path.file_name().unwrap_or_default().to_string_lossy();
+    match Htpasswd::parse(&file.content) {
+        Ok(users) if users.is_empty() => Err(("no users".to_owned(), format!("add one: htpasswd -B {name} USER"))),
+        Ok(users) => Ok(users),
+        Err(error) => Err((error.to_string(), error.hint(&name))),
+    }
+}
+
+impl BasicProvider {
+    /// Use the users of a changed file.
+    ///
+    /// # Errors
+    /// What is wrong with the file, and what to do. The users in use do not change.
+    pub fn reload_users(&self, file: &FileSnapshot) -> Result<(), String> {
+        let users = parse_users(file).map_err(|(message, hint)| format!("{message}; {hint}"))?;
+        self.verifier.replace_users(users);
+        Ok(())
+    }
+}
+
+/// Compile a provider of kind `forward`, and its server as an internal upstream.
+pub(super) fn forward(
+    name: &str,
+    auth: &config::Auth,
+    span: &Range<usize>,
+    internal: &mut InternalUpstreams,
+    reader: &mut Validator<'_>,
+) -> Option<ForwardProvider> {
+    let timeout = reader.duration(auth.timeout.as_ref(), Duration::from_secs(2));
+    let fail_open = reader.one_of(auth.on_error.as_ref(), false, &[("deny", false), ("allow", true)]);
+    let request_headers = match &auth.request_headers {
+        Some(list) => headers(list, "the authentication server gets", reader),
+        None => vec![http::header::AUTHORIZATION, http::header::COOKIE],
+    };
+    let response_headers = headers(auth.response_headers.as_deref().unwrap_or_default(), "the upstream gets", reader);
+    let (told, cache) = match &auth.cache {
+        Some(cache) => cache_settings(cache, &request_headers, reader),
+        None => (ToldParts::ALL, None),
+    };
+    let text = reader.required(auth.url.as_ref(), span, "url", "\"http://127.0.0.1:4181/verify\"")?;
+    let (settings, target, authority) = {
+        let url = server_url(text, reader)?;
+        let target = url.path_and_query().cloned().unwrap_or(PathAndQuery::from_static("/"));
+        let authority = url.authority().and_then(|authority| HeaderValue::from_str(authority.as_str()).ok())?;
+        let table = internal_table(&url, text.span(), auth.ca.as_ref(), reader);
+        let (settings, tls) = upstreams::upstream(&internal_name(name), &table, &text.span(), reader);
+        internal.tls.extend(tls);
+        let connect_timeout = timeout.min(CONNECT_TIMEOUT);
+        (UpstreamSettings { connect_timeout, response_timeout: timeout, ..settings }, target, authority)
+    };
+    let upstream = internal.first + internal.settings.len();
+    internal.settings.push(settings);
+    Some(ForwardProvider::new(ForwardSettings {
+        upstream,
+        target,
+        authority,
+        request_headers,
+        response_headers,
+        timeout,
+        fail_open,
+        told,
+        cache,
+    }))
+}
+
+/// Return the name of the internal upstream of a provider.
+pub(crate) fn internal_name(provider: &str) -> String {
+    format!("{UPSTREAM_PREFIX}{provider}")
+}
+
+/// Report upstreams with the name of an internal one.
+pub(super) fn check_upstream_names(config: &Config, reader: &mut Validator<'_>) {
+    for (name, upstream) in &config.upstream {
+        let provider = name.strip_prefix(UPSTREAM_PREFIX).filter(|provider| config.auth.contains_key(*provider));
+        if let Some(provider) = provider {
+            let message = format!("the name `{name}` belongs to the server of [auth.{provider}]");
+            reader.push_issue(Issue::new(upstream.span(), message).with_hint("another name"));
+        }
+    }
+}
+
+/// Compile a list of header names.
+fn headers(list: &[Text], recipient: &str, reader: &mut Validator<'_>) -> Vec<HeaderName> {
+    let mut names = Vec::new();
+    for text in list {
+        let Some(name) = reader.header_name(text.span(), text.get_ref()) else { continue };
+        if let Some(reason) = reserved_reason(&name, Direction::Request) {
+            let message = format!("{recipient} `{name}` in any case or never: {reason}");
+            reader.push_issue(Issue::new(text.span(), message).with_hint("leave it out"));
+        } else if names.contains(&name) {
+            reader.push_issue(Issue::new(text.span(), format!("`{name}` is listed twice")));
+        } else {
+            names.push(name);
+        }
+    }
+    names
+}
+
+/// Compile `cache`. Return what the server is told, and lifetime and number of the entries.
+fn cache_settings(
+    cache: &Spanned<config::AuthCache>,
+    request_headers: &[HeaderName],
+    reader: &mut Validator<'_>,
+) -> (ToldParts, Option<(Duration, usize)>) {
+    let written = cache.get_ref();
+    let told = match &written.by {
+        None => ToldParts::ALL,
+        Some(by) => {
+            let mut told = ToldParts { method: false, host: false, uri: false, ip: false };
+            let mut keyed = Vec::new();
+            for text in by.get_ref() {
+                match text.get_ref().as_str() {
+                    "method" => told.method = true,
+                    "host" => told.host = true,
+                    "uri" => told.uri = true,
+                    "ip" => told.ip = true,
+                    other => match request_headers.iter().find(|name| name.as_str().eq_ignore_ascii_case(other)) {
+                        Some(name) => keyed.push(name),
+                        None => {
+                            let known = request_headers.iter().map(HeaderName::as_str);
+                            let known = known.chain(["method", "host", "uri", "ip"]);
+                            reader.unknown_name(text.span(), "part of a key", other, known);
+                        }
+                    },
+                }
+            }
+            if let Some(missing) = request_headers.iter().find(|name| !keyed.contains(name)) {
+                let message = format!(
+                    "the server reads `{missing}`, which is not in `by`: an admission by it would be valid without it"
+                );
+                let hint = format!("add \"{missing}\" to `by`, or leave it out of `request_headers`");
+                reader.push_issue(Issue::new(by.span(), message).with_hint(hint));
+            }
+            told
+        }
+    };
+    let ttl = reader.required(written.ttl.as_ref(), &cache.span(), "ttl", "\"10s\"").map(|text| {
+        let ttl = reader.duration(Some(text), Duration::from_secs(10));
+        if ttl.is_zero() || ttl > MAX_CACHE_TTL {
+            let issue = Issue::new(text.span(), format!("`{}` is out of range", text.get_ref()));
+            reader.push_issue(issue.with_hint("up to \"1h\": a revoked session is admitted for as long"));
+        }
+        ttl
+    });
+    let max_entries = reader.number(written.max_entries.as_ref(), 1..1_000_001, 10_000) as usize;
+    (told, ttl.map(|ttl| (ttl, max_entries)))
+}
+
+/// Compile `jwks_url` and `refresh_interval`.
+pub(super) fn key_url(
+    name: &str,
+    auth: &config::Auth,
+    text: &Text,
+    provider: usize,
+    internal: &mut InternalUpstreams,
+    reader: &mut Validator<'_>,
+) -> Option<KeyUrl> {
+    let refresh_interval = reader.duration(auth.refresh_interval.as_ref(), Duration::from_secs(600));
+    if let Some(text) = auth.refresh_interval.as_ref().filter(|_| !REFRESH_INTERVALS.contains(&refresh_interval)) {
+        let issue = Issue::new(text.span(), format!("`{}` is out of range", text.get_ref()));
+        reader.push_issue(issue.with_hint("from \"1s\" to \"1d\""));
+    }
+    let url = server_url(text, reader)?;
+    let table = internal_table(&url, text.span(), auth.ca.as_ref(), reader);
+    let tls = client_tls::upstream_tls(&internal_name(name), &table, Protocol::Http1, reader);
+    let endpoint_tls = match &tls {
+        Some(tls) => Some(tls.for_server(fetch::host(&url), text.span(), reader)?),
+        None => None,
+    };
+    internal.tls.extend(tls);
+    let keys = Arc::<RemoteKeys>::default();
+    Some(KeyUrl { provider, name: name.into(), url, tls: endpoint_tls, refresh_interval, keys })
+}
+
+/// Parse the URL of a server of ours or of an issuer.
+fn server_url(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
+    let url = text.get_ref().parse::<Uri>().ok();
+    let url = url.filter(|url| matches!(url.scheme_str(), Some("http" | "https")) && url.host().is_some());
+    let Some(url) = url else {
+        let issue = Issue::new(text.span(), "this is not a URL with `http://` or `https://` and a host");
+        reader.push_issue(issue.with_hint("such as \"https://auth.example.com/verify\""));
+        return None;
+    };
+    if url.authority().is_some_and(|authority| authority.as_str().contains('@')) {
+        let issue = Issue::new(text.span(), "a URL of a server has no user and no password");
+        reader.push_issue(issue.with_hint("let the server trust the address of the gateway"));
+        return None;
+    }
+    Some(url)
+}
+
+/// Return a server as a table `[upstream.NAME]`. Errors point to the span of its URL.
+fn internal_table(url: &Uri, span: Range<usize>, ca: Option<&Text>, reader: &mut Validator<'_>) -> Upstream {
+    if let Some(ca) = ca.filter(|_| url.scheme() != Some(&Scheme::HTTPS)) {
+        reader.push_issue(Issue::new(ca.span(), "`ca` is valid only for a URL with `https://`"));
+    }
+    let ca = ca.filter(|_| url.scheme() == Some(&Scheme::HTTPS));
+    let origin =
+        format!("{}://{}", url.scheme_str().unwrap_or("http"), url.authority().map_or("", |host| host.as_str()));
+    let server = UpstreamServer { url: origin, weight: None };
+    let tls = ca.map(|ca| {
+        let text = Spanned::new(ca.span(), ca.get_ref().clone());
+        Spanned::new(ca.span(), WrittenTls { ca: Some(text), ..WrittenTls::default() })
+    });
+    Upstream { servers: vec![Spanned::new(span, server)], tls, ..Upstream::default() }
+}
+
+// `[tiers]`.
+
+/// Compile `[tiers] from`.
+pub(super) fn tier_source(config: &Config, reader: &mut Validator<'_>) -> TierSource {
+    let Some(text) = &config.tiers.from else { return TierSource::ApiKey };
+    match text.get_ref().split_once(':') {
+        None if text.get_ref() == "api-key" => TierSource::ApiKey,
+        Some(("jwt", claim)) if !claim.is_empty() => {
+            if !config.auth.values().any(|auth| auth.get_ref().is_of_kind("jwt")) {
+                let issue = Issue::new(text.span(), "the tier is a claim, but no provider verifies tokens");
+                reader.push_issue(issue.with_hint("[auth.tokens] with kind = \"jwt\""));
+            }
+            TierSource::Jwt(claim.into())
+        }
+        Some(("auth", name)) => match reader.header_name(text.span(), name) {
+            Some(name) => {
+                if !config.auth.values().any(|auth| returns_header(auth.get_ref(), &name)) {
+                    let message = format!("no authentication server returns `{name}`");
+                    let hint = format!("response_headers = [\"{name}\"] in [auth.NAME] with kind = \"forward\"");
+                    reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
+                }
+                TierSource::Forward(name)
+            }
+            None => TierSource::ApiKey,
+        },
+        _ => {
+            let known = ["api-key", "jwt:CLAIM", "auth:HEADER"];
+            reader.unknown_name(text.span(), "source of tiers", text.get_ref(), known.into_iter());
+            TierSource::ApiKey
+        }
+    }
+}
+
+/// Return whether a provider of kind `forward` has this header in `response_headers`.
+pub(super) fn returns_header(auth: &config::Auth, name: &HeaderName) -> bool {
+    let mut names = auth.response_headers.iter().flatten();
+    auth.is_of_kind("forward") && names.any(|text| text.get_ref().eq_ignore_ascii_case(name.as_str()))
+}
+
+/// Return whether the identity of a limit contains a credential of the source of tiers; otherwise, clients of several
+/// tiers would share a bucket. If not, return what `by` lacks.
+pub(super) fn check_tier_identity(source: &TierSource, descriptors: &[Descriptor]) -> Result<(), &'static str> {
+    let has = |is_source: fn(&Descriptor) -> bool| descriptors.iter().any(is_source);
+    let (is_met, lacks) = match source {
+        TierSource::ApiKey => (has(|descriptor| *descriptor == Descriptor::ApiKey), "api-key"),
+        TierSource::Jwt(_) => (has(|descriptor| matches!(descriptor, Descriptor::Jwt(_))), "jwt:sub"),
+        TierSource::Forward(_) => (has(|descriptor| matches!(descriptor, Descriptor::Forward(_))), "auth:x-user"),
+    };
+    if is_met { Ok(()) } else { Err(lacks) }
+}

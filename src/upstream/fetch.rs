@@ -1,0 +1,102 @@
+//! Single HTTP/1.1 exchanges on a connection of their own: the trace exporter, and the key sets of token issuers.
+
+use std::error::Error;
+use std::io;
+use std::net::IpAddr;
+
+use bytes::Bytes;
+use http::header::HOST;
+use http::uri::Scheme;
+use http::{HeaderValue, Request, Response, Uri};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::client::conn::http1::handshake;
+use hyper::rt::{Read, Write};
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tokio::task::AbortHandle;
+
+use crate::upstream::connector::EndpointTls;
+
+/// Why a request has no response.
+#[derive(Debug, thiserror::Error)]
+pub enum FetchError {
+    /// The name cannot be resolved, or no connection could be made.
+    #[error("cannot connect: {0}")]
+    Connect(#[source] io::Error),
+    /// The TLS handshake failed.
+    #[error("TLS handshake failed: {0}")]
+    Tls(#[source] io::Error),
+    /// The connection ended before the end of the response, or the response is not HTTP.
+    #[error("no valid response: {0}")]
+    Http(#[source] hyper::Error),
+    /// The response body is longer than allowed.
+    #[error("the response is longer than {0} bytes")]
+    TooLarge(usize),
+}
+
+/// Return the host of a URL without the brackets of an IPv6 address.
+pub fn host(uri: &Uri) -> &str {
+    uri.host().unwrap_or_default().trim_matches(['[', ']'])
+}
+
+/// Send a request to the server of its URL and return the response with its whole body. `tls` is required for
+/// `https://`. The connection is closed afterwards. The caller limits the time.
+///
+/// # Errors
+/// See [`FetchError`]. A response body longer than `max_body` bytes is an error.
+pub async fn send(
+    request: Request<Bytes>,
+    tls: Option<&EndpointTls>,
+    max_body: usize,
+) -> Result<Response<Bytes>, FetchError> {
+    let uri = request.uri();
+    let port = uri.port_u16().unwrap_or(if uri.scheme() == Some(&Scheme::HTTPS) { 443 } else { 80 });
+    let stream = match host(uri).parse::<IpAddr>() {
+        Ok(address) => TcpStream::connect((address, port)).await,
+        Err(_) => TcpStream::connect((host(uri), port)).await,
+    };
+    let stream = stream.map_err(FetchError::Connect)?;
+    match tls {
+        None => send_over(TokioIo::new(stream), request, max_body).await,
+        Some(tls) => {
+            let stream = tls.connect(stream).await.map_err(FetchError::Tls)?;
+            send_over(TokioIo::new(stream), request, max_body).await
+        }
+    }
+}
+
+async fn send_over(
+    stream: impl Read + Write + Unpin + Send + 'static,
+    mut request: Request<Bytes>,
+    max_body: usize,
+) -> Result<Response<Bytes>, FetchError> {
+    let (mut sender, connection) = handshake(stream).await.map_err(FetchError::Http)?;
+    // A connection error also fails the request. The task ends with this future, even if the server sends on.
+    let _connection = AbortOnDrop(tokio::spawn(connection).abort_handle());
+    let authority = request.uri().authority().map_or("", |authority| authority.as_str());
+    // An authority is a valid header value.
+    let host = HeaderValue::from_str(authority).ok().map(|host| (HOST, host));
+    request.headers_mut().extend(host);
+    let path = request.uri().path_and_query().cloned();
+    *request.uri_mut() = path.map(Uri::from).unwrap_or_default();
+    let (parts, body) = sender.send_request(request.map(Full::new)).await.map_err(FetchError::Http)?.into_parts();
+    let body = Limited::new(body, max_body).collect().await.map_err(|error| body_error(error, max_body))?.to_bytes();
+    Ok(Response::from_parts(parts, body))
+}
+
+/// A connection task that ends with its exchange.
+struct AbortOnDrop(AbortHandle);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+fn body_error(error: Box<dyn Error + Send + Sync>, max_body: usize) -> FetchError {
+    match error.downcast::<hyper::Error>() {
+        Ok(error) => FetchError::Http(*error),
+        // The only other error is that of `Limited`.
+        Err(_) => FetchError::TooLarge(max_body),
+    }
+}
