@@ -241,17 +241,16 @@ fn file_is_reloaded_and_a_bad_one_is_not() {
     assert_eq!((status(3, "/"), status(9, "/"), status(3, "/s"), status(4, "/s")), (200, 403, 403, 200));
     assert_eq!(open.get("/").status, 403);
     // A bad file keeps the running rules. The log says what is wrong and where.
-    let mut reports = 0;
-    for (content, reason) in [
+    let bad = [
         ("127.0.0.3\n127.0.0.300\n", "`127.0.0.300` is not an address or a network"),
         ("deny 127.0.0.3;\n", "only the network is in the line: 127.0.0.3"),
         ("", "the file is empty: a file without networks has a comment"),
         (&"x\n".repeat(10_000), "9995 further lines are not networks"),
-    ] {
+    ];
+    for (index, (content, reason)) in bad.into_iter().enumerate() {
         gateway.put_file("blocked.txt", content);
-        reports += 1;
         let message = "cannot reload the file: its previous content stays in force";
-        eventually("the file is rejected", || gateway.log().matches(message).count() == reports);
+        eventually("the file is rejected", || gateway.log().matches(message).count() == index + 1);
         assert!(gateway.log().contains(reason), "{reason}: {}", gateway.log());
         assert_eq!((status(4, "/"), status(3, "/")), (403, 200), "{reason}");
     }
