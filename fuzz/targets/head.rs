@@ -61,6 +61,7 @@ respond = { status = 200, body = "get" }
 name = "expression"
 path_regex = '(?i)/x/(?<id>[^/]+).*'
 match.query = { id.prefix = "a", debug.absent = true }
+identify = ["keys"]
 limits = ["all"]
 respond = { status = 200, body = "expression" }
 [[route]]

@@ -224,8 +224,9 @@ impl<'a> RequestContext<'a> {
         let (mut response, outcome) = match result {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
+                let is_preflight = matches!(rejection, Rejection::Preflight(_));
                 let (mut response, outcome) = self.reject(rejection);
-                if let Some(route) = self.route {
+                if let Some(route) = self.route.filter(|_| !is_preflight) {
                     route.response_headers.apply_to_rejection(response.headers_mut(), &self.response_values);
                 }
                 (response, outcome)

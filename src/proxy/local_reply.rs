@@ -428,6 +428,9 @@ impl Rejection<'_> {
             Rejection::NoRoute | Rejection::UnknownHost => "sluicegate; error=destination_not_found",
             Rejection::Forbidden | Rejection::RateLimited { .. } => "sluicegate; error=http_request_denied",
             Rejection::Identity(error) if error.is_credential_error() => "sluicegate; error=http_request_denied",
+            Rejection::Auth(AuthRejection { error: AuthError::Unavailable(_), .. }) => {
+                "sluicegate; error=proxy_internal_error"
+            }
             Rejection::Auth(rejection) if rejection.error.status() != StatusCode::BAD_REQUEST => {
                 "sluicegate; error=http_request_denied"
             }
