@@ -346,7 +346,8 @@ fn consumer_without_identity(input: &LintInput<'_>, route: &Route) -> Vec<Issue>
     let rules = [(&route.request_headers, request_rules), (&route.response_headers, response_rules)];
     let issue = |name: &str, value: &Text| {
         let message = format!("`{}` identifies no consumer: `{name}` is removed from every message", route.name);
-        Issue::new(value.span(), message).with_hint("give the route a limit by `api-key`, or leave the rule out")
+        Issue::new(value.span(), message)
+            .with_hint("identify = [\"NAME\"] with a provider of kind \"api-key\" on the route, or remove the rule")
     };
     let mut issues = Vec::new();
     for (compiled, written) in rules {

@@ -354,8 +354,8 @@ fn unknown_hosts_are_misdirected() {
     let routes = |block: bool| {
         format!(
             "{LOG}[server]\nblock_unknown_hosts = {block}\n\
-             [[route]]\nname = \"api\"\nhost = \"api.test\"\npath = \"/api\"\nrespond = {{ status = 200 }}\n\
-             [[route]]\nname = \"sub\"\nhost = \"*.wild.test\"\npath = \"/api\"\nrespond = {{ status = 200 }}\n\
+             [[route]]\nname = \"api\"\nhosts = [\"api.test\"]\npath = \"/api\"\nrespond = {{ status = 200 }}\n\
+             [[route]]\nname = \"sub\"\nhosts = [\"*.wild.test\"]\npath = \"/api\"\nrespond = {{ status = 200 }}\n\
              [[route]]\nname = \"any\"\npath = \"/any\"\nrespond = {{ status = 200 }}\n"
         )
     };

@@ -62,12 +62,12 @@ fn preflight_is_answered_without_charge_credential_and_upstream() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "[log]\nformat = \"json\"\naccess = \"access.log\"\n\
-         [api_key]\non_unknown = \"accept\"\n\
+         [auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n\
          [limit.ip]\nby = \"ip\"\nquota = \"5/day\"\nalgorithm = \"fixed-window\"\n\
          [limit.key]\nby = \"api-key\"\nquota = \"5/day\"\nalgorithm = \"fixed-window\"\n\
          [upstream.u]\nservers = [\"{}\"]\n\
          [[route]]\nname = \"items\"\npath = \"/items/{{id}}\"\nmethods = [\"GET\", \"PUT\"]\nupstream = \"u\"\n\
-         limits = [\"ip\", \"key\"]\nmax_body = \"10B\"\n\
+         identify = [\"keys\"]\nlimits = [\"ip\", \"key\"]\nmax_body = \"10B\"\n\
          cors = {{ origins = [\"{APP}\"], headers = [\"x-api-key\", \"content-type\"], credentials = true, max_age = \"10m\" }}\n",
         upstream.url()
     ));
@@ -205,7 +205,7 @@ fn every_response_of_the_route_has_the_cors_headers_once() {
             format!("[upstream.up]\nservers = [\"{}\"]\n", upstream.url()),
             format!("[upstream.silent]\nservers = [\"{}\"]\nresponse_timeout = \"50ms\"\n", silent.url()),
             "[upstream.gone]\nservers = [\"http://127.0.0.1:1\"]\n".to_owned(),
-            "[api_key]\non_unknown = \"accept\"\n".to_owned(),
+            "[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n".to_owned(),
             "[limit.once]\nby = \"route\"\nquota = \"1/day\"\nalgorithm = \"fixed-window\"\n".to_owned(),
             "[limit.key]\nby = \"api-key\"\nquota = \"1000/s\"\n".to_owned(),
             route("up", "/up/{status}", "upstream = \"up\""),
@@ -215,7 +215,7 @@ fn every_response_of_the_route_has_the_cors_headers_once() {
                 "/styles",
                 "respond = { status = 200 }\nlimits = [\"once\"]\nratelimit_headers = [\"draft-03\", \"github\"]",
             ),
-            route("key", "/key", "upstream = \"up\"\nlimits = [\"key\"]"),
+            route("key", "/key", "upstream = \"up\"\nidentify = [\"keys\"]\nlimits = [\"key\"]"),
             route("denied", "/denied", "upstream = \"up\"\ndeny = [\"127.0.0.1\"]"),
             route("small", "/small", "upstream = \"up\"\nmax_body = \"1B\""),
             route("gone", "/gone", "upstream = \"gone\""),

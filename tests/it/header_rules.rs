@@ -27,9 +27,9 @@ fn gateway(upstream: &Upstream, route: &str) -> Gateway {
     );
     let config = format!(
         "[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\n\
-         [api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n\
+         [auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n\
          [limit.key]\nby = \"api-key\"\nquota = \"1000/24h\"\n[upstream.api]\nservers = [\"{}\"]\n\
-         [[route]]\nname = \"items.v1\"\npath = \"/v1/{{*rest}}\"\nupstream = \"api\"\nlimits = [\"key\"]\n{route}\n",
+         [[route]]\nname = \"items.v1\"\npath = \"/v1/{{*rest}}\"\nupstream = \"api\"\nidentify = [\"keys\"]\nlimits = [\"key\"]\n{route}\n",
         upstream.url()
     );
     Gateway::start_with(&config, &[("consumers.toml", &consumers)])
@@ -112,12 +112,12 @@ fn upstream_headers_of_the_same_name_are_replaced_or_removed() {
 fn rejecting(rules: &str) -> String {
     let mut text = format!(
         "[limit.one]\nby = \"ip\"\nquota = \"1/24h\"\n[limit.key]\nby = \"api-key\"\nquota = \"9/24h\"\n\
-         [limit.tenant]\nby = \"header:x-tenant\"\nquota = \"9/24h\"\n[api_key]\non_unknown = \"accept\"\n\
+         [limit.tenant]\nby = \"header:x-tenant\"\nquota = \"9/24h\"\n[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n\
          [upstream.gone]\nservers = [\"http://127.0.0.1:{}\"]\n",
         free_port()
     );
     for (name, more) in [
-        ("anonymous", "limits = [\"key\"]\nrespond = { status = 200 }"),
+        ("anonymous", "identify = [\"keys\"]\nlimits = [\"key\"]\nrespond = { status = 200 }"),
         ("tenant", "limits = [\"tenant\"]\nrespond = { status = 200 }"),
         ("limited", "limits = [\"one\"]\nrespond = { status = 200 }"),
         ("large", "max_body = \"1B\"\nrespond = { status = 200 }"),

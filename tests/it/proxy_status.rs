@@ -34,18 +34,18 @@ fn config(upstreams: &[(&str, String, &str)]) -> String {
     let mut text = String::from(
         "[log]\nformat = \"json\"\naccess = \"access.log\"\n[server]\nblock_unknown_hosts = true\nmax_uri = \"1KiB\"\n\
          body_idle_timeout = \"100ms\"\n[store]\nurl = \"redis://127.0.0.1:1\"\n\
-         [client_ip]\ntrusted_proxies = [\"127.0.0.1\"]\n[api_key]\non_unknown = \"accept\"\n\
+         [client_ip]\ntrusted_proxies = [\"127.0.0.1\"]\n[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n\
          [limit.store]\nby = \"global\"\nquota = \"1/s\"\non_store_error = \"deny\"\n\
          [limit.key]\nby = \"api-key\"\nquota = \"1/day\"\n[limit.header]\nby = \"header:x-tenant\"\nquota = \"1/s\"\n\
          [limit.once]\nby = \"global\"\nquota = \"1/day\"\n\
          [limit.cost]\nby = \"global\"\nquota = \"9/s\"\ncost = { request_header = \"x-cost\", max = 9 }\n",
     );
     let mut route = |name: &str, rest: &str| {
-        text += &format!("[[route]]\nname = \"{name}\"\nhost = \"gateway.test\"\npath = \"/{name}\"\n{rest}\n");
+        text += &format!("[[route]]\nname = \"{name}\"\nhosts = [\"gateway.test\"]\npath = \"/{name}\"\n{rest}\n");
     };
     for (name, rest) in [
         ("store", "limits = [\"store\"]"),
-        ("key", "limits = [\"key\"]"),
+        ("key", "identify = [\"keys\"]\nlimits = [\"key\"]"),
         ("header", "limits = [\"header\"]"),
         ("once", "limits = [\"once\"]"),
         ("cost", "limits = [\"cost\"]"),

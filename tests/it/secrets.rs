@@ -247,7 +247,7 @@ fn error_reports_show_no_secret() {
         "[store]\nurl = \"redis://host:port/0?pass=planted\"",
         "store = { timeout = \"x\", secret = \"planted\" }",
         "store = { timeout = \"x\", secret = \"planted",
-        "[[route]]\nname = \"a\"\npath = \"a\"\nfoo = 1\nheaders = { x-a = \"b\", authorization = \"planted\", foo = 1 }",
+        "[[route]]\nname = \"a\"\npath = \"a\"\nfoo = 1\nmatch = { headers = { x-a = { exact = \"b\" }, authorization = { exact = \"planted\" } }, foo = 1 }",
         "[[route]]\nname = \"a\"\npath = \"/a\"\nmatch.headers.authorization = { exact = \"planted\", foo = 1 }",
         "[[route]]\nname = \"a\"\npath = \"/a\"\nresponse_headers = { set-x = { set-cookie = \"planted\" } }",
         "[[route]]\nname = \"a\"\npath = \"/a\"\nredirect = { to = \"/b?token=planted\", foo = 1 }",
