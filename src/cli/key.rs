@@ -81,6 +81,7 @@ pub(super) enum Action {
     /// Disable a key, so that requests with it get 401: by its fingerprint, or the one on standard input
     #[command(after_help = examples![
         "sluicegate key disable 2f9c41d07ab3",
+        "sluicegate key disable 2f9c41d07ab3 --config gateway.toml",
     ])]
     Disable {
         /// Disable the key whose hash begins with these digits, as `key list` shows them
@@ -89,6 +90,7 @@ pub(super) enum Action {
     /// Enable a disabled key: by its fingerprint, or the one on standard input
     #[command(after_help = examples![
         "sluicegate key enable 2f9c41d07ab3",
+        "sluicegate key enable 2f9c41d07ab3 --config gateway.toml",
     ])]
     Enable {
         /// Enable the key whose hash begins with these digits, as `key list` shows them

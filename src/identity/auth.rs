@@ -429,14 +429,18 @@ impl<'a> Credentials<'a> {
         if route.required.is_empty() {
             return Ok(());
         }
-        let (mut foreign, mut forbidden, mut unavailable) = (None, None, None);
+        let is_denied = |error: &AuthError| matches!(error, AuthError::Denied(_));
+        let (mut foreign, mut forbidden, mut unavailable): (Option<(usize, AuthError)>, _, _) = (None, None, None);
         'alternatives: for alternative in &route.required {
             for index in alternative {
                 match self.verify(*index, request) {
                     Verification::Valid(_) => {}
                     Verification::Absent => continue 'alternatives,
                     Verification::Foreign(error) => {
-                        foreign.get_or_insert_with(|| error.clone());
+                        // The response of an authentication server says more than the error of a foreign credential.
+                        if foreign.as_ref().is_none_or(|(_, known)| is_denied(error) && !is_denied(known)) {
+                            foreign = Some((*index, error.clone()));
+                        }
                         continue 'alternatives;
                     }
                     Verification::Forbidden(error) => {
@@ -453,7 +457,22 @@ impl<'a> Credentials<'a> {
             }
             return Ok(());
         }
-        Err(unavailable.or(forbidden).or(foreign).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
+        let invalid = foreign.filter(|(index, error)| is_denied(error) || !self.may_be_for_another(*index, route));
+        let invalid = invalid.map(|(_, error)| error);
+        Err(unavailable.or(forbidden).or(invalid).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
+    }
+
+    /// Return whether the credential that is foreign to a provider is valid for another one of the route, or was not
+    /// checked by it.
+    fn may_be_for_another(&self, index: usize, route: &RouteAuth) -> bool {
+        let shares_header = |other: usize| {
+            self.providers[other].headers().any(|header| self.providers[index].headers().any(|own| own == header))
+        };
+        let may_be_valid = |other: usize| {
+            let checked = self.checked.iter().find(|(checked, _)| *checked == other);
+            checked.is_none_or(|(_, verification)| matches!(verification, Verification::Valid(_)))
+        };
+        route.providers.iter().any(|other| *other != index && shares_header(*other) && may_be_valid(*other))
     }
 
     fn identify(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {

@@ -114,6 +114,9 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         }
         let verdict = self.peek(&checks);
         explanation.limits = limits::limit_reports(config, route, &attributes, &checks, verdict.as_ref().ok());
+        if matches!(credential_error, Some(Rejection::Auth(_))) {
+            limits::skip_without_credential(&mut explanation.limits);
+        }
         let decision = match verdict {
             Ok(verdict) => Some(limits::simulated_decision(verdict, &checks)),
             Err(CountersUnavailable(reason)) => {

@@ -215,3 +215,115 @@ fn concurrent_edits_are_serialized() {
     });
     assert_eq!(key(directory.path(), &["list"], "").out.lines().count(), 1 + 8);
 }
+
+#[test]
+fn keys_have_a_name_an_expiry_and_routes() {
+    let file = format!(
+        "[[consumer]]\nname = \"a\"\nkeys = [\n  \"{}\",   # laptop\n  {{ hash = \"{}\", expires = 2020-01-01 }},\n]\n\
+         [[consumer]]\nname = \"b\"\n[[consumer.keys]]\nhash = \"{}\"\nname = \"nested\"\n",
+        hash('1'),
+        hash('2'),
+        hash('3')
+    );
+    let (directory, path) = folder(Some(&file));
+    let new = |arguments: &[&str]| {
+        let said = key(directory.path(), &[&["new", "--consumer", "a"], arguments].concat(), "");
+        key(directory.path(), &["hash"], said.line()).line().to_owned()
+    };
+    let named = new(&["--name", "ci", "--expires", "90d", "--route", "r"]);
+    let dated = new(&["--expires", "2999-01-31"]);
+    assert_eq!(key(directory.path(), &["new", "--consumer", "b", "--name", "more"], "").code, Some(0));
+    assert_eq!(key(directory.path(), &["disable", "111111"], "").code, Some(0));
+    let text = read(&path);
+    let lines = |hash: &str| text.lines().find(|line| line.contains(hash)).unwrap().to_owned();
+    assert_eq!(lines(&hash('1')), format!("  {{ hash = \"{}\", disabled = true }},   # laptop", hash('1')));
+    let line = lines(&named);
+    assert!(line.contains("name = \"ci\", created = 20") && line.contains("routes = [\"r\"]"), "{line}");
+    assert!(lines(&dated).ends_with("expires = 2999-01-31 },"), "{text}");
+    assert_eq!(text.matches("[[consumer.keys]]").count(), 2, "{text}");
+
+    let list: serde_json::Value =
+        serde_json::from_str(&key(directory.path(), &["list", "--json"], "").out).expect("a list");
+    let keys = list[0]["keys"].as_array().unwrap();
+    let statuses: Vec<_> = keys.iter().map(|key| key["status"].as_str().unwrap()).collect();
+    assert_eq!(statuses, ["disabled", "expired", "active", "active"]);
+    assert_eq!((&list[0]["consumer"], &list[0]["tier"]), (&"a".into(), &serde_json::Value::Null));
+    assert_eq!((&keys[2]["name"], &keys[2]["routes"]), (&"ci".into(), &serde_json::json!(["r"])));
+    assert_eq!(keys[0]["fingerprint"], "111111111111");
+    assert!(!list.to_string().contains(&named[..40]), "{list}");
+    let table = key(directory.path(), &["list"], "");
+    let line =
+        |word: &str| table.out.lines().find(|line| line.contains(word)).unwrap_or_else(|| panic!("{}", table.out));
+    assert!(
+        line("consumer").ends_with("keys          name    status    expires               routes"),
+        "{}",
+        table.out
+    );
+    assert!(line("222222222222").contains("expired   2020-01-01") && line("ci ").ends_with("  r"), "{}", table.out);
+
+    // Enabled again, it is a table, and its comment stays.
+    assert_eq!(key(directory.path(), &["enable", "111111"], "").code, Some(0));
+    assert!(read(&path).contains(&format!("  {{ hash = \"{}\" }},   # laptop", hash('1'))), "{}", read(&path));
+    for fingerprint in ["333333", "222222", "111111"] {
+        assert_eq!(key(directory.path(), &["revoke", fingerprint], "").code, Some(0), "{fingerprint}");
+    }
+    assert_eq!(key(directory.path(), &["list"], "").out.lines().count(), 1 + 3);
+    let before = read(&path);
+    for (arguments, expected) in [
+        (&["--expires", "2020-01-01"][..], "the time has passed"),
+        (&["--expires", "soon"], "a duration (90d), a day (2027-01-31) or a time with an offset"),
+        (&["--expires", "2999-01-31T12:00:00"], "a time with an offset"),
+        (&["--route", "s"], "unknown route `s`"),
+    ] {
+        let said = key(directory.path(), &[&["new", "--consumer", "a"], arguments].concat(), "");
+        assert!(said.code != Some(0) && said.err.contains(expected), "{arguments:?}: {}", said.err);
+    }
+    assert!(key(directory.path(), &["new", "--name", "ci"], "").err.contains("--consumer"));
+    assert_eq!(read(&path), before);
+}
+
+#[test]
+fn several_consumers_files_are_chosen_by_provider() {
+    let (directory, path) = folder(Some("[[consumer]]\nname = \"a\"\nkeys = []\n"));
+    let gateway = directory.path().join("gateway.toml");
+    let partners = "[auth.partners]\nkind = \"api-key\"\nheader = \"x-partner\"\nconsumers = \"partners.toml\"\n";
+    std::fs::write(&gateway, read(&gateway) + partners).unwrap();
+    std::fs::write(directory.path().join("partners.toml"), "[[consumer]]\nname = \"b\"\nkeys = []\n").unwrap();
+    let said = key(directory.path(), &["list"], "");
+    assert!(said.err.contains("choose one with --auth keys or --auth partners"), "{}", said.err);
+    assert_eq!(key(directory.path(), &["new", "--auth", "partners", "--consumer", "b"], "").code, Some(0));
+    assert_eq!(key(directory.path(), &["--auth", "keys", "new", "--consumer", "a"], "").code, Some(0));
+    assert!(read(&path).contains("sha256:") && read(&directory.path().join("partners.toml")).contains("sha256:"));
+    // One namespace: a consumer of the other file cannot be added.
+    let said = key(directory.path(), &["new", "--auth", "keys", "--consumer", "b", "--create"], "");
+    assert!(said.err.contains("another file has a consumer `b`"), "{}", said.err);
+    assert!(key(directory.path(), &["list", "--auth", "none"], "").err.contains("[auth.none] names no consumers file"));
+    // Providers with the same file are no choice.
+    std::fs::write(&gateway, read(&gateway).replace("partners.toml", "consumers.toml")).unwrap();
+    assert_eq!(key(directory.path(), &["list"], "").code, Some(0));
+}
+
+/// `check` and the log warn of keys that expire within 14 days.
+#[test]
+fn keys_that_expire_soon_are_warned_of() {
+    let (directory, path) = folder(Some("[[consumer]]\nname = \"a\"\nkeys = []\n"));
+    let new = |arguments: &[&str]| {
+        assert_eq!(key(directory.path(), &[&["new", "--consumer", "a"], arguments].concat(), "").code, Some(0));
+    };
+    new(&["--name", "soon", "--expires", "13d"]);
+    new(&["--name", "later", "--expires", "15d"]);
+    new(&["--expires", "90m"]);
+    let config = directory.path().join("gateway.toml");
+    let output = binary().args(["check", "--config"]).arg(&config).output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.contains("the key soon of `a` expires in 13 days"), "{said}");
+    assert!(said.contains("of `a` expires in 2 hours") && !said.contains("later"), "{said}");
+    assert_eq!(said.matches("consumers = \"consumers.toml\"").count(), 2, "with the place: {said}");
+    let gateway = Gateway::start_file(&config);
+    let warnings =
+        |text: &str| gateway.log().lines().filter(|line| line.contains("WARN") && line.contains(text)).count();
+    assert_eq!((warnings("the key soon of `a` expires"), warnings("later")), (1, 0), "{}", gateway.log());
+    std::fs::write(directory.path().join("new"), read(&path).replace("\"later\"", "\"renamed\"")).unwrap();
+    std::fs::rename(directory.path().join("new"), &path).unwrap();
+    eventually("the reload warns again", || warnings("the key soon of `a` expires") == 2);
+}

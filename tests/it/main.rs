@@ -6,6 +6,7 @@ mod support;
 mod access_log;
 mod admin;
 mod ahead;
+mod authentication;
 mod bare_hyper;
 mod basic_auth;
 mod bounds;

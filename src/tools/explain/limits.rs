@@ -101,6 +101,14 @@ pub(super) fn limit_reports(
     reports.collect()
 }
 
+/// Report the limits whose identity is missing as skipped, since the request is rejected for its credential.
+pub(super) fn skip_without_credential(reports: &mut [LimitReport]) {
+    for report in reports.iter_mut().filter(|report| report.error.is_some()) {
+        report.error = None;
+        report.skipped = Some("the request is not authenticated".to_owned());
+    }
+}
+
 fn identity_part_reports(
     config: &CompiledConfig,
     identity_spec: &IdentitySpec,
