@@ -492,23 +492,33 @@ impl<'a> Credentials<'a> {
                 Verification::Pending => return Err(AuthError::Pending(*index)),
             }
         }
-        // A credential that no provider verified is invalid.
+        self.check_foreign(route, request)
+    }
+
+    /// Reject credentials of `identify` that have another shape and that no provider verified. A token is one, whatever
+    /// `on_unknown` says about keys, so tokens come first.
+    fn check_foreign(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
+        let mut unknown_keys = Vec::new();
         for index in &route.identify {
             let Verification::Foreign(error) = self.verify(*index, request) else { continue };
             let error = error.clone();
-            let is_verified = self.checked.iter().any(|(other, verification)| {
-                let mut verified = self.providers[*other].verified_headers(verification);
-                verified.any(|name| self.providers[*index].headers().any(|own| own == name))
-            });
             match error {
                 // Without its admission the request continues, as without a credential.
                 AuthError::Denied(_) => {}
-                _ if is_verified => {}
-                AuthError::UnknownApiKey(_) => self.unknown_key(*index, request)?,
+                _ if self.is_verified_elsewhere(*index) => {}
+                AuthError::UnknownApiKey(_) => unknown_keys.push(*index),
                 error => return Err(error),
             }
         }
-        Ok(())
+        unknown_keys.into_iter().try_for_each(|index| self.unknown_key(index, request))
+    }
+
+    /// Return whether another provider verified the credential in a header of this one.
+    fn is_verified_elsewhere(&self, index: usize) -> bool {
+        self.checked.iter().any(|(other, verification)| {
+            let mut verified = self.providers[*other].verified_headers(verification);
+            verified.any(|name| self.providers[index].headers().any(|own| own == name))
+        })
     }
 
     /// Apply `on_unknown` of a provider to the unknown key of a request.

@@ -402,7 +402,7 @@ fn each_issuer_has_its_provider_and_claims() {
         }
     }
     let left = client.get_with("/both", &[("Authorization", &token(&other, second, admin))]).remaining("subject");
-    assert_eq!(left, 95, "one bucket of alice, whoever the issuer is");
+    assert_eq!(left, 95, "alice has one bucket for all issuers");
 }
 
 #[test]
@@ -523,14 +523,17 @@ fn bearer_credentials_of_both_shapes_are_identified() {
     let key = Key::ed("k");
     let jwt = key.token(&claims("alice"));
     let forged = Key::ed("k").token(&claims("alice"));
+    let foreign = Key::ed("other").token(&claims("alice"));
     for (unknown, identify, expected) in [
-        // A key, a token, a forged token, another unknown bearer, and none.
-        ("reject", "\"keys\", \"tokens\"", [200, 200, 401, 401, 200]),
-        ("reject", "\"tokens\", \"keys\"", [200, 200, 401, 401, 200]),
-        ("anonymous", "\"keys\", \"tokens\"", [200, 200, 401, 401, 200]),
-        ("reject", "\"keys\"", [200, 401, 401, 401, 200]),
-        ("anonymous", "\"keys\"", [200, 200, 200, 200, 200]),
-        ("accept", "\"keys\"", [200, 200, 200, 200, 200]),
+        // A key, a token, a forged token, a token with an unknown key, another unknown bearer, and none.
+        ("reject", "\"keys\", \"tokens\"", [200, 200, 401, 401, 401, 200]),
+        ("reject", "\"tokens\", \"keys\"", [200, 200, 401, 401, 401, 200]),
+        ("anonymous", "\"keys\", \"tokens\"", [200, 200, 401, 401, 401, 200]),
+        ("accept", "\"keys\", \"tokens\"", [200, 200, 401, 401, 200, 200]),
+        ("accept", "\"tokens\", \"keys\"", [200, 200, 401, 401, 200, 200]),
+        ("reject", "\"keys\"", [200, 401, 401, 401, 401, 200]),
+        ("anonymous", "\"keys\"", [200, 200, 200, 200, 200, 200]),
+        ("accept", "\"keys\"", [200, 200, 200, 200, 200, 200]),
     ] {
         let config = [
             keys(&format!("header = \"authorization\"\non_unknown = \"{unknown}\"")),
@@ -542,7 +545,7 @@ fn bearer_credentials_of_both_shapes_are_identified() {
         let files = [("consumers.toml", &*alice()), ("jwks.json", &key_set(&[&key]))];
         let gateway = Gateway::start_with(&config.concat(), &files);
         let mut client = gateway.client();
-        let lines = ["alice-key", &jwt, &forged, "eve"].map(bearer);
+        let lines = ["alice-key", &jwt, &forged, &foreign, "eve"].map(bearer);
         let mut statuses: Vec<_> =
             lines.iter().map(|line| client.get_with("/r", &[("Authorization", line)]).status).collect();
         statuses.push(client.get("/r").status);
@@ -587,7 +590,7 @@ fn upstream_sees_only_verified_credentials_that_are_forwarded() {
         ("a token", "/tokens", &[("Authorization", &*token)], ["", "", &*token]),
         ("a hidden token", "/hidden", &[("Authorization", &token)], ["", "", ""]),
         (
-            "a token that nobody verified",
+            "a token that was not verified",
             "/any",
             &[("X-Kept", "alice-key"), ("Authorization", &forged)],
             ["", "alice-key", ""],
