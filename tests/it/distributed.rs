@@ -201,7 +201,7 @@ fn without_redis_each_limit_follows_on_store_error() {
         let gateway = Gateway::start(&format!(
             "[store]\nurl = \"{nowhere}\"\ngateway_count = {instances}\n\
              [limit.l]\nby = \"ip\"\nquota = \"20/24h\"\nalgorithm = \"fixed-window\"\non_store_error = \"{on_error}\"\n\
-             [[route]]\nname = \"r\"\npath = \"/r\"\nidentify = [\"keys\"]\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
         ));
         let statuses = load(&[gateway.address], 4, 40, "/r", &[]);
         let counts = (count(&statuses, 200), count(&statuses, 429), count(&statuses, 503));
@@ -233,7 +233,7 @@ fn call_without_reply_is_charged_once() {
     let gateway = Gateway::start(&format!(
         "[server]\nworkers = 1\n[store]\nurl = \"{}\"\ntimeout = \"1s\"\n\
          [limit.l]\nby = \"ip\"\nquota = \"100/hour\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\non_store_error = \"allow\"\n\
-         [[route]]\nname = \"r\"\npath = \"/r\"\nidentify = [\"keys\"]\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
         relay.url()
     ));
     let mut client = gateway.client();
@@ -271,7 +271,7 @@ fn recovered_redis_is_used_again() {
     let url = format!("redis://127.0.0.1:{port}");
     let gateway = Gateway::start(&format!(
         "[store]\nurl = \"{url}\"\n[limit.l]\nby = \"header:x-id\"\nquota = \"5/24h\"\nalgorithm = \"fixed-window\"\non_store_error = \"allow\"\n\
-         [[route]]\nname = \"r\"\npath = \"/r\"\nidentify = [\"keys\"]\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
     ));
     let mut client = gateway.client();
     for _ in 0..10 {
@@ -296,7 +296,7 @@ fn stopped_redis_costs_one_timeout_and_crosses_no_replies() {
     let limits = "[limit.l]\nby = \"header:x-id\"\nquota = \"100000/24h\"\nalgorithm = \"fixed-window\"\non_store_error = \"allow\"\n";
     let gateway = Gateway::start(&format!(
         "[store]\nurl = \"{}\"\ntimeout = \"20ms\"\n{limits}\
-         [[route]]\nname = \"r\"\npath = \"/r\"\nidentify = [\"keys\"]\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
         redis.url()
     ));
     let mut client = gateway.client();
@@ -361,7 +361,7 @@ fn local_share_of_requests_in_flight_is_rounded_up() {
     let gateway = Gateway::start(&format!(
         "[store]\nurl = \"redis://127.0.0.1:{}\"\ngateway_count = 3\n\
          [limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"20\"\n\
-         [upstream.u]\nservers = [\"{}\"]\n[[route]]\nname = \"r\"\npath = \"/r\"\nidentify = [\"keys\"]\nlimits = [\"l\"]\nupstream = \"u\"\n",
+         [upstream.u]\nservers = [\"{}\"]\n[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nupstream = \"u\"\n",
         free_port(),
         server.url()
     ));
@@ -379,7 +379,7 @@ fn shadow_limit_denies_nothing_in_an_outage() {
         let gateway = Gateway::start(&format!(
             "[store]\nurl = \"redis://127.0.0.1:{}\"\n\
              [limit.l]\nby = \"ip\"\nquota = \"1/24h\"\nshadow = true\non_store_error = \"{on_error}\"\n\
-             [[route]]\nname = \"r\"\npath = \"/r\"\nidentify = [\"keys\"]\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
             free_port()
         ));
         assert_eq!(load(&[gateway.address], 2, 10, "/r", &[]), [200; 10], "{on_error}");

@@ -617,7 +617,7 @@ fn spaces_around_values_are_malformed_in_http2_and_trimmed_in_http1() {
         )
     };
     let gateway = Gateway::start(&format!(
-        "[server]\nworkers = 1\n[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\n{}{}{}{}{}[upstream.api]\nservers = [\"{}\"]\n",
+        "[server]\nworkers = 1\n[auth.keys]\nkind = \"api-key\"\non_unknown = \"accept\"\nforward_credential = true\n{}{}{}{}{}[upstream.api]\nservers = [\"{}\"]\n",
         limit("key", "api-key"),
         limit("tenant", "header:x-tenant"),
         limit("session", "cookie:sid"),
