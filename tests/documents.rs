@@ -93,6 +93,7 @@ fn configurations_of_the_documents_are_accepted() {
         let directory = tempfile::tempdir().unwrap();
         let put = |name: &str, text: &str| std::fs::write(directory.path().join(name), text).unwrap();
         put("consumers.toml", "[[consumer]]\nname = \"acme\"\nkeys = []\n");
+        put("htpasswd", "alice:$apr1$r31.....$HqJZimcKQFAMYayBlzkrA/\n");
         let blocks: Vec<_> = pages::blocks(&document).into_iter().filter(|block| block.language == "toml").collect();
         for block in &blocks {
             if let Some(name) = block.file_name() {

@@ -429,14 +429,18 @@ impl<'a> Credentials<'a> {
         if route.required.is_empty() {
             return Ok(());
         }
-        let (mut foreign, mut forbidden, mut unavailable) = (None, None, None);
+        let is_denied = |error: &AuthError| matches!(error, AuthError::Denied(_));
+        let (mut foreign, mut forbidden, mut unavailable): (Option<(usize, AuthError)>, _, _) = (None, None, None);
         'alternatives: for alternative in &route.required {
             for index in alternative {
                 match self.verify(*index, request) {
                     Verification::Valid(_) => {}
                     Verification::Absent => continue 'alternatives,
                     Verification::Foreign(error) => {
-                        foreign.get_or_insert_with(|| (*index, error.clone()));
+                        // The response of an authentication server says more than the error of a foreign credential.
+                        if foreign.as_ref().is_none_or(|(_, known)| is_denied(error) && !is_denied(known)) {
+                            foreign = Some((*index, error.clone()));
+                        }
                         continue 'alternatives;
                     }
                     Verification::Forbidden(error) => {
@@ -453,7 +457,8 @@ impl<'a> Credentials<'a> {
             }
             return Ok(());
         }
-        let invalid = foreign.filter(|(index, _)| !self.may_be_for_another(*index, route)).map(|(_, error)| error);
+        let invalid = foreign.filter(|(index, error)| is_denied(error) || !self.may_be_for_another(*index, route));
+        let invalid = invalid.map(|(_, error)| error);
         Err(unavailable.or(forbidden).or(invalid).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
     }
 

@@ -2,6 +2,7 @@
 //! is in `proxy/forward_auth.rs`.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -109,7 +110,6 @@ const MAX_CACHED_HEADERS: usize = 4096;
 
 /// Admissions by a keyed hash of what the server is told. Shared by all workers. Denials are not cached: they may start
 /// a session of one client, and the next request may bring the credential.
-#[derive(Debug)]
 pub struct ForwardCache {
     admissions: Cache<CacheKey, CachedAdmission>,
     /// Exchanges in progress, each with the receiver of its result.
@@ -155,6 +155,12 @@ pub struct PendingExchange<'a> {
     cache: &'a ForwardCache,
     key: CacheKey,
     result: watch::Sender<Option<SharedResult>>,
+}
+
+impl fmt::Debug for ForwardCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ForwardCache").finish_non_exhaustive()
+    }
 }
 
 impl ForwardCache {

@@ -103,10 +103,12 @@ impl RemoteKeys {
         self.counts[0].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Take over the keys of another state for the same URL.
-    pub fn carry_over(&self, previous: &RemoteKeys) {
-        self.keys.store(previous.keys.load_full());
-        self.last_success_us.store(previous.last_success_us(), Ordering::Relaxed);
+    /// Take over the counts of the same provider, and its keys if the URL is the same.
+    pub fn carry_over(&self, previous: &RemoteKeys, is_same_url: bool) {
+        if is_same_url {
+            self.keys.store(previous.keys.load_full());
+            self.last_success_us.store(previous.last_success_us(), Ordering::Relaxed);
+        }
         for (count, known) in self.counts.iter().zip(previous.counts()) {
             count.store(known, Ordering::Relaxed);
         }

@@ -62,7 +62,7 @@ fn server_is_told_about_the_request_and_its_headers_reach_the_upstream() {
         ("X-Forwarded-Method", "GET"),
         ("Content-Type", "text/plain"),
     ];
-    let reply = client.request("POST", "/a/../b%2Fc/d?q=1&r", &headers, b"body");
+    let reply = client.request("POST", "/a/../b%20c/d?q=1&r", &headers, b"body");
     assert_eq!((reply.status, reply.text()), (200, "ok"));
     let told = server.last();
     let mut lines: Vec<_> = told.head.lines().filter(|line| !line.is_empty()).collect();
@@ -79,14 +79,14 @@ fn server_is_told_about_the_request_and_its_headers_reach_the_upstream() {
         "x-forwarded-host: gateway.test",
         "x-forwarded-method: POST",
         "x-forwarded-proto: http",
-        "x-forwarded-uri: /b%2Fc/d?q=1&r",
+        "x-forwarded-uri: /b%20c/d?q=1&r",
         &id,
     ];
     expected[1..].sort_unstable();
     assert_eq!(lines, expected, "the canonical path that the upstream gets, and nothing that was not chosen");
     assert!(told.body.is_empty());
     let seen = upstream.last();
-    assert_eq!(seen.target(), "/b%2Fc/d?q=1&r");
+    assert_eq!(seen.target(), "/b%20c/d?q=1&r");
     assert_eq!((seen.headers("x-user"), seen.headers("x-plan")), (vec!["alice"], vec!["a", "b"]));
     assert_eq!((seen.headers("x-more"), &*seen.body), (vec![], &b"body"[..]));
     assert_eq!(upstream.last().headers("x-request-id"), server.last().headers("x-request-id"));
@@ -271,7 +271,7 @@ fn server_that_does_not_respond_denies_or_admits_as_configured() {
         reply.assert_problem(503, what);
         assert_eq!(reply.header("retry-after"), Some("1"), "{what}");
         let id = reply.header("x-request-id").unwrap_or_else(|| panic!("{what}: no request id"));
-        assert_eq!(reply.json()["request-id"], json!(id), "{what}");
+        assert_eq!(reply.json()["request_id"], json!(id), "{what}");
         let log = || std::fs::read_to_string(gateway.directory().join("access.log")).unwrap_or_default();
         eventually("the record is written", || log().contains("auth-unavailable"));
         assert!(gateway.log().contains("authentication server did not respond"), "{what}: {}", gateway.log());
@@ -543,9 +543,9 @@ fn limits_without_a_credential_are_charged_before_the_server_and_refunded_if_oth
         let denied = get("s=alice");
         denied.assert_problem(429, "the limit of the user");
         assert_eq!(denied.json()["violated-policies"], json!(["user"]));
-        assert_eq!(remaining(&denied), [4, 98, 0], "the address was refunded");
+        assert_eq!((denied.remaining("user"), counts(&redis)), (0, vec![2, 2, 2]), "the address was refunded");
     }
-    assert_eq!((counts(&redis), upstream.count()), (vec![2, 2, 2], 2));
+    assert_eq!(upstream.count(), 2);
     // The tier of the server, or the default for an unknown one.
     assert_eq!(remaining(&get("s=gold")), [3, 97, 3]);
     assert_eq!(remaining(&get("s=odd")), [2, 96, 1]);
@@ -600,10 +600,13 @@ fn permits_of_both_calls_are_held_until_the_response_ends_and_released_if_denied
     let mut first = gateway.client();
     first.send(b"GET / HTTP/1.1\r\nHost: a\r\nCookie: s=alice\r\n\r\n");
     eventually("the first is forwarded", || begun.load(Ordering::SeqCst) == 1);
+    // A permit that is not released would make the limit of the address deny for good.
     for _ in 0..3 {
-        let denied = gateway.client().get_with("/", &[("Cookie", "s=alice")]);
-        assert_eq!(denied.json()["violated-policies"], json!(["user"]), "the permit of the address was released");
-        assert_eq!(gateway.get("/").status, 401, "here as well");
+        eventually("the permit of the address is released", || {
+            let denied = gateway.client().get_with("/", &[("Cookie", "s=alice")]);
+            denied.json()["violated-policies"] == json!(["user"])
+        });
+        eventually("it is also released if the server denies", || gateway.get("/").status == 401);
     }
     std::thread::scope(|scope| {
         // The released permits are counted until the release has reached Redis.

@@ -59,8 +59,8 @@ impl Issuer {
 /// `[auth.tokens]` with a URL, a route `/limited` that requires it, and an open route.
 fn config(url: &str, keys: &str) -> String {
     format!(
-        "[auth.tokens]\nkind = \"jwt\"\njwks_url = \"{url}\"\n{keys}\n\
-         [limit.ip]\nby = \"ip\"\nquota = \"100000/hour\"\n[limit.token]\nby = \"jwt:sub\"\nquota = \"100000/hour\"\n\
+        "[client_ip]\ntrusted_proxies = []\n[auth.tokens]\nkind = \"jwt\"\njwks_url = \"{url}\"\n{keys}\n\
+         [limit.ip]\nby = \"ip\"\nquota = \"1000000/s\"\n[limit.token]\nby = \"jwt:sub\"\nquota = \"1000000/s\"\n\
          [[route]]\nname = \"limited\"\npath = \"/limited\"\nrequire = [\"tokens\"]\nlimits = [\"ip\", \"token\"]\n\
          respond = {{ status = 200 }}\n[[route]]\nname = \"open\"\npath = \"/open\"\nrespond = {{ status = 200 }}\n"
     )

@@ -117,7 +117,7 @@ fn invalid_values_fail_the_schema() {
 /// A file in which every key of the schema can be set.
 fn every_key() -> Value {
     json!({
-        "server": {}, "log": {}, "client_ip": {}, "auth": { "keys": { "kind": "api-key", "on_unknown": "accept" } },
+        "server": {}, "log": {}, "client_ip": {}, "tiers": {}, "auth": { "keys": { "kind": "api-key", "on_unknown": "accept" } },
         "store": { "url": "redis://127.0.0.1:1" },
         "listener": [{
             "address": "127.0.0.1:0",
@@ -246,6 +246,13 @@ fn file_with(path: &str) -> Value {
         "store.url" => set("store", json!({})),
         "auth.*.on_unknown" => set("auth.keys", json!({ "kind": "api-key", "consumers": "consumers.toml" })),
         "auth.*.scheme" => set("auth.keys.header", json!("authorization")),
+        "auth.*.refresh_interval" => set("auth.keys", json!({ "kind": "jwt", "jwks_url": "http://127.0.0.1:1/" })),
+        "auth.*.request_headers" | "auth.*.timeout" | "auth.*.on_error" => {
+            set("auth.keys", json!({ "kind": "forward", "url": "http://127.0.0.1:1/" }));
+        }
+        "auth.*.cache.max_entries" => {
+            set("auth.keys", json!({ "kind": "forward", "url": "http://127.0.0.1:1/", "cache": { "ttl": "1s" } }));
+        }
         "route.*.redirect.status" => set("route", json!([{ "name": "m", "path": "/m", "redirect": { "to": "/" } }])),
         "route.*.ratelimit_headers.*" => set("route.r.ratelimit_headers", json!([null])),
         "route.*.upstream.*" => set("route", json!([{ "name": "m", "path": "/m", "upstream": { "u": 1 } }])),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::identity::auth::ProviderKind;
-use crate::snapshot::remote_auth::{KeyUrl, internal_name};
+use crate::snapshot::remote_auth::internal_name;
 use crate::snapshot::{CompiledConfig, Listener};
 use crate::tls::Certificate;
 use crate::upstream::UpstreamSettings;
@@ -78,9 +78,8 @@ impl CompiledConfig {
     /// file, and cached admissions of a server with the same settings.
     fn reuse_verified(&mut self, previous: &CompiledConfig) {
         for source in &self.auth.key_urls {
-            let same = |known: &&KeyUrl| known.name == source.name && known.url == source.url;
-            if let Some(known) = previous.auth.key_urls.iter().find(same) {
-                source.keys.carry_over(&known.keys);
+            if let Some(known) = previous.auth.key_urls.iter().find(|known| known.name == source.name) {
+                source.keys.carry_over(&known.keys, known.url == source.url);
             }
         }
         for provider in &mut self.auth.providers {
