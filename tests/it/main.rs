@@ -29,6 +29,7 @@ mod hostile_http2;
 mod hostile_identities;
 mod http2;
 mod identity;
+mod include;
 mod invariants;
 mod jwt;
 mod keys;
