@@ -24,7 +24,7 @@ const TABLE_FORMS: &str = "an included file has [[route]], [limit.NAME] and [ups
 pub struct Sources {
     /// The including file, followed by the included ones in the order of their tables.
     files: Vec<SourceFile>,
-    /// Directories that the patterns of `include` search.
+    /// Directories in which files that `include` names exist or may appear.
     directories: BTreeSet<PathBuf>,
 }
 
@@ -48,11 +48,6 @@ impl Sources {
     /// Return all files. The first one is the including file.
     pub fn files(&self) -> &[SourceFile] {
         &self.files
-    }
-
-    /// Return the directories that the patterns of `include` search.
-    pub fn directories(&self) -> &BTreeSet<PathBuf> {
-        &self.directories
     }
 
     /// Return the path and the text of the including file.
@@ -155,7 +150,7 @@ pub struct ConfigFiles {
     pub main: FileSnapshot,
     /// The included files.
     pub included: Vec<FileSnapshot>,
-    /// Directories that the patterns of `include` search.
+    /// Directories in which files that `include` names exist or may appear.
     pub directories: BTreeSet<PathBuf>,
 }
 
@@ -243,7 +238,7 @@ fn canonical(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
-/// Return the files that a pattern matches, sorted by name. Add the directory that it searches to `directories`.
+/// Return the files that a pattern matches, sorted by name. Add the directory to watch to `directories`.
 ///
 /// # Errors
 /// The pattern is not valid, or its directory cannot be read.
@@ -264,7 +259,9 @@ fn matching_files(path: &Path, pattern: &str, directories: &mut BTreeSet<PathBuf
     let base = path.parent().unwrap_or(Path::new(""));
     // Joining an empty path would add a slash.
     let directory = if directory.is_empty() { base.to_owned() } else { base.join(directory) };
-    directories.insert(directory.clone());
+    // A directory that does not exist cannot be watched; its parent can, in which it may appear.
+    let is_present = |directory: &&Path| directory.as_os_str().is_empty() || directory.is_dir();
+    directories.extend(directory.ancestors().find(is_present).map(Path::to_owned));
     if !name.contains(['*', '?']) {
         return Ok(vec![directory.join(name)]);
     }

@@ -468,6 +468,12 @@ fn output_of_each_request_matches_its_file() {
         ("refused", &["GET", "http://api.example.com/v1/search", "-H", "X-Api-Key: unknown-key"]),
         ("strange", &["DELETE", "http://[2001:db8::1]:8080/ping", "--ip", "2001:db8::7", "--all"]),
         ("moved", &["GET", "http://www.example.com/old/page"]),
+        (
+            "conditions",
+            &["GET", "https://api.example.com/plan?debug=1&p=x", "-H", "x-plan: gold", "-c", "routing.toml", "--all"],
+        ),
+        ("redirected", &["GET", "http://a.example.com/x?y", "-c", "routing.toml"]),
+        ("another-listener", &["PUT", "http://a.example.com/PLAN", "--listener", "internal", "-c", "routing.toml"]),
     ] {
         let mut command = binary();
         command.current_dir(samples()).arg("explain").args(arguments).arg("--offline");

@@ -10,7 +10,7 @@ use crate::support::upstream::Upstream;
 fn gateway(upstream: &Upstream) -> Gateway {
     Gateway::start(&format!(
         "[server]\nworkers = 1\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
-         [[route]]\nname = \"wild\"\nhost = \"*.b.test\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
+         [[route]]\nname = \"wild\"\nhosts = [\"*.b.test\"]\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
          [upstream.api]\nservers = [\"{}\"]\n",
         upstream.url()
     ))

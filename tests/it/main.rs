@@ -38,6 +38,7 @@ mod hostile_identities;
 mod hot_restart;
 mod http2;
 mod identity;
+mod include;
 mod invariants;
 mod jwks;
 mod jwt;

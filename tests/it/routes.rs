@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::net::SocketAddr;
 
+use crate::support::certificates::{self, NOW, Pair};
 use crate::support::client::{Client, Reply};
 use crate::support::frames::{HEADERS, Http2};
 use crate::support::gateway::Gateway;
@@ -138,6 +139,73 @@ fn upstream_receives_the_rewritten_path() {
     client.get(1, "/s/1/2?b=3");
     assert!(client.until(HEADERS, 1).is_some());
     assert_eq!(upstream.last().target(), "/2/x-1.json?a=1&fixed=1&b=3");
+}
+
+/// Routes by expression: name, expression, and the rewrite.
+const EXPRESSIONS: [(&str, &str, &str); 4] = [
+    ("users", "/v(?<version>[0-9]+)/u/(?<id>[^/]+)(?:/(?<rest>.*))?", "/users/{id}/{rest}?v={version}&id={id}"),
+    ("action", "/do/(?<name>\\w+):(?<action>\\w+)", "/{action}/{name}"),
+    ("dots", "/dots/(?<a>.*?)-(?<b>.*)", "/in/{a}{b}"),
+    ("cut", "/cut/(?<a>.{2})(?<b>.*)", "/in/{a}x{b}"),
+];
+
+#[test]
+fn named_groups_form_the_rewritten_path() {
+    let upstream = Upstream::start();
+    let routes: String = EXPRESSIONS
+        .iter()
+        .map(|(name, expression, rewrite)| {
+            format!(
+                "[[route]]\nname = \"{name}\"\npath_regex = '{expression}'\nupstream = \"u\"\nrewrite = \"{rewrite}\"\n"
+            )
+        })
+        .collect();
+    let gateway = Gateway::start(&format!(
+        "[upstream.u]\nservers = [\"{}\"]\n{routes}[[route]]\nname = \"old\"\npath_regex = '/old/(?<rest>.*)'\n\
+         redirect = {{ to = \"/new/{{rest}}\" }}\n\
+         [[route]]\nname = \"limited\"\npath_regex = '/limited/(?<user>[a-z]+)?.*'\nlimits = [\"user\"]\n\
+         respond = {{ status = 200 }}\n[limit.user]\nby = \"path:user\"\nquota = \"1/day\"\n",
+        upstream.url()
+    ));
+    for (target, expected) in [
+        ("/v1/u/7", Ok("/users/7/?v=1&id=7")),
+        ("/v12/u/7/a/b/?x=1", Ok("/users/7/a/b/?v=12&id=7&x=1")),
+        ("/v1/u/a%26b", Ok("/users/a&b/?v=1&id=a%26b")),
+        ("//v1/u/x/../%37", Ok("/users/7/?v=1&id=7")),
+        ("/v1/u/", Err(404)),
+        ("/vx/u/7", Err(404)),
+        // The expression matches the canonical path, in which `%3A` is `:`.
+        ("/do/job:start", Ok("/start/job")),
+        ("/do/job%3Astart", Ok("/start/job")),
+        // Groups that form dot segments or cut off percent-encoding.
+        ("/dots/a-b", Ok("/in/ab")),
+        ("/dots/.-.", Err(400)),
+        ("/dots/a/.-./b", Err(400)),
+        ("/dots/a/-/b", Ok("/in/a/b")),
+        ("/dots/-/b", Ok("/in/b")),
+        ("/cut/%20a", Err(400)),
+        ("/cut/ab%20", Ok("/in/abx%20")),
+    ] {
+        let before = upstream.count();
+        let reply = request(&gateway, "GET", target);
+        match expected {
+            Ok(expected) => {
+                assert_eq!(reply.status, 200, "{target}: {}", reply.text());
+                assert_eq!(upstream.last().target(), expected, "{target}");
+            }
+            Err(status) => {
+                reply.assert_problem(status, target);
+                assert_eq!(upstream.count(), before, "{target} is not forwarded");
+            }
+        }
+    }
+    assert_eq!(request(&gateway, "GET", "/old/a/b?c").header("location"), Some("/new/a/b?c"));
+    assert_eq!(request(&gateway, "GET", "/old//evil.test").header("location"), Some("/new/evil.test"));
+    // A named group is an identity.
+    for (target, status) in [("/limited/ann", 200), ("/limited/ann/x", 429), ("/limited/ben", 200), ("/limited/7", 400)]
+    {
+        assert_eq!(request(&gateway, "GET", target).status, status, "{target}");
+    }
 }
 
 #[test]
@@ -301,6 +369,81 @@ fn redirect_has_the_configured_location() {
         let reply = request(&gateway, method, "/old/a?x=1");
         assert_eq!((reply.status, reply.header("location")), (308, Some("/new/a?x=1")), "{method}");
     }
+}
+
+#[test]
+fn redirect_to_a_scheme_keeps_host_path_and_query() {
+    let gateway = Gateway::start(
+        &[
+            ("all", "/{*rest}", "{ scheme = \"https\" }"),
+            ("port", "/port/{*rest}", "{ scheme = \"https\", port = 8443, status = 301 }"),
+            ("default-port", "/443/{*rest}", "{ scheme = \"https\", port = 443 }"),
+            ("http", "/http/{*rest}", "{ scheme = \"http\", port = 443, status = 307 }"),
+        ]
+        .map(|(name, path, to)| format!("[[route]]\nname = \"{name}\"\npath = \"{path}\"\nredirect = {to}\n"))
+        .concat(),
+    );
+    for (host, target, expected) in [
+        ("a.test", "/", Ok("https://a.test/")),
+        ("A.test.:8080", "/a/b/?x=1&y=%2F", Ok("https://a.test/a/b/?x=1&y=%2F")),
+        ("a.test", "/?", Ok("https://a.test/?")),
+        ("[2001:DB8::1]:80", "/a", Ok("https://[2001:db8::1]/a")),
+        ("a.test:80", "/port/a", Ok("https://a.test:8443/port/a")),
+        ("a.test:80", "/443/a", Ok("https://a.test/443/a")),
+        ("a.test", "/http/a", Ok("http://a.test:443/http/a")),
+        ("b.test", "http://a.test:81/a?b", Ok("https://a.test/a?b")),
+        ("a.test", "//evil.test//x", Ok("https://a.test/evil.test/x")),
+        ("a.test", "/@evil.test", Ok("https://a.test/@evil.test")),
+        ("a.test", "/a%3Ab/caf\u{e9}?c=caf\u{e9}|", Ok("https://a.test/a%3Ab/caf%C3%A9?c=caf%C3%A9%7C")),
+        ("a.test", "/a?b=%0d%0aSet-Cookie:%20a=b", Ok("https://a.test/a?b=%0d%0aSet-Cookie:%20a=b")),
+        ("a.test", "/a%0d%0aSet-Cookie:%20a=b", Err(400)),
+        ("a.test", "/%2fevil.test", Err(400)),
+        ("user@evil.test", "/", Err(400)),
+        ("evil.test/x", "/", Err(400)),
+        ("evil.test#", "/", Err(400)),
+        ("a.test, evil.test", "/", Err(400)),
+        ("a.test:evil", "/", Err(400)),
+        (":443", "/", Err(400)),
+    ] {
+        let mut client = gateway.client();
+        client.send(format!("GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes());
+        let reply = client.reply().unwrap();
+        match expected {
+            Ok(location) => assert_eq!(reply.header("location"), Some(location), "{host} {target}"),
+            Err(status) => reply.assert_problem(status, &format!("{host} {target}")),
+        }
+        assert_eq!(reply.header("set-cookie"), None, "{target}");
+    }
+    for (target, status) in [("/", 308), ("/port/", 301), ("/http/", 307)] {
+        assert_eq!(request(&gateway, "POST", target).status, status, "{target}");
+    }
+    // Without a host, there is no place to redirect to.
+    let mut client = gateway.client();
+    client.send(b"GET /a HTTP/1.0\r\n\r\n");
+    client.reply().unwrap().assert_problem(400, "HTTP/1.0 without Host");
+    let mut client = gateway.client();
+    client.send(b"GET /a HTTP/1.0\r\nHost: a.test\r\n\r\n");
+    assert_eq!(client.reply().unwrap().header("location"), Some("https://a.test/a"));
+}
+
+/// The documented pair: all of the plaintext listener goes to the one with TLS.
+#[test]
+fn plaintext_listener_redirects_and_tls_listener_serves() {
+    let server = Pair::server("a.test", NOW);
+    let files = [("a.pem", server.cert.as_str()), ("a.key", server.key.as_str())];
+    let gateway = Gateway::start_with(
+        "[[listener]]\nname = \"plain\"\naddress = \"127.0.0.1:0\"\n\
+         [[listener]]\naddress = \"127.0.0.1:0\"\ntls.certificates = [{ cert = \"a.pem\", key = \"a.key\" }]\n\
+         [[route]]\nname = \"to-https\"\nlisteners = [\"plain\"]\npath = \"/{*rest}\"\nredirect = { scheme = \"https\" }\n\
+         [[route]]\nname = \"hello\"\npath = \"/{*rest}\"\nrespond = { status = 200, body = \"hello\" }\n",
+        &files,
+    );
+    let [plain, secure] = gateway.addresses()[..] else { panic!("two listeners") };
+    let reply = Client::connect(plain).request("GET", "/x?y", &[("Host", "a.test")], b"");
+    assert_eq!((reply.status, reply.header("location")), (308, Some("https://a.test/x?y")));
+    let client = certificates::tls(&[&server.der], None, rustls::ALL_VERSIONS);
+    let reply = certificates::ask(&client, secure, "a.test", "/x?y").unwrap();
+    assert_eq!((reply.status, reply.text()), (200, "hello"));
 }
 
 #[test]

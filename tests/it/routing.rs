@@ -1,14 +1,23 @@
 //! Route selection over the wire, and requests that are rejected before it.
 
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
 use crate::support::MAX_WAIT;
 use crate::support::client::{Client, Reply};
 use crate::support::gateway::Gateway;
+use crate::support::random::property;
+use crate::support::reload::{reloads, with_admin};
+use crate::support::upstream::Upstream;
 use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Method, Uri};
 use http_body_util::{BodyExt, Empty};
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use sluicegate::routing::condition::{Condition, ConditionSource, ValueTest};
+use sluicegate::routing::expression::Expression;
+use sluicegate::routing::pattern::PathPattern;
+use sluicegate::routing::{RouteMatch, RouteRequest, RouteTable};
 use tokio::time::timeout;
 
 /// Name, path and further criteria of the routes. Each responds with its name.
@@ -538,4 +547,428 @@ fn several_lines_of_a_header_select_no_route() {
         let headers: Vec<_> = lines.iter().map(|value| ("x-plan", *value)).collect();
         assert_eq!(client.get_with("/plan", &headers).text(), expected, "{lines:?}");
     }
+}
+
+fn route(name: &str, rest: &str) -> String {
+    format!("[[route]]\nname = \"{name}\"\n{rest}\nrespond = {{ status = 200, body = \"{name}\" }}\n")
+}
+
+#[test]
+fn route_matches_each_of_its_hosts() {
+    let gateway = Gateway::start(
+        &[
+            route("hosts", "path = \"/x\"\nhosts = [\"A.test\", \"*.b.test\", \"[2001:DB8::1]\"]"),
+            route("others", "path = \"/x\"\nhosts = [\"*\"]"),
+        ]
+        .concat(),
+    );
+    let mut client = gateway.client();
+    for (host, expected) in [
+        ("a.test", "hosts"),
+        ("A.TEST:8080", "hosts"),
+        ("x.b.test", "hosts"),
+        ("x.y.b.test", "hosts"),
+        ("[2001:db8:0::1]:80", "hosts"),
+        ("b.test", "others"),
+        ("a.test.evil.test", "others"),
+    ] {
+        assert_eq!(client.request("GET", "/x", &[("Host", host)], b"").text(), expected, "{host}");
+    }
+}
+
+const TWO_LISTENERS: &str = "[[listener]]\nname = \"NAMES\"\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"127.0.0.1:0\"\nname = \"OTHER\"\n";
+
+/// A reload changes the names, and the routes of open connections.
+#[test]
+fn routes_of_a_listener_match_only_its_connections() {
+    let listeners = |first: &str, second: &str| TWO_LISTENERS.replace("NAMES", first).replace("OTHER", second);
+    let routes = [
+        route("of-plain", "path = \"/x\"\nlisteners = [\"plain\"]"),
+        route("of-any", "path = \"/x\"\nmethods = [\"GET\"]"),
+        route("of-second", "path = \"/only\"\nlisteners = [\"second\"]"),
+        route("of-both", "path = \"/both\"\nlisteners = [\"second\", \"plain\"]"),
+    ]
+    .concat();
+    let gateway = Gateway::start(&with_admin(&format!("{}{routes}", listeners("plain", "second"))));
+    let mut clients = gateway.addresses().into_iter().map(Client::connect).collect::<Vec<_>>();
+    let expect = |clients: &mut Vec<Client>, expected: [[&str; 3]; 2]| {
+        for (client, expected) in clients.iter_mut().zip(expected) {
+            for (path, expected) in ["/x", "/only", "/both"].into_iter().zip(expected) {
+                let reply = client.get(path);
+                match expected {
+                    "404" => reply.assert_problem(404, path),
+                    expected => assert_eq!(reply.text(), expected, "{path}"),
+                }
+            }
+        }
+    };
+    expect(&mut clients, [["of-plain", "404", "of-both"], ["of-any", "of-second", "of-both"]]);
+    reloads(&gateway, &format!("{}{routes}", listeners("second", "plain")));
+    expect(&mut clients, [["of-any", "of-second", "of-both"], ["of-plain", "404", "of-both"]]);
+    // Listeners come after host and path.
+    let routes = [
+        route("of-plain", "path = \"/{*rest}\"\nlisteners = [\"a\"]\nhosts = [\"h.test\"]"),
+        route("of-any", "path = \"/x\""),
+    ];
+    reloads(&gateway, &format!("{}{}", listeners("a", "b"), routes.concat()));
+    for (client, expected) in clients.iter_mut().zip([("of-any", "of-plain"), ("of-any", "404")]) {
+        let of_host = client.request("GET", "/y", &[("Host", "h.test")], b"");
+        assert_eq!(client.get("/x").text(), expected.0);
+        assert_eq!(if of_host.status == 404 { "404" } else { of_host.text() }, expected.1);
+    }
+}
+
+#[test]
+fn conditions_on_headers_and_query_select_a_route() {
+    let gateway = Gateway::start(
+        &[
+            route("none", "path = \"/x\""),
+            route("exact", "path = \"/x\"\nmatch.headers.x-a.exact = \"gold\""),
+            route("prefix", "path = \"/x\"\nmatch.headers.x-b.prefix = \"go\"\nmatch.headers.x-a.absent = true"),
+            route("regex", "path = \"/y\"\nmatch.headers.x-a.regex = 'v[0-9]+'"),
+            route("present", "path = \"/z\"\nmatch.headers.x-a.present = true"),
+            route("absent", "path = \"/z\"\nmatch.headers.x-a.absent = true"),
+            route("query", "path = \"/q\"\nmatch.query.\"a b\".exact = \"1&2\""),
+            route("query-prefix", "path = \"/q\"\nmatch.query = { p.prefix = \"x\", debug.present = true }"),
+            route("query-regex", "path = \"/q\"\nmatch = { query = { r.regex = '(?i)on|yes', p.absent = true, s.absent = true }, headers.x-a.absent = true }"),
+        ]
+        .concat(),
+    );
+    let mut client = gateway.client();
+    for (target, headers, expected) in [
+        ("/x", &[][..], "none"),
+        ("/x", &[("x-a", "gold")], "exact"),
+        ("/x", &[("X-A", "golden")], "none"),
+        ("/x", &[("x-b", "golden")], "prefix"),
+        ("/x", &[("x-b", "golden"), ("x-a", "gold")], "exact"),
+        ("/x", &[("x-b", "golden"), ("x-a", "")], "none"),
+        ("/y", &[("x-a", "v17")], "regex"),
+        ("/y", &[("x-a", "v17x")], "404"),
+        ("/y", &[("x-a", "xv17")], "404"),
+        ("/y", &[], "404"),
+        ("/z", &[], "absent"),
+        ("/z", &[("x-a", "")], "present"),
+        ("/q?a+b=1%262", &[], "query"),
+        ("/q?x=y&a%20b=1%262&z", &[], "query"),
+        ("/q?a%20b=1&2", &[], "404"),
+        ("/q?A+b=1%262", &[], "404"),
+        ("/q?p=xyz&debug", &[], "query-prefix"),
+        ("/q?debug=0&p=x", &[], "query-prefix"),
+        ("/q?p=xyz", &[], "404"),
+        ("/q?p=axyz&debug", &[], "404"),
+        ("/q?r=YES", &[], "query-regex"),
+        ("/q?r=%4fN", &[], "query-regex"),
+        ("/q?r=yes&p", &[], "404"),
+        ("/q?r=yes", &[("x-a", "1")], "404"),
+        ("/q", &[], "404"),
+    ] {
+        let reply = client.get_with(target, headers);
+        let what = format!("{target} {headers:?}");
+        match expected {
+            "404" => reply.assert_problem(404, &what),
+            expected => assert_eq!(reply.text(), expected, "{what}"),
+        }
+    }
+    // Only the method is missing.
+    let methods = Gateway::start(&route("post", "path = \"/x\"\nmethods = [\"POST\"]\nmatch.query.a.exact = \"1\""));
+    assert_eq!(methods.get("/x?a=1").header("allow"), Some("POST"));
+    methods.get("/x?a=2").assert_problem(404, "the condition fails as well");
+}
+
+/// Servers take the first value, the last one, or all of them.
+#[test]
+fn several_values_meet_only_present() {
+    let tests = ["exact = \"gold\"", "prefix = \"go\"", "regex = 'gold|free'", "present = true", "absent = true"];
+    let routes = tests.iter().enumerate().map(|(index, test)| {
+        [
+            route(&format!("h{index}"), &format!("path = \"/h{index}\"\nmatch.headers.x-plan = {{ {test} }}")),
+            route(&format!("q{index}"), &format!("path = \"/q{index}\"\nmatch.query.plan = {{ {test} }}")),
+        ]
+        .concat()
+    });
+    let gateway = Gateway::start(&routes.collect::<String>());
+    let mut client = gateway.client();
+    for (values, met) in [
+        (&["gold"][..], [200, 200, 200, 200, 404]),
+        (&["gold", "free"], [404, 404, 404, 200, 404]),
+        (&["free", "gold"], [404, 404, 404, 200, 404]),
+        (&["gold", "gold"], [404, 404, 404, 200, 404]),
+        (&[], [404, 404, 404, 404, 200]),
+    ] {
+        for (index, expected) in met.into_iter().enumerate() {
+            let headers: Vec<_> = values.iter().map(|value| ("x-plan", *value)).collect();
+            assert_eq!(
+                client.get_with(&format!("/h{index}"), &headers).status,
+                expected,
+                "{} {values:?}",
+                tests[index]
+            );
+            let query: Vec<_> = values.iter().map(|value| format!("pl%61n={value}")).collect();
+            let target = format!("/q{index}?{}", query.join("&"));
+            assert_eq!(client.get(&target).status, expected, "{} {target}", tests[index]);
+        }
+    }
+}
+
+#[test]
+fn expressions_match_whole_canonical_paths() {
+    let gateway = Gateway::start(
+        &[
+            route("rest", "path = \"/{*rest}\""),
+            route("first", "path_regex = '/v\\d+/[a-z]+'"),
+            route("second", "path_regex = '/v1/.*'"),
+            route("post", "path_regex = '/v1/.*'\nmethods = [\"POST\"]"),
+            route("literal", "path = \"/v1/literal\""),
+            route("parameter", "path = \"/v2/{id}\""),
+            route("of-host", "path = \"/v1/{*rest}\"\nhosts = [\"a.test\"]"),
+            route("any-case", "path_regex = '(?i)/login([/;].*)?'"),
+        ]
+        .concat(),
+    );
+    let mut client = gateway.client();
+    for (method, host, target, expected) in [
+        ("GET", "h.test", "/v1/literal", "literal"),
+        ("GET", "h.test", "/v2/abc", "parameter"),
+        ("GET", "h.test", "/v1/abc", "first"),
+        ("POST", "h.test", "/v1/abc", "first"),
+        ("POST", "h.test", "/v1/abc/d", "post"),
+        ("PUT", "h.test", "/v1/abc/d", "second"),
+        ("GET", "h.test", "/v17/abc", "first"),
+        ("GET", "h.test", "/v17/ABC", "rest"),
+        ("GET", "h.test", "/v17/abc/", "rest"),
+        ("GET", "h.test", "/x/v1/abc", "rest"),
+        ("GET", "a.test", "/v1/abc", "of-host"),
+        ("GET", "a.test", "/v3/abc", "first"),
+        // The canonical path is matched.
+        ("GET", "h.test", "//v17/./x/../%61bc", "first"),
+        ("GET", "h.test", "/v17/abc?x=/", "first"),
+        ("GET", "h.test", "/v17/%2e%2e/login", "any-case"),
+        ("GET", "h.test", "/LOGIN/", "any-case"),
+        ("GET", "h.test", "/login;jsessionid=1", "any-case"),
+        ("GET", "h.test", "/login%3Bx", "any-case"),
+        ("GET", "h.test", "/logins", "rest"),
+    ] {
+        let reply = client.request(method, target, &[("Host", host)], b"");
+        assert_eq!(reply.text(), expected, "{method} {host}{target}");
+    }
+}
+
+#[test]
+fn trailing_slash_is_strict_same_or_redirected() {
+    let gateway = Gateway::start(
+        &[
+            route("strict", "path = \"/strict\""),
+            route("strict-slash", "path = \"/strict-slash/\""),
+            route("same", "path = \"/same\"\ntrailing_slash = \"same\""),
+            route("same-id", "path = \"/id/{id}/\"\ntrailing_slash = \"same\""),
+            route("same-rest", "path = \"/rest/{*rest}\"\ntrailing_slash = \"same\""),
+            route(
+                "redirect",
+                "path = \"/r\"\ntrailing_slash = \"redirect\"\nmethods = [\"GET\", \"POST\"]\nlimits = [\"once\"]",
+            ),
+            route("redirect-slash", "path = \"/rs/{id}/\"\ntrailing_slash = \"redirect\""),
+            route("redirect-rest", "path = \"/rr/{*rest}\"\ntrailing_slash = \"redirect\""),
+            "[limit.once]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"fixed-window\"\n".to_owned(),
+        ]
+        .concat(),
+    );
+    let mut client = gateway.client();
+    for (target, expected) in [
+        ("/strict", Ok("strict")),
+        ("/strict/", Err(None)),
+        ("/strict-slash/", Ok("strict-slash")),
+        ("/strict-slash", Err(None)),
+        ("/same", Ok("same")),
+        ("/same/", Ok("same")),
+        ("/same//", Ok("same")),
+        ("/same/x", Err(None)),
+        ("/id/7/", Ok("same-id")),
+        ("/id/7", Ok("same-id")),
+        ("/id/", Err(None)),
+        ("/rest", Ok("same-rest")),
+        ("/rest/", Ok("same-rest")),
+        ("/rest/x", Ok("same-rest")),
+        ("/r", Ok("redirect")),
+        ("/r/", Err(Some("/r"))),
+        ("/r/?a=/b//&c", Err(Some("/r?a=/b//&c"))),
+        ("//r//", Err(Some("/r"))),
+        ("/rs/7/", Ok("redirect-slash")),
+        ("/rs/7", Err(Some("/rs/7/"))),
+        ("/rs/a%3Bb;c?", Err(Some("/rs/a%3Bb;c/?"))),
+        ("/rs/%2e%2e/x", Err(None)),
+        ("/rs/.%0d%0aLocation:", Err(Some("400"))),
+        ("/rr", Err(Some("/rr/"))),
+        ("/rr/", Ok("redirect-rest")),
+        ("/rr/x", Ok("redirect-rest")),
+        ("//rr", Err(Some("/rr/"))),
+        ("//evil.test/../rr", Err(Some("/rr/"))),
+        ("http://evil.test/rr", Err(Some("/rr/"))),
+    ] {
+        let reply = client.get(target);
+        match expected {
+            Ok(expected) => assert_eq!((reply.status, reply.text()), (200, expected), "{target}"),
+            Err(None) => reply.assert_problem(404, target),
+            Err(Some("400")) => reply.assert_problem(400, target),
+            Err(Some(location)) => {
+                assert_eq!((reply.status, reply.header("location")), (308, Some(location)), "{target}");
+            }
+        }
+    }
+    // The redirects were not charged; the limit admits one more request.
+    assert_eq!((client.get("/r").status, client.get("/r").status), (200, 429));
+    assert_eq!(
+        client.request("POST", "/r/", &[], b"").header("location"),
+        Some("/r"),
+        "methods are those of the route"
+    );
+    client.request("PUT", "/r/", &[], b"").assert_problem(405, "a method that the route does not have");
+}
+
+/// Headers that routes match are protected as those that identify clients.
+#[test]
+fn matched_headers_reach_the_upstream_as_matched() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&format!(
+        "[upstream.u]\nservers = [\"{}\"]\n[[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"u\"\n\
+         match.headers = {{ x-plan.prefix = \"go\", x-debug.absent = true }}\n",
+        upstream.url()
+    ));
+    let reply = gateway.client().get_with(
+        "/",
+        &[("x-plan", "gold"), ("X_Plan", "free"), ("x_debug", "1"), ("Connection", "x-plan"), ("x-other", "1")],
+    );
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    let seen = upstream.last();
+    assert_eq!(seen.headers("x-plan"), ["gold"], "{}", seen.head);
+    assert!(!seen.head.to_ascii_lowercase().contains("x_plan"), "{}", seen.head);
+    assert!(!seen.head.to_ascii_lowercase().contains("x_debug"), "{}", seen.head);
+    assert_eq!(seen.headers("x-other"), ["1"]);
+}
+
+const PATHS: [&str; 10] = ["/", "/a", "/a/", "/{x}", "/a/b", "/a/{x}", "/{x}/b", "/{*r}", "/a/{*r}", "/{x}/{*r}"];
+
+const EXPRESSIONS: [&str; 3] = ["/a.*", "/[ab]/[ab]", ".*b"];
+
+/// The lookup agrees with a comparison of all routes by the rules of the manual.
+#[test]
+fn lookup_agrees_with_the_documented_ranking() {
+    const TARGETS: [&str; 9] = ["/", "/a", "/a/", "/b", "/a/b", "/b/b", "/a/b/c", "/b/", "/c/d"];
+    const ROUTE_HOSTS: [&str; 3] = ["", "h.test", "*.test"];
+    let rule = (0..PATHS.len() + EXPRESSIONS.len(), 0..ROUTE_HOSTS.len(), 0..3_usize, 0..3_usize, 0..3_usize);
+    let request = (0..TARGETS.len(), 0..2_usize, 0..2_usize, 0..2_usize, 0..3_usize);
+    let input = (proptest::collection::vec(rule, 1..20), proptest::collection::vec(request, 20));
+    property(4000, 20, input, |(rules, requests)| {
+        let mut table = RouteTable::default();
+        let mut routes: Vec<Modelled> = Vec::new();
+        for (path, host, methods, listeners, conditions) in rules {
+            let (text, is_expression) = match PATHS.get(path) {
+                Some(path) => (*path, false),
+                None => (EXPRESSIONS[path - PATHS.len()], true),
+            };
+            let condition = |name: &&str| Condition {
+                source: ConditionSource::Header(name.parse().unwrap()),
+                test: ValueTest::Present,
+            };
+            let parsed = if is_expression { PathPattern::from_regex(text).unwrap() } else { text.parse().unwrap() };
+            let route = RouteMatch {
+                hosts: ROUTE_HOSTS[host..=host]
+                    .iter()
+                    .filter(|host| !host.is_empty())
+                    .map(ToString::to_string)
+                    .collect(),
+                methods: [Method::GET, Method::PUT].into_iter().take(methods).collect(),
+                listeners: (0..listeners).collect(),
+                conditions: ["x-a", "x-b"].iter().take(conditions).map(condition).collect(),
+                ..RouteMatch::new(parsed)
+            };
+            let index = routes.len();
+            if table.insert(&route, &index).is_ok() {
+                routes.push(Modelled { index, text, is_expression, route });
+            }
+        }
+        for (target, host, method, listener, headers) in &requests {
+            let names = ["x-a", "x-b"].iter().take(*headers);
+            let headers: HeaderMap = names.map(|name| (name.parse().unwrap(), HeaderValue::from_static("1"))).collect();
+            let request = RouteRequest {
+                host: ["h.test", "x.test"][*host],
+                path: TARGETS[*target],
+                uri: &Uri::default(),
+                method: [&Method::GET, &Method::PUT][*method],
+                headers: &headers,
+                listener: *listener,
+            };
+            assert_eq!(table.find(&request).ok().copied(), best(&routes, &request), "{request:?} in {routes:#?}");
+        }
+        requests.len()
+    });
+}
+
+#[derive(Debug)]
+struct Modelled {
+    index: usize,
+    text: &'static str,
+    is_expression: bool,
+    route: RouteMatch,
+}
+
+impl Modelled {
+    fn matches(&self, request: &RouteRequest<'_>) -> bool {
+        let route = &self.route;
+        let host = route.hosts.first().is_none_or(|host| {
+            host.strip_prefix('*').map_or(host == request.host, |suffix| request.host.ends_with(suffix))
+        });
+        host && self.matches_path(request.path)
+            && (route.methods.is_empty() || route.methods.contains(request.method))
+            && (route.listeners.is_empty() || route.listeners.contains(&request.listener))
+            && route.conditions.iter().all(|condition| condition.matches(request.headers, None))
+    }
+
+    fn matches_path(&self, path: &str) -> bool {
+        if self.is_expression {
+            return Expression::new(self.text).unwrap().is_match(path.as_bytes());
+        }
+        let (mut own, segments): (Vec<_>, Vec<_>) =
+            (self.text[1..].split('/').collect(), path[1..].split('/').collect());
+        let has_rest = self.has_rest();
+        own.truncate(own.len() - usize::from(has_rest));
+        let has_length = if has_rest { segments.len() > own.len() } else { segments.len() == own.len() };
+        let fits =
+            |(own, segment): (&&str, &&str)| if own.starts_with('{') { !segment.is_empty() } else { own == segment };
+        has_length && own.iter().zip(&segments).all(fits)
+    }
+
+    fn has_rest(&self) -> bool {
+        self.text.ends_with("{*r}")
+    }
+
+    /// A segment decides from the left: literal before parameter before rest.
+    fn path_rank(&self) -> Vec<usize> {
+        let rank = |segment: &str| usize::from(segment.starts_with('{')) + usize::from(segment.starts_with("{*"));
+        self.text[1..].split('/').map(rank).collect()
+    }
+
+    /// Listeners, then methods, then the number of conditions.
+    fn rank(&self) -> impl Ord + use<> {
+        let RouteMatch { listeners, methods, conditions, .. } = &self.route;
+        (listeners.is_empty(), methods.is_empty(), Reverse(conditions.len()))
+    }
+}
+
+/// Return the best route by the rules of the manual, one after the other.
+fn best(routes: &[Modelled], request: &RouteRequest<'_>) -> Option<usize> {
+    let host_rank = |one: &Modelled| one.route.hosts.first().map_or(2, |host| usize::from(host.starts_with('*')));
+    let matching: Vec<_> = routes.iter().filter(|one| one.matches(request)).collect();
+    let best_host = matching.iter().map(|one| host_rank(one)).min()?;
+    let of_host: Vec<_> = matching.into_iter().filter(|one| host_rank(one) == best_host).collect();
+    let by_path = of_host.iter().filter(|one| !one.is_expression).min_by_key(|one| (one.path_rank(), one.rank()));
+    if let Some(found) = by_path.filter(|found| !found.has_rest()) {
+        return Some(found.index);
+    }
+    // The expressions in the order of the first route of each, and only then a catch-all path.
+    let order = |one: &Modelled| {
+        let same = |other: &&Modelled| (&other.route.hosts, other.text) == (&one.route.hosts, one.text);
+        routes.iter().find(same).map(|first| first.index)
+    };
+    let expression = of_host.iter().filter(|one| one.is_expression).min_by_key(|one| (order(one), one.rank()));
+    expression.or(by_path).map(|one| one.index)
 }

@@ -28,7 +28,11 @@ pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatch
 /// Return the configuration file and those that it includes. They come first: a successful reload reads the other files
 /// as well and ends this watch.
 fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
-    let all = |ConfigFiles { main, included, .. }| std::iter::once(main).chain(included).collect::<Vec<_>>();
+    // The directories belong to it: a new one must be watched, even if it is empty.
+    let all = |ConfigFiles { main, included, directories }| -> Vec<FileSnapshot> {
+        let directories = directories.into_iter().map(|path| FileSnapshot { path, content: Vec::new() });
+        std::iter::once(main).chain(included).chain(directories).collect()
+    };
     let last = configuration.last_attempt();
     let path = last.main.path.clone();
     let directories = last.directories.clone();

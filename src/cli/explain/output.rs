@@ -38,8 +38,9 @@ fn write_request(explanation: &Explanation, out: &mut impl Write) -> io::Result<
         out,
         &format!("{} {}{}", explanation.method, explanation.host.as_deref().unwrap_or(""), explanation.raw_path),
     )?;
+    let width = if explanation.listener.is_some() { "listener".len() } else { "client".len() };
     if let Some(path) = explanation.path.as_ref().filter(|path| **path != explanation.raw_path) {
-        write_item(out, 6, "path", &[format!("{path} (canonical form)")])?;
+        write_item(out, width, "path", &[format!("{path} (canonical form)")])?;
     }
     let ClientReport { address, peer, trusted, header } = &explanation.client;
     let text = match (header, trusted) {
@@ -47,8 +48,8 @@ fn write_request(explanation: &Explanation, out: &mut impl Write) -> io::Result<
         (None, true) => format!("{address}, a trusted proxy that reports no client"),
         (None, false) => format!("{address}, the peer, which is not a trusted proxy"),
     };
-    write_item(out, 6, "client", &[text])?;
-    explanation.listener.iter().try_for_each(|name| write_item(out, 6, "listener", std::slice::from_ref(name)))
+    write_item(out, width, "client", &[text])?;
+    explanation.listener.iter().try_for_each(|name| write_item(out, width, "listener", std::slice::from_ref(name)))
 }
 
 fn write_routes(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {

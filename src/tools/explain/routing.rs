@@ -1,6 +1,6 @@
 //! The matched route, the mismatches of the other routes, and the requests and responses that the route produces.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use futures_util::FutureExt;
 use http::uri::PathAndQuery;
@@ -36,19 +36,25 @@ pub(super) struct Comparison<'r> {
     winner: Option<RouteCandidate<'r>>,
     /// The other routes, closest match first.
     others: Vec<RouteCandidate<'r>>,
+    /// The hosts of each route, by index.
+    hosts: HashMap<usize, BTreeSet<String>>,
 }
 
 impl<'r> Comparison<'r> {
     /// Compare all routes with a request. `chosen` is the index of the route that the lookup returned.
     pub(super) fn new(config: &'r CompiledConfig, request: &RouteRequest<'_>, chosen: Option<usize>) -> Self {
         let mut all = config.table.candidates(request);
+        let mut hosts: HashMap<usize, BTreeSet<String>> = HashMap::new();
+        for candidate in &all {
+            hosts.entry(candidate.target.index).or_default().extend(candidate.host.clone());
+        }
         all.sort_by_key(|candidate| (candidate.distance(), candidate.target.index));
         // A route has a candidate for each host and trailing slash: keep the closest one.
         let mut seen = HashSet::new();
         all.retain(|candidate| seen.insert(candidate.target.index));
         let (mut winner, others): (Vec<_>, Vec<_>) =
             all.into_iter().partition(|candidate| Some(candidate.target.index) == chosen);
-        Comparison { config, winner: winner.pop(), others }
+        Comparison { config, winner: winner.pop(), others, hosts }
     }
 
     /// Report the chosen route.
@@ -82,14 +88,16 @@ impl<'r> Comparison<'r> {
     fn mismatch_reason(&self, other: &RouteCandidate<'_>) -> (&'static str, String) {
         match other.mismatch {
             Some(MismatchReason::Host) => {
-                ("host", format!("it is for the host {}", other.host.as_deref().unwrap_or("*")))
+                let hosts: Vec<_> = self.hosts.get(&other.target.index).into_iter().flatten().map(|host| &**host).collect();
+                ("host", format!("it is for the {} {}", noun("host", hosts.len()), hosts.join(", ")))
             }
             Some(MismatchReason::Path) if other.target.path_pattern.is_regex() => {
                 ("path", format!("its expression is {}", other.target.path))
             }
             Some(MismatchReason::Path) => ("path", format!("its path is {}", other.target.path)),
             Some(MismatchReason::Listener) => {
-                ("listener", format!("it is for the listener {} only", self.listener_names(other).join(", ")))
+                let names = self.listener_names(other);
+                ("listener", format!("it is for the {} {} only", noun("listener", names.len()), names.join(", ")))
             }
             Some(MismatchReason::Method) => {
                 let methods: Vec<_> = other.methods.iter().map(http::Method::as_str).collect();
@@ -107,6 +115,10 @@ impl<'r> Comparison<'r> {
             }
         }
     }
+}
+
+fn noun(one: &str, count: usize) -> String {
+    if count == 1 { one.to_owned() } else { format!("{one}s") }
 }
 
 /// Why `winner` is more specific than `other`, which matches as well: by host, path, listeners, methods, conditions.
