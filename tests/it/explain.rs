@@ -55,15 +55,15 @@ const CHOICES: [&[(&str, &str)]; 4] = [
 
 /// Quotas of a day: nothing refills while the test runs.
 const LIMITS: [(&str, &str); 9] = [
-    ("ip", "by = \"ip\"\nquota = \"40/day\"\n"),
-    ("key", "by = \"api-key\"\nquota = \"20/day\"\non_missing = \"skip\"\ntiers = { pro = { quota = \"60/day\" } }\n"),
-    ("needed", "by = \"header:x-user\"\nquota = \"30/day\"\nalgorithm = \"sliding-log\"\n"),
-    ("instead", "by = \"header:x-user\"\non_missing = \"ip\"\nquota = \"25/day\"\nexempt = [\"header:x-user=root\"]\n"),
-    ("pair", "by = [\"header:x-user\", \"ip\"]\non_missing = \"skip\"\nquota = \"9/day\"\n"),
+    ("ip", "by = \"ip\"\nquota = \"16/day\"\n"),
+    ("key", "by = \"api-key\"\nquota = \"6/day\"\non_missing = \"skip\"\ntiers = { pro = { quota = \"60/day\" } }\n"),
+    ("needed", "by = \"header:x-user\"\nquota = \"10/day\"\nalgorithm = \"sliding-log\"\n"),
+    ("instead", "by = \"header:x-user\"\non_missing = \"ip\"\nquota = \"8/day\"\nexempt = [\"header:x-user=root\"]\n"),
+    ("pair", "by = [\"header:x-user\", \"ip\"]\non_missing = \"skip\"\nquota = \"4/day\"\n"),
     ("trial", "by = \"ip\"\nquota = \"5/day\"\nshadow = true\n"),
-    ("writes", "by = \"ip\"\nquota = \"12/day\"\nmethods = [\"POST\", \"PUT\"]\ncost = 2\n"),
-    ("user", "by = \"user:x-account\"\non_missing = \"ip\"\nquota = \"15/day\"\nannounce = false\n"),
-    ("all", "by = [\"host\", \"method\", \"route\"]\nquota = \"200/day\"\nunit = \"tokens\"\n"),
+    ("writes", "by = \"ip\"\nquota = \"6/day\"\nmethods = [\"POST\", \"PUT\"]\ncost = 2\n"),
+    ("user", "by = \"user:x-account\"\non_missing = \"ip\"\nquota = \"6/day\"\nannounce = false\n"),
+    ("all", "by = [\"host\", \"method\", \"route\"]\nquota = \"40/day\"\nunit = \"tokens\"\n"),
 ];
 
 /// Access rules of a route. The clients of requests are loopback addresses, and those that proxies report.

@@ -102,7 +102,7 @@ fn errors_have_the_type_of_the_manual() {
     for (outcome, status, path, headers) in [
         ("forbidden", 403, "/denied", &[][..]),
         ("store-unavailable", 503, "/store", &[]),
-        ("no-identity", 401, "/key", &[]),
+        ("unauthenticated", 401, "/key", &[]),
         ("no-identity", 400, "/header", &[]),
         ("bad-cost", 400, "/cost", &[("x-cost", "much")]),
         ("no-route", 404, "/nowhere", &[]),
