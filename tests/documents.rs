@@ -91,7 +91,11 @@ fn configurations_of_the_documents_are_accepted() {
     let (mut failures, mut checked) = (String::new(), 0);
     for document in pages::manual() {
         let directory = tempfile::tempdir().unwrap();
-        let put = |name: &str, text: &str| std::fs::write(directory.path().join(name), text).unwrap();
+        let put = |name: &str, text: &str| {
+            let path = directory.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
         put("consumers.toml", "[[consumer]]\nname = \"acme\"\nkeys = []\n");
         put("htpasswd", "alice:$apr1$r31.....$HqJZimcKQFAMYayBlzkrA/\n");
         let blocks: Vec<_> = pages::blocks(&document).into_iter().filter(|block| block.language == "toml").collect();
@@ -107,7 +111,6 @@ fn configurations_of_the_documents_are_accepted() {
             };
             for name in whole.split('"').filter(|text| text.ends_with(".pem") || text.ends_with(".key")) {
                 let source = if name.ends_with(".key") { "certs/dev.key" } else { "certs/dev.pem" };
-                std::fs::create_dir_all(directory.path().join(name).parent().unwrap()).unwrap();
                 put(name, &pages::read(source));
             }
             for name in whole.split('"').filter_map(|text| text.strip_prefix("file:")) {

@@ -56,6 +56,10 @@ fn provide(walk: &Walk, document: &str) {
             }
             walk.put("access.log", &read("tests/logs/common.log"));
         }
+        "docs/how-to/routing.md" => {
+            walk.put("cert.pem", &read("certs/dev.pem"));
+            walk.put("cert.key", &read("certs/dev.key"));
+        }
         "docs/how-to/tune-limits.md" => {
             let log = read("tests/logs/common.log");
             walk.put("access.log", &log);

@@ -45,7 +45,9 @@ impl Walk {
         if text.contains("\nurl = \"redis") {
             text = text.replace("[store]\n", "[store]\ntimeout = \"5s\"\n");
         }
-        std::fs::write(self.folder().join(name), text).unwrap();
+        let path = self.folder().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
     }
 
     /// Follow the document. `instead` may return another command, or `None` to skip one.
