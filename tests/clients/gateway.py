@@ -22,10 +22,10 @@ def expect(condition, what):
 class Gateway:
     """A running gateway. `urls` has its listeners in order, `admin` is the admin listener."""
 
-    def __init__(self, binary, configuration, files):
+    def __init__(self, binary, configuration, files=None):
         """`files` are the contents of the files that the configuration names."""
         self.folder = tempfile.TemporaryDirectory()
-        for name, text in files.items():
+        for name, text in (files or {}).items():
             (Path(self.folder.name) / name).write_text(text)
         path = Path(self.folder.name) / "gateway.toml"
         path.write_text(configuration)
