@@ -354,8 +354,8 @@ fn jwt(
         }
     }
     let Some(text) = &auth.jwks_file else {
-        let issue = Issue::new(span.clone(), "the keys of the issuer are missing");
-        let hint = "jwks_file = \"certs/jwks.json\", or jwks_url = \"https://issuer.example/.well-known/jwks.json\"";
+        let issue = Issue::new(span.clone(), "`jwks_file` is missing");
+        let hint = "for example jwks_file = \"certs/jwks.json\", or a URL: jwks_url = \"https://issuer.example/.well-known/jwks.json\"";
         reader.push_issue(issue.with_hint(hint));
         return verifier;
     };
