@@ -88,7 +88,8 @@ impl<'r> Comparison<'r> {
     fn mismatch_reason(&self, other: &RouteCandidate<'_>) -> (&'static str, String) {
         match other.mismatch {
             Some(MismatchReason::Host) => {
-                let hosts: Vec<_> = self.hosts.get(&other.target.index).into_iter().flatten().map(|host| &**host).collect();
+                let hosts: Vec<_> =
+                    self.hosts.get(&other.target.index).into_iter().flatten().map(|host| &**host).collect();
                 ("host", format!("it is for the {} {}", noun("host", hosts.len()), hosts.join(", ")))
             }
             Some(MismatchReason::Path) if other.target.path_pattern.is_regex() => {
