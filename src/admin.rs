@@ -7,6 +7,7 @@ mod dashboard;
 mod events;
 mod health;
 mod metrics;
+mod process;
 pub mod state;
 
 use std::convert::Infallible;

@@ -36,6 +36,7 @@ use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::wait_queue::WaitQueues;
 use crate::listener::connection_limit::ConnectionLimits;
+use crate::listener::metrics::ListenerMetrics;
 use crate::metrics::MetricFamily;
 use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::current::{ConfigHandle, ReloadRequest};
@@ -181,6 +182,7 @@ impl App {
         let prefetch_pool = Arc::<PrefetchPool>::default();
         let connections = Arc::new(ConnectionLimits::new(&self.config.server));
         let metrics = Arc::<RequestMetrics>::default();
+        let listener_metrics = Arc::<MetricFamily<ListenerMetrics>>::default();
         let limit_metrics = Arc::<MetricFamily<limiter::metrics::LimiterMetrics>>::default();
         let entries = self.config.store.denial_cache;
         let denial_cache =
@@ -199,6 +201,7 @@ impl App {
         let admin_state = Arc::new(AdminState {
             request_metrics: metrics.clone(),
             limiter_metrics: limit_metrics.clone(),
+            listener_metrics: listener_metrics.clone(),
             connection_limits: connections.clone(),
             config_handle: self.config_handle.clone(),
             store_name: self.config.store.name.clone(),
@@ -244,6 +247,7 @@ impl App {
                 config_handle: self.config_handle.clone(),
                 gateways: gateways.clone(),
                 metrics: metrics.clone(),
+                listener_metrics: listener_metrics.clone(),
                 limit_metrics: limit_metrics.clone(),
                 index,
                 sinks: self.sinks.clone(),
