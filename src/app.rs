@@ -1,14 +1,16 @@
 //! The gateway process: opens the sockets, starts the threads and owns what they share.
 
+pub(crate) mod admin_socket;
 mod collector;
 pub mod hot_restart;
-mod listen;
+pub(crate) mod listen;
 mod reload;
 pub mod sd_notify;
 mod upstream_maintenance;
 mod worker;
 
 use std::net::{SocketAddr, TcpListener as StdListener};
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -18,8 +20,9 @@ use std::{io, thread};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::admin::AdminDeps;
 use crate::admin::state::AdminState;
+use crate::admin::{AdminDeps, AdminSockets};
+use crate::app::admin_socket::AdminSocketFile;
 use crate::app::hot_restart::HotRestart;
 use crate::app::listen::{InheritedSockets, ListenerSockets};
 use crate::app::reload::file_watcher::FileWatcher;
@@ -59,6 +62,14 @@ pub enum AppError {
         /// The error of `bind` or `listen`.
         source: io::Error,
     },
+    /// The admin socket cannot be opened.
+    #[error("cannot open the admin socket {}: {source}; set `socket` in [admin]", path.display())]
+    AdminSocket {
+        /// The configured path, or the default.
+        path: PathBuf,
+        /// The error of the system.
+        source: io::Error,
+    },
     /// The access log cannot be opened, or its thread cannot be started.
     #[error("cannot write the access log to {}: {source}", path.display())]
     AccessLog {
@@ -96,6 +107,7 @@ pub struct App {
     /// Bound addresses, by listener.
     addresses: Vec<SocketAddr>,
     admin: Option<StdListener>,
+    admin_socket: Option<(UnixListener, AdminSocketFile)>,
     /// Cancelled when the admin listener stops.
     admin_stop: CancellationToken,
     sinks: TelemetrySinks,
@@ -138,6 +150,9 @@ impl App {
         });
         let admin = admin.transpose()?;
         inherited.close_unclaimed();
+        let admin_socket = admin_socket::socket_path(&config.admin_socket)
+            .map(|path| AdminSocketFile::open(&path).map_err(|source| AppError::AdminSocket { path, source }));
+        let admin_socket = admin_socket.transpose()?;
         let spans = config.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
         let sinks = TelemetrySinks { access_log: open_access_log(&config)?, trace_exporter: spans };
         let config = Arc::new(config);
@@ -145,7 +160,18 @@ impl App {
         let config_handle = Arc::new(config_handle);
         let watcher = files::watch_files(&config_handle);
         let admin_stop = CancellationToken::new();
-        Ok(App { config, sockets, addresses, admin, admin_stop, sinks, config_handle, reload_requests, watcher })
+        Ok(App {
+            config,
+            sockets,
+            addresses,
+            admin,
+            admin_socket,
+            admin_stop,
+            sinks,
+            config_handle,
+            reload_requests,
+            watcher,
+        })
     }
 
     /// Return the handle of the active configuration, which can also request a reload.
@@ -215,9 +241,11 @@ impl App {
         });
         // Stops the admin listener when this function returns, after the last request.
         let _end = self.admin_stop.clone().drop_guard();
-        if let Some(socket) = self.admin {
+        let (unix, mut admin_socket_file) = self.admin_socket.unzip();
+        if self.admin.is_some() || unix.is_some() {
+            let sockets = AdminSockets { tcp: self.admin, unix };
             let parts = AdminDeps { state: admin_state, memory: memory.clone(), overrides: overrides.clone() };
-            admin::start(socket, parts, self.admin_stop).map_err(AppError::Worker)?;
+            admin::start(sockets, parts, self.admin_stop).map_err(AppError::Worker)?;
         }
         let gateways = Arc::<WorkerGateways>::default();
         let reloader = Reloader {
@@ -260,6 +288,9 @@ impl App {
         drop(ready_sender);
         // A worker that cannot start drops its sender without a message. Report readiness only if all workers serve.
         if ready_receiver.iter().count() == workers.len() - 1 {
+            if let Some(Err(error)) = admin_socket_file.as_mut().map(AdminSocketFile::publish) {
+                warn!(%error, "cannot give the admin socket its name");
+            }
             sd_notify::notify_ready();
         }
         let mut result = Ok(());

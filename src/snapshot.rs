@@ -21,10 +21,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use serde_json::Value;
 
 use crate::config::error::{ConfigError, FileIssues};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, ParsedFile, UnsetVariables};
+use crate::config::redact::redacted_config;
 use crate::config::{Config, file};
 use crate::http::headers::ProtectedHeaders;
 use crate::identity::IdentitySpec;
@@ -39,7 +41,7 @@ use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::restart_required::RestartOnlyKeys;
 use crate::snapshot::routes::Route;
-use crate::snapshot::settings::{AdminSettings, LogSettings, ServerSettings};
+use crate::snapshot::settings::{AdminSettings, AdminSocket, LogSettings, ServerSettings};
 use crate::snapshot::validator::Validator;
 use crate::tls::{ClientAuth, DownstreamTls};
 use crate::upstream::UpstreamSettings;
@@ -55,6 +57,8 @@ pub struct CompiledConfig {
     pub listeners: Vec<Listener>,
     /// Admin listener, if configured.
     pub admin: Option<AdminSettings>,
+    /// The admin socket.
+    pub admin_socket: AdminSocket,
     /// Store for rate limit state.
     pub store: StoreSettings,
     /// The process log and the access log.
@@ -186,6 +190,12 @@ impl CompiledConfig {
         Ok((config, file))
     }
 
+    /// Return the configuration as written, as JSON with secrets masked.
+    pub fn redacted(&self) -> Value {
+        // Always UTF-8 and valid TOML: the configuration was compiled from it.
+        redacted_config(&String::from_utf8_lossy(&self.file.content)).unwrap_or_default()
+    }
+
     /// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later). A gateway that
     /// opens these sockets itself does not start.
     pub fn address_conflicts(&self) -> impl Iterator<Item = (usize, usize)> {
@@ -223,6 +233,7 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     let trusted_proxies = config.client_ip.trusted_proxies.as_ref().map_or(0, Vec::len);
     let listeners = listeners::listeners(&config.listener, trusted_proxies, reader);
     let admin = config.admin.as_ref().and_then(|admin| settings::admin(admin, &listeners, reader));
+    let admin_socket = settings::admin_socket(config.admin.as_ref(), reader);
     let api_keys = identities::api_key_settings(&config.api_key, reader);
     let (verifier, jwks_file) = identities::jwt_verifier(&config.jwt, reader);
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
@@ -249,6 +260,7 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
         server: Arc::new(server),
         listeners,
         admin,
+        admin_socket,
         store,
         log,
         client_ip: Arc::new(client_ip),

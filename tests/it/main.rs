@@ -7,6 +7,7 @@ mod access_log;
 mod admin;
 mod admin_api;
 mod admin_commands;
+mod admin_socket;
 mod bare_hyper;
 mod batching;
 mod bounds;
