@@ -7,11 +7,13 @@ mod dashboard;
 mod events;
 mod health;
 mod metrics;
+mod process;
 pub mod state;
 
 use std::convert::Infallible;
 use std::io;
-use std::net::{IpAddr, TcpListener as StdListener};
+use std::net::{IpAddr, Ipv6Addr, TcpListener as StdListener};
+use std::os::unix::net::UnixListener as StdUnixListener;
 use std::pin::pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -19,6 +21,7 @@ use std::time::Duration;
 
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use bytes::Bytes;
+use futures_util::future::OptionFuture;
 use http::header::{ACCEPT, ALLOW, AUTHORIZATION, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HOST, WWW_AUTHENTICATE};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
@@ -27,7 +30,8 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -73,30 +77,58 @@ pub struct AdminDeps {
 #[derive(Debug)]
 struct AdminServer {
     state: Arc<AdminState>,
-    limiter_admin: LimiterAdmin,
-    event_stream: EventStream,
+    limiter_admin: Arc<LimiterAdmin>,
+    event_stream: Arc<EventStream>,
+    /// Whether this is the admin socket, whose file permissions admit only the user of the gateway and root.
+    is_unix_socket: bool,
 }
+
+/// The sockets of the admin listener.
+#[derive(Debug, Default)]
+pub struct AdminSockets {
+    /// The socket of `admin.address`.
+    pub tcp: Option<StdListener>,
+    /// The socket of `admin.socket`.
+    pub unix: Option<StdUnixListener>,
+}
+
+/// Peer address of all connections of the admin socket, for their maximum number.
+const UNIX_PEER: IpAddr = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
 
 /// Start the thread that serves the admin listener until `admin_stop` is cancelled.
 ///
 /// # Errors
 /// The runtime or the thread cannot be started.
-pub fn start(socket: StdListener, deps: AdminDeps, admin_stop: CancellationToken) -> io::Result<JoinHandle<()>> {
+pub fn start(sockets: AdminSockets, deps: AdminDeps, admin_stop: CancellationToken) -> io::Result<JoinHandle<()>> {
     let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let AdminDeps { state, memory, overrides } = deps;
-    let (admin, listener) = {
+    let (admin, unix_admin, tcp, unix) = {
         let _context = tokio_runtime.enter();
         let redis = redis_store(&state.config_handle.active().config, &state);
-        let event_stream = EventStream::new(&state);
-        let admin = AdminServer { state, limiter_admin: LimiterAdmin { memory, redis, overrides }, event_stream };
-        (Arc::new(admin), TcpListener::from_std(socket)?)
+        let event_stream = Arc::new(EventStream::new(&state));
+        let limiter_admin = Arc::new(LimiterAdmin { memory, redis, overrides });
+        let server = |is_unix_socket| AdminServer {
+            state: state.clone(),
+            limiter_admin: limiter_admin.clone(),
+            event_stream: event_stream.clone(),
+            is_unix_socket,
+        };
+        let tcp = sockets.tcp.map(TcpListener::from_std).transpose()?;
+        let unix = sockets.unix.map(UnixListener::from_std).transpose()?;
+        (Arc::new(server(false)), Arc::new(server(true)), tcp, unix)
     };
     let serve = move || {
         tokio_runtime.block_on(async {
             let tasks = TaskTracker::new();
             let sampler = admin.clone();
-            let service =
-                async { tokio::join!(admin.accept(listener, &tasks), sampler.event_stream.run(&sampler.state)) };
+            let connections = Arc::<AdminConnections>::default();
+            let service = async {
+                tokio::join!(
+                    OptionFuture::from(tcp.map(|tcp| admin.accept(tcp, &connections, &tasks))),
+                    OptionFuture::from(unix.map(|unix| unix_admin.accept_unix(unix, &connections, &tasks))),
+                    sampler.event_stream.run(&sampler.state)
+                )
+            };
             admin_stop.run_until_cancelled(service).await;
             // Requests in progress get their response.
             tasks.close();
@@ -119,8 +151,33 @@ fn redis_store(config: &CompiledConfig, state: &AdminState) -> Option<(RedisStor
 }
 
 impl AdminServer {
-    async fn accept(self: Arc<Self>, listener: TcpListener, tasks: &TaskTracker) -> Infallible {
-        let connections = Arc::<AdminConnections>::default();
+    async fn accept_unix(
+        self: Arc<Self>,
+        listener: UnixListener,
+        connections: &Arc<AdminConnections>,
+        tasks: &TaskTracker,
+    ) -> Infallible {
+        loop {
+            match listener.accept().await {
+                Ok((stream, _)) => {
+                    let admin = self.clone();
+                    let connection = connections.admit(UNIX_PEER);
+                    tasks.spawn(async move { admin.serve_connection(stream, Arc::new(connection)).await });
+                }
+                Err(error) => {
+                    warn!(%error, "cannot accept a connection on the admin socket");
+                    sleep(ACCEPT_RETRY_DELAY).await;
+                }
+            }
+        }
+    }
+
+    async fn accept(
+        self: Arc<Self>,
+        listener: TcpListener,
+        connections: &Arc<AdminConnections>,
+        tasks: &TaskTracker,
+    ) -> Infallible {
         loop {
             match listener.accept().await {
                 Ok((stream, peer)) => {
@@ -136,7 +193,10 @@ impl AdminServer {
         }
     }
 
-    async fn serve_connection(&self, stream: TcpStream, connection: Arc<AdminConnection>) {
+    async fn serve_connection<S>(&self, stream: S, connection: Arc<AdminConnection>)
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
         let service = service_fn(|request: Request<Incoming>| {
             let connection = connection.clone();
             async move {
@@ -172,7 +232,7 @@ impl AdminServer {
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             return response;
         }
-        if self.token().is_none() && path != "/healthz" && !is_for_loopback(&request) {
+        if !self.is_unix_socket && self.token().is_none() && path != "/healthz" && !is_for_loopback(&request) {
             // DNS rebinding: the name in the URL of a foreign web page can resolve to this machine. The browser then
             // lets the page send requests here.
             return text_response(
@@ -208,8 +268,11 @@ impl AdminServer {
         if is_read_method(method) { response } else { method_not_allowed("GET, HEAD") }
     }
 
-    /// Return the configured admin token. `None` if `admin.token` is not set.
+    /// Return the configured admin token. `None` if `admin.token` is not set, and for the admin socket.
     fn token(&self) -> Option<AdminToken> {
+        if self.is_unix_socket {
+            return None;
+        }
         self.state.config_handle.active().config.admin.as_ref()?.token.clone()
     }
 
@@ -217,8 +280,11 @@ impl AdminServer {
     /// send them to a loopback address.
     ///
     /// # Errors
-    /// 403 if the token is missing or wrong, or none is configured.
+    /// 403 if the token is missing or wrong, or none is configured, except on the admin socket.
     fn authorize_write(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+        if self.is_unix_socket {
+            return Ok(());
+        }
         let detail = match self.token() {
             Some(_) if self.is_authenticated(headers) => return Ok(()),
             Some(_) => "changes need the admin token: Authorization: Bearer …",

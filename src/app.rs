@@ -1,15 +1,17 @@
 //! The gateway process: opens the sockets, starts the threads and owns what they share.
 
+pub(crate) mod admin_socket;
 mod collector;
 pub mod hot_restart;
 pub mod jwks_refresh;
-mod listen;
+pub(crate) mod listen;
 mod reload;
 pub mod sd_notify;
 mod upstream_maintenance;
 mod worker;
 
 use std::net::{SocketAddr, TcpListener as StdListener};
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -19,8 +21,9 @@ use std::{io, thread};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::admin::AdminDeps;
 use crate::admin::state::AdminState;
+use crate::admin::{AdminDeps, AdminSockets};
+use crate::app::admin_socket::AdminSocketFile;
 use crate::app::hot_restart::HotRestart;
 use crate::app::listen::{InheritedSockets, ListenerSockets};
 use crate::app::reload::file_watcher::FileWatcher;
@@ -37,6 +40,7 @@ use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::wait_queue::WaitQueues;
 use crate::listener::connection_limit::ConnectionLimits;
+use crate::listener::metrics::ListenerMetrics;
 use crate::metrics::MetricFamily;
 use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::current::{ConfigHandle, ReloadRequest};
@@ -57,6 +61,14 @@ pub enum AppError {
         /// The configured address.
         address: SocketAddr,
         /// The error of `bind` or `listen`.
+        source: io::Error,
+    },
+    /// The admin socket cannot be opened.
+    #[error("cannot open the admin socket {}: {source}; set `socket` in [admin]", path.display())]
+    AdminSocket {
+        /// The configured path, or the default.
+        path: PathBuf,
+        /// The error of the system.
         source: io::Error,
     },
     /// The access log cannot be opened, or its thread cannot be started.
@@ -96,6 +108,7 @@ pub struct App {
     /// Bound addresses, by listener.
     addresses: Vec<SocketAddr>,
     admin: Option<StdListener>,
+    admin_socket: Option<(UnixListener, AdminSocketFile)>,
     /// Cancelled when the admin listener stops.
     admin_stop: CancellationToken,
     sinks: TelemetrySinks,
@@ -138,6 +151,9 @@ impl App {
         });
         let admin = admin.transpose()?;
         inherited.close_unclaimed();
+        let admin_socket = admin_socket::socket_path(&config.admin_socket)
+            .map(|path| AdminSocketFile::open(&path).map_err(|source| AppError::AdminSocket { path, source }));
+        let admin_socket = admin_socket.transpose()?;
         let spans = config.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
         let sinks = TelemetrySinks { access_log: open_access_log(&config)?, trace_exporter: spans };
         let config = Arc::new(config);
@@ -145,7 +161,18 @@ impl App {
         let config_handle = Arc::new(config_handle);
         let watcher = files::watch_files(&config_handle);
         let admin_stop = CancellationToken::new();
-        Ok(App { config, sockets, addresses, admin, admin_stop, sinks, config_handle, reload_requests, watcher })
+        Ok(App {
+            config,
+            sockets,
+            addresses,
+            admin,
+            admin_socket,
+            admin_stop,
+            sinks,
+            config_handle,
+            reload_requests,
+            watcher,
+        })
     }
 
     /// Return the handle of the active configuration, which can also request a reload.
@@ -183,6 +210,7 @@ impl App {
         let prefetch_pool = Arc::<PrefetchPool>::default();
         let connections = Arc::new(ConnectionLimits::new(&self.config.server));
         let metrics = Arc::<RequestMetrics>::default();
+        let listener_metrics = Arc::<MetricFamily<ListenerMetrics>>::default();
         let limit_metrics = Arc::<MetricFamily<limiter::metrics::LimiterMetrics>>::default();
         let entries = self.config.store.denial_cache;
         let denial_cache =
@@ -201,6 +229,7 @@ impl App {
         let admin_state = Arc::new(AdminState {
             request_metrics: metrics.clone(),
             limiter_metrics: limit_metrics.clone(),
+            listener_metrics: listener_metrics.clone(),
             connection_limits: connections.clone(),
             config_handle: self.config_handle.clone(),
             store_name: self.config.store.name.clone(),
@@ -214,9 +243,11 @@ impl App {
         });
         // Stops the admin listener when this function returns, after the last request.
         let _end = self.admin_stop.clone().drop_guard();
-        if let Some(socket) = self.admin {
+        let (unix, mut admin_socket_file) = self.admin_socket.unzip();
+        if self.admin.is_some() || unix.is_some() {
+            let sockets = AdminSockets { tcp: self.admin, unix };
             let parts = AdminDeps { state: admin_state, memory: memory.clone(), overrides: overrides.clone() };
-            admin::start(socket, parts, self.admin_stop).map_err(AppError::Worker)?;
+            admin::start(sockets, parts, self.admin_stop).map_err(AppError::Worker)?;
         }
         let gateways = Arc::<WorkerGateways>::default();
         let reloader = Reloader {
@@ -246,6 +277,7 @@ impl App {
                 config_handle: self.config_handle.clone(),
                 gateways: gateways.clone(),
                 metrics: metrics.clone(),
+                listener_metrics: listener_metrics.clone(),
                 limit_metrics: limit_metrics.clone(),
                 index,
                 sinks: self.sinks.clone(),
@@ -258,6 +290,9 @@ impl App {
         drop(ready_sender);
         // A worker that cannot start drops its sender without a message. Report readiness only if all workers serve.
         if ready_receiver.iter().count() == workers.len() - 1 {
+            if let Some(Err(error)) = admin_socket_file.as_mut().map(AdminSocketFile::publish) {
+                warn!(%error, "cannot give the admin socket its name");
+            }
             sd_notify::notify_ready();
         }
         let mut result = Ok(());

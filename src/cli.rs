@@ -8,12 +8,14 @@ macro_rules! examples {
 }
 
 pub mod admin;
+mod against;
 pub(crate) mod check;
 mod doctor;
 pub mod explain;
 mod generate;
 mod init;
 pub(crate) mod key;
+mod reload;
 pub mod replay;
 mod run;
 
@@ -78,6 +80,7 @@ enum Command {
     #[command(after_help = examples![
         "sluicegate check --strict",
         "sluicegate check --offline --config gateway.toml",
+        "sluicegate check --against /run/sluicegate/admin.sock",
         "sluicegate check --json > report.json",
     ])]
     Check(check::Options),
@@ -129,6 +132,21 @@ enum Command {
         auth: Option<String>,
         #[command(subcommand)]
         action: key::Action,
+    },
+    /// Reload the configuration of the running gateway, and print what changed
+    ///
+    /// Waits for the result. Exit code 1 if the gateway rejects the configuration, which then stays as it was.
+    #[command(after_help = examples![
+        "sluicegate reload",
+        "sluicegate reload --admin /run/sluicegate/admin.sock",
+    ])]
+    Reload {
+        /// Use the gateway at this admin socket or URL [default: the admin socket, otherwise `[admin]`]
+        #[arg(long, value_name = "SOCKET|URL")]
+        admin: Option<String>,
+        /// Print a JSON object
+        #[arg(long)]
+        json: bool,
     },
     #[command(flatten)]
     Admin(admin::AdminCommand),
@@ -199,6 +217,7 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Some(Command::Explain(explain_arguments)) => {
             return explain::run(explain_arguments, &load()?, &arguments.config);
         }
+        Some(Command::Reload { admin, json }) => reload::run(&arguments.config, admin.as_deref(), *json)?,
         Some(Command::Admin(command)) => {
             let client = match command.admin_url() {
                 Some(url) => admin::client::AdminClient::from_url(url)?,

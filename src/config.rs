@@ -4,6 +4,7 @@
 //! are user documentation: they appear in the JSON Schema and in the tables of `docs/reference/configuration.md` (`make
 //! reference`).
 
+pub mod diff;
 pub mod error;
 pub mod file;
 pub mod include;
@@ -179,10 +180,14 @@ pub struct Certificate {
 /// `[admin]`
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[schemars(extend("required" = ["address"]))]
 pub struct Admin {
-    /// Address and port, such as `"127.0.0.1:9180"`. The port must not be used by a listener.
+    /// Address and port, such as `"127.0.0.1:9180"`. The port must not be used by a listener. Optional if `socket` is
+    /// set.
     pub address: Option<Text>,
+    /// Path of the admin socket, or `"off"`. The unix socket serves the same as `address`, changes included, and needs
+    /// no token: only the user of the gateway and root can connect (mode 0600). `sluicegate reload` uses it. Default:
+    /// `admin.sock` in the directory of `RUNTIME_DIRECTORY` if systemd sets that variable, otherwise no socket.
+    pub socket: Option<Text>,
     /// Token that clients send as `Authorization: Bearer …`. Without it, the admin API is read-only and `address` must
     /// be a loopback address.
     pub token: Option<Text>,

@@ -3,17 +3,19 @@
 pub mod connection_limit;
 mod handshake;
 mod http_connection;
+pub mod metrics;
 pub mod proxy_protocol;
 mod stream;
 
 use std::future::{Future, poll_fn};
-use std::iter;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::pin;
 use std::sync::{Arc, Once};
 use std::task::Poll;
 use std::time::Duration;
+use std::{io, iter};
 
+use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -27,6 +29,7 @@ use crate::limiter::clock;
 use crate::listener::connection_limit::ConnectionLimits;
 use crate::listener::handshake::Protocol;
 use crate::listener::http_connection::{BoxError, CloseReason, HttpConnection, lingering_close, reset_on_close};
+use crate::listener::metrics::{HandshakeFailure, ListenerMetrics};
 use crate::listener::proxy_protocol::ProxySource;
 use crate::listener::stream::{ReclaimableStream, SelectiveWaker};
 use crate::proxy::Gateway;
@@ -61,13 +64,20 @@ pub struct Server {
     tasks: TaskTracker,
     /// Connection limits of all workers.
     connection_limits: Arc<ConnectionLimits>,
+    /// Metrics of this worker.
+    metrics: Arc<ListenerMetrics>,
 }
 
 impl Server {
     /// Create a server without connections.
-    pub fn new(gateway: Arc<Gateway>, connection_limits: Arc<ConnectionLimits>, drain: CancellationToken) -> Self {
+    pub fn new(
+        gateway: Arc<Gateway>,
+        connection_limits: Arc<ConnectionLimits>,
+        metrics: Arc<ListenerMetrics>,
+        drain: CancellationToken,
+    ) -> Self {
         let (force_close, tasks) = (CancellationToken::new(), TaskTracker::new());
-        Server { gateway, drain, force_close, tasks, connection_limits }
+        Server { gateway, drain, force_close, tasks, connection_limits, metrics }
     }
 
     /// Serve each socket as the listener with its index until draining starts. Then wait for open connections, at
@@ -194,7 +204,15 @@ impl Server {
             Some(_) => timeout_at(deadline, Box::pin(handshake::peek_client_hello(&stream))).await??,
             None => Vec::new(),
         };
-        let (mut stream, mut returned_stream) = ReclaimableStream::new(stream);
+        if acceptor.is_some() && client_hello.is_empty() {
+            // Closed without a byte, as TCP health checks do.
+            return Ok(());
+        }
+        if acceptor.is_some() && handshake::is_plain_http(&client_hello) {
+            drop(runtime);
+            return self.reject_plain_http(stream, peer.address, deadline).await;
+        }
+        let (mut stream, mut returned_stream) = ReclaimableStream::new(stream, self.metrics.clone());
         // The connection may outlive the configuration snapshot: release it.
         drop(runtime);
         let drain_grace = settings.drain_grace();
@@ -215,11 +233,21 @@ impl Server {
             }
             Some(acceptor) => {
                 let handshake = Box::pin(acceptor.accept(stream));
-                let accepted = timeout_at(deadline, handshake).await?;
-                let stream =
-                    Box::new(accepted.inspect_err(|error| handshake::log_failure(error, peer.address, &client_hello))?);
+                let stream = match timeout_at(deadline, handshake).await {
+                    Ok(Ok(stream)) => Box::new(stream),
+                    Ok(Err(error)) => {
+                        let failure = HandshakeFailure::from_error(&error);
+                        self.record_handshake_failure(failure, Some(&error), peer.address, &client_hello);
+                        return Err(error.into());
+                    }
+                    Err(elapsed) => {
+                        self.record_handshake_failure(HandshakeFailure::Timeout, None, peer.address, &client_hello);
+                        return Err(elapsed.into());
+                    }
+                };
                 drop(client_hello);
                 let session = stream.get_ref().1;
+                self.metrics.record_handshake(session.protocol_version(), session.alpn_protocol());
                 if let Some(chain @ [certificate, ..]) = session.peer_certificates() {
                     peer.certificate = Some(Arc::new(ClientCertificate::new(chain)));
                     peer.certificate_subject =
@@ -240,6 +268,35 @@ impl Server {
                     }
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Count and log a failed TLS handshake.
+    fn record_handshake_failure(
+        &self,
+        failure: HandshakeFailure,
+        error: Option<&io::Error>,
+        client: IpAddr,
+        client_hello: &[u8],
+    ) {
+        self.metrics.record_failure(failure);
+        let network = self.gateway.runtime().client_ip.format_network(client);
+        handshake::log_failure(failure, error, &network, client_hello);
+    }
+
+    /// Respond with 400 to HTTP on a TLS listener, and close the connection.
+    async fn reject_plain_http(
+        &self,
+        mut stream: TcpStream,
+        client: IpAddr,
+        deadline: Instant,
+    ) -> Result<(), BoxError> {
+        self.record_handshake_failure(HandshakeFailure::PlainHttp, None, client, &[]);
+        timeout_at(deadline, stream.write_all(&handshake::plain_http_response())).await??;
+        if let Some(_permit) = self.connection_limits.try_acquire_lingering() {
+            // Boxed: few connections are closed like this.
+            Box::pin(lingering_close(stream)).await;
         }
         Ok(())
     }

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use http::uri::PathAndQuery;
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use http_body::Body as _;
 use tokio::time::Instant;
 
@@ -84,6 +84,11 @@ impl Gateway {
     /// Return the current configuration.
     pub fn runtime(&self) -> Arc<CompiledConfig> {
         self.snapshot.load().runtime.clone()
+    }
+
+    /// Record a response to a request that the HTTP parser rejected.
+    pub fn record_unparsed(&self, status: StatusCode) {
+        self.snapshot.load().metrics.record_unparsed(status);
     }
 
     /// Wait until the work that requests leave behind is done: permits to release and late charges.

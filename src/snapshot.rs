@@ -27,10 +27,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde_json::Value;
+
 use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, ParsedFile, UnsetVariables};
 use crate::config::include::ConfigFiles;
+use crate::config::redact::redacted_config;
 use crate::config::{Config, file};
 use crate::http::headers::ProtectedHeaders;
 use crate::identity::access::{AccessRules, NetworkFile};
@@ -49,7 +52,7 @@ use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::remote_auth::InternalUpstreams;
 use crate::snapshot::restart_required::RestartOnlyKeys;
 use crate::snapshot::routes::Route;
-use crate::snapshot::settings::{AdminSettings, LogSettings, ServerSettings};
+use crate::snapshot::settings::{AdminSettings, AdminSocket, LogSettings, ServerSettings};
 use crate::snapshot::validator::Validator;
 use crate::tls::{ClientAuth, DownstreamTls};
 use crate::upstream::UpstreamSettings;
@@ -65,6 +68,8 @@ pub struct CompiledConfig {
     pub listeners: Vec<Listener>,
     /// Admin listener, if configured.
     pub admin: Option<AdminSettings>,
+    /// The admin socket.
+    pub admin_socket: AdminSocket,
     /// Store for rate limit state.
     pub store: StoreSettings,
     /// The process log and the access log.
@@ -196,6 +201,14 @@ impl CompiledConfig {
         Ok((config, file))
     }
 
+    /// Return the configuration as written, with the tables of included files, as JSON with secrets masked.
+    pub fn redacted(&self) -> Value {
+        let ConfigFiles { main, included, .. } = &self.files;
+        // Always UTF-8 and valid TOML: the configuration was compiled from them.
+        let texts = std::iter::once(main).chain(included).map(|file| String::from_utf8_lossy(&file.content));
+        redacted_config(texts).unwrap_or_default()
+    }
+
     /// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later). A gateway that
     /// opens these sockets itself does not start.
     pub fn address_conflicts(&self) -> impl Iterator<Item = (usize, usize)> {
@@ -246,6 +259,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let mut network_files = NetworkFiles::default();
     let listeners = listeners::listeners(&config.listener, trusted_proxies, &mut network_files, reader);
     let admin = config.admin.as_ref().and_then(|admin| settings::admin(admin, &listeners, reader));
+    let admin_socket = settings::admin_socket(config.admin.as_ref(), reader);
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
     let instances = store::gateway_count(&config.store, reader);
@@ -281,6 +295,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         server: Arc::new(server),
         listeners,
         admin,
+        admin_socket,
         store,
         log,
         client_ip: Arc::new(client_ip),

@@ -1,6 +1,7 @@
 //! Downstream TLS: certificates selected by server name (SNI, RFC 6066 §3), verification of client certificates, and
 //! trust roots. Certificates and verifier can be replaced while connections are open.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -17,7 +18,8 @@ use rustls::server::{
 };
 use rustls::sign::CertifiedKey;
 use tokio_rustls::TlsAcceptor;
-use x509_parser::certificate::Validity;
+use x509_parser::certificate::{Validity, X509Certificate};
+use x509_parser::extensions::GeneralName;
 use x509_parser::parse_x509_certificate;
 use x509_parser::time::ASN1Time;
 
@@ -220,6 +222,7 @@ pub struct Certificate {
     /// Chain and key as rustls uses them.
     pub certified_key: Arc<CertifiedKey>,
     validity: Validity,
+    name: Box<str>,
 }
 
 impl Certificate {
@@ -232,13 +235,24 @@ impl Certificate {
         let chain = chain.map_err(TlsError::UnreadableCertificate)?;
         let Some(leaf) = chain.first() else { return Err(TlsError::NoCertificate) };
         let (_, parsed) = parse_x509_certificate(leaf).map_err(|_| TlsError::MalformedCertificate)?;
-        let validity = parsed.validity().clone();
+        let (validity, name) = (parsed.validity().clone(), display_name(&parsed));
         let key = PrivateKeyDer::from_pem_slice(key).map_err(TlsError::UnreadableKey)?;
         let chain = CertifiedKey::from_der(chain, key, &default_provider()).map_err(|error| match error {
             rustls::Error::InconsistentKeys(_) => TlsError::KeyMismatch(error),
             error => TlsError::UnusableKey(error),
         })?;
-        Ok(Certificate { certified_key: Arc::new(chain), validity })
+        Ok(Certificate { certified_key: Arc::new(chain), validity, name })
+    }
+
+    /// Return the name of the certificate for people: its first DNS name or IP address (RFC 5280 §4.2.1.6), otherwise
+    /// its common name.
+    pub fn name(&self) -> Box<str> {
+        self.name.clone()
+    }
+
+    /// Return when the certificate expires, in seconds since the Unix epoch.
+    pub fn not_after_s(&self) -> u64 {
+        self.validity.not_after.timestamp().max(0) as u64
     }
 
     /// Check that `now_s` (seconds since the Unix epoch) is within the validity of the certificate. The rest of the
@@ -258,4 +272,21 @@ impl Certificate {
         let parsed = self.certified_key.cert.first().map(ParsedCertificate::try_from);
         parsed.is_some_and(|parsed| parsed.is_ok_and(|certificate| verify_server_name(&certificate, name).is_ok()))
     }
+}
+
+/// Return the first DNS name or IP address of a certificate, otherwise its common name, otherwise an empty string.
+fn display_name(certificate: &X509Certificate<'_>) -> Box<str> {
+    let alternatives = certificate.subject_alternative_name().ok().flatten();
+    let names = alternatives.iter().flat_map(|extension| &extension.value.general_names);
+    let mut names = names.filter_map(|name| match name {
+        GeneralName::DNSName(name) => Some((*name).into()),
+        GeneralName::IPAddress(bytes) => {
+            let v4 = <[u8; 4]>::try_from(*bytes).ok().map(IpAddr::from);
+            let address = v4.or_else(|| <[u8; 16]>::try_from(*bytes).ok().map(IpAddr::from));
+            address.map(|address| address.to_string().into())
+        }
+        _ => None,
+    });
+    let common_name = || certificate.subject().iter_common_name().find_map(|name| name.as_str().ok().map(Into::into));
+    names.next().or_else(common_name).unwrap_or_default()
 }

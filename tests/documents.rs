@@ -153,7 +153,7 @@ fn code(cell: &str) -> BTreeSet<&str> {
 }
 
 /// Labels whose values are names of the configuration or of servers. The values of all others are documented.
-const NAME_LABELS: [&str; 6] = ["route", "limit", "upstream", "server", "version", "le"];
+const NAME_LABELS: [&str; 9] = ["route", "limit", "upstream", "server", "version", "le", "name", "commit", "rustc"];
 
 /// Return the label names and values of a sample.
 fn labels(sample: &str) -> Vec<(&str, &str)> {
@@ -167,7 +167,13 @@ fn labels(sample: &str) -> Vec<(&str, &str)> {
 fn manual_lists_exactly_the_exported_metrics() {
     let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n[upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n\
                    [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\"]\nmirror = { upstream = \"api\" }\n";
-    let gateway = Gateway::start(&admin_listener::with_admin(limited));
+    // The metrics of certificates need one.
+    let certificate = format!("{}/tests/certs/one", env!("CARGO_MANIFEST_DIR"));
+    let listeners = format!(
+        "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"127.0.0.2:0\"\n\
+         tls.certificates = [{{ cert = \"{certificate}.pem\", key = \"{certificate}.key\" }}]\n"
+    );
+    let gateway = Gateway::start(&admin_listener::with_admin(&format!("{limited}{listeners}")));
     // A worker that has served a request has created its metrics.
     assert_eq!(gateway.get("/unknown").status, 404);
     let exposition = admin_listener::ask(&gateway, "/metrics");

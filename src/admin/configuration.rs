@@ -7,8 +7,8 @@ use serde_json::Value;
 
 use crate::admin::{AdminResponse, AdminServer, typed_response};
 use crate::config::include::ConfigFiles;
-use crate::config::redact::redacted_config;
-use crate::snapshot::current::{ReloadCause, ReloadFailure};
+use crate::limiter::clock::unix_us;
+use crate::snapshot::current::{ConfigChange, ReloadCause, ReloadFailure};
 
 /// Response body of `/api/config`.
 #[derive(Debug, Serialize)]
@@ -16,6 +16,8 @@ struct ConfigView {
     file: String,
     /// The files that it includes.
     included: Vec<String>,
+    /// Addresses of the listeners, and of the admin listener.
+    addresses: Vec<String>,
     /// When the configuration became active, in RFC 3339.
     loaded_at: String,
     /// The error of the last reload, if it failed.
@@ -34,24 +36,34 @@ struct LastError {
 #[derive(Debug, Serialize)]
 struct ReloadResponse {
     result: &'static str,
+    /// Path of the configuration file.
+    file: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
+    /// The differences of the last reload that changed a key, in words. Usually this one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    changes: Option<Vec<String>>,
+    /// Time since that reload. None if there was none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    changed_seconds_ago: Option<f64>,
 }
 
 impl AdminServer {
     pub(super) fn config_view(&self) -> AdminResponse {
         let active = self.state.config_handle.active();
         let ConfigFiles { main, included, .. } = &active.config.files;
-        // Always UTF-8 and valid TOML: the active configuration was compiled from them.
-        let texts = std::iter::once(main).chain(included).map(|file| String::from_utf8_lossy(&file.content));
-        let configuration = redacted_config(texts).unwrap_or_default();
+        let configuration = active.config.redacted();
         let last_error = self.state.config_handle.last_failure();
         let last_error = last_error
             .map(|ReloadFailure { error, failed_at_us: at_us }| LastError { time: format_rfc3339(at_us), error });
         let file = main.path.display().to_string();
         let included = included.iter().map(|file| file.path.display().to_string()).collect();
         let loaded_at = format_rfc3339(active.active_since_us);
-        json_response(StatusCode::OK, &ConfigView { file, included, loaded_at, last_error, configuration })
+        let admin = active.config.admin.iter().map(|admin| admin.address);
+        let addresses = active.config.listeners.iter().map(|listener| listener.address).chain(admin);
+        let addresses = addresses.map(|address| address.to_string()).collect();
+        let view = ConfigView { file, included, addresses, loaded_at, last_error, configuration };
+        json_response(StatusCode::OK, &view)
     }
 
     /// Reload the configuration file and return the result.
@@ -59,16 +71,25 @@ impl AdminServer {
         if let Err(error) = self.authorize_write(headers) {
             return error.into_response();
         }
-        match self.state.config_handle.reload(ReloadCause::Requested).await {
-            Ok(Ok(())) => json_response(StatusCode::OK, &ReloadResponse { result: "ok", error: None }),
-            Ok(Err(error)) => {
-                json_response(StatusCode::UNPROCESSABLE_ENTITY, &ReloadResponse { result: "error", error: Some(error) })
+        let file = self.state.config_handle.active().config.files.main.path.display().to_string();
+        let (status, result) = match self.state.config_handle.reload(ReloadCause::Requested).await {
+            Ok(Ok(change)) => (StatusCode::OK, Ok(change)),
+            Ok(Err(error)) => (StatusCode::UNPROCESSABLE_ENTITY, Err(error)),
+            Err(_) => (StatusCode::SERVICE_UNAVAILABLE, Err("the gateway is stopping".to_owned())),
+        };
+        let response = match result {
+            Ok(ConfigChange { differences, at_us }) => ReloadResponse {
+                result: "ok",
+                file,
+                error: None,
+                changes: Some(differences.to_vec()),
+                changed_seconds_ago: (at_us > 0).then(|| unix_us().saturating_sub(at_us) as f64 / 1e6),
+            },
+            Err(error) => {
+                ReloadResponse { result: "error", file, error: Some(error), changes: None, changed_seconds_ago: None }
             }
-            Err(_) => {
-                let error = Some("the gateway is stopping".to_owned());
-                json_response(StatusCode::SERVICE_UNAVAILABLE, &ReloadResponse { result: "error", error })
-            }
-        }
+        };
+        json_response(status, &response)
     }
 }
 

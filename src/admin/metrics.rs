@@ -1,22 +1,32 @@
 //! `/metrics`: all metrics of the process, named by the Prometheus conventions. Identities are never labels.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
+use crate::admin::process::ProcessUsage;
 use crate::admin::state::AdminState;
 use crate::limiter::metrics::AnsweredBy;
+use crate::listener::metrics::{APPLICATION_PROTOCOLS, HandshakeFailure, TLS_VERSIONS};
 use crate::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
-use crate::proxy::metrics::{AuthResult, LimitDecision, ResponseStats, STATUS_CLASSES};
+use crate::proxy::metrics::{AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, STATUS_CLASSES};
 use crate::proxy::mirror::{CopyResult, DropReason};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::upstream::retry::RetryReason;
+
+/// Value of a label of TLS handshakes that does not apply.
+const NO_REASON: &str = "none";
 
 /// Value of the `status` label for upstream requests without a response.
 const NO_RESPONSE: &str = "none";
 
 impl MetricSource for AdminState {
     fn write(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
-        let version = [("version", env!("CARGO_PKG_VERSION"))];
-        exposition.gauge("build_info", "Version of the gateway")?.write_gauge(&version, 1)?;
+        let build = [
+            ("version", env!("CARGO_PKG_VERSION")),
+            ("commit", env!("SLUICEGATE_COMMIT")),
+            ("rustc", env!("SLUICEGATE_RUSTC_VERSION")),
+        ];
+        exposition.gauge("build_info", "Version, commit and compiler of the gateway")?.write_gauge(&build, 1)?;
         exposition
             .gauge("start_time_seconds", "Start time of the process since the Unix epoch")?
             .write_gauge(&[], self.started_at_s)?;
@@ -31,6 +41,7 @@ impl MetricSource for AdminState {
                 "Accepted client connections that were closed because of max_connections_per_ip",
             )?
             .write_counter(&[], refused)?;
+        self.write_clients(exposition)?;
         self.write_reloads(exposition)?;
         self.write_requests(exposition)?;
         self.write_decisions(exposition)?;
@@ -39,9 +50,73 @@ impl MetricSource for AdminState {
         self.write_authentication(exposition)?;
         self.write_dropped(exposition)
     }
+
+    /// Names and meanings are those of the Prometheus client libraries.
+    fn write_process(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
+        exposition
+            .gauge("process_start_time_seconds", "Start time of the process since the Unix epoch")?
+            .write_gauge(&[], self.started_at_s)?;
+        let Some(usage) = ProcessUsage::read() else { return Ok(()) };
+        exposition
+            .counter("process_cpu_seconds", "User and system CPU time of the process")?
+            .write_seconds(&[], usage.cpu_s)?;
+        exposition
+            .gauge("process_resident_memory_bytes", "Resident memory of the process")?
+            .write_gauge(&[], usage.resident_bytes)?;
+        exposition
+            .gauge("process_virtual_memory_bytes", "Virtual memory of the process")?
+            .write_gauge(&[], usage.virtual_bytes)?;
+        exposition.gauge("process_open_fds", "Open file descriptors")?.write_gauge(&[], usage.open_files)?;
+        match usage.max_files {
+            Some(max) => {
+                exposition.gauge("process_max_fds", "Maximum number of open file descriptors")?.write_gauge(&[], max)
+            }
+            None => Ok(()),
+        }
+    }
 }
 
 impl AdminState {
+    fn write_clients(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
+        let metrics: Vec<_> = self.listener_metrics.all().into_iter().flat_map(|(_, workers)| workers).collect();
+        let [received, sent] = sum_counts(metrics.iter().map(|metrics| metrics.bytes()));
+        exposition.counter("received_bytes", "Bytes received from clients")?.write_counter(&[], received)?;
+        exposition.counter("sent_bytes", "Bytes sent to clients")?.write_counter(&[], sent)?;
+        let mut writer = exposition.counter("tls_handshakes", "TLS handshakes with clients")?;
+        for (index, version) in TLS_VERSIONS.iter().enumerate() {
+            let counts = sum_counts(metrics.iter().map(|metrics| metrics.handshakes[index].values()));
+            for (alpn, count) in APPLICATION_PROTOCOLS.iter().zip(counts) {
+                let labels = [("result", "ok"), ("reason", NO_REASON), ("version", version), ("alpn", alpn)];
+                writer.write_counter(&labels, count)?;
+            }
+        }
+        let counts = sum_counts(metrics.iter().map(|metrics| metrics.handshake_failures.values()));
+        for (failure, count) in HandshakeFailure::ALL.iter().zip(counts) {
+            let reason = failure.label();
+            let labels = [("result", "failed"), ("reason", reason), ("version", NO_REASON), ("alpn", NO_REASON)];
+            writer.write_counter(&labels, count)?;
+        }
+        let active = self.config_handle.active();
+        // Several certificates can have the same name: write the one that expires first.
+        let mut not_after = BTreeMap::<Box<str>, u64>::new();
+        for certificate in active
+            .config
+            .listeners
+            .iter()
+            .filter_map(|listener| listener.tls.as_ref())
+            .flat_map(|tls| tls.tls.certificates())
+        {
+            let expiry = not_after.entry(certificate.name()).or_insert(u64::MAX);
+            *expiry = certificate.not_after_s().min(*expiry);
+        }
+        let mut writer = exposition
+            .gauge("tls_certificate_not_after_seconds", "When a certificate expires, since the Unix epoch")?;
+        for (name, seconds) in not_after {
+            writer.write_gauge(&[("name", &name), ("source", "file")], seconds)?;
+        }
+        Ok(())
+    }
+
     fn write_reloads(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let mut writer = exposition.counter("config_reloads", "Configuration reloads by result")?;
         for (result, count) in ["ok", "error"].iter().zip(self.config_handle.reload_counts()) {
@@ -67,6 +142,16 @@ impl AdminState {
         let writer = exposition
             .counter("http_requests", "Responses by route and status class; the route is empty if none matched")?;
         write_status_classes(writer, "route", &self.request_metrics.routes)?;
+        let mut writer = exposition.counter(
+            "http_responses",
+            "Responses by route and status, for some statuses of errors; 499: the client aborted the request",
+        )?;
+        for (route, counters) in self.request_metrics.statuses.all() {
+            let counts = sum_counts(counters.iter().map(|counter| counter.values()));
+            for (status, count) in COUNTED_STATUSES.iter().zip(counts) {
+                writer.write_counter(&[("route", &route), ("status", status)], count)?;
+            }
+        }
         let writer = exposition.histogram("http_request_duration", "Time from the request to the response headers")?;
         write_latency(writer, "route", &self.request_metrics.routes)
     }

@@ -9,6 +9,7 @@ use crate::limiter::metrics;
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::listener::connection_limit::ConnectionLimits;
+use crate::listener::metrics::ListenerMetrics;
 use crate::metrics::MetricFamily;
 use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::current::ConfigHandle;
@@ -21,6 +22,8 @@ pub struct AdminState {
     pub request_metrics: Arc<RequestMetrics>,
     /// Limiter metrics of all workers.
     pub limiter_metrics: Arc<MetricFamily<metrics::LimiterMetrics>>,
+    /// Listener metrics of all workers.
+    pub listener_metrics: Arc<MetricFamily<ListenerMetrics>>,
     /// Open client connections and their limits.
     pub connection_limits: Arc<ConnectionLimits>,
     /// Display name of the store, without credentials.

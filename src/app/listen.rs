@@ -95,6 +95,11 @@ impl InheritedSockets {
     }
 }
 
+/// Check that an address can be bound. The socket is closed at once and never listens. Port 0 can always be bound.
+pub(crate) fn probe(address: SocketAddr) -> io::Result<()> {
+    bind(address, false).map(drop)
+}
+
 fn listen(address: SocketAddr, reuse_port: bool) -> io::Result<StdListener> {
     let socket = bind(address, reuse_port)?;
     socket.listen(BACKLOG as i32)?;

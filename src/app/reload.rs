@@ -18,13 +18,14 @@ use crate::app::reload::file_watcher::FileWatcher;
 use crate::app::reload::files::watch_files;
 use crate::app::sd_notify;
 use crate::app::upstream_maintenance::MaintenanceThread;
+use crate::config::diff;
 use crate::config::error::ConfigError;
 use crate::config::include::ConfigFiles;
 use crate::limiter::clock;
 use crate::listener::connection_limit::ConnectionLimits;
 use crate::proxy::Gateway;
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::current::{ActiveConfig, ConfigHandle, ReloadCause, ReloadRequest};
+use crate::snapshot::current::{ActiveConfig, ConfigChange, ConfigHandle, ReloadCause, ReloadRequest};
 use crate::upstream::UpstreamSettings;
 use crate::upstream::cluster::UpstreamCluster;
 
@@ -87,7 +88,7 @@ impl Reloader {
             sd_notify::notify_reloaded();
             let path = self.config_handle.active().config.files.main.path.display().to_string();
             match &result {
-                Ok(()) => self.log_success(&path),
+                Ok(_) => self.log_success(&path),
                 Err(error) => {
                     self.config_handle.record_failure(error);
                     warn!(file = %path, %error, "cannot reload the configuration: the active one stays in force");
@@ -120,7 +121,7 @@ impl Reloader {
         }
     }
 
-    fn apply(&mut self) -> Result<(), ReloadError> {
+    fn apply(&mut self) -> Result<ConfigChange, ReloadError> {
         if self.stop.is_cancelled() {
             return Err(ReloadError::Stopping);
         }
@@ -131,19 +132,21 @@ impl Reloader {
         }
         let mut config = CompiledConfig::load(path, &|name| std::env::var(name).ok())?;
         config.carry_over(&previous.config, Duration::from_micros(clock::unix_us()))?;
+        let differences = diff::differences(&previous.config.redacted(), &config.redacted());
+        let differences = differences.iter().map(ToString::to_string).collect();
         let config = Arc::new(config);
         let clusters: Arc<[_]> =
             config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
         // Resolve DNS names and fetch key sets before the first request uses them.
         self.maintenance.set_config(&config, &clusters)?;
         self.connection_limits.resize(&config.server);
-        {
+        let change = {
             let gateways = self.gateways.lock();
             gateways.iter().for_each(|gateway| gateway.apply_config(config.clone(), &clusters));
-            self.config_handle.activate(config, clusters);
-        }
+            self.config_handle.activate(config, clusters, differences)
+        };
         self.watcher = watch_files(&self.config_handle);
-        Ok(())
+        Ok(change)
     }
 }
 

@@ -19,12 +19,16 @@ pub(super) const READY_MESSAGE: &[u8] = b"serves";
 /// Report that all workers serve.
 pub(super) fn notify_ready() {
     notify(&[NotifyState::Ready]);
-    let parent = env::var(PARENT_PID_ENV).ok().and_then(|id| id.parse().ok());
-    if parent == Some(parent_id())
+    if is_hot_restart()
         && let Err(error) = notify_parent()
     {
         warn!(%error, "cannot tell the old process that this one is ready");
     }
+}
+
+/// Return whether this is the new process of a hot restart, and the old one runs.
+pub(super) fn is_hot_restart() -> bool {
+    env::var(PARENT_PID_ENV).ok().and_then(|id| id.parse().ok()) == Some(parent_id())
 }
 
 fn notify_parent() -> io::Result<()> {

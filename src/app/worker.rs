@@ -25,6 +25,7 @@ use crate::limiter::wait_queue::WaitQueues;
 use crate::limiter::{Limiter, random_permit_id};
 use crate::listener::Server;
 use crate::listener::connection_limit::ConnectionLimits;
+use crate::listener::metrics::ListenerMetrics;
 use crate::metrics::MetricFamily;
 use crate::proxy::Gateway;
 use crate::proxy::metrics::RequestMetrics;
@@ -49,6 +50,7 @@ pub(super) struct Worker {
     pub(super) config_handle: Arc<ConfigHandle>,
     pub(super) gateways: Arc<WorkerGateways>,
     pub(super) metrics: Arc<RequestMetrics>,
+    pub(super) listener_metrics: Arc<MetricFamily<ListenerMetrics>>,
     pub(super) limit_metrics: Arc<MetricFamily<LimiterMetrics>>,
     pub(super) index: usize,
     pub(super) sinks: TelemetrySinks,
@@ -74,10 +76,11 @@ impl Worker {
             let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
             let limiter = self.build_limiter().await;
             let metrics = (self.metrics, self.index);
+            let listener_metrics = self.listener_metrics.get_or_create("", self.index);
             let gateway = self.gateways.register(&self.config_handle, |active| {
                 Gateway::new(active.config.clone(), limiter, &active.clusters, self.sinks, metrics)
             });
-            let server = Server::new(gateway, self.connection_limits, self.stop);
+            let server = Server::new(gateway, self.connection_limits, listener_metrics, self.stop);
             // The receiver may be gone.
             let _ = ready_sender.send(());
             drop(ready_sender);

@@ -128,7 +128,7 @@ pub(super) enum OverrideCommand {
 /// The gateway of a command and the form of its output.
 #[derive(Debug, Args)]
 pub(super) struct AdminTarget {
-    /// Use the admin listener at this URL [default: `[admin]` of the configuration]
+    /// Use the admin listener at this URL, or this admin socket [default: `[admin]` of the configuration]
     ///
     /// The token is that of SLUICEGATE_ADMIN_TOKEN, otherwise `admin.token` of the configuration.
     #[arg(long, value_name = "URL")]
@@ -413,7 +413,7 @@ fn write_table<const N: usize>(
 }
 
 /// Format the parts of an identity. The API omits values that may be secrets.
-fn format_parts(parts: &Value) -> String {
+pub(super) fn format_parts(parts: &Value) -> String {
     let part = |(label, value): (&String, &Value)| match value {
         Value::Null => format!("{label}=(hidden)"),
         value => format!("{label}={}", printable(value)),

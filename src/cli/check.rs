@@ -19,6 +19,8 @@ use uuid::Uuid;
 use crate::app::jwks_refresh;
 use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{request_target, unit_suffix};
+use crate::cli::against;
+use crate::cli::against::Comparison;
 use crate::cli::{EXIT_INVALID_CONFIG, doctor, env_var};
 use crate::config::Config;
 use crate::config::error::{ConfigError, FileIssues, Issue};
@@ -57,6 +59,12 @@ pub(super) struct Options {
     /// are warnings
     #[arg(long)]
     offline: bool,
+    /// Compare with the gateway at this admin socket or URL [default: the admin socket, otherwise `[admin]`]
+    ///
+    /// Prints what a reload would change, what needs a restart, addresses that cannot be bound, and up to 20 known
+    /// identities that have used more than a new quota.
+    #[arg(long, value_name = "SOCKET|URL", num_args = 0..=1, default_missing_value = "", conflicts_with = "offline")]
+    against: Option<String>,
 }
 
 /// The object of `--json`.
@@ -68,6 +76,9 @@ struct CheckReport<'a> {
     warnings: Vec<Finding>,
     notes: Vec<Finding>,
     limits: Vec<Guarantee<'a>>,
+    /// The comparison with the running gateway. None without `--against`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    against: Option<&'a Comparison>,
 }
 
 #[derive(Debug, Serialize)]
@@ -100,6 +111,7 @@ pub(super) fn run(path: &Path, options: &Options) -> anyhow::Result<ExitCode> {
                 warnings: Vec::new(),
                 notes: Vec::new(),
                 limits: Vec::new(),
+                against: None,
             })?;
             Ok(ExitCode::from(EXIT_INVALID_CONFIG))
         }
@@ -146,7 +158,8 @@ fn check_loaded(
         }
     }
     let mut notes = check::notes(&parsed, config);
-    if !options.offline {
+    let comparison = options.against.as_ref().map(|admin| against::compare(path, config, admin)).transpose()?;
+    if !options.offline && comparison.is_none() {
         match restart_only_differences(path, config) {
             Ok(keys) => {
                 warnings.extend(keys.iter().map(|key| restart_required_warning(key, &parsed, sources.main().1)))
@@ -160,17 +173,25 @@ fn check_loaded(
     }
     let (warnings, notes) = (sources.by_file(warnings), sources.by_file(notes));
     let is_strict_failure = options.strict && !warnings.is_empty();
+    let cannot_start = comparison.as_ref().is_some_and(|comparison| !comparison.unavailable.is_empty());
     if options.json {
         let limits = config.limits.values().flat_map(guarantees).collect();
         print_json(&CheckReport {
-            ok: !is_strict_failure,
+            ok: !is_strict_failure && !cannot_start,
             errors: Vec::new(),
             warnings: warnings.iter().flat_map(findings).collect(),
             notes: notes.iter().flat_map(findings).collect(),
             limits,
+            against: comparison.as_ref(),
         })?;
     } else {
         print_text(path, config, &[(Level::NOTE, &notes), (Level::WARNING, &warnings)])?;
+        if let Some(comparison) = &comparison {
+            stdout().write_all(comparison.text().as_bytes())?;
+        }
+    }
+    if cannot_start {
+        return Ok(ExitCode::from(EXIT_INVALID_CONFIG));
     }
     Ok(if is_strict_failure { ExitCode::from(EXIT_WARNINGS) } else { ExitCode::SUCCESS })
 }
@@ -354,14 +375,30 @@ pub(crate) fn restart_only_differences(path: &Path, config: &CompiledConfig) -> 
     if config.admin.is_none() {
         return Ok(Vec::new());
     }
+    let client = AdminClient::from_config(path, config)?;
+    let response = client.try_request(ADMIN_TIMEOUT, &Method::GET, &restart_query(config))?;
+    Ok(response.as_ref().map(restart_keys).unwrap_or_default())
+}
+
+/// As [`restart_only_differences`], from a gateway that must respond.
+///
+/// # Errors
+/// The gateway does not respond as expected.
+pub(super) fn restart_only_keys(client: &AdminClient, config: &CompiledConfig) -> anyhow::Result<Vec<String>> {
+    Ok(restart_keys(&client.request(Method::GET, &restart_query(config), None)?))
+}
+
+fn restart_query(config: &CompiledConfig) -> String {
     let salt = Uuid::new_v4().to_string();
     let mut query: Vec<_> = config.restart_only_digests(&salt).into_iter().collect();
     query.push(("salt".to_owned(), salt));
     let query: Vec<_> = query.iter().map(|(name, value)| (&**name, &**value)).collect();
-    let client = AdminClient::from_config(path, config)?;
-    let response = client.try_request(ADMIN_TIMEOUT, &Method::GET, &request_target("/api/differences", &query))?;
-    let keys = response.as_ref().and_then(|response| response["restart"].as_array()).into_iter().flatten();
-    Ok(keys.filter_map(Value::as_str).map(str::to_owned).collect())
+    request_target("/api/differences", &query)
+}
+
+fn restart_keys(response: &Value) -> Vec<String> {
+    let keys = response["restart"].as_array().into_iter().flatten();
+    keys.filter_map(Value::as_str).map(str::to_owned).collect()
 }
 
 /// The warning about a changed restart-only key.

@@ -37,6 +37,18 @@ pub enum Rule {
 }
 
 impl Rule {
+    /// Return the name of the algorithm, as in the configuration.
+    pub fn algorithm_name(&self) -> &'static str {
+        match self {
+            Rule::TokenBucket(_) => "token-bucket",
+            Rule::FixedWindow(_) => "fixed-window",
+            Rule::SlidingWindow(_) => "sliding-window",
+            Rule::SlidingBuckets(_) => "sliding-buckets",
+            Rule::SlidingLog(_) => "sliding-log",
+            Rule::Concurrency(_) => "concurrency",
+        }
+    }
+
     /// Compute one step of the algorithm. Nothing is written.
     pub fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
         match self {

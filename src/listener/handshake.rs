@@ -1,17 +1,17 @@
 //! Protocol detection by ALPN or the HTTP/2 preface, and log messages for failed TLS handshakes.
 
 use std::io;
-use std::net::IpAddr;
-use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
-use rustls::PeerMisbehaved;
+use http::StatusCode;
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 use tracing::{info, warn};
 
-use crate::limiter::clock::monotonic;
+use crate::http::problem::{CONTENT_TYPE, Problem};
+use crate::limiter::clock::LogThrottle;
+use crate::listener::metrics::HandshakeFailure;
 use crate::listener::stream::ReclaimableStream;
 
 /// Minimum interval between log messages of one kind: clients could fill the log.
@@ -21,10 +21,11 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// SNI extension can be anywhere in it.
 const MAX_CLIENT_HELLO: usize = 4 << 10;
 
-static NAME_LOGGED_AT: Mutex<Option<Instant>> = Mutex::new(None);
-static FAILURE_LOGGED_AT: Mutex<Option<Instant>> = Mutex::new(None);
+/// One for each [`HandshakeFailure`].
+static LOG_THROTTLES: [LogThrottle; HandshakeFailure::ALL.len()] =
+    [const { LogThrottle::new() }; HandshakeFailure::ALL.len()];
 
-/// Return the first bytes of a connection without consuming them.
+/// Return the first bytes of a connection without consuming them. Empty if the client has closed the connection.
 pub(super) async fn peek_client_hello(stream: &TcpStream) -> io::Result<Vec<u8>> {
     // Allocate only when the client sends.
     stream.readable().await?;
@@ -34,34 +35,47 @@ pub(super) async fn peek_client_hello(stream: &TcpStream) -> io::Result<Vec<u8>>
     Ok(bytes)
 }
 
-/// Log why a handshake failed, at most once per interval. Closed connections are not logged.
-pub(super) fn log_failure(error: &io::Error, client: IpAddr, client_hello: &[u8]) {
-    let Some(reason) = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) else { return };
-    if !matches!(reason, rustls::Error::PeerMisbehaved(PeerMisbehaved::ServerNameMustContainOneHostName)) {
-        if should_log(&FAILURE_LOGGED_AT) {
-            info!(%client, error = %reason, "a TLS handshake failed; further ones within a minute are not logged");
-        }
+/// Return whether the first bytes of a connection are an HTTP request without TLS. A TLS record starts with its type,
+/// which is not a letter (RFC 8446 §5.1).
+pub(super) fn is_plain_http(first_bytes: &[u8]) -> bool {
+    let method = first_bytes.split(|byte| *byte == b' ').next().unwrap_or_default();
+    !method.is_empty() && method.iter().all(u8::is_ascii_uppercase)
+}
+
+/// Return the response to HTTP without TLS.
+pub(super) fn plain_http_response() -> Vec<u8> {
+    let detail = "the request was sent without TLS to a port that serves HTTPS: use https:// in the URL";
+    let body = Problem::new(StatusCode::BAD_REQUEST, detail).to_json();
+    let mut response = format!(
+        "HTTP/1.1 400 Bad Request\r\nContent-Type: {CONTENT_TYPE}\r\nCache-Control: no-store\r\n\
+         Content-Length: {}\r\nConnection: close\r\n\r\n",
+        body.len()
+    )
+    .into_bytes();
+    response.extend_from_slice(&body);
+    response
+}
+
+/// Log a failed handshake, at most once per interval and failure. `network` is the client network, and `error` the
+/// error of rustls or of the socket.
+pub(super) fn log_failure(failure: HandshakeFailure, error: Option<&io::Error>, network: &str, client_hello: &[u8]) {
+    if !LOG_THROTTLES[failure as usize].should_log(LOG_INTERVAL) {
         return;
     }
-    if should_log(&NAME_LOGGED_AT) {
+    let reason = failure.label();
+    if failure == HandshakeFailure::InvalidServerName {
         let name = server_name(client_hello).map(|name| String::from_utf8_lossy(name).into_owned());
         warn!(
-            %client,
+            network,
+            reason,
             server_name = name,
             "the client sent an invalid server name (SNI), and the TLS handshake was rejected: a server name is a DNS \
              name without a port (RFC 6066); for hey, add `-host NAME`"
         );
+        return;
     }
-}
-
-fn should_log(logged_at: &Mutex<Option<Instant>>) -> bool {
-    let mut logged_at = logged_at.lock().unwrap_or_else(PoisonError::into_inner);
-    let now = monotonic();
-    let is_due = logged_at.is_none_or(|logged_at| now - logged_at >= LOG_INTERVAL);
-    if is_due {
-        *logged_at = Some(now);
-    }
-    is_due
+    let error = error.map(tracing::field::display);
+    info!(network, reason, error, "a TLS handshake failed; further ones with this reason are not logged for a minute");
 }
 
 /// Return the server name of a ClientHello (RFC 8446 §4.1.2, RFC 6066 §3) if the first record contains it.

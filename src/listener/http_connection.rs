@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
-use http::{Request, Response, Version};
+use http::{Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
@@ -182,7 +182,15 @@ impl HttpConnection {
                 ConnectionEvent::Closed(None) => return Ok(CloseReason::WriteStalled),
                 ConnectionEvent::Closed(Some(Ok(()))) => break,
                 // Invalid requests, such as too large headers, get a response before hyper returns the error.
-                ConnectionEvent::Closed(Some(Err(error))) if error.is_parse() => return Ok(CloseReason::RequestUnread),
+                ConnectionEvent::Closed(Some(Err(error))) if error.is_parse() => {
+                    let is_too_large = error.is_parse_too_large();
+                    self.gateway.record_unparsed(if is_too_large {
+                        StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
+                    } else {
+                        StatusCode::BAD_REQUEST
+                    });
+                    return Ok(CloseReason::RequestUnread);
+                }
                 ConnectionEvent::Closed(Some(Err(_))) if watchdog.flow().is_close_delimited() => {
                     return Ok(CloseReason::TruncatedResponse);
                 }

@@ -17,6 +17,7 @@ use tokio::sync::oneshot::{Receiver, Sender};
 use crate::http::flow::ConnectionActivity;
 use crate::limiter::clock::monotonic;
 use crate::listener::handshake::{PREFACE, Protocol};
+use crate::listener::metrics::ListenerMetrics;
 
 /// Maximum number of bytes that a connection reads before it yields to other tasks. tokio's coop budget counts
 /// reads, and a few reads can contain thousands of HTTP/2 frames.
@@ -32,10 +33,11 @@ pub(super) struct ReclaimableStream {
     prefix: Bytes,
     /// Bytes read since the last yield.
     bytes_read: usize,
+    metrics: Arc<ListenerMetrics>,
 }
 
 impl ReclaimableStream {
-    pub(super) fn new(stream: TcpStream) -> (Self, Receiver<TcpStream>) {
+    pub(super) fn new(stream: TcpStream, metrics: Arc<ListenerMetrics>) -> (Self, Receiver<TcpStream>) {
         let (return_sender, returned) = oneshot::channel();
         (
             ReclaimableStream {
@@ -43,6 +45,7 @@ impl ReclaimableStream {
                 return_sender: Some(return_sender),
                 prefix: Bytes::new(),
                 bytes_read: 0,
+                metrics,
             },
             returned,
         )
@@ -78,16 +81,22 @@ impl AsyncRead for ReclaimableStream {
         if !self.prefix.is_empty() {
             let count = self.prefix.len().min(buffer.remaining());
             buffer.put_slice(&self.prefix.split_to(count));
+            let read_before = buffer.filled().len();
             // Read on in the same call: hyper allocates a larger buffer if headers arrive in pieces. The next read
             // reports an error or the end.
             let _ = self.stream()?.poll_read(cx, buffer);
+            self.metrics.record_received(buffer.filled().len() - read_before);
             self.bytes_read += buffer.filled().len() - before;
             return Poll::Ready(Ok(()));
         }
         let polled = self.stream()?.poll_read(cx, buffer);
         match polled {
             Poll::Pending => self.bytes_read = 0,
-            Poll::Ready(_) => self.bytes_read += buffer.filled().len() - before,
+            Poll::Ready(_) => {
+                let count = buffer.filled().len() - before;
+                self.metrics.record_received(count);
+                self.bytes_read += count;
+            }
         }
         polled
     }
@@ -95,7 +104,11 @@ impl AsyncRead for ReclaimableStream {
 
 impl AsyncWrite for ReclaimableStream {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.stream()?.poll_write(cx, bytes)
+        let polled = self.stream()?.poll_write(cx, bytes);
+        if let Poll::Ready(Ok(count)) = polled {
+            self.metrics.record_sent(count);
+        }
+        polled
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -111,7 +124,11 @@ impl AsyncWrite for ReclaimableStream {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.stream()?.poll_write_vectored(cx, slices)
+        let polled = self.stream()?.poll_write_vectored(cx, slices);
+        if let Poll::Ready(Ok(count)) = polled {
+            self.metrics.record_sent(count);
+        }
+        polled
     }
 
     fn is_write_vectored(&self) -> bool {

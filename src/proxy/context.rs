@@ -62,6 +62,8 @@ pub(super) struct RequestContext<'a> {
     request_id: Option<RequestId>,
     /// `None` if the request is neither logged nor traced.
     record: Option<Box<RequestRecord>>,
+    /// Whether the response is determined.
+    is_complete: bool,
     /// Whether the response may be sent before the request is read, which closes the connection.
     has_unread_body: bool,
     /// Whether the content of a local reply must be discarded here; see [`Body::discard_content`].
@@ -99,6 +101,7 @@ impl<'a> RequestContext<'a> {
             started_at,
             request_id: None,
             record: RequestRecord::start(sinks, &start),
+            is_complete: false,
             has_unread_body: request_body::has_unread_body(request),
             is_http2_head: request.method() == Method::HEAD && request.version() == Version::HTTP_2,
         };
@@ -232,6 +235,7 @@ impl<'a> RequestContext<'a> {
                 (response, outcome)
             }
         };
+        self.is_complete = true;
         let route_index = self.route.map(|route| route.index);
         self.snapshot.metrics.record_response(route_index, response.status(), self.started_at.elapsed());
         if let Some(cors) = &self.cors {
@@ -268,6 +272,9 @@ impl<'a> RequestContext<'a> {
 
 impl Drop for RequestContext<'_> {
     fn drop(&mut self) {
+        if !self.is_complete {
+            self.snapshot.metrics.record_aborted(self.route.map(|route| route.index));
+        }
         if let Some(record) = self.record.take() {
             record.write_aborted();
         }

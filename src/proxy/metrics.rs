@@ -25,6 +25,31 @@ use crate::upstream::retry::AttemptLog;
 /// Status classes, as metric labels.
 pub const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
+/// Statuses that are counted one by one, and the class of the other errors, as metric labels. 499: the client aborted
+/// the request before the response.
+pub const COUNTED_STATUSES: [&str; 10] = ["400", "401", "403", "404", "408", "413", "429", "431", "499", "5xx"];
+
+/// Return the index of a status in [`COUNTED_STATUSES`].
+fn counted_status(status: StatusCode) -> Option<usize> {
+    match status.as_u16() {
+        ..400 => None,
+        400 => Some(0),
+        401 => Some(1),
+        403 => Some(2),
+        404 => Some(3),
+        408 => Some(4),
+        413 => Some(5),
+        429 => Some(6),
+        431 => Some(7),
+        499 => Some(ABORTED),
+        500.. => Some(9),
+        _ => None,
+    }
+}
+
+/// Index of 499 in [`COUNTED_STATUSES`].
+const ABORTED: usize = 8;
+
 /// The effect of a limit on a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LimitDecision {
@@ -126,6 +151,8 @@ impl AuthResult {
 pub struct RequestMetrics {
     /// Responses by route. Requests without a route have an empty name.
     pub routes: MetricFamily<ResponseStats>,
+    /// Responses by route and [`COUNTED_STATUSES`].
+    pub statuses: MetricFamily<StatusCounter>,
     /// Decisions by limit and [`LimitDecision`].
     pub limits: MetricFamily<Counter<6>>,
     /// Requests denied by any of their limits, by route.
@@ -146,6 +173,9 @@ pub struct RequestMetrics {
     pub mirror_budget: MirrorBudget,
 }
 
+/// Responses by [`COUNTED_STATUSES`].
+pub type StatusCounter = Counter<{ COUNTED_STATUSES.len() }>;
+
 /// Responses by status class, and the time to the response headers.
 #[derive(Debug, Default)]
 pub struct ResponseStats {
@@ -158,9 +188,13 @@ pub struct ResponseStats {
 impl ResponseStats {
     /// Record a response; `None` if there was none.
     pub fn record(&self, status: Option<StatusCode>, elapsed: Duration) {
+        self.count(status);
+        self.latency.observe(elapsed);
+    }
+
+    fn count(&self, status: Option<StatusCode>) {
         let class = |status: StatusCode| usize::from(status.as_u16() / 100).clamp(1, STATUS_CLASSES.len()) - 1;
         self.status_classes.increment(status.map_or(STATUS_CLASSES.len(), class));
-        self.latency.observe(elapsed);
     }
 }
 
@@ -169,7 +203,7 @@ impl ResponseStats {
 pub(super) struct WorkerMetrics {
     routes: Vec<RouteMetrics>,
     /// Responses to requests that match no route.
-    unmatched: Arc<ResponseStats>,
+    unmatched: (Arc<ResponseStats>, Arc<StatusCounter>),
     upstreams: Vec<UpstreamMetrics>,
     /// Counters by the index of the provider. `None` for other kinds than `forward`.
     forward_auth: Vec<Option<Arc<Counter<4>>>>,
@@ -185,7 +219,7 @@ struct UpstreamMetrics {
 
 #[derive(Debug)]
 struct RouteMetrics {
-    responses: Arc<ResponseStats>,
+    responses: (Arc<ResponseStats>, Arc<StatusCounter>),
     denied_requests: Arc<Counter<1>>,
     limits: Vec<(Arc<Counter<6>>, Arc<TopDenied>)>,
     mirror: Option<Arc<MirrorStats>>,
@@ -214,17 +248,21 @@ impl WorkerMetrics {
         };
         let MirrorBudget(mirror_budget) = &request_metrics.mirror_budget;
         mirror_budget.resize(runtime.server.max_buffered / BUFFER_DIVISOR);
+        let responses = |route: &str| {
+            let stats = request_metrics.routes.get_or_create(route, worker);
+            (stats, request_metrics.statuses.get_or_create(route, worker))
+        };
         let routes = runtime.routes.iter();
         WorkerMetrics {
             routes: routes
                 .map(|route| RouteMetrics {
-                    responses: request_metrics.routes.get_or_create(&route.name, worker),
+                    responses: responses(&route.name),
                     denied_requests: request_metrics.denied_requests.get_or_create(&route.name, worker),
                     limits: limits(route),
                     mirror: mirror(route),
                 })
                 .collect(),
-            unmatched: request_metrics.routes.get_or_create("", worker),
+            unmatched: responses(""),
             upstreams: runtime.upstreams.iter().map(|upstream| upstream_metrics(&upstream.name)).collect(),
             forward_auth: runtime
                 .auth
@@ -254,7 +292,29 @@ impl WorkerMetrics {
 
     /// Record a response to a client.
     pub(super) fn record_response(&self, route: Option<usize>, status: StatusCode, elapsed: Duration) {
-        route.map_or(&self.unmatched, |route| &self.routes[route].responses).record(Some(status), elapsed);
+        let (stats, statuses) = self.responses(route);
+        stats.record(Some(status), elapsed);
+        if let Some(counted) = counted_status(status) {
+            statuses.increment(counted);
+        }
+    }
+
+    /// Record a request that the client aborted before the response.
+    pub(super) fn record_aborted(&self, route: Option<usize>) {
+        self.responses(route).1.increment(ABORTED);
+    }
+
+    /// Record a response to a request that the HTTP parser rejected.
+    pub(super) fn record_unparsed(&self, status: StatusCode) {
+        let (stats, statuses) = &self.unmatched;
+        stats.count(Some(status));
+        if let Some(counted) = counted_status(status) {
+            statuses.increment(counted);
+        }
+    }
+
+    fn responses(&self, route: Option<usize>) -> &(Arc<ResponseStats>, Arc<StatusCounter>) {
+        route.map_or(&self.unmatched, |route| &self.routes[route].responses)
     }
 
     /// Record a forwarded request, its result and its retries. Failures caused by the client do not count for the

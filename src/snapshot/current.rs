@@ -21,7 +21,21 @@ pub struct ActiveConfig {
     pub clusters: Arc<[Arc<UpstreamCluster>]>,
     /// Activation time in µs since the Unix epoch.
     pub active_since_us: u64,
+    /// The last reload that changed a key.
+    pub last_change: ConfigChange,
 }
+
+/// The differences that a reload has made.
+#[derive(Debug, Clone, Default)]
+pub struct ConfigChange {
+    /// The differences in words. Empty after the start.
+    pub differences: Arc<[String]>,
+    /// Activation time in µs since the Unix epoch. 0 after the start.
+    pub at_us: u64,
+}
+
+/// Result of a reload: the last change of the active configuration, or the complete error report.
+pub type ReloadResult = Result<ConfigChange, String>;
 
 /// Cause of a reload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,7 +52,7 @@ pub struct ReloadRequest {
     /// Cause of the reload.
     pub cause: ReloadCause,
     /// Receives the result.
-    pub reply: oneshot::Sender<Result<(), String>>,
+    pub reply: oneshot::Sender<ReloadResult>,
 }
 
 /// The last reload, if it failed.
@@ -68,7 +82,12 @@ impl ConfigHandle {
         let clusters = config.upstreams.iter().cloned().map(UpstreamCluster::new).map(Arc::new).collect();
         let last_attempt = Mutex::new(config.files.clone());
         let (requests, receiver) = channel();
-        let active = ArcSwap::from_pointee(ActiveConfig { config, clusters, active_since_us: clock::unix_us() });
+        let active = ArcSwap::from_pointee(ActiveConfig {
+            config,
+            clusters,
+            active_since_us: clock::unix_us(),
+            last_change: ConfigChange::default(),
+        });
         let (last_failure, reloads, failures) = Default::default();
         (ConfigHandle { active, requests, last_failure, last_attempt, reloads, failures }, receiver)
     }
@@ -79,7 +98,7 @@ impl ConfigHandle {
     }
 
     /// Request a reload. The receiver gets the result.
-    pub fn reload(&self, cause: ReloadCause) -> oneshot::Receiver<Result<(), String>> {
+    pub fn reload(&self, cause: ReloadCause) -> oneshot::Receiver<ReloadResult> {
         let (reply, receiver) = oneshot::channel();
         // If the reloader is gone, the reply channel closes, and so the caller sees an error.
         let _ = self.requests.send(ReloadRequest { cause, reply });
@@ -96,11 +115,24 @@ impl ConfigHandle {
         lock(&self.last_attempt).clone()
     }
 
-    /// Make a configuration active, and count a successful reload.
-    pub fn activate(&self, config: Arc<CompiledConfig>, clusters: Arc<[Arc<UpstreamCluster>]>) {
-        self.active.store(Arc::new(ActiveConfig { config, clusters, active_since_us: clock::unix_us() }));
+    /// Make a configuration active, and count a successful reload. `differences` are those from the previous one.
+    pub fn activate(
+        &self,
+        config: Arc<CompiledConfig>,
+        clusters: Arc<[Arc<UpstreamCluster>]>,
+        differences: Vec<String>,
+    ) -> ConfigChange {
+        let active_since_us = clock::unix_us();
+        let last_change = if differences.is_empty() {
+            self.active().last_change.clone()
+        } else {
+            ConfigChange { differences: differences.into(), at_us: active_since_us }
+        };
+        let active = ActiveConfig { config, clusters, active_since_us, last_change: last_change.clone() };
+        self.active.store(Arc::new(active));
         self.reloads.fetch_add(1, Ordering::Relaxed);
         *lock(&self.last_failure) = None;
+        last_change
     }
 
     /// Record a failed reload. The active configuration does not change.

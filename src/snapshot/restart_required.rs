@@ -32,6 +32,9 @@ impl RestartOnlyKeys {
             ("listener.address".to_owned(), addresses.join(" ")),
             ("admin.address".to_owned(), admin.map_or(String::new(), |address| address.get_ref().clone())),
         ]);
+        let socket = config.admin.as_ref().and_then(|admin| admin.get_ref().socket.as_ref());
+        // Left out if absent, as in `add_table`.
+        fixed.extend(socket.map(|socket| ("admin.socket".to_owned(), socket.get_ref().clone())));
         add_table("store", &config.store, &mut fixed);
         add_table("log", &config.log, &mut fixed);
         RestartOnlyKeys(fixed)

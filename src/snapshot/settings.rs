@@ -226,6 +226,42 @@ pub struct AdminSettings {
     pub token: Option<AdminToken>,
 }
 
+/// Path of the admin socket.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum AdminSocket {
+    /// `admin.sock` in the runtime directory of the service, if it has one.
+    Default,
+    /// No admin socket.
+    Off,
+    /// This path.
+    Path(PathBuf),
+}
+
+/// Maximum length of the path of a unix socket on Linux, bytes (unix(7)). The temporary name of the socket is longer
+/// than its path by the extension with the process id.
+const MAX_SOCKET_PATH: usize = 107 - ".4194304.new".len();
+
+/// Compile `socket` of `[admin]`.
+pub(super) fn admin_socket(admin: Option<&Spanned<config::Admin>>, reader: &mut Validator<'_>) -> AdminSocket {
+    let Some(text) = admin.and_then(|admin| admin.get_ref().socket.as_ref()) else { return AdminSocket::Default };
+    match text.get_ref().as_str() {
+        "off" => AdminSocket::Off,
+        "" => {
+            let issue = Issue::new(text.span(), "`socket` is empty");
+            reader.push_issue(issue.with_hint("a path such as \"/run/sluicegate/admin.sock\", or \"off\""));
+            AdminSocket::Off
+        }
+        _ => {
+            let path = reader.resolve_path(text);
+            if path.as_os_str().len() > MAX_SOCKET_PATH {
+                let message = format!("the path of a unix socket has at most {MAX_SOCKET_PATH} bytes");
+                reader.push_issue(Issue::new(text.span(), message).with_hint("such as \"/run/sluicegate/admin.sock\""));
+            }
+            AdminSocket::Path(path)
+        }
+    }
+}
+
 /// Token of the admin listener. `Debug` does not print it.
 #[derive(Clone)]
 pub struct AdminToken(Arc<str>);
@@ -251,6 +287,9 @@ pub(super) fn admin(
 ) -> Option<AdminSettings> {
     let span = admin.span();
     let admin = admin.get_ref();
+    if admin.address.is_none() && admin.socket.is_some() {
+        return None;
+    }
     let text = reader.required(admin.address.as_ref(), &span, "address", "\"127.0.0.1:9180\"")?;
     let address = reader.address(text)?;
     if let Some(listener) = listeners.iter().find(|listener| addresses_conflict(listener.address, address)) {

@@ -18,6 +18,12 @@ pub trait MetricSource: fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// Formatting fails.
     fn write(&self, page: &mut Exposition<'_>) -> fmt::Result;
+
+    /// Write the metrics whose names have no prefix: those of the process.
+    ///
+    /// # Errors
+    /// Formatting fails.
+    fn write_process(&self, page: &mut Exposition<'_>) -> fmt::Result;
 }
 
 /// Exposition format.
@@ -107,6 +113,14 @@ impl MetricWriter<'_> {
         self.encode(labels, |line| line.encode_gauge(&(value as i64)))
     }
 
+    /// Write a sample of a counter of seconds.
+    ///
+    /// # Errors
+    /// Formatting fails.
+    pub fn write_seconds(&mut self, labels: Labels<'_>, seconds: f64) -> fmt::Result {
+        self.encode(labels, |line| line.encode_counter::<NoLabelSet, _, u64>(&seconds, None))
+    }
+
     /// Write a histogram sample: upper bounds in µs, and the count of each bucket (not cumulative). The last bucket has
     /// no bound.
     ///
@@ -127,6 +141,15 @@ impl MetricWriter<'_> {
 }
 
 #[derive(Debug)]
+struct ProcessAdapter<S>(Arc<S>);
+
+impl<S: MetricSource> Collector for ProcessAdapter<S> {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        self.0.write_process(&mut Exposition(encoder))
+    }
+}
+
+#[derive(Debug)]
 struct CollectorAdapter<S>(Arc<S>);
 
 impl<S: MetricSource> Collector for CollectorAdapter<S> {
@@ -140,8 +163,9 @@ impl<S: MetricSource> Collector for CollectorAdapter<S> {
 /// # Errors
 /// Formatting fails, for example because the source returns an error.
 pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Result<String, fmt::Error> {
-    let mut registry = Registry::with_prefix("sluicegate");
-    registry.register_collector(Box::new(CollectorAdapter(source.clone())));
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(ProcessAdapter(source.clone())));
+    registry.sub_registry_with_prefix("sluicegate").register_collector(Box::new(CollectorAdapter(source.clone())));
     let mut output = String::new();
     text::encode(&mut output, &registry)?;
     Ok(match format {
@@ -185,6 +209,10 @@ mod tests {
             page.gauge("open", "Open")?.write_gauge(&[], 2)?;
             page.histogram("took", "Took")?.write_histogram(&[], &[1_000, 2_000], &[1, 0, 2], 7_500_000)
         }
+
+        fn write_process(&self, page: &mut Exposition<'_>) -> fmt::Result {
+            page.counter("process_cpu_seconds", "CPU")?.write_seconds(&[], 1.5)
+        }
     }
 
     #[test]
@@ -196,7 +224,9 @@ mod tests {
         assert_eq!(
             page(ExpositionFormat::PrometheusText),
             format!(
-                "# HELP sluicegate_requests_total Requests\n# TYPE sluicegate_requests_total counter\n\
+                "# HELP process_cpu_seconds_total CPU\n# TYPE process_cpu_seconds_total counter\n\
+                 process_cpu_seconds_total 1.5\n\
+                 # HELP sluicegate_requests_total Requests\n# TYPE sluicegate_requests_total counter\n\
                  sluicegate_requests_total{{route=\"a\\\"b\"}} 3\n\
                  # HELP sluicegate_open Open\n# TYPE sluicegate_open gauge\nsluicegate_open 2\n\
                  # HELP sluicegate_took_seconds Took\n# TYPE sluicegate_took_seconds histogram\n{lines}"
@@ -205,7 +235,9 @@ mod tests {
         assert_eq!(
             page(ExpositionFormat::OpenMetrics),
             format!(
-                "# HELP sluicegate_requests Requests\n# TYPE sluicegate_requests counter\n\
+                "# HELP process_cpu_seconds CPU\n# TYPE process_cpu_seconds counter\n\
+                 process_cpu_seconds_total 1.5\n\
+                 # HELP sluicegate_requests Requests\n# TYPE sluicegate_requests counter\n\
                  sluicegate_requests_total{{route=\"a\\\"b\"}} 3\n\
                  # HELP sluicegate_open Open\n# TYPE sluicegate_open gauge\nsluicegate_open 2\n\
                  # HELP sluicegate_took_seconds Took\n# TYPE sluicegate_took_seconds histogram\n\

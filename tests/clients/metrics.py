@@ -34,7 +34,7 @@ def check(clear, _tls, admin):
         ),
     }
     for form, families in pages.items():
-        expect(all(name.startswith("sluicegate_") for name in families), f"{form}: {sorted(families)}")
+        expect(all(name.startswith(("sluicegate_", "process_")) for name in families), f"{form}: {sorted(families)}")
         decisions = "sluicegate_limit_decisions"
         for decision, expected in [("allowed", 100), ("denied", 5), ("shadow_denied", 0), ("local_denied", 0)]:
             found = value(families, decisions, f"{decisions}_total", {**HUNDRED, "decision": decision})

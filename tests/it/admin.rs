@@ -2,13 +2,14 @@
 
 use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, TcpStream};
+use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
 use crate::support::admin_listener::{HERE, ask, metric, with_admin};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
-use crate::support::upstream::Upstream;
+use crate::support::upstream::{Upstream, read_request, serve};
 use crate::support::{MAX_WAIT, eventually};
 
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hi\" }\n";
@@ -61,6 +62,84 @@ fn metrics_count_requests_and_decisions() {
     }
     let page = ask(&gateway, "/metrics");
     assert!(!page.text().contains("alice"), "no identity: {}", page.text());
+}
+
+#[test]
+fn responses_are_counted_by_status() {
+    let (seen, requests) = mpsc::channel();
+    let seen = Mutex::new(seen);
+    let upstream = serve(move |mut stream| {
+        while read_request(&mut stream).is_some() {
+            seen.lock().unwrap().send(()).unwrap();
+        }
+    });
+    let gateway = Gateway::start(&with_admin(&format!(
+        "{HELLO}limits = [\"one\"]\n[limit.one]\nby = \"global\"\nquota = \"1/day\"\n\
+         [upstream.api]\nservers = [\"http://{upstream}\"]\n[upstream.gone]\nservers = [\"http://127.0.0.1:1\"]\n\
+         [[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"api\"\nmax_body = \"1KiB\"\n\
+         [[route]]\nname = \"gone\"\npath = \"/gone\"\nupstream = \"gone\"\n"
+    )));
+    assert_eq!([gateway.get("/hello").status, gateway.get("/hello").status], [200, 429]);
+    assert_eq!([gateway.get("/nowhere").status, gateway.get("/gone").status], [404, 502]);
+    assert_eq!(gateway.client().request("POST", "/up", &[], &[b'x'; 2000]).status, 413);
+    let many = "x".repeat(40 << 10);
+    assert_eq!(gateway.client().get_with("/hello", &[("x-many", &many)]).status, 431);
+    let mut malformed = gateway.client();
+    malformed.send(b"GET /hello HTTP/1.1\r\nno colon\r\n\r\n");
+    assert_eq!(malformed.reply().unwrap().status, 400);
+    let mut aborted = gateway.client();
+    aborted.send(b"GET /up HTTP/1.1\r\nhost: a\r\n\r\n");
+    requests.recv().unwrap();
+    drop(aborted);
+    for (route, status) in
+        [("hello", "429"), ("", "404"), ("gone", "5xx"), ("up", "413"), ("", "431"), ("", "400"), ("up", "499")]
+    {
+        let line = format!("sluicegate_http_responses_total{{route=\"{route}\",status=\"{status}\"}}");
+        eventually(&line, || metric(&gateway, &line) == 1.0);
+    }
+    let page = ask(&gateway, "/metrics");
+    let samples = page.text().lines().filter(|line| line.starts_with("sluicegate_http_responses_total{"));
+    let sum: u64 = samples.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum();
+    assert_eq!(sum, 7, "{}", page.text());
+}
+
+#[test]
+fn bytes_from_and_to_clients_are_counted() {
+    let gateway = Gateway::start(&with_admin(HELLO));
+    let mut client = gateway.client();
+    let request = b"GET /hello HTTP/1.1\r\nHost: a\r\n\r\n";
+    client.send(request);
+    let reply = client.head().unwrap();
+    let headers: usize = reply.headers.iter().map(|(name, value)| name.len() + value.len() + 4).sum();
+    let response = "HTTP/1.1 200 OK\r\n".len() + headers + "\r\nhi".len();
+    let received = || metric(&gateway, "sluicegate_received_bytes_total");
+    let sent = || metric(&gateway, "sluicegate_sent_bytes_total");
+    assert_eq!([received(), sent()], [request.len() as f64, response as f64]);
+}
+
+#[test]
+fn process_metrics_have_the_names_of_client_libraries() {
+    let gateway = Gateway::start(&with_admin(HELLO));
+    let page = ask(&gateway, "/metrics");
+    let manual = std::fs::read_to_string(format!("{}/docs/reference/metrics.md", env!("CARGO_MANIFEST_DIR"))).unwrap();
+    let mut count = 0;
+    for (name, kind) in page.text().lines().filter_map(|line| line.strip_prefix("# TYPE process_")?.split_once(' ')) {
+        count += 1;
+        assert!(manual.contains(&format!("| `process_{name}` | {kind} |")), "process_{name} is not documented");
+    }
+    assert_eq!(count, 6);
+    let resident = metric(&gateway, "process_resident_memory_bytes");
+    let (least, most) = (gateway.memory() as f64 / 2.0, gateway.memory() as f64 * 2.0);
+    assert!((least..most).contains(&resident), "{resident}");
+    let files = std::fs::read_dir(format!("/proc/{}/fd", gateway.child.id())).unwrap().count() as f64;
+    let open = metric(&gateway, "process_open_fds");
+    assert!((open - files).abs() <= 3.0, "{open} descriptors, {files} in /proc");
+    eventually("CPU time", || {
+        gateway.get("/hello");
+        metric(&gateway, "process_cpu_seconds_total") > 0.0
+    });
+    let started = metric(&gateway, "process_start_time_seconds");
+    assert_eq!(started, metric(&gateway, "sluicegate_start_time_seconds"));
 }
 
 #[test]

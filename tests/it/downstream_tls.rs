@@ -2,10 +2,13 @@
 
 use std::sync::Arc;
 
-use crate::support::certificates::{TlsClient, tls};
+use crate::support::admin_listener::{ask, metric};
+use crate::support::certificates::{Authority, NOW, Pair, TlsClient, tls};
+use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use http_body_util::{BodyExt, Empty};
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use rcgen::DnType;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use tokio::net::TcpStream;
@@ -190,19 +193,132 @@ fn invalid_server_name_is_rejected_and_logged() {
         let lines: Vec<_> = log.lines().filter(|line| line.contains("SNI")).collect();
         assert_eq!(lines.len(), 1, "{what}: {log}");
         let line: serde_json::Value = serde_json::from_str(lines[0]).unwrap();
-        assert_eq!((&line["server_name"], &line["client"]), (&name.into(), &"127.0.0.1".into()), "{what}: {log}");
+        assert_eq!((&line["server_name"], &line["network"]), (&name.into(), &"127.0.0.1".into()), "{what}: {log}");
         assert!(line["message"].as_str().unwrap().contains("without a port"), "{what}: {log}");
     }
 }
 
 #[test]
-fn failed_handshake_is_logged_once() {
+fn plain_http_on_a_tls_port_gets_a_400_that_says_so() {
+    let gateway = gateway("");
+    for request in ["GET /hello HTTP/1.1\r\nHost: h\r\n\r\n", "POST / HTTP/1.0\r\nContent-Length: 5\r\n\r\n12345"] {
+        let mut client = gateway.client();
+        client.send(request.as_bytes());
+        let reply = client.reply().unwrap();
+        reply.assert_problem(400, request);
+        assert!(reply.text().contains("https://"), "{reply:?}");
+        assert_eq!(reply.header("connection"), Some("close"));
+        client.assert_closed(request);
+    }
+}
+
+#[test]
+fn handshakes_are_counted_by_result_and_reason() {
+    let authority = Authority::new("clients");
+    let client_pair = authority.client(&[(DnType::CommonName, "c")], NOW);
+    let stranger = Authority::new("strangers").client(&[(DnType::CommonName, "s")], NOW);
+    let pair = format!("{{ cert = \"{0}.pem\", key = \"{0}.key\" }}", certificate("one"));
+    let config = format!(
+        "[admin]\naddress = \"127.0.0.1:0\"\n[server]\nheader_timeout = \"2s\"\nworkers = 1\n{ROUTE}[[listener]]\n\
+         address = \"127.0.0.1:0\"\ntls.certificates = [{pair}]\ntls.client_ca = \"ca.pem\"\ntls.client_auth = \"required\"\n"
+    );
+    let gateway = Gateway::start_with(&config, &[("ca.pem", &authority.pem())]);
+    let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
+    let with_alpn = |shows: Option<&Pair>, version, alpn: &[&[u8]]| {
+        let mut config = (*tls(&[&der], shows, &[version])).clone();
+        config.alpn_protocols = alpn.iter().map(|name| name.to_vec()).collect();
+        TlsClient::handshake(&Arc::new(config), gateway.address, "one.test")
+    };
+    let (v2, v3) = (&rustls::version::TLS12, &rustls::version::TLS13);
+    let failed = |reason| format!("result=\"failed\",reason=\"{reason}\",version=\"none\",alpn=\"none\"");
+    let ok = |version, alpn| format!("result=\"ok\",reason=\"none\",version=\"{version}\",alpn=\"{alpn}\"");
+    let send = |bytes: &[u8]| {
+        let mut client = gateway.client();
+        client.send(bytes);
+        let _ = std::io::Read::read_to_end(&mut client.stream, &mut Vec::new());
+    };
+    let count = |labels: &str| metric(&gateway, &format!("sluicegate_tls_handshakes_total{{{labels}}}"));
+    let cases: Vec<(String, Box<dyn Fn() + '_>)> = vec![
+        (ok("1.3", "h2"), Box::new(|| drop(with_alpn(Some(&client_pair), v3, &[b"h2", b"http/1.1"]).unwrap()))),
+        (ok("1.3", "none"), Box::new(|| drop(with_alpn(Some(&client_pair), v3, &[]).unwrap()))),
+        (ok("1.2", "http/1.1"), Box::new(|| drop(with_alpn(Some(&client_pair), v2, &[b"http/1.1"]).unwrap()))),
+        (failed("nothing_in_common"), Box::new(|| assert!(with_alpn(Some(&client_pair), v3, &[b"imap"]).is_err()))),
+        (failed("client_certificate_missing"), Box::new(|| assert!(with_alpn(None, v2, &[]).is_err()))),
+        (failed("client_certificate_invalid"), Box::new(|| assert!(with_alpn(Some(&stranger), v2, &[]).is_err()))),
+        (
+            failed("client_alert"),
+            Box::new(|| drop(TlsClient::handshake(&tls(&[], Some(&client_pair), &[v3]), gateway.address, "one.test"))),
+        ),
+        (failed("plain_http"), Box::new(|| send(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"))),
+        (failed("not_tls"), Box::new(|| send(b"\0\0\0\0\0\0\0\0"))),
+        (failed("invalid_server_name"), Box::new(|| send(&hello_for("one.test:443")))),
+        (failed("closed"), Box::new(|| gateway.client().send(&hello_for("long.one.test")[..40]))),
+        (failed("timeout"), Box::new(|| send(b"\x16\x03\x01"))),
+    ];
+    let total = || {
+        let page = ask(&gateway, "/metrics");
+        let samples = page.text().lines().filter(|line| line.starts_with("sluicegate_tls_handshakes_total{"));
+        samples.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum::<u64>()
+    };
+    for (index, (labels, act)) in cases.iter().enumerate() {
+        assert_eq!(count(labels), 0.0, "{labels}");
+        act();
+        eventually(labels, || count(labels) == 1.0);
+        assert_eq!(total(), index as u64 + 1, "{labels}");
+    }
+    // A TCP health check.
+    drop(gateway.client());
+    assert_eq!(total(), cases.len() as u64);
+    let log = gateway.log();
+    for (labels, _) in cases.iter().filter(|(labels, _)| labels.contains("failed")) {
+        let reason = labels.split('"').nth(3).unwrap();
+        let is_of_reason = |line: &&serde_json::Value| line["reason"] == reason;
+        let lines: Vec<serde_json::Value> = log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        let found: Vec<_> = lines.iter().filter(is_of_reason).collect();
+        assert_eq!(found.len(), 1, "{reason}: {log}");
+        assert_eq!(found[0]["network"], "127.0.0.1", "{reason}: {log}");
+    }
+}
+
+#[test]
+fn expiry_of_each_certificate_is_a_metric() {
+    let authority = Authority::new("ca");
+    let pairs = [
+        authority.server(&["a.test", "b.test"], [2000, 2100]),
+        authority.server(&["a.test"], [2000, 2099]),
+        authority.server(&["192.0.2.7"], [2000, 2098]),
+    ];
+    let files: Vec<_> = pairs
+        .iter()
+        .enumerate()
+        .flat_map(|(index, pair)| [(format!("{index}.pem"), &*pair.cert), (format!("{index}.key"), &*pair.key)])
+        .collect();
+    let files: Vec<_> = files.iter().map(|(name, text)| (&**name, *text)).collect();
+    let list: Vec<_> = (0..3).map(|index| format!("{{ cert = \"{index}.pem\", key = \"{index}.key\" }}")).collect();
+    let config = format!(
+        "[admin]\naddress = \"127.0.0.1:0\"\n{ROUTE}[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certificates = [{}]\n",
+        list.join(", ")
+    );
+    let gateway = Gateway::start_with(&config, &files);
+    let page = ask(&gateway, "/metrics");
+    let name = "sluicegate_tls_certificate_not_after_seconds";
+    let found: Vec<_> = page.text().lines().filter(|line| line.starts_with(name)).collect();
+    // 1 January 2098 and 2099, from `date -u -d 2098-01-01 +%s`.
+    let expected = [("192.0.2.7", 4_039_372_800_u64), ("a.test", 4_070_908_800)]
+        .map(|(subject, time)| format!("{name}{{name=\"{subject}\",source=\"file\"}} {time}"));
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn failed_handshake_is_logged_once_for_each_reason() {
     let gateway = gateway("");
     for _ in 0..20 {
-        let mut client = gateway.client();
-        client.send(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n");
-        let _ = std::io::Read::read_to_end(&mut client.stream, &mut Vec::new());
+        for bytes in [&b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"[..], b"\0\0\0\0\0\0"] {
+            let mut client = gateway.client();
+            client.send(bytes);
+            let _ = std::io::Read::read_to_end(&mut client.stream, &mut Vec::new());
+        }
     }
     let log = gateway.log();
-    assert_eq!(log.lines().filter(|line| line.contains("TLS handshake")).count(), 1, "{log}");
+    assert_eq!(log.lines().filter(|line| line.contains("TLS handshake")).count(), 2, "{log}");
 }

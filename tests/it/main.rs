@@ -8,6 +8,7 @@ mod access_rules;
 mod admin;
 mod admin_api;
 mod admin_commands;
+mod admin_socket;
 mod authentication;
 mod bare_hyper;
 mod basic_auth;

@@ -12,7 +12,7 @@ use crate::admin::api::{
 use crate::identity::Descriptor;
 use crate::identity::api_key::{Caller, ConsumerDirectory};
 use crate::identity::display::{IdentityInput, IdentityInputError, ResolvedIdentity};
-use crate::limiter::algorithm::{Outcome, Rule, Status};
+use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::key::{Identity, StateName};
 use crate::limiter::quota::EXACT_INTEGER_LIMIT;
 use crate::limiter::spec::LimitVariant;
@@ -217,7 +217,7 @@ async fn identity_status<'a>(
             Caller::Consumer(consumer) => Some(consumer.name.to_string()),
             Caller::Accepted(_) | Caller::Anonymous | Caller::Missing => None,
         },
-        algorithm: algorithm_name(&variant.rule),
+        algorithm: variant.rule.algorithm_name(),
         quota: variant.quota.to_string(),
         unit: &limit.unit,
         capacity: variant.rule.capacity(),
@@ -228,17 +228,6 @@ async fn identity_status<'a>(
         retry_seconds,
         override_view: override_entry.map(OverrideView::from_override),
     })
-}
-
-fn algorithm_name(rule: &Rule) -> &'static str {
-    match rule {
-        Rule::TokenBucket(_) => "token-bucket",
-        Rule::FixedWindow(_) => "fixed-window",
-        Rule::SlidingWindow(_) => "sliding-window",
-        Rule::SlidingBuckets(_) => "sliding-buckets",
-        Rule::SlidingLog(_) => "sliding-log",
-        Rule::Concurrency(_) => "concurrency",
-    }
 }
 
 #[derive(Debug, Deserialize)]

@@ -1,7 +1,7 @@
 //! Client of the admin API of a running gateway.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
@@ -13,9 +13,12 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
-use tokio::net::TcpStream;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 
+use crate::app::admin_socket::default_path;
+use crate::cli::load_for;
 use crate::snapshot::CompiledConfig;
 
 /// Timeout of a request. The gateway may wait for its store.
@@ -31,17 +34,70 @@ const DEFAULT_HTTP_PORT: u16 = 80;
 pub(crate) struct AdminClient {
     authority: Authority,
     token: Option<HeaderValue>,
+    /// The admin socket to connect to, instead of the authority.
+    socket: Option<PathBuf>,
 }
 
+/// Maximum time of a reload: it resolves the names of new upstream servers, and waits for other reloads.
+const RELOAD_TIMEOUT: Duration = Duration::from_secs(60);
+
 impl AdminClient {
-    /// Create a client for a URL. The token is `SLUICEGATE_ADMIN_TOKEN`.
+    /// Find the running gateway: at `admin` (a URL, or the path of an admin socket), otherwise at the admin socket of
+    /// the configuration or of `RUNTIME_DIRECTORY`, otherwise at the address of `[admin]`. The configuration may be
+    /// invalid unless its address is needed.
+    ///
+    /// # Errors
+    /// `admin` is invalid, or there is neither a socket nor an address.
+    pub(crate) fn find(config_path: &Path, admin: Option<&str>) -> anyhow::Result<Self> {
+        if let Some(admin) = admin {
+            return AdminClient::from_url(admin);
+        }
+        let configured = configured_socket(config_path);
+        let is_off = configured.as_deref() == Some(Path::new("off"));
+        let candidates = configured.into_iter().filter(|_| !is_off).chain(default_path().filter(|_| !is_off));
+        for path in candidates {
+            if std::os::unix::net::UnixStream::connect(&path).is_ok() {
+                return Ok(AdminClient::from_socket(path));
+            }
+        }
+        let config = load_for(config_path, &["admin"])?;
+        if config.admin.is_none() {
+            bail!(
+                "no admin socket of a running gateway was found, and {} has no address in [admin]: name the socket \
+                 with --admin /run/sluicegate/admin.sock",
+                config_path.display()
+            );
+        }
+        AdminClient::from_config(config_path, &config)
+    }
+
+    fn from_socket(path: PathBuf) -> Self {
+        AdminClient { authority: Authority::from_static("localhost"), token: None, socket: Some(path) }
+    }
+
+    /// Reload the gateway and return the response, also if the configuration was rejected.
+    ///
+    /// # Errors
+    /// The gateway is unreachable, or rejects the token.
+    pub(crate) fn reload(&self) -> anyhow::Result<Value> {
+        let (status, body) = self.send(RELOAD_TIMEOUT, Method::POST, "/api/reload", None)?;
+        match serde_json::from_slice::<Value>(&body) {
+            Ok(response) if response["result"].is_string() => Ok(response),
+            _ => self.parse_response(status, &body),
+        }
+    }
+
+    /// Create a client for a URL, or for the path of an admin socket. The token is `SLUICEGATE_ADMIN_TOKEN`.
     pub(crate) fn from_url(url: &str) -> anyhow::Result<Self> {
+        if url.starts_with(['/', '.']) {
+            return Ok(AdminClient::from_socket(url.into()));
+        }
         let uri: Uri = url.parse().with_context(|| format!("--admin {url} is not a URL"))?;
         match (uri.scheme(), uri.authority(), uri.path()) {
             (Some(scheme), Some(authority), "/") if *scheme == Scheme::HTTP => {
-                Ok(AdminClient { authority: authority.clone(), token: auth_header(None)? })
+                Ok(AdminClient { authority: authority.clone(), token: auth_header(None)?, socket: None })
             }
-            _ => bail!("--admin is a URL such as http://127.0.0.1:9180"),
+            _ => bail!("--admin is a URL such as http://127.0.0.1:9180, or a path such as /run/sluicegate/admin.sock"),
         }
     }
 
@@ -62,7 +118,7 @@ impl AdminClient {
             IpAddr::V4(_) | IpAddr::V6(_) => {}
         }
         let configured = admin.token.as_ref().map(|token| token.as_bytes());
-        Ok(AdminClient { authority: address.to_string().parse()?, token: auth_header(configured)? })
+        Ok(AdminClient { authority: address.to_string().parse()?, token: auth_header(configured)?, socket: None })
     }
 
     /// Send a request and parse the JSON response.
@@ -131,17 +187,37 @@ impl AdminClient {
         target: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<(StatusCode, Bytes)> {
-        let AdminClient { authority, token } = self;
+        let AdminClient { authority, socket, .. } = self;
+        if let Some(path) = socket {
+            let stream = UnixStream::connect(path).await.with_context(|| {
+                format!("cannot connect to {}: is the gateway running, and may this user use it?", path.display())
+            })?;
+            return self.exchange_on(stream, method, target, body).await;
+        }
         let host = authority.host().trim_start_matches('[').trim_end_matches(']');
         let stream =
             TcpStream::connect((host, authority.port_u16().unwrap_or(DEFAULT_HTTP_PORT))).await.with_context(|| {
                 format!("cannot connect to http://{authority}: is the gateway running with this configuration?")
             })?;
+        self.exchange_on(stream, method, target, body).await
+    }
+
+    async fn exchange_on<S>(
+        &self,
+        stream: S,
+        method: Method,
+        target: &str,
+        body: Option<&Value>,
+    ) -> anyhow::Result<(StatusCode, Bytes)>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let AdminClient { authority, token, .. } = self;
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
         tokio::spawn(connection);
         let mut request = Request::builder().method(method).uri(target).header(HOST, authority.as_str());
         request = request.header(ACCEPT, "application/json");
-        if let Some(token) = token {
+        if let (Some(token), None) = (token, &self.socket) {
             request = request.header(AUTHORIZATION, token);
         }
         let body = match body {
@@ -173,4 +249,12 @@ fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>>
         .map_err(|_| anyhow!("the admin token has characters that are invalid in a header"))?;
     value.set_sensitive(true);
     Ok(Some(value))
+}
+
+/// Return `admin.socket` of a configuration that may be invalid otherwise: a reload of it must reach the gateway.
+fn configured_socket(config_path: &Path) -> Option<PathBuf> {
+    let text = std::fs::read_to_string(config_path).ok()?;
+    let table: toml::Table = toml::from_str(&text).ok()?;
+    let socket = table.get("admin")?.get("socket")?.as_str().filter(|socket| !socket.contains("${"))?;
+    if socket == "off" { Some(socket.into()) } else { Some(config_path.parent()?.join(socket)) }
 }

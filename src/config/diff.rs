@@ -1,0 +1,153 @@
+//! The differences between two configurations, in words. Both are as written in their files, with secrets redacted:
+//! neither defaults nor the content of other files are compared.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::Value;
+
+/// A difference between two configurations.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Difference {
+    /// The table that differs: `route`, `limit`, `listener`, …, or `server` for a key of `[server]`.
+    pub table: String,
+    /// Name of the entry: of a route, limit or upstream, or the address of a listener. `None` for other tables.
+    pub name: Option<String>,
+    /// The difference in words: `added`, `removed`, or each changed key with its old and its new value.
+    pub text: String,
+    /// Whether both configurations have the entry.
+    pub is_change: bool,
+}
+
+impl std::fmt::Display for Difference {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.name {
+            Some(name) => write!(f, "{} `{name}`: {}", self.table, self.text),
+            None => write!(f, "{}", self.text),
+        }
+    }
+}
+
+/// Return the differences between two redacted configurations, sorted by table and name.
+pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
+    let (old_entries, new_entries) = (entries(old), entries(new));
+    let keys: BTreeSet<_> = old_entries.keys().chain(new_entries.keys()).collect();
+    let mut found = Vec::new();
+    for key in keys {
+        let (table, name) = key;
+        let is_change = old_entries.contains_key(key) && new_entries.contains_key(key);
+        let mut push = |text: String| {
+            found.push(Difference { table: table.clone(), name: name.clone(), text, is_change });
+        };
+        match (old_entries.get(key), new_entries.get(key)) {
+            (None, Some(_)) if name.is_some() => push("added".to_owned()),
+            (Some(_), None) if name.is_some() => push("removed".to_owned()),
+            (old, new) if old != new => {
+                // The keys of an entry are named without it, those of other tables in full.
+                let prefix = if name.is_some() { "" } else { &**table };
+                let changes = changed_keys(prefix, old.copied(), new.copied());
+                if name.is_some() { push(changes.join("; ")) } else { changes.into_iter().for_each(push) }
+            }
+            _ => {}
+        }
+    }
+    found
+}
+
+/// The parts of a configuration by table and name: entries of named tables (`[limit.NAME]`) and of arrays of tables
+/// (`[[route]]`), and all other keys of the root with an empty name.
+fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
+    let mut found = BTreeMap::new();
+    let Some(tables) = config.as_object() else { return found };
+    for (table, value) in tables {
+        match value {
+            Value::Array(items) if !items.is_empty() && items.iter().all(Value::is_object) => {
+                for item in items {
+                    let name = ["name", "address", "path"].iter().find_map(|key| item[*key].as_str());
+                    let mut name = name.unwrap_or_default().to_owned();
+                    // Two entries may have the same name: routes need none.
+                    while found.contains_key(&(table.clone(), Some(name.clone()))) {
+                        name.push('\'');
+                    }
+                    found.insert((table.clone(), Some(name)), item);
+                }
+            }
+            // Tables of tables by name, such as `[limit.NAME]`.
+            Value::Object(items) if NAMED_TABLES.contains(&&**table) => {
+                found.extend(items.iter().map(|(name, item)| ((table.clone(), Some(name.clone())), item)));
+            }
+            value => {
+                found.insert((table.clone(), None), value);
+            }
+        }
+    }
+    found
+}
+
+/// Tables whose keys are names.
+const NAMED_TABLES: [&str; 3] = ["limit", "upstream", "auth"];
+
+/// Return each key that differs, as `key old → new`, sorted.
+fn changed_keys(prefix: &str, old: Option<&Value>, new: Option<&Value>) -> Vec<String> {
+    let (mut old_leaves, mut new_leaves) = (BTreeMap::new(), BTreeMap::new());
+    old.into_iter().for_each(|value| collect_leaves(prefix, value, &mut old_leaves));
+    new.into_iter().for_each(|value| collect_leaves(prefix, value, &mut new_leaves));
+    let keys: BTreeSet<_> = old_leaves.keys().chain(new_leaves.keys()).collect();
+    let changes = keys.into_iter().filter_map(|key| match (old_leaves.get(key), new_leaves.get(key)) {
+        (Some(old), Some(new)) if old == new => None,
+        (Some(old), Some(new)) => Some(format!("{key} {old} → {new}")),
+        (None, Some(new)) => Some(format!("{key} = {new} added")),
+        (Some(old), None) => Some(format!("{key} = {old} removed")),
+        (None, None) => None,
+    });
+    changes.collect()
+}
+
+fn collect_leaves<'v>(path: &str, value: &'v Value, leaves: &mut BTreeMap<String, &'v Value>) {
+    match value {
+        Value::Object(table) if !table.is_empty() => {
+            for (key, value) in table {
+                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                collect_leaves(&path, value, leaves);
+            }
+        }
+        value => {
+            leaves.insert(path.to_owned(), value);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn differences_are_named_in_words() {
+        let old = json!({
+            "server": {"workers": 2},
+            "listener": [{"address": "0.0.0.0:80"}],
+            "limit": {"a": {"by": "ip", "quota": "1/s"}, "gone": {"by": "ip"}},
+            "route": [{"name": "r", "path": "/a", "limits": ["a"], "cors": {"origins": ["x"]}}, {"path": "/b"}],
+        });
+        let new = json!({
+            "server": {"workers": 2, "drain_timeout": "9s"},
+            "listener": [{"address": "0.0.0.0:80", "proxy_protocol": true}],
+            "limit": {"a": {"by": "ip", "quota": "2/s", "burst": 4}, "b": {"by": "ip"}},
+            "route": [{"path": "/b"}, {"name": "r", "path": "/a", "limits": []}],
+        });
+        let found: Vec<_> = differences(&old, &new).iter().map(ToString::to_string).collect();
+        assert_eq!(
+            found,
+            [
+                "limit `a`: burst = 4 added; quota \"1/s\" → \"2/s\"",
+                "limit `b`: added",
+                "limit `gone`: removed",
+                "listener `0.0.0.0:80`: proxy_protocol = true added",
+                "route `r`: cors.origins = [\"x\"] removed; limits [\"a\"] → []",
+                "server.drain_timeout = \"9s\" added",
+            ]
+        );
+        assert_eq!(differences(&new, &new), []);
+    }
+}

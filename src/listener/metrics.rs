@@ -1,0 +1,130 @@
+//! Listener metrics of a worker: TLS handshakes, and bytes of client connections.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustls::{Error, PeerMisbehaved, ProtocolVersion};
+
+use crate::metrics::Counter;
+
+/// Why a TLS handshake failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HandshakeFailure {
+    /// The client sent HTTP without TLS.
+    PlainHttp,
+    /// The client sent neither TLS nor HTTP, or a malformed TLS message.
+    NotTls,
+    /// The server name (SNI) is not a DNS name, for example because it has a port (RFC 6066 §3).
+    InvalidServerName,
+    /// Client and gateway have no TLS version, cipher suite, group or application protocol in common.
+    NothingInCommon,
+    /// The client sent no certificate, and the listener requires one.
+    ClientCertificateMissing,
+    /// The client certificate is invalid.
+    ClientCertificateInvalid,
+    /// The client sent an alert, usually because it does not trust the certificate of the gateway.
+    ClientAlert,
+    /// The handshake took longer than `server.header_timeout`.
+    Timeout,
+    /// The client closed the connection.
+    Closed,
+    /// Another error.
+    Other,
+}
+
+impl HandshakeFailure {
+    /// All values, in the order of their counters.
+    pub const ALL: [HandshakeFailure; 10] = [
+        HandshakeFailure::PlainHttp,
+        HandshakeFailure::NotTls,
+        HandshakeFailure::InvalidServerName,
+        HandshakeFailure::NothingInCommon,
+        HandshakeFailure::ClientCertificateMissing,
+        HandshakeFailure::ClientCertificateInvalid,
+        HandshakeFailure::ClientAlert,
+        HandshakeFailure::Timeout,
+        HandshakeFailure::Closed,
+        HandshakeFailure::Other,
+    ];
+
+    /// Return the value of the metric label.
+    pub fn label(self) -> &'static str {
+        match self {
+            HandshakeFailure::PlainHttp => "plain_http",
+            HandshakeFailure::NotTls => "not_tls",
+            HandshakeFailure::InvalidServerName => "invalid_server_name",
+            HandshakeFailure::NothingInCommon => "nothing_in_common",
+            HandshakeFailure::ClientCertificateMissing => "client_certificate_missing",
+            HandshakeFailure::ClientCertificateInvalid => "client_certificate_invalid",
+            HandshakeFailure::ClientAlert => "client_alert",
+            HandshakeFailure::Timeout => "timeout",
+            HandshakeFailure::Closed => "closed",
+            HandshakeFailure::Other => "other",
+        }
+    }
+
+    /// Return why a handshake failed with this error of tokio-rustls.
+    pub(super) fn from_error(error: &io::Error) -> Self {
+        let Some(reason) = error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) else {
+            return HandshakeFailure::Closed;
+        };
+        match reason {
+            Error::PeerMisbehaved(PeerMisbehaved::ServerNameMustContainOneHostName) => {
+                HandshakeFailure::InvalidServerName
+            }
+            Error::PeerIncompatible(_) | Error::NoApplicationProtocol => HandshakeFailure::NothingInCommon,
+            Error::InvalidMessage(_) | Error::InappropriateMessage { .. } => HandshakeFailure::NotTls,
+            Error::NoCertificatesPresented => HandshakeFailure::ClientCertificateMissing,
+            Error::InvalidCertificate(_) => HandshakeFailure::ClientCertificateInvalid,
+            Error::AlertReceived(_) => HandshakeFailure::ClientAlert,
+            _ => HandshakeFailure::Other,
+        }
+    }
+}
+
+/// TLS versions, as metric labels.
+pub const TLS_VERSIONS: [&str; 2] = ["1.2", "1.3"];
+
+/// Application protocols (ALPN), as metric labels. `none`: the client offered none.
+pub const APPLICATION_PROTOCOLS: [&str; 3] = ["h2", "http/1.1", "none"];
+
+/// Listener metrics of a worker.
+#[derive(Debug, Default)]
+pub struct ListenerMetrics {
+    /// Completed handshakes by the indices of [`TLS_VERSIONS`] and [`APPLICATION_PROTOCOLS`].
+    pub handshakes: [Counter<{ APPLICATION_PROTOCOLS.len() }>; TLS_VERSIONS.len()],
+    /// Failed handshakes by [`HandshakeFailure`].
+    pub handshake_failures: Counter<{ HandshakeFailure::ALL.len() }>,
+    received_bytes: AtomicU64,
+    sent_bytes: AtomicU64,
+}
+
+impl ListenerMetrics {
+    /// Record a completed handshake.
+    pub(super) fn record_handshake(&self, version: Option<ProtocolVersion>, alpn: Option<&[u8]>) {
+        let version = usize::from(version == Some(ProtocolVersion::TLSv1_3));
+        let is_named = |name: &&str| alpn == Some(name.as_bytes());
+        let protocol = APPLICATION_PROTOCOLS.iter().position(is_named).unwrap_or(APPLICATION_PROTOCOLS.len() - 1);
+        self.handshakes[version].increment(protocol);
+    }
+
+    /// Record a failed handshake.
+    pub(super) fn record_failure(&self, failure: HandshakeFailure) {
+        self.handshake_failures.increment(failure as usize);
+    }
+
+    /// Record bytes from a client.
+    pub(super) fn record_received(&self, bytes: usize) {
+        self.received_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Record bytes to a client.
+    pub(super) fn record_sent(&self, bytes: usize) {
+        self.sent_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Return the bytes from and to clients.
+    pub fn bytes(&self) -> [u64; 2] {
+        [&self.received_bytes, &self.sent_bytes].map(|bytes| bytes.load(Ordering::Relaxed))
+    }
+}

@@ -1,0 +1,217 @@
+//! The admin socket, `sluicegate reload` and `sluicegate check --against`.
+
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use crate::support::gateway::{Gateway, binary};
+use crate::support::{eventually, signal};
+use serde_json::Value;
+
+const SOCKET: &str = "[admin]\nsocket = \"admin.sock\"\n";
+
+fn config(quota: &str, more: &str) -> String {
+    format!(
+        "[limit.id]\nby = \"header:x-id\"\nquota = \"{quota}\"\nalgorithm = \"fixed-window\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"id\"]\nrespond = {{ status = 200 }}\n{more}"
+    )
+}
+
+fn command(directory: &Path, arguments: &[&str]) -> Command {
+    let mut command = binary();
+    command.arg("--config").arg(directory.join("gateway.toml")).args(arguments);
+    command.env_remove("SLUICEGATE_ADMIN_TOKEN").env_remove("RUNTIME_DIRECTORY");
+    command
+}
+
+fn run(gateway: &Gateway, arguments: &[&str]) -> (Option<i32>, String) {
+    said(&command(gateway.directory(), arguments).output().unwrap())
+}
+
+fn said(output: &Output) -> (Option<i32>, String) {
+    (output.status.code(), String::from_utf8([&output.stdout[..], &output.stderr].concat()).unwrap())
+}
+
+/// Wait until the gateway is ready: it logs its addresses before.
+fn await_socket(path: &Path) {
+    eventually("the admin socket has its name", || std::os::unix::net::UnixStream::connect(path).is_ok());
+}
+
+/// Start a gateway with `RUNTIME_DIRECTORY`.
+fn start_in(runtime_directory: &Path, config: &str) -> Gateway {
+    let gateway = Gateway::start_by(config, |path| {
+        let mut command = binary();
+        command.arg("--config").arg(path).env("RUNTIME_DIRECTORY", runtime_directory);
+        command
+    });
+    if !config.contains("\"off\"") {
+        await_socket(&runtime_directory.join("admin.sock"));
+    }
+    gateway
+}
+
+#[test]
+fn reload_reports_what_changed_and_fails_if_it_is_rejected() {
+    let gateway = Gateway::start(&config("10/3650d", SOCKET));
+    let socket = gateway.directory().join("admin.sock");
+    await_socket(&socket);
+    assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
+    let (code, text) = run(&gateway, &["reload"]);
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("no key has another value"), "{text}");
+
+    gateway.put(&config("20/3650d", &format!("{SOCKET}[server]\ndrain_timeout = \"9s\"\n")));
+    let (code, text) = run(&gateway, &["reload"]);
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("reloaded; 2 differences\n"), "{text}");
+    assert!(text.contains("\n  limit `id`: quota \"10/3650d\" → \"20/3650d\"\n"), "{text}");
+    assert!(text.contains("\n  server.drain_timeout = \"9s\" added\n"), "{text}");
+    let (code, text) = run(&gateway, &["reload", "--json"]);
+    let json: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((code, &json["result"], json["changes"].as_array().unwrap().len()), (Some(0), &"ok".into(), 2));
+
+    let restart = format!("{}[store]\ntimeout = \"77ms\"\n", config("20/3650d", SOCKET));
+    for (bad, error) in [
+        (config("20/eon", SOCKET), "20/eon"),
+        // The file is not even TOML: the gateway must be found all the same.
+        (format!("{SOCKET}= ="), "rejected"),
+        (restart, "store.timeout cannot change while the gateway runs"),
+    ] {
+        gateway.put(&bad);
+        let output = command(gateway.directory(), &["reload"]).env("RUNTIME_DIRECTORY", gateway.directory()).output();
+        let (code, text) = said(&output.unwrap());
+        assert_eq!(code, Some(1), "{text}");
+        assert!(text.contains("the active one stays in force") && text.contains(error), "{error}: {text}");
+    }
+    assert_eq!(gateway.get("/r").status, 400, "a header is missing: the limit is in force");
+}
+
+/// The commands of the unit, by hand: `systemctl reload` returns the exit code of `ExecReload`.
+#[test]
+fn reload_command_of_the_systemd_unit_reports_a_rejected_reload() {
+    let runtime = tempfile::tempdir().unwrap();
+    let gateway = start_in(runtime.path(), &config("10/3650d", ""));
+    let unit = std::fs::read_to_string(format!("{}/ops/sluicegate.service", env!("CARGO_MANIFEST_DIR"))).unwrap();
+    assert!(unit.contains("\nRuntimeDirectory=sluicegate\n"));
+    let line = unit.lines().find_map(|line| line.strip_prefix("ExecReload=")).unwrap();
+    let line = line.replace("/usr/local/bin/sluicegate", binary().get_program().to_str().unwrap());
+    let line = line.replace("/etc/sluicegate", gateway.directory().to_str().unwrap());
+    let mut words = line.split(' ');
+    let mut reload = Command::new(words.next().unwrap());
+    reload.args(words).env("RUNTIME_DIRECTORY", runtime.path());
+    assert_eq!(said(&reload.output().unwrap()).0, Some(0));
+    gateway.put(&config("none", ""));
+    let (code, text) = said(&reload.output().unwrap());
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("`none`"), "{text}");
+}
+
+#[test]
+fn socket_is_removed_at_the_end_and_used_by_one_gateway_only() {
+    let runtime = tempfile::tempdir().unwrap();
+    let socket = runtime.path().join("admin.sock");
+    let mut gateway = start_in(runtime.path(), &config("10/3650d", ""));
+    assert!(socket.exists());
+    let second = tempfile::tempdir().unwrap();
+    let text = config("10/3650d", "[[listener]]\naddress = \"127.0.0.1:0\"\n");
+    std::fs::write(second.path().join("gateway.toml"), text).unwrap();
+    let output = command(second.path(), &[]).env("RUNTIME_DIRECTORY", runtime.path()).output().unwrap();
+    let (code, text) = said(&output);
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("admin.sock: another process listens there"), "{text}");
+    assert!(socket.exists(), "it is that of the first gateway");
+    // A killed gateway leaves its socket, which the next one replaces.
+    gateway.child.kill().unwrap();
+    gateway.wait();
+    assert!(socket.exists());
+    let mut gateway = start_in(runtime.path(), &config("10/3650d", ""));
+    let reload = || command(second.path(), &["reload"]).env("RUNTIME_DIRECTORY", runtime.path()).output().unwrap();
+    assert_eq!(said(&reload()).0, Some(0));
+    gateway.terminate();
+    assert!(gateway.wait().success());
+    assert_eq!(std::fs::read_dir(runtime.path()).unwrap().count(), 0);
+    let (code, text) = said(&reload());
+    assert!(code == Some(1) && text.contains("no admin socket of a running gateway was found"), "{text}");
+
+    let off = start_in(runtime.path(), &config("10/3650d", "[admin]\nsocket = \"off\"\n"));
+    assert_eq!(std::fs::read_dir(runtime.path()).unwrap().count(), 0, "{}", off.log());
+}
+
+#[test]
+fn new_process_of_a_hot_restart_takes_the_socket() {
+    let runtime = tempfile::tempdir().unwrap();
+    let mut gateway = start_in(runtime.path(), &config("10/3650d", ""));
+    let reload =
+        || said(&command(gateway.directory(), &["reload"]).env("RUNTIME_DIRECTORY", runtime.path()).output().unwrap());
+    // The new process rejects the configuration: the old one keeps its socket.
+    gateway.put(&config("none", ""));
+    signal(&gateway.child, "USR2");
+    eventually("a failed hot restart", || gateway.log().contains("hot restart failed"));
+    assert_eq!(reload().0, Some(1));
+    gateway.put(&config("10/3650d", ""));
+    assert_eq!(reload().0, Some(0));
+    signal(&gateway.child, "USR2");
+    assert!(gateway.wait().success());
+    let log = gateway.log();
+    let line = log.lines().find(|line| line.contains("the new process is serving")).unwrap();
+    let pid = serde_json::from_str::<Value>(line).unwrap()["pid"].to_string();
+    let (code, text) =
+        said(&command(gateway.directory(), &["reload"]).env("RUNTIME_DIRECTORY", runtime.path()).output().unwrap());
+    assert!(Command::new("kill").arg(&pid).status().unwrap().success());
+    assert_eq!(code, Some(0), "{text}");
+    eventually("the new process has ended", || !runtime.path().join("admin.sock").exists());
+}
+
+#[test]
+fn check_against_names_differences_restarts_ports_and_identities() {
+    let gateway = Gateway::start(&config(
+        "10/3650d",
+        &format!("{SOCKET}[[route]]\nname = \"old\"\npath = \"/old\"\nrespond = {{ status = 200 }}\n"),
+    ));
+    let mut client = gateway.client();
+    // `a` is known because it was denied.
+    for _ in 0..12 {
+        client.get_with("/r", &[("x-id", "a")]);
+    }
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let check = |text: &str, arguments: &[&str]| {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("gateway.toml"), text).unwrap();
+        let socket = gateway.directory().join("admin.sock");
+        let arguments = [&["check", "--against", socket.to_str().unwrap()], arguments].concat();
+        said(&command(directory.path(), &arguments).output().unwrap())
+    };
+    let listener = "[log]\naccess = \"off\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n";
+    let new_route = "[[route]]\nname = \"new\"\npath = \"/new\"\nrespond = { status = 200 }\n";
+    let (code, text) = check(&config("5/3650d", &format!("{SOCKET}{new_route}{listener}")), &[]);
+    assert_eq!(code, Some(0), "{text}");
+    for expected in [
+        "differences from the running gateway:\n  limit `id`: quota \"10/3650d\" → \"5/3650d\"\n  route `new`: added\n  route `old`: removed\n",
+        "known identities above a new quota, denied until their usage has decreased:\n  limit `id`: header:x-id=(hidden) (",
+        ") has used 10, the new quota 5/3650d has room for 5\n",
+    ] {
+        assert!(text.contains(expected), "{expected} is not in\n{text}");
+    }
+    assert!(!text.contains("restart"), "{text}");
+
+    // Another window starts with new counters.
+    let (code, text) = check(&config("5/30d", &format!("{SOCKET}{listener}")), &[]);
+    assert!(code == Some(0) && !text.contains("known identities"), "{text}");
+
+    let address = taken.local_addr().unwrap();
+    let moved = format!("{SOCKET}[log]\naccess = \"off\"\n[[listener]]\naddress = \"{address}\"\n");
+    let (code, text) = check(&config("10/3650d", &moved), &[]);
+    assert_eq!(code, Some(2), "{text}");
+    let rejected = "a reload rejects a change of these keys, which need a restart:\n  listener.address\n";
+    assert!(text.contains(rejected), "{text}");
+    let expected = format!("a restart would fail:\n  cannot listen on {address} while the gateway runs: ");
+    assert!(text.contains(&expected), "{text}");
+    let (code, text) = check(&config("10/3650d", &moved), &["--json"]);
+    let json: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(
+        (code, &json["ok"], &json["against"]["restart"]),
+        (Some(2), &false.into(), &serde_json::json!(["listener.address"]))
+    );
+    assert_eq!(json["against"]["unavailable"].as_array().unwrap().len(), 1);
+}
