@@ -167,7 +167,9 @@ fn labels(sample: &str) -> Vec<(&str, &str)> {
 fn manual_lists_exactly_the_exported_metrics() {
     let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n[upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n\
                    [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\"]\nmirror = { upstream = \"api\" }\n";
-    let gateway = Gateway::start(&admin_listener::with_admin(limited));
+    let providers = "[auth.sso]\nkind = \"forward\"\nurl = \"http://127.0.0.1:1/\"\n\
+                     [auth.tokens]\nkind = \"jwt\"\njwks_url = \"http://127.0.0.1:1/\"\n";
+    let gateway = Gateway::start(&admin_listener::with_admin(&format!("{limited}{providers}")));
     // A worker that has served a request has created its metrics.
     assert_eq!(gateway.get("/unknown").status, 404);
     let exposition = admin_listener::ask(&gateway, "/metrics");
@@ -658,7 +660,7 @@ fn fault_table_is_complete_and_names_tests_that_exist() {
     let page = pages::read("docs/testing.md");
     let rows = rows(&page, "## Fault table");
     let numbers: Vec<usize> = rows.iter().map(|row| row.split(' ').nth(1).unwrap().parse().unwrap()).collect();
-    assert_eq!(numbers, (1..=40).collect::<Vec<_>>());
+    assert_eq!(numbers, (1..=46).collect::<Vec<_>>());
     for row in rows {
         let run = row.rsplit(" | ").nth(1).unwrap();
         assert!(["Q", "L", "Q, L"].contains(&run), "Q, L or both: {row}");
