@@ -153,7 +153,7 @@ fn code(cell: &str) -> BTreeSet<&str> {
 }
 
 /// Labels whose values are names of the configuration or of servers. The values of all others are documented.
-const NAME_LABELS: [&str; 6] = ["route", "limit", "upstream", "server", "version", "le"];
+const NAME_LABELS: [&str; 7] = ["route", "limit", "upstream", "server", "provider", "version", "le"];
 
 /// Return the label names and values of a sample.
 fn labels(sample: &str) -> Vec<(&str, &str)> {
