@@ -153,7 +153,8 @@ fn code(cell: &str) -> BTreeSet<&str> {
 }
 
 /// Labels whose values are names of the configuration or of servers. The values of all others are documented.
-const NAME_LABELS: [&str; 9] = ["route", "limit", "upstream", "server", "version", "le", "name", "commit", "rustc"];
+const NAME_LABELS: [&str; 10] =
+    ["route", "limit", "upstream", "server", "provider", "version", "le", "name", "commit", "rustc"];
 
 /// Return the label names and values of a sample.
 fn labels(sample: &str) -> Vec<(&str, &str)> {
@@ -167,13 +168,15 @@ fn labels(sample: &str) -> Vec<(&str, &str)> {
 fn manual_lists_exactly_the_exported_metrics() {
     let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n[upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n\
                    [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\"]\nmirror = { upstream = \"api\" }\n";
+    let providers = "[auth.sso]\nkind = \"forward\"\nurl = \"http://127.0.0.1:1/\"\n\
+                     [auth.tokens]\nkind = \"jwt\"\njwks_url = \"http://127.0.0.1:1/\"\n";
     // The metrics of certificates need one.
     let certificate = format!("{}/tests/certs/one", env!("CARGO_MANIFEST_DIR"));
     let listeners = format!(
         "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"127.0.0.2:0\"\n\
          tls.certificates = [{{ cert = \"{certificate}.pem\", key = \"{certificate}.key\" }}]\n"
     );
-    let gateway = Gateway::start(&admin_listener::with_admin(&format!("{limited}{listeners}")));
+    let gateway = Gateway::start(&admin_listener::with_admin(&format!("{limited}{providers}{listeners}")));
     // A worker that has served a request has created its metrics.
     assert_eq!(gateway.get("/unknown").status, 404);
     let exposition = admin_listener::ask(&gateway, "/metrics");
@@ -664,7 +667,7 @@ fn fault_table_is_complete_and_names_tests_that_exist() {
     let page = pages::read("docs/testing.md");
     let rows = rows(&page, "## Fault table");
     let numbers: Vec<usize> = rows.iter().map(|row| row.split(' ').nth(1).unwrap().parse().unwrap()).collect();
-    assert_eq!(numbers, (1..=40).collect::<Vec<_>>());
+    assert_eq!(numbers, (1..=46).collect::<Vec<_>>());
     for row in rows {
         let run = row.rsplit(" | ").nth(1).unwrap();
         assert!(["Q", "L", "Q, L"].contains(&run), "Q, L or both: {row}");

@@ -18,6 +18,8 @@ mod access_log;
 mod canonical_path;
 #[path = "../fuzz/targets/configuration.rs"]
 mod configuration;
+#[path = "../fuzz/targets/credentials.rs"]
+mod credentials;
 #[path = "../fuzz/targets/field_writer.rs"]
 mod field_writer;
 #[path = "../fuzz/targets/forwarded.rs"]
@@ -409,6 +411,46 @@ name = "s"
 path = "/"
 redirect = { scheme = "https", port = 443, status = 308 }
 "#;
+
+/// A byte that selects the route, then header lines.
+#[test]
+fn credentials_of_requests() {
+    const WRITER: &str = "eyJhbGciOiJFZERTQSIsImtpZCI6ImsifQ.eyJzdWIiOiJhbGljZSIsInNjb3BlIjoicmVhZCB3cml0ZSIsImV4cCI6OTAwMDAwMDAwMH0.Gt6U5PqDz-4qSyxdV1gNO9jtykN0fWT-NrgdO2MpA6sJAfuUnZMli0QN-ihcOkvJu1uqClUXnQX8iMYcMIfECg";
+    const READER: &str = "eyJhbGciOiJFZERTQSIsImtpZCI6ImsifQ.eyJzdWIiOiJtYWxsb3J5Iiwic2NvcGUiOiJyZWFkIiwiZXhwIjo5MDAwMDAwMDAwfQ.2-1TXiyY0ynR8DDiY5R51Hincs86B3noFe1TAYggrMNUBAwEhGq8hiSy6kO8ubmmc12uVzN2IDIC0KZj4ONwBA";
+    let examples = [
+        "\0authorization: Bearer sk-valid-0123456789".to_owned(),
+        "\0x-api-key: sk-valid-0123456789\nauthorization: Basic dTpw".to_owned(),
+        "\0x-api-key: sk-valid-0123456789\nauthorization: Bearer sk-other".to_owned(),
+        format!("\u{1}authorization: Bearer {WRITER}"),
+        format!("\u{1}authorization: bearer {READER}"),
+        format!("\u{2}authorization: Bearer {WRITER}\nx-api-key: sk-valid-0123456789"),
+        format!("\u{3}x-api-key: sk-valid-0123456789\nauthorization: Bearer {WRITER}"),
+    ];
+    let examples = examples.each_ref().map(|example| example.as_bytes());
+    let tokens = [
+        "\n",
+        ":",
+        " ",
+        "\t",
+        ".",
+        "=",
+        "Bearer ",
+        "Basic ",
+        "bearer\t",
+        "authorization:",
+        "x-api-key:",
+        "x_api_key:",
+        "sk-valid-0123456789",
+        "sk-valid",
+        WRITER,
+        READER,
+        "eyJhbGciOiJub25lIn0",
+        "eyJhbGciOiJIUzI1NiJ9",
+        "AAAA",
+        "\u{e9}",
+    ];
+    fuzz("credentials", &examples, &tokens, credentials::run);
+}
 
 /// JSON Web Key Sets, as issuers publish them.
 #[test]

@@ -21,20 +21,18 @@ WORDS, TOKENS = ["Hello", ", ", "client"], 250
 SHORT_MS = 1500
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
-# The credential as the SDKs send it. The gateway compares the whole value of `authorization`.
+# SDKs send the key as a bearer token, older ones of Anthropic in `x-api-key`.
 AUTHENTICATION = """
-[api_key]
-header = "authorization"
+[auth.keys]
+kind = "api-key"
+header = ["authorization", "x-api-key"]
 consumers = "consumers.toml"
-on_missing = "anonymous"
 """
-REQUIRE = ""
-KEY_AS_SENT = f"Bearer {KEY}"
 
 
 def files():
     """Return the files beside the configuration."""
-    digest = hashlib.sha256(KEY_AS_SENT.encode()).hexdigest()
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
     return {"consumers.toml": f'[[consumer]]\nname = "acme"\nkeys = ["sha256:{digest}"]\n'}
 
 
@@ -75,7 +73,7 @@ path = "/{style}-{name}/{{*rest}}"
 rewrite = "/{{rest}}"
 upstream = "models"
 limits = {json.dumps(limits)}
-{REQUIRE}
+require = ["keys"]
 {f'ratelimit_headers = ["{style}"]' if name != "standard" else ""}
 """
         for style in ["openai", "anthropic"]
@@ -100,7 +98,7 @@ class Models(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.seen.append(self.headers.get("authorization") or self.headers.get("x-api-key"))
+        self.seen.extend(self.headers.get_all("authorization", []) + self.headers.get_all("x-api-key", []))
         shape = openai_response if self.path == "/v1/chat/completions" else anthropic_response
         body = shape(asked.get("stream", False))
         kind = "text/event-stream" if asked.get("stream") else "application/json"
@@ -269,15 +267,22 @@ def denial(sdk, url):
 
 
 def authentication(sdk, url):
-    """A key that the gateway does not know is the SDK's own error."""
-    client = sdk(f"{url}/{sdk.style}-usage", max_retries=0, api_key="sk-unknown")
-    try:
-        client.raw()
-    except sdk.module.AuthenticationError as error:
-        expect(error.status_code == 401 and error.body["status"] == 401, error.body)
-        expect("sk-unknown" not in Models.seen[-1], "the request was forwarded")
-    else:
-        raise AssertionError(f"{sdk.style}: an unknown key is admitted")
+    """A key that the gateway does not know is the SDK's own error; the model server sees no keys."""
+    for key, headers in [("sk-unknown", {}), (KEY, {"x-api-key": "sk-unknown"})]:
+        client = sdk(f"{url}/{sdk.style}-usage", max_retries=0, api_key=key, default_headers=headers)
+        try:
+            client.raw()
+        except sdk.module.APIStatusError as error:
+            kinds = {400: sdk.module.BadRequestError, 401: sdk.module.AuthenticationError}
+            expect(isinstance(error, kinds[400 if headers else 401]), error)
+            expect(error.body["status"] == error.status_code and "sk-" not in error.response.text, error.body)
+            challenge = error.response.headers.get("www-authenticate", "")
+            expect(challenge.startswith("Bearer") == (error.status_code == 401), f"{error.status_code}: {challenge}")
+        else:
+            raise AssertionError(f"{sdk.style}: {key} and {headers} are admitted")
+    # The same key in both headers.
+    sdk(f"{url}/{sdk.style}-usage", max_retries=0, default_headers={"x-api-key": KEY}).raw()
+    expect(Models.seen == [], f"keys that were forwarded: {Models.seen}")
 
 
 def check(clear, _tls):
