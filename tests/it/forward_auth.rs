@@ -581,7 +581,7 @@ fn concurrent_requests_are_charged_exactly() {
     });
     let admitted = statuses.iter().filter(|status| **status == 200).count();
     assert_eq!((admitted, statuses.iter().filter(|status| **status == 429).count()), (50, 150));
-    assert_eq!(counts(&redis), [50, 50, 50], "150 charges of the address were given back");
+    assert_eq!(counts(&redis), [50, 50, 50], "150 charges of the address were refunded");
 }
 
 #[test]
