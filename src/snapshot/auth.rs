@@ -118,6 +118,7 @@ pub(super) fn authentication(
     reader: &mut Validator<'_>,
 ) -> Authentication {
     let mut compiled = Authentication::default();
+    let context = ConsumerContext { config, limits, hasher };
     for (name, written) in &config.auth {
         let span = written.span();
         reader.check_name(span.clone(), name);
@@ -129,9 +130,7 @@ pub(super) fn authentication(
         };
         report_foreign_keys(name, auth, *kind, reader);
         let kind = match kind {
-            Kind::ApiKey => {
-                ProviderKind::ApiKey(api_key(name, auth, &span, config, limits, hasher, &mut compiled, reader))
-            }
+            Kind::ApiKey => ProviderKind::ApiKey(api_key((name, auth), &span, context, &mut compiled, reader)),
             Kind::Jwt => ProviderKind::Jwt(jwt(auth, &span, &mut compiled, reader)),
             Kind::ClientCert => {
                 client_cert(name, &span, config, reader);
@@ -167,14 +166,18 @@ fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut 
     }
 }
 
-#[allow(clippy::too_many_arguments)]
+/// What consumers refer to.
+#[derive(Clone, Copy)]
+struct ConsumerContext<'c> {
+    config: &'c Config,
+    limits: &'c LimitsByName,
+    hasher: &'c IdentityHasher,
+}
+
 fn api_key(
-    name: &str,
-    auth: &config::Auth,
+    (name, auth): (&str, &config::Auth),
     span: &Range<usize>,
-    config: &Config,
-    limits: &LimitsByName,
-    hasher: &IdentityHasher,
+    context: ConsumerContext<'_>,
     compiled: &mut Authentication,
     reader: &mut Validator<'_>,
 ) -> ApiKeyProvider {
@@ -185,7 +188,7 @@ fn api_key(
         [("reject", OnUnknownKey::Reject), ("anonymous", OnUnknownKey::Anonymous), ("accept", OnUnknownKey::Accept)];
     let on_unknown = reader.one_of(auth.on_unknown.as_ref(), OnUnknownKey::Reject, &unknown);
     let consumers = match &auth.consumers {
-        Some(text) => consumers(text, config, limits, hasher, compiled, reader),
+        Some(text) => consumers(text, context, compiled, reader),
         None => {
             if on_unknown == OnUnknownKey::Reject {
                 let message = format!("`{name}` has no `consumers`: every key would be rejected");
@@ -255,9 +258,7 @@ fn describe_places(places: &[KeyPlace]) -> String {
 /// Return the consumers of a file, which is read once.
 fn consumers(
     text: &config::Text,
-    config: &Config,
-    limits: &LimitsByName,
-    hasher: &IdentityHasher,
+    ConsumerContext { config, limits, hasher }: ConsumerContext<'_>,
     compiled: &mut Authentication,
     reader: &mut Validator<'_>,
 ) -> Arc<ArcSwap<Consumers>> {
@@ -321,7 +322,7 @@ fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Va
 
 // `require` and `identify` of routes.
 
-/// Compile the providers of a route. `limits` are those of the route, with the span of their names.
+/// Compile `require` and `identify` of a route. Return `None` without either.
 pub(super) fn route_auth(
     route: &config::tables::Route,
     compiled: &Authentication,
