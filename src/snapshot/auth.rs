@@ -118,7 +118,6 @@ pub(super) fn authentication(
     reader: &mut Validator<'_>,
 ) -> Authentication {
     let mut compiled = Authentication::default();
-    let context = ConsumerContext { config, limits, hasher };
     for (name, written) in &config.auth {
         let span = written.span();
         reader.check_name(span.clone(), name);
@@ -130,7 +129,9 @@ pub(super) fn authentication(
         };
         report_foreign_keys(name, auth, *kind, reader);
         let kind = match kind {
-            Kind::ApiKey => ProviderKind::ApiKey(api_key((name, auth), &span, context, &mut compiled, reader)),
+            Kind::ApiKey => {
+                ProviderKind::ApiKey(api_key(name, auth, &span, config, limits, hasher, &mut compiled, reader))
+            }
             Kind::Jwt => ProviderKind::Jwt(jwt(auth, &span, &mut compiled, reader)),
             Kind::ClientCert => {
                 client_cert(name, &span, config, reader);
@@ -166,18 +167,14 @@ fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut 
     }
 }
 
-/// What consumers refer to.
-#[derive(Clone, Copy)]
-struct ConsumerContext<'c> {
-    config: &'c Config,
-    limits: &'c LimitsByName,
-    hasher: &'c IdentityHasher,
-}
-
+#[allow(clippy::too_many_arguments)]
 fn api_key(
-    (name, auth): (&str, &config::Auth),
+    name: &str,
+    auth: &config::Auth,
     span: &Range<usize>,
-    context: ConsumerContext<'_>,
+    config: &Config,
+    limits: &LimitsByName,
+    hasher: &IdentityHasher,
     compiled: &mut Authentication,
     reader: &mut Validator<'_>,
 ) -> ApiKeyProvider {
@@ -188,7 +185,7 @@ fn api_key(
         [("reject", OnUnknownKey::Reject), ("anonymous", OnUnknownKey::Anonymous), ("accept", OnUnknownKey::Accept)];
     let on_unknown = reader.one_of(auth.on_unknown.as_ref(), OnUnknownKey::Reject, &unknown);
     let consumers = match &auth.consumers {
-        Some(text) => consumers(text, context, compiled, reader),
+        Some(text) => consumers(text, config, limits, hasher, compiled, reader),
         None => {
             if on_unknown == OnUnknownKey::Reject {
                 let message = format!("`{name}` has no `consumers`: every key would be rejected");
@@ -258,7 +255,9 @@ fn describe_places(places: &[KeyPlace]) -> String {
 /// Return the consumers of a file, which is read once.
 fn consumers(
     text: &config::Text,
-    ConsumerContext { config, limits, hasher }: ConsumerContext<'_>,
+    config: &Config,
+    limits: &LimitsByName,
+    hasher: &IdentityHasher,
     compiled: &mut Authentication,
     reader: &mut Validator<'_>,
 ) -> Arc<ArcSwap<Consumers>> {
