@@ -9,9 +9,10 @@ use http::header::CONTENT_LENGTH;
 use http::{HeaderMap, Request};
 
 use crate::http::headers::is_grpc_call;
+use crate::identity::auth::AuthError;
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::verdict::Verdict;
-use crate::proxy::authentication::authenticate;
+use crate::proxy::authentication::AuthRejection;
 use crate::proxy::context::Peer;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::{LimitContext, build_checks, build_unauthenticated_checks};
@@ -90,7 +91,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let (host, path, subject) = (&*target.host, &*target.path, peer.certificate_subject.as_deref());
         let limit_context =
             LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
-        let (credentials, authenticated) = authenticate(config, route, request.headers(), peer);
+        let (credentials, authenticated) = authentication::verify(config, route, request.headers(), peer);
         explanation.authentication = authentication::steps(config, route, &credentials);
         let attributes = limit_context.request_attributes(config, route, explanation.client.address, &credentials);
         let overrides = self.counters.overrides();
@@ -136,8 +137,13 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             }
             decision => decision,
         };
-        if let Some(rejection) = credential_error {
-            return Err(rejection);
+        match credential_error {
+            Some(Rejection::Auth(AuthRejection { error: AuthError::Pending(_), .. })) => {
+                let (source, outcome) = ("authentication-server", "undecided");
+                return Ok(ResponseReport { source, outcome, ..ResponseReport::default() });
+            }
+            Some(rejection) => return Err(rejection),
+            None => {}
         }
         if let RouteAction::Forward(weighted_upstreams) = &route.action {
             let forwarded_path = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path());
