@@ -14,7 +14,9 @@ use http::uri::{PathAndQuery, Scheme};
 use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
 use crate::cli::EXIT_INVALID_CONFIG;
+use crate::cli::doctor;
 use crate::cli::explain::admin_client::AdminCounters;
+use crate::limiter::clock;
 use crate::proxy::context::Peer;
 use crate::snapshot::{CompiledConfig, Listener};
 use crate::tools::explain::Explainer;
@@ -32,6 +34,14 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
             return Ok(ExitCode::from(EXIT_INVALID_CONFIG));
         }
     };
+    if !arguments.offline {
+        for (source, fetched) in doctor::fetch_key_sets(config)? {
+            // If the keys cannot be fetched, the gateway may not have them either.
+            if let Ok(fetched) = fetched {
+                source.keys.store(fetched.keys, clock::unix_us());
+            }
+        }
+    }
     let explain_with = |counters: &dyn Counters| {
         let routes = if arguments.all { usize::MAX } else { MAX_OTHER_ROUTES };
         Explainer { config, counters, max_other_routes: routes }.explain(&client_request.request, &client_request.peer)

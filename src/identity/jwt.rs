@@ -144,7 +144,8 @@ impl JwtVerifier {
         self.verify_with_current_keys(request)
     }
 
-    fn verify_with_current_keys(&self, request: &AuthRequest<'_>) -> Verification {
+    /// Verify the bearer token of a request without waiting for new keys.
+    pub fn verify_with_current_keys(&self, request: &AuthRequest<'_>) -> Verification {
         let token = match bearer_token(request.headers) {
             Ok(Some(token)) => token,
             Ok(None) => return Verification::Absent,

@@ -246,7 +246,7 @@ impl<'a> Decision<'a> {
         self
     }
 
-    /// Give back what an admitted request was charged, because a later check rejects it: refund the checks with
+    /// Refund what an admitted request was charged, because a later check rejects it: refund the checks with
     /// [`Deferred::Refund`], charge no deferred cost, and release the permits. The results become those after the
     /// refund. A client that disconnects meanwhile gets its refund nevertheless.
     ///

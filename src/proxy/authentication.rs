@@ -90,7 +90,8 @@ async fn verify_pending(
     }
 }
 
-fn auth_request<'r>(route: &'r Route, headers: &'r HeaderMap, peer: &Peer) -> AuthRequest<'r> {
+/// Return what authentication reads of a request.
+pub fn auth_request<'r>(route: &'r Route, headers: &'r HeaderMap, peer: &Peer) -> AuthRequest<'r> {
     AuthRequest { headers, has_client_cert: peer.certificate.is_some(), route: &route.name, now_us: clock::unix_us() }
 }
 

@@ -86,7 +86,7 @@ pub(super) async fn check_limits<'a>(
 
 /// Check the limits of a route in two calls, and wait between them for the provider `pending`: first the limits that need
 /// no credential, so that attempts to guess one are limited, and then all others. If the second call denies the request,
-/// what the first one charged is given back. If the request is not authenticated, the charges of the first call stay.
+/// the charges of the first one are refunded. If the request is not authenticated, the charges of the first call stay.
 ///
 /// # Errors
 /// As for [`check_limits`].

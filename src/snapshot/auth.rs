@@ -389,7 +389,7 @@ fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Va
 
 // `require` and `identify` of routes.
 
-/// Compile the providers of a route. `limits` are those of the route, with the span of their names.
+/// Compile `require` and `identify` of a route. Return `None` without either.
 pub(super) fn route_auth(
     route: &config::tables::Route,
     compiled: &Authentication,

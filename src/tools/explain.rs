@@ -12,11 +12,11 @@ use http::{HeaderMap, Request};
 use crate::http::cors;
 use crate::http::cors::CorsDecision;
 use crate::http::headers::is_grpc_call;
-use crate::identity::auth::Credentials;
+use crate::identity::auth::{AuthError, Credentials};
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::verdict::Verdict;
 use crate::proxy::access::{access_rules, check_host};
-use crate::proxy::authentication::authenticate;
+use crate::proxy::authentication::AuthRejection;
 use crate::proxy::context::Peer;
 use crate::proxy::header_values::RequestVariables;
 use crate::proxy::local_reply::Rejection;
@@ -144,7 +144,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let (host, path, subject) = (&*target.host, &*target.path, peer.certificate_subject.as_deref());
         let limit_context =
             LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
-        let (credentials, authenticated) = authenticate(config, route, request.headers(), peer);
+        let (credentials, authenticated) = authentication::verify(config, route, request.headers(), peer);
         found.credentials = credentials;
         let credentials = &found.credentials;
         explanation.authentication = authentication::steps(config, route, credentials);
@@ -192,8 +192,13 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             }
             decision => decision,
         };
-        if let Some(rejection) = credential_error {
-            return Err(rejection);
+        match credential_error {
+            Some(Rejection::Auth(AuthRejection { error: AuthError::Pending(_), .. })) => {
+                let (source, outcome) = ("authentication-server", "undecided");
+                return Ok(ResponseReport { source, outcome, ..ResponseReport::default() });
+            }
+            Some(rejection) => return Err(rejection),
+            None => {}
         }
         let variables = variables(route, request, peer, credentials);
         if let RouteAction::Forward(weighted_upstreams) = &route.action {

@@ -11,7 +11,7 @@ use crate::support::admin_listener::{metric, with_admin};
 use crate::support::certificates::{Authority, NOW};
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
-use crate::support::gateway::Gateway;
+use crate::support::gateway::{Gateway, binary};
 use crate::support::redis::Redis;
 use crate::support::tls_upstream::{self, TlsUpstream};
 use crate::support::upstream::{Seen, Upstream, read_request, serve};
@@ -581,7 +581,7 @@ fn concurrent_requests_are_charged_exactly() {
     });
     let admitted = statuses.iter().filter(|status| **status == 200).count();
     assert_eq!((admitted, statuses.iter().filter(|status| **status == 429).count()), (50, 150));
-    assert_eq!(counts(&redis), [50, 50, 50], "150 charges of the address were given back");
+    assert_eq!(counts(&redis), [50, 50, 50], "150 charges of the address were refunded");
 }
 
 #[test]
@@ -664,4 +664,30 @@ fn unreachable_store_follows_on_store_error_after_the_server_admitted() {
     drop(redis);
     let reply = gateway.client().get_with("/", &[("Cookie", "s=alice")]);
     reply.assert_problem(503, "the limit of the user fails closed");
+}
+
+#[test]
+fn explain_says_that_the_server_decides() {
+    let (server, upstream) = (session_server(), Upstream::start());
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    let listener = "[limit.ip]\nby = \"ip\"\nquota = \"9/hour\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n";
+    let text = config(&verify_url(&server), "", &upstream)
+        .replace("require = [\"sso\"]\n", "require = [\"sso\"]\nlimits = [\"ip\"]\n");
+    std::fs::write(&path, text + listener).unwrap();
+    let explain = |arguments: &[&str]| {
+        let mut command = binary();
+        command.args(["explain", "--config", path.to_str().unwrap(), "GET", "http://a/x"]).args(arguments);
+        String::from_utf8(command.output().unwrap().stdout).unwrap()
+    };
+    let text = explain(&[]);
+    assert!(text.contains("sso  forward: pending: its server decides, and was not asked"), "{text}");
+    assert!(text.contains("Response: that of the authentication server, unless it admits the request"), "{text}");
+    let report: Value = serde_json::from_str(&explain(&["--json"])).unwrap();
+    assert_eq!(report["authentication"][0]["result"], "pending");
+    assert_eq!(
+        (&report["response"]["source"], &report["response"]["status"]),
+        (&json!("authentication-server"), &Value::Null)
+    );
+    assert_eq!(server.count(), 0);
 }

@@ -132,7 +132,7 @@ fn every_key() -> Value {
             "u": { "servers": [{ "url": "http://127.0.0.1:1" }, "http://127.0.0.1:2"], "health_check": { "path": "/" }, "outlier_detection": {} },
         },
         "route": [
-            { "name": "r", "host": "h", "path": "/", "respond": { "status": 200 }, "limits": ["l"], "cors": { "origins": ["https://a.test"] } },
+            { "name": "r", "hosts": ["h"], "path": "/", "respond": { "status": 200 }, "limits": ["l"], "cors": { "origins": ["https://a.test"] } },
             { "name": "m", "path": "/m", "redirect": { "to": "/" } },
         ],
     })

@@ -191,9 +191,10 @@ fn usage_text(usage: &LimitUsage, effective_quota: &EffectiveQuota) -> String {
 
 fn write_response(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
     let ResponseReport { source, status, outcome, headers, removed_headers, body } = &explanation.response;
-    let style = if matches!(*outcome, "ok" | "preflight") { SUCCESS_STYLE } else { ERROR_STYLE };
+    let style = if matches!(*outcome, "ok" | "preflight" | "undecided") { SUCCESS_STYLE } else { ERROR_STYLE };
     let status_text = match (status, *source) {
         (Some(status), _) => format!("{status} from the gateway ({outcome})"),
+        (None, "authentication-server") => "that of the authentication server, unless it admits the request".to_owned(),
         (None, _) => "the upstream's".to_owned(),
     };
     let condition = if explanation.counters_unavailable.is_some() && explanation.decision.is_none() {

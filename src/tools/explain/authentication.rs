@@ -1,10 +1,47 @@
 //! The authentication of a request: what each provider of the route found.
 
+use http::HeaderMap;
+use tokio::runtime::Builder;
+
 use crate::identity::api_key::Caller;
-use crate::identity::auth::{AuthProvider, Credentials, Proof, ProviderKind, Verification};
+use crate::identity::auth::{AuthError, AuthProvider, Credentials, Proof, ProviderKind, Verification};
+use crate::identity::basic::BasicProvider;
+use crate::proxy::authentication::{AuthRejection, auth_request, authenticate};
+use crate::proxy::context::Peer;
+use crate::proxy::local_reply::Rejection;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::tools::explain::report::AuthReport;
+
+/// Verify the credentials of a request as a gateway does. Passwords are hashed. Keys of issuers are not fetched, and
+/// authentication servers are not asked: the error is then [`AuthError::Pending`].
+pub(super) fn verify<'a>(
+    config: &'a CompiledConfig,
+    route: &'a Route,
+    headers: &HeaderMap,
+    peer: &Peer,
+) -> (Credentials<'a>, Result<(), Rejection<'a>>) {
+    let (mut credentials, mut result) = authenticate(config, route, headers, peer);
+    let request = auth_request(route, headers, peer);
+    while let Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(index), challenges })) = &result {
+        let (index, challenges) = (*index, *challenges);
+        let verification = match &config.auth.providers[index].kind {
+            ProviderKind::Basic(basic) => hash_password(basic, headers),
+            ProviderKind::Jwt(verifier) => verifier.verify_with_current_keys(&request),
+            _ => break,
+        };
+        let resumed = credentials.resume(index, verification, &request);
+        result = resumed.map_err(|error| Rejection::Auth(AuthRejection { error, challenges }));
+    }
+    (credentials, result)
+}
+
+fn hash_password(basic: &BasicProvider, headers: &HeaderMap) -> Verification {
+    match Builder::new_current_thread().enable_time().build() {
+        Ok(runtime) => runtime.block_on(basic.verify_with_hash(headers)),
+        Err(_) => Verification::Unavailable(AuthError::Unavailable("the password cannot be hashed")),
+    }
+}
 
 /// Report the providers of a route in the order of their checks, then those that were not checked.
 pub(super) fn steps(config: &CompiledConfig, route: &Route, credentials: &Credentials<'_>) -> Vec<AuthReport> {
@@ -50,9 +87,8 @@ fn credential(provider: &AuthProvider) -> &'static str {
 
 fn pending_text(provider: &AuthProvider) -> String {
     match provider.kind {
-        ProviderKind::Forward(_) => "its server decides; it was not asked",
-        ProviderKind::Jwt(_) => "the key of the token is unknown; the key set was not fetched",
-        _ => "the password was not hashed",
+        ProviderKind::Forward(_) => "its server decides, and was not asked",
+        _ => "not verified",
     }
     .to_owned()
 }

@@ -118,7 +118,8 @@ pub struct AuthReport {
     pub provider: String,
     /// The kind of the provider.
     pub kind: &'static str,
-    /// `absent`, `foreign` (not for this provider), `valid`, `invalid`, `forbidden` or `not_checked`.
+    /// `absent`, `foreign` (not for this provider), `valid`, `invalid`, `forbidden`, `unavailable`, `pending` (an
+    /// authentication server decides) or `not_checked`.
     pub result: &'static str,
     /// The reason as text.
     pub reason: String,
@@ -195,11 +196,11 @@ pub struct LimitUsage {
 /// The response to the request.
 #[derive(Debug, Default, Serialize)]
 pub struct ResponseReport {
-    /// Origin of the response: `gateway` or `upstream`.
+    /// Origin of the response: `gateway`, `upstream`, or `authentication-server` if that decides and was not asked.
     pub source: &'static str,
     /// The status. None: the upstream's.
     pub status: Option<u16>,
-    /// The outcome, as in the access log.
+    /// The outcome, as in the access log; `undecided` if an authentication server decides.
     pub outcome: &'static str,
     /// The headers; of an upstream's response only those that the gateway adds.
     pub headers: Vec<HeaderReport>,
