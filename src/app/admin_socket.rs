@@ -70,7 +70,7 @@ impl AdminSocketFile {
         // Left by a process with the same id that was killed.
         let _ = fs::remove_file(&current);
         socket.bind(&SockAddr::unix(&current)?)?;
-        // Nobody can connect before `listen`.
+        // Connections fail before `listen`, so no other user has connected.
         fs::set_permissions(&current, fs::Permissions::from_mode(MODE))?;
         socket.listen(BACKLOG)?;
         socket.set_nonblocking(true)?;

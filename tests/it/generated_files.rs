@@ -150,7 +150,7 @@ fn shell(directory: &Path, script: &str) -> Command {
 fn examples_of_the_help_work() {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let config = format!(
-        "[admin]\naddress = \"127.0.0.1:{port}\"\ntoken = \"open-sesame\"\n[client_ip]\ntrusted_proxies = []\n\
+        "[admin]\naddress = \"127.0.0.1:{port}\"\ntoken = \"open-sesame\"\nsocket = \"admin.sock\"\n[client_ip]\ntrusted_proxies = []\n\
          [auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[limit.per-ip]\nby = \"ip\"\nquota = \"100/min\"\n\
          [limit.rate]\nby = \"api-key\"\nquota = \"10/s\"\ntiers = {{ pro = {{ quota = \"100/s\" }} }}\n\
          [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nidentify = [\"keys\"]\nlimits = [\"per-ip\", \"rate\"]\nrespond = {{ status = 200 }}\n"
@@ -185,8 +185,8 @@ fn examples_of_the_help_work() {
                 assert_eq!(started.wait().code(), Some(0), "{example}");
                 continue;
             }
-            let Output { status, stderr, .. } =
-                shell(directory, &example.replace("127.0.0.1:9180", &admin)).output().unwrap();
+            let script = example.replace("127.0.0.1:9180", &admin).replace("/run/sluicegate/", "./");
+            let Output { status, stderr, .. } = shell(directory, &script).output().unwrap();
             assert!(status.success(), "{example}: {}", String::from_utf8_lossy(&stderr));
         }
     }
