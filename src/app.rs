@@ -1,7 +1,9 @@
 //! The gateway process: opens the sockets, starts the threads and owns what they share.
 
+pub mod acme;
 mod collector;
 pub mod hot_restart;
+mod http_client;
 mod listen;
 mod reload;
 pub mod sd_notify;
@@ -20,6 +22,7 @@ use tracing::{info, warn};
 
 use crate::admin::AdminDeps;
 use crate::admin::state::AdminState;
+use crate::app::acme::{AcmeClient, AcmeError};
 use crate::app::hot_restart::HotRestart;
 use crate::app::listen::{InheritedSockets, ListenerSockets};
 use crate::app::reload::file_watcher::FileWatcher;
@@ -69,6 +72,9 @@ pub enum AppError {
     /// The trace exporter cannot be started.
     #[error("cannot start the trace exporter: {0}")]
     Traces(anyhow::Error),
+    /// The storage or the client of ACME cannot be used.
+    #[error(transparent)]
+    Acme(#[from] AcmeError),
     /// A thread or its tokio runtime cannot be started.
     #[error("cannot start a worker: {0}")]
     Worker(#[source] io::Error),
@@ -100,6 +106,8 @@ pub struct App {
     sinks: TelemetrySinks,
     config_handle: Arc<ConfigHandle>,
     reload_requests: Receiver<ReloadRequest>,
+    /// Obtains certificates, if ACME is configured.
+    acme: Option<AcmeClient>,
     /// Watches the configuration and the files that it names.
     watcher: Option<FileWatcher>,
 }
@@ -139,12 +147,13 @@ impl App {
         inherited.close_unclaimed();
         let spans = config.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
         let sinks = TelemetrySinks { access_log: open_access_log(&config)?, trace_exporter: spans };
+        let acme = config.acme.as_ref().map(AcmeClient::open).transpose()?;
         let config = Arc::new(config);
         let (config_handle, reload_requests) = ConfigHandle::new(config.clone());
         let config_handle = Arc::new(config_handle);
         let watcher = files::watch_files(&config_handle);
         let admin_stop = CancellationToken::new();
-        Ok(App { config, sockets, addresses, admin, admin_stop, sinks, config_handle, reload_requests, watcher })
+        Ok(App { config, sockets, addresses, admin, admin_stop, sinks, config_handle, reload_requests, acme, watcher })
     }
 
     /// Return the handle of the active configuration, which can also request a reload.
@@ -229,6 +238,10 @@ impl App {
         // Not joined: the reload thread ends with the process.
         thread::Builder::new().name("reload".to_owned()).spawn(|| reloader.run()).map_err(AppError::Worker)?;
         let mut workers = vec![maintenance_thread];
+        if let Some(acme) = self.acme {
+            workers.push(acme.start(self.config_handle.clone(), stop.clone())?);
+        }
+        let background_threads = workers.len();
         let (ready_sender, ready_receiver) = channel();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
@@ -255,7 +268,7 @@ impl App {
         }
         drop(ready_sender);
         // A worker that cannot start drops its sender without a message. Report readiness only if all workers serve.
-        if ready_receiver.iter().count() == workers.len() - 1 {
+        if ready_receiver.iter().count() == workers.len() - background_threads {
             sd_notify::notify_ready();
         }
         let mut result = Ok(());

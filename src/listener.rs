@@ -182,6 +182,7 @@ impl Server {
             None
         };
         let acceptor = listener.tls.as_ref().map(|tls| tls.tls.acceptor());
+        let challenges = listener.tls.as_ref().and_then(|tls| tls.tls.pending_challenges());
         let client_hello = match acceptor {
             Some(_) => timeout_at(deadline, Box::pin(handshake::peek_client_hello(&stream))).await??,
             None => Vec::new(),
@@ -206,10 +207,17 @@ impl Server {
                 Box::pin(new_connection(peer).run(stream, protocol)).await?
             }
             Some(acceptor) => {
-                let handshake = Box::pin(acceptor.accept(stream));
-                let accepted = timeout_at(deadline, handshake).await?;
-                let stream =
-                    Box::new(accepted.inspect_err(|error| handshake::log_failure(error, peer.address, &client_hello))?);
+                let accepted = match challenges {
+                    None => timeout_at(deadline, Box::pin(acceptor.accept(stream))).await?.map(Some),
+                    Some(challenges) => {
+                        let handshake = handshake::accept_or_validate(&acceptor, &challenges, stream);
+                        timeout_at(deadline, Box::pin(handshake)).await?
+                    }
+                };
+                let accepted =
+                    accepted.inspect_err(|error| handshake::log_failure(error, peer.address, &client_hello))?;
+                // A validation by the CA ends with its handshake (RFC 8737 §3).
+                let Some(stream) = accepted.map(Box::new) else { return Ok(()) };
                 drop(client_hello);
                 let session = stream.get_ref().1;
                 if let Some([certificate, ..]) = session.peer_certificates() {

@@ -1,5 +1,6 @@
 //! The compiled configuration: references resolved, values validated, all errors reported. Nothing fails later.
 
+pub mod acme;
 pub mod client_tls;
 pub mod cost;
 pub mod current;
@@ -35,6 +36,7 @@ use crate::limiter::key::IdentityHasher;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::spec::LimitSpec;
 use crate::routing::RouteTable;
+use crate::snapshot::acme::{Acme, AcmeListeners};
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::restart_required::RestartOnlyKeys;
@@ -53,6 +55,8 @@ pub struct CompiledConfig {
     pub server: Arc<ServerSettings>,
     /// Listening sockets.
     pub listeners: Vec<Listener>,
+    /// Certificates by ACME, if configured.
+    pub acme: Option<Acme>,
     /// Admin listener, if configured.
     pub admin: Option<AdminSettings>,
     /// Store for rate limit state.
@@ -221,7 +225,9 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     let client_ip = identities::client_ip(&config.client_ip, reader);
     // Counts invalid networks, too, so that these are the only error.
     let trusted_proxies = config.client_ip.trusted_proxies.as_ref().map_or(0, Vec::len);
-    let listeners = listeners::listeners(&config.listener, trusted_proxies, reader);
+    let mut acme = AcmeListeners::new(config, reader);
+    let listeners = listeners::listeners(&config.listener, trusted_proxies, &mut acme, reader);
+    let acme = acme::acme(config, acme, &listeners, reader);
     let admin = config.admin.as_ref().and_then(|admin| settings::admin(admin, &listeners, reader));
     let api_keys = identities::api_key_settings(&config.api_key, reader);
     let (verifier, jwks_file) = identities::jwt_verifier(&config.jwt, reader);
@@ -248,6 +254,7 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
         file,
         server: Arc::new(server),
         listeners,
+        acme,
         admin,
         store,
         log,

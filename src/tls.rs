@@ -1,6 +1,9 @@
 //! Downstream TLS: certificates selected by server name (SNI, RFC 6066 §3), verification of client certificates, and
 //! trust roots. Certificates and verifier can be replaced while connections are open.
 
+pub mod managed;
+
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -17,9 +20,12 @@ use rustls::server::{
 };
 use rustls::sign::CertifiedKey;
 use tokio_rustls::TlsAcceptor;
-use x509_parser::certificate::Validity;
+use x509_parser::certificate::{Validity, X509Certificate};
+use x509_parser::extensions::GeneralName;
 use x509_parser::parse_x509_certificate;
 use x509_parser::time::ASN1Time;
+
+use crate::tls::managed::ManagedCertificates;
 
 /// Why a certificate, key or trust root cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -60,6 +66,9 @@ pub enum TlsError {
     /// rustls rejects the configuration.
     #[error("TLS cannot be set up: {0}")]
     Setup(#[source] rustls::Error),
+    /// A self-signed certificate cannot be generated.
+    #[error("a self-signed certificate cannot be generated: {0}")]
+    Generate(#[source] rcgen::Error),
 }
 
 /// Whether clients must present a certificate.
@@ -84,17 +93,36 @@ pub struct DownstreamTls {
     client_trust_changed: AtomicBool,
 }
 
-/// Selects the first certificate that is valid for the server name. Without a match or a server name it is the
-/// first one.
+/// Where the certificates of a listener come from.
 #[derive(Debug)]
-struct SniResolver(Vec<ArcSwap<Certificate>>);
+pub enum CertificateSource {
+    /// Files, in the configured order.
+    Files(Vec<Certificate>),
+    /// One certificate for each of these names, which are obtained while the gateway runs.
+    Managed(Vec<Box<str>>, Arc<ManagedCertificates>),
+}
+
+/// Selects the certificate for a connection by its server name.
+#[derive(Debug)]
+enum SniResolver {
+    /// The first one that is valid for the server name. Without a match or a server name it is the first one.
+    Files(Vec<ArcSwap<Certificate>>),
+    /// That of the server name, if it is one of these names.
+    Managed(Vec<Box<str>>, ArcSwap<ManagedCertificates>),
+}
 
 impl ResolvesServerCert for SniResolver {
     fn resolve(&self, client_hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let certificates = match self {
+            SniResolver::Files(certificates) => certificates,
+            SniResolver::Managed(names, managed) => {
+                return Some(managed.load().resolve(client_hello.server_name(), names));
+            }
+        };
         let name = client_hello.server_name().and_then(|name| ServerName::try_from(name).ok());
-        let mut certificates = self.0.iter().map(ArcSwap::load);
-        let matching = name.and_then(|name| certificates.find(|certificate| certificate.matches_server_name(&name)));
-        matching.or_else(|| self.0.first().map(ArcSwap::load)).map(|certificate| certificate.certified_key.clone())
+        let mut loaded = certificates.iter().map(ArcSwap::load);
+        let matching = name.and_then(|name| loaded.find(|certificate| certificate.matches_server_name(&name)));
+        matching.or_else(|| certificates.first().map(ArcSwap::load)).map(|found| found.certified_key.clone())
     }
 }
 
@@ -119,8 +147,13 @@ impl DownstreamTls {
     ///
     /// # Errors
     /// rustls rejects the configuration.
-    pub fn new(certificates: Vec<Certificate>, client_verifier: Option<ClientVerifier>) -> Result<Self, TlsError> {
-        let certificates = Arc::new(SniResolver(certificates.into_iter().map(ArcSwap::from_pointee).collect()));
+    pub fn new(source: CertificateSource, client_verifier: Option<ClientVerifier>) -> Result<Self, TlsError> {
+        let certificates = Arc::new(match source {
+            CertificateSource::Files(certificates) => {
+                SniResolver::Files(certificates.into_iter().map(ArcSwap::from_pointee).collect())
+            }
+            CertificateSource::Managed(names, managed) => SniResolver::Managed(names, ArcSwap::new(managed)),
+        });
         let client_verifier = client_verifier.unwrap_or_else(|| ClientVerifier(Arc::new(NoClientAuth)));
         let config = ArcSwap::from_pointee(server_config(certificates.clone(), client_verifier)?);
         Ok(DownstreamTls { certificates, config, client_trust_changed: AtomicBool::new(false) })
@@ -131,14 +164,43 @@ impl DownstreamTls {
         TlsAcceptor::from(self.config.load_full())
     }
 
-    /// Return the certificates in the configured order.
+    /// Return the certificates from files, in the configured order.
     pub fn certificates(&self) -> impl Iterator<Item = Arc<Certificate>> {
-        self.certificates.0.iter().map(ArcSwap::load_full)
+        let files = match &*self.certificates {
+            SniResolver::Files(certificates) => certificates.as_slice(),
+            SniResolver::Managed(..) => &[],
+        };
+        files.iter().map(ArcSwap::load_full)
+    }
+
+    /// Return the names whose certificates are obtained while the gateway runs, and these certificates.
+    pub fn managed(&self) -> Option<(&[Box<str>], Arc<ManagedCertificates>)> {
+        match &*self.certificates {
+            SniResolver::Files(_) => None,
+            SniResolver::Managed(names, managed) => Some((names, managed.load_full())),
+        }
+    }
+
+    /// Return the certificates with their challenges while a TLS-ALPN-01 challenge (RFC 8737) is pending.
+    pub fn pending_challenges(&self) -> Option<Arc<ManagedCertificates>> {
+        match &*self.certificates {
+            SniResolver::Managed(_, managed) => Some(managed.load_full()).filter(|managed| managed.has_tls_challenge()),
+            SniResolver::Files(_) => None,
+        }
+    }
+
+    /// Use the certificates of another configuration, if this listener has no files.
+    pub fn use_managed(&self, certificates: &Arc<ManagedCertificates>) {
+        if let SniResolver::Managed(_, managed) = &*self.certificates {
+            managed.store(certificates.clone());
+        }
     }
 
     /// Replace the certificate at `index`. Sessions can still be resumed.
     pub fn replace_certificate(&self, index: usize, certificate: Certificate) {
-        self.certificates.0[index].store(Arc::new(certificate));
+        if let SniResolver::Files(certificates) = &*self.certificates {
+            certificates[index].store(Arc::new(certificate));
+        }
     }
 
     /// Replace the verifier of client certificates. Older sessions cannot be resumed: resumption would skip
@@ -252,6 +314,39 @@ impl Certificate {
             validity if now_s < validity.not_before.timestamp() => Err(TlsError::NotYetValid(validity.not_before)),
             _ => Ok(()),
         }
+    }
+
+    /// Return the start and the end of the validity, seconds since the Unix epoch.
+    pub fn validity_s(&self) -> (i64, i64) {
+        (self.validity.not_before.timestamp(), self.validity.not_after.timestamp())
+    }
+
+    /// Return the DNS names and IP addresses of the certificate (RFC 5280 §4.2.1.6), or its subject if it has none.
+    pub fn names(&self) -> Vec<String> {
+        let names = self.parsed(|certificate| {
+            let names = certificate.subject_alternative_name().ok().flatten();
+            let names = names.iter().flat_map(|names| &names.value.general_names).filter_map(|name| match name {
+                GeneralName::DNSName(name) => Some((*name).to_owned()),
+                GeneralName::IPAddress(bytes) => match *bytes {
+                    [a, b, c, d] => Some(Ipv4Addr::from([*a, *b, *c, *d]).to_string()),
+                    bytes => <[u8; 16]>::try_from(bytes).ok().map(|bytes| Ipv6Addr::from(bytes).to_string()),
+                },
+                _ => None,
+            });
+            let names: Vec<_> = names.collect();
+            if names.is_empty() { vec![certificate.subject().to_string()] } else { names }
+        });
+        names.unwrap_or_default()
+    }
+
+    /// Return the issuer of the certificate.
+    pub fn issuer(&self) -> String {
+        self.parsed(|certificate| certificate.issuer().to_string()).unwrap_or_default()
+    }
+
+    fn parsed<T>(&self, read: impl FnOnce(&X509Certificate<'_>) -> T) -> Option<T> {
+        let leaf = self.certified_key.cert.first()?;
+        parse_x509_certificate(leaf).ok().map(|(_, parsed)| read(&parsed))
     }
 
     pub(crate) fn matches_server_name(&self, name: &ServerName<'_>) -> bool {

@@ -2,28 +2,22 @@
 //! (<https://opentelemetry.io/docs/specs/otlp/>), on a thread of its own.
 
 use std::io;
-use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use http::header::HOST;
-use http::{HeaderValue, Request, Response, Uri};
-use http_body_util::{BodyExt, Full, Limited};
-use hyper::client::conn::http1;
-use hyper::rt::{Read, Write};
-use hyper_util::rt::TokioIo;
+use http::{Request, Response, Uri};
 use opentelemetry_http::{HttpClient, HttpError};
 use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::{SpanData, SpanExporter as _};
 use rustls::pki_types::ServerName;
-use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tracing::warn;
 use uuid::Uuid;
 
+use crate::app::http_client::{host, send};
 use crate::limiter::clock::LogThrottle;
 use crate::telemetry::trace::TraceExporter;
 use crate::tls::TrustRoots;
@@ -76,10 +70,6 @@ fn tls(endpoint: &Uri) -> anyhow::Result<Option<EndpointTls>> {
     Ok(Some(EndpointTls { tls: Arc::new(tls), server_name: ServerName::try_from(host(endpoint).to_owned())? }))
 }
 
-fn host(uri: &Uri) -> &str {
-    uri.host().unwrap_or_default().trim_matches(['[', ']'])
-}
-
 /// Return the resource attributes. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
 fn resource() -> Resource {
     let from_environment = Resource::builder().build();
@@ -108,43 +98,12 @@ struct OtlpHttpClient {
 impl HttpClient for OtlpHttpClient {
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
         let on_timeout = |_| Err(io::Error::from(io::ErrorKind::TimedOut).into());
-        let response = timeout(EXPORT_TIMEOUT, self.send(request)).await.unwrap_or_else(on_timeout);
+        let response = timeout(EXPORT_TIMEOUT, send(self.tls.as_ref(), request, MAX_RESPONSE_BYTES))
+            .await
+            .unwrap_or_else(on_timeout);
         if let Err(error) = &response {
             *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
         }
         response
     }
-}
-
-impl OtlpHttpClient {
-    async fn send(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
-        let uri = request.uri();
-        let port = uri.port_u16().unwrap_or(if self.tls.is_some() { 443 } else { 80 });
-        let stream = match host(uri).parse::<IpAddr>() {
-            Ok(address) => TcpStream::connect((address, port)).await?,
-            Err(_) => TcpStream::connect((host(uri), port)).await?,
-        };
-        match &self.tls {
-            None => send_over(TokioIo::new(stream), request).await,
-            Some(tls) => send_over(TokioIo::new(tls.connect(stream).await?), request).await,
-        }
-    }
-}
-
-async fn send_over(
-    stream: impl Read + Write + Unpin + Send + 'static,
-    mut request: Request<Bytes>,
-) -> Result<Response<Bytes>, HttpError> {
-    let (mut sender, connection) = http1::handshake(stream).await?;
-    // A connection error also fails the request.
-    let connection = tokio::spawn(connection);
-    let authority = request.uri().authority().map_or("", |authority| authority.as_str());
-    let host = HeaderValue::from_str(authority)?;
-    request.headers_mut().insert(HOST, host);
-    let path = request.uri().path_and_query().cloned();
-    *request.uri_mut() = path.map(Uri::from).unwrap_or_default();
-    let (parts, body) = sender.send_request(request.map(Full::new)).await?.into_parts();
-    let body = Limited::new(body, MAX_RESPONSE_BYTES).collect().await?.to_bytes();
-    connection.abort();
-    Ok(Response::from_parts(parts, body))
 }

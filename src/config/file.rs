@@ -20,8 +20,8 @@ use crate::config::tables::{
     DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, Redirect, Route, Upstream, UpstreamTls,
 };
 use crate::config::{
-    Admin, ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, Jwt, Listener, ListenerTls, Log, Server, Store,
-    StoreTls,
+    Acme, Admin, ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, ExternalAccount, Jwt, Listener,
+    ListenerTls, Log, Server, Store, StoreTls,
 };
 
 /// A parsed file, with the issues found so far.
@@ -458,6 +458,8 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["listener"] => ("listener", field_names::<Listener>()),
         ["listener", "tls"] => ("listener tls", field_names::<ListenerTls>()),
         ["listener", "tls", "certificates"] => ("certificate", field_names::<Certificate>()),
+        ["acme"] => ("acme", field_names::<Acme>()),
+        ["acme", "external_account"] => ("external_account", field_names::<ExternalAccount>()),
         ["admin"] => ("admin", field_names::<Admin>()),
         ["log"] => ("log", field_names::<Log>()),
         ["store"] => ("store", field_names::<Store>()),

@@ -107,6 +107,10 @@ pub(super) fn dialects(_: &mut SchemaGenerator) -> Schema {
     array_schema(&json_schema!({ "type": "string", "enum": ["ietf", "draft-11", "draft-07", "draft-03", "github"] }))
 }
 
+pub(super) fn challenges(_: &mut SchemaGenerator) -> Schema {
+    array_schema(&json_schema!({ "type": "string", "enum": ["http-01", "tls-alpn-01"] }))
+}
+
 pub(super) fn identities(_: &mut SchemaGenerator) -> Schema {
     let one =
         pattern_schema("^(api-key|client-cert|ip|host|route|method|global|(user|header|cookie|query|path|jwt):.+)$");

@@ -12,11 +12,14 @@ use crate::config::error::{Issue, Spanned};
 use crate::config::file::FileSnapshot;
 use crate::identity::Descriptor;
 use crate::identity::OnMissing;
+use crate::snapshot::acme::AcmeListeners;
 use crate::snapshot::client_tls;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledConfig, Listener, ListenerTls};
-use crate::tls::{Certificate, ClientAuth, ClientVerifier, DownstreamTls, TlsError};
+use crate::tls::{Certificate, CertificateSource, ClientAuth, ClientVerifier, DownstreamTls, TlsError};
+
+const ACME_EXAMPLE: &str = "tls = { acme = true, names = [\"api.example.com\"] }";
 
 const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"certs/dev.key\" }]";
 
@@ -24,6 +27,7 @@ const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"c
 pub(super) fn listeners(
     listeners: &[Spanned<config::Listener>],
     trusted_proxies: usize,
+    acme: &mut AcmeListeners,
     reader: &mut Validator<'_>,
 ) -> Vec<Listener> {
     if listeners.is_empty() {
@@ -34,7 +38,7 @@ pub(super) fn listeners(
     for listener in listeners {
         let span = listener.span();
         let listener = listener.get_ref();
-        let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, reader));
+        let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, acme, reader));
         let proxy_protocol = listener.proxy_protocol.as_ref().is_some_and(|value| *value.get_ref());
         if let Some(value) = listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && trusted_proxies == 0) {
             let message =
@@ -87,9 +91,18 @@ pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = 
     })
 }
 
-fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option<ListenerTls> {
+fn tls(
+    tls: &Spanned<config::ListenerTls>,
+    acme: &mut AcmeListeners,
+    reader: &mut Validator<'_>,
+) -> Option<ListenerTls> {
     let span = tls.span();
     let tls = tls.get_ref();
+    let uses_acme = tls.acme.as_ref().filter(|acme| *acme.get_ref());
+    if let (None, Some(names)) = (uses_acme, &tls.names) {
+        let span = names.first().map_or(span.clone(), |name| name.span());
+        reader.push_issue(Issue::new(span, "`names` requires `acme = true`").with_hint(ACME_EXAMPLE));
+    }
     let mut certificates = Vec::new();
     let mut files = Vec::new();
     for written in &tls.certificates {
@@ -107,11 +120,22 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option
             Err(issue) => reader.push_issue(issue),
         }
     }
-    if tls.certificates.is_empty() {
+    if let (Some(_), Some(written)) = (uses_acme, tls.certificates.first()) {
+        let issue = Issue::new(written.span(), "a listener has either `certificates` or `acme`");
+        reader.push_issue(issue.with_hint("remove one of them"));
+    }
+    if tls.certificates.is_empty() && uses_acme.is_none() {
         reader.push_issue(Issue::new(span.clone(), "TLS needs a certificate").with_hint(EXAMPLE));
     }
     let (clients, client_ca) = client_verifier(tls, reader).unzip();
-    match DownstreamTls::new(certificates, clients) {
+    let source = match uses_acme {
+        None => CertificateSource::Files(certificates),
+        Some(written) => {
+            let (names, managed) = acme.names(written, tls.names.as_deref(), reader)?;
+            CertificateSource::Managed(names, managed)
+        }
+    };
+    match DownstreamTls::new(source, clients) {
         Ok(tls) => Some(ListenerTls { tls, certificates: files, client_ca }),
         Err(error) => {
             reader.push_issue(Issue::new(span, error.to_string()));

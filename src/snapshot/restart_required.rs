@@ -32,6 +32,7 @@ impl RestartOnlyKeys {
             ("listener.address".to_owned(), addresses.join(" ")),
             ("admin.address".to_owned(), admin.map_or(String::new(), |address| address.get_ref().clone())),
         ]);
+        add_table("acme", &config.acme.as_ref().map(|acme| acme.get_ref()), &mut fixed);
         add_table("store", &config.store, &mut fixed);
         add_table("log", &config.log, &mut fixed);
         RestartOnlyKeys(fixed)

@@ -4,6 +4,7 @@
 mod support;
 
 mod access_log;
+mod acme;
 mod admin;
 mod admin_api;
 mod admin_commands;
