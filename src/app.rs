@@ -22,7 +22,7 @@ use tracing::{info, warn};
 
 use crate::admin::AdminDeps;
 use crate::admin::state::AdminState;
-use crate::app::acme::{AcmeClient, AcmeError};
+use crate::app::acme::{AcmeClient, AcmeDeps, AcmeError};
 use crate::app::hot_restart::HotRestart;
 use crate::app::listen::{InheritedSockets, ListenerSockets};
 use crate::app::reload::file_watcher::FileWatcher;
@@ -239,7 +239,12 @@ impl App {
         thread::Builder::new().name("reload".to_owned()).spawn(|| reloader.run()).map_err(AppError::Worker)?;
         let mut workers = vec![maintenance_thread];
         if let Some(acme) = self.acme {
-            workers.push(acme.start(self.config_handle.clone(), stop.clone())?);
+            workers.push(acme.start(AcmeDeps {
+                config_handle: self.config_handle.clone(),
+                circuit_breaker: breaker.clone(),
+                cluster_map: topology.clone(),
+                stop: stop.clone(),
+            })?);
         }
         let background_threads = workers.len();
         let (ready_sender, ready_receiver) = channel();

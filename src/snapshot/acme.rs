@@ -51,6 +51,24 @@ pub struct AcmeSettings {
     pub challenges: Vec<ChallengeKind>,
     /// External account to bind the account to.
     pub external_account: Option<ExternalAccount>,
+    /// Secret of the store, which private keys in Redis are encrypted with.
+    pub secret: StoreSecret,
+}
+
+/// `store.secret`. `Debug` does not print it.
+pub struct StoreSecret(Box<str>);
+
+impl StoreSecret {
+    /// Return the secret as written.
+    pub fn as_bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+}
+
+impl fmt::Debug for StoreSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("StoreSecret")
+    }
 }
 
 /// Account at the CA outside of ACME (RFC 8555 §7.3.4). `Debug` does not print the key.
@@ -208,6 +226,15 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
         (None, false) => Some(Uri::from_static(LetsEncrypt::Production.url())),
     };
     let challenges = challenges(acme.challenges.as_deref(), config, &span, reader);
+    let secret = config.store.secret.as_ref();
+    let is_missing = secret.is_none_or(|secret| secret.get_ref().is_empty() && !reader.is_unresolved(secret));
+    if let Some(url) = config.store.url.as_ref().filter(|url| is_missing && url.get_ref() != "memory:") {
+        let message = "ACME over a shared store requires `store.secret`: it encrypts the private keys in Redis";
+        reader.push_issue(Issue::new(url.span(), message).with_hint(
+            "secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways; generate it with openssl rand -hex 32",
+        ));
+    }
+    let secret = StoreSecret(secret.map_or("", |secret| secret.get_ref()).into());
     let external_account = acme.external_account.as_ref().and_then(|account| external_account(account, reader));
     let trust_roots = trust_roots(acme.ca.as_ref(), span, reader);
     Some(AcmeSettings {
@@ -217,6 +244,7 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
         storage: storage(acme.storage.as_ref(), reader),
         challenges,
         external_account,
+        secret,
     })
 }
 

@@ -116,8 +116,9 @@ fn self_sign(params: CertificateParams) -> Result<Arc<CertifiedKey>, TlsError> {
     let key = KeyPair::generate().map_err(TlsError::Generate)?;
     let certificate = params.self_signed(&key).map_err(TlsError::Generate)?;
     let key = PrivateKeyDer::Pkcs8(key.serialize_der().into());
-    let certified = CertifiedKey::from_der(vec![certificate.der().clone()], key, &default_provider());
-    Ok(Arc::new(certified.map_err(TlsError::UnusableKey)?))
+    let key = default_provider().key_provider.load_private_key(key).map_err(TlsError::UnusableKey)?;
+    // `from_der` would reject the critical extension of TLS-ALPN-01.
+    Ok(Arc::new(CertifiedKey::new(vec![certificate.der().clone()], key)))
 }
 
 impl ManagedCertificates {

@@ -9,7 +9,7 @@ use instant_acme::{
 use rcgen::{CertificateParams, DistinguishedName, KeyPair};
 use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use crate::app::acme::ca_client::CaClient;
 use crate::app::acme::storage::{
@@ -119,11 +119,11 @@ pub(super) async fn account(
         let account = builder().from_credentials(credentials).await.at("cannot read the directory")?;
         if email != settings.email {
             let updated = with_nonces(async || account.update_contacts(&contact).await).await;
-            forget_unknown_account(&updated, storage)?;
+            forget_unknown_account(&updated, storage).await?;
             updated.at("cannot change the email address of the account")?;
             // The credentials do not implement `Clone`.
             if let Some(AccountRecord { credentials, .. }) = storage.get_json(ACCOUNT) {
-                storage.put_json(ACCOUNT, &AccountRecord { credentials, email: settings.email.clone() })?;
+                storage.put_json(ACCOUNT, &AccountRecord { credentials, email: settings.email.clone() }).await?;
             }
         }
         return Ok(account);
@@ -134,15 +134,15 @@ pub(super) async fn account(
     let directory = settings.directory.to_string();
     let created = with_nonces(async || builder().create(&new, directory.clone(), external.as_ref()).await).await;
     let (account, credentials) = created.at("cannot create an account")?;
-    storage.put_json(ACCOUNT, &AccountRecord { credentials, email: settings.email.clone() })?;
+    storage.put_json(ACCOUNT, &AccountRecord { credentials, email: settings.email.clone() }).await?;
     info!(ca = %settings.directory, account = account.id(), "ACME account created");
     Ok(account)
 }
 
 /// Remove the account from the storage if the CA does not know it.
-fn forget_unknown_account<T>(result: &Result<T, Error>, storage: &mut Storage) -> Result<(), StorageError> {
+async fn forget_unknown_account<T>(result: &Result<T, Error>, storage: &mut Storage) -> Result<(), StorageError> {
     match result {
-        Err(error) if is_problem(error, "accountDoesNotExist") => storage.remove(ACCOUNT),
+        Err(error) if is_problem(error, "accountDoesNotExist") => storage.remove(ACCOUNT).await,
         _ => Ok(()),
     }
 }
@@ -179,18 +179,23 @@ impl OrderContext<'_> {
     /// See [`OrderError`].
     pub(super) async fn obtain(mut self, name: &str, previous: Option<&Certificate>) -> Result<(), OrderError> {
         let result = self.run(name, previous).await;
-        let removed = self.storage.remove(&challenge_record(name));
-        publish_challenges(self.storage, self.certificates);
+        let mut outdated = vec![challenge_record(name)];
         // An order that the CA has judged cannot be resumed.
         if result.is_ok() || result.as_ref().is_err_and(OrderError::is_verdict) {
-            self.storage.remove(&order_record(name))?;
+            outdated.push(order_record(name));
         }
         if let Err(OrderError::Ca { error, .. }) = &result
             && is_problem(error, "accountDoesNotExist")
         {
-            self.storage.remove(ACCOUNT)?;
+            outdated.push(ACCOUNT.to_owned());
         }
-        result.and(removed.map_err(OrderError::from))
+        for record in outdated {
+            if let Err(error) = self.storage.remove(&record).await {
+                debug!(name, record, %error, "cannot remove a record of an order");
+            }
+        }
+        publish_challenges(self.storage, self.certificates);
+        result
     }
 
     async fn run(&mut self, name: &str, previous: Option<&Certificate>) -> Result<(), OrderError> {
@@ -235,8 +240,14 @@ impl OrderContext<'_> {
         // Never store what could not be served.
         let key = key.serialize_pem();
         Certificate::from_pem(chain.as_bytes(), key.as_bytes())?;
-        self.storage.put(&certificate_record(name), format!("{key}{chain}").into_bytes())?;
-        Ok(())
+        match self.storage.put(&certificate_record(name), format!("{key}{chain}").into_bytes()).await {
+            // The storage shares it later.
+            Err(StorageError::Store(error)) => {
+                warn!(name, %error, "cannot share the new certificate yet: only this gateway serves it");
+                Ok(())
+            }
+            result => Ok(result?),
+        }
     }
 
     /// Return the order that was interrupted, if the CA still has it.
@@ -280,7 +291,7 @@ impl OrderContext<'_> {
         };
         let order = order.at("cannot place an order")?;
         let pending = PendingOrder { url: order.url().to_owned(), key: key.serialize_pem() };
-        self.storage.put_json(&order_record(name), &pending)?;
+        self.storage.put_json(&order_record(name), &pending).await?;
         Ok((order, key))
     }
 
@@ -298,16 +309,17 @@ impl OrderContext<'_> {
             let kind = self.challenges.iter().find(|kind| offered.contains(&challenge_type(**kind)));
             let Some(kind) = kind else { return Err(OrderError::NoChallenge(format!("{offered:?}"))) };
             let Some(challenge) = authorization.challenge(challenge_type(*kind)) else { continue };
-            let stored = StoredChallenge {
-                kind: kind.name().to_owned(),
-                token: challenge.token.clone(),
-                key_authorization: challenge.key_authorization().as_str().to_owned(),
-            };
-            self.storage.put_json(&challenge_record(name), &stored)?;
+            let key_authorization = challenge.key_authorization().as_str().to_owned();
+            // Never start a validation that cannot succeed.
+            Challenge::new(*kind, name, &challenge.token, &key_authorization)?;
+            let stored =
+                StoredChallenge { kind: kind.name().to_owned(), token: challenge.token.clone(), key_authorization };
+            self.storage.put_json(&challenge_record(name), &stored).await?;
             chosen = Some(*kind);
         }
         let Some(kind) = chosen else { return Ok(()) };
         publish_challenges(self.storage, self.certificates);
+        self.storage.settle().await;
         let ready = with_nonces(async || {
             let mut authorizations = order.authorizations();
             while let Some(authorization) = authorizations.next().await {
@@ -347,6 +359,7 @@ async fn invalid_reason(order: &mut Order) -> String {
             reasons.extend(failed.map(ToString::to_string));
         }
     }
+    reasons.dedup();
     if reasons.is_empty() { "it gives no reason".to_owned() } else { reasons.join("; ") }
 }
 
