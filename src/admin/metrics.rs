@@ -1,5 +1,6 @@
 //! `/metrics`: all metrics of the process, named by the Prometheus conventions. Identities are never labels.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::admin::state::AdminState;
@@ -7,6 +8,7 @@ use crate::limiter::metrics::AnsweredBy;
 use crate::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
 use crate::proxy::metrics::{LimitDecision, ResponseStats, STATUS_CLASSES};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
+use crate::tls::Certificate;
 use crate::upstream::retry::RetryReason;
 
 /// Value of the `status` label for upstream requests without a response.
@@ -35,6 +37,7 @@ impl MetricSource for AdminState {
         self.write_decisions(exposition)?;
         self.write_store(exposition)?;
         self.write_upstreams(exposition)?;
+        self.write_certificates(exposition)?;
         self.write_dropped(exposition)
     }
 }
@@ -166,6 +169,45 @@ impl AdminState {
             .gauge("upstream_server_requests_in_flight", "Requests in flight at an endpoint, from all workers")?;
         for (upstream, endpoint) in endpoints() {
             writer.write_gauge(&[("upstream", upstream), ("server", &endpoint.server)], endpoint.in_flight as u64)?;
+        }
+        Ok(())
+    }
+
+    fn write_certificates(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
+        let active = self.config_handle.active();
+        let mut expiries: BTreeMap<(String, &str), i64> = BTreeMap::new();
+        // Of several certificates for a name, the one that expires first.
+        let mut add = |name: String, source, certificate: &Certificate| {
+            let (_, not_after_s) = certificate.validity_s();
+            let first = expiries.entry((name, source)).or_insert(not_after_s);
+            *first = not_after_s.min(*first);
+        };
+        for certificate in active
+            .config
+            .listeners
+            .iter()
+            .filter_map(|listener| listener.tls.as_ref())
+            .flat_map(|tls| tls.tls.certificates())
+        {
+            let Some(name) = certificate.names().into_iter().next() else { continue };
+            add(name, "file", &certificate);
+        }
+        for (acme, name) in active.config.acme.iter().flat_map(|acme| acme.names.iter().map(move |name| (acme, name))) {
+            if let Some(certificate) = acme.certificates.get(name).certificate {
+                add(name.to_string(), "acme", &certificate);
+            }
+        }
+        let mut writer = exposition.gauge(
+            "tls_certificate_not_after_seconds",
+            "When the certificate of a listener expires, since the Unix epoch, by its first name and its source",
+        )?;
+        for ((name, source), not_after_s) in &expiries {
+            writer.write_gauge(&[("name", name), ("source", source)], (*not_after_s).max(0) as u64)?;
+        }
+        let results = active.config.acme.as_ref().map_or([0; 2], |acme| acme.certificates.results());
+        let mut writer = exposition.counter("acme_orders", "Attempts to obtain a certificate by ACME by result")?;
+        for (result, count) in ["ok", "error"].iter().zip(results) {
+            writer.write_counter(&[("result", result)], count)?;
         }
         Ok(())
     }

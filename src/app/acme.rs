@@ -159,19 +159,25 @@ impl AcmeClient {
             // The cryptographic library fails, which it does not.
             return warn!(%error, "ACME does not work");
         }
+        // Requested names, with the certificate that they had then.
+        let mut requested = BTreeMap::new();
         loop {
             let active = deps.config_handle.active();
             // `[acme]` needs a restart to be removed.
             let Some(acme) = &active.config.acme else { return };
             self.storage.sync().await;
             self.serve_stored(acme);
-            let requested = acme.certificates.take_renewal_requests();
+            for name in acme.certificates.take_renewal_requests() {
+                let replaced = acme.certificates.get(&name).certificate.as_deref().map(fingerprint);
+                requested.insert(name, replaced);
+            }
             for name in &acme.names {
-                let is_requested = requested.contains(name);
-                let is_due = is_requested || self.plan(acme, name).is_some();
-                if is_due && !self.proceed_with_lock(acme, name, is_requested).await {
+                let request = requested.get(name);
+                let is_due = request.is_some() || self.plan(acme, name).is_some();
+                if is_due && !self.proceed_with_lock(acme, name, request).await {
                     break;
                 }
+                requested.remove(name);
             }
             tokio::select! {
                 () = sleep(TICK) => {}
@@ -297,8 +303,9 @@ impl AcmeClient {
         }
     }
 
-    /// Do what is planned for a name, if this process gets the lock. Return whether it had the lock.
-    async fn proceed_with_lock(&mut self, acme: &Acme, name: &str, is_requested: bool) -> bool {
+    /// Do what is planned or requested for a name, if this process gets the lock. Return whether it had the lock.
+    /// `request` has the certificate that an administrator wants to be replaced.
+    async fn proceed_with_lock(&mut self, acme: &Acme, name: &str, request: Option<&Option<String>>) -> bool {
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         match self.storage.lock().await {
             Ok(true) => {}
@@ -316,16 +323,18 @@ impl AcmeClient {
         let keep_lock = self.storage.keep_lock();
         tokio::select! {
             biased;
-            () = self.proceed(acme, name, is_requested) => {}
+            () = self.proceed(acme, name, request) => {}
             () = keep_lock => {}
         }
         self.storage.unlock().await;
         true
     }
 
-    async fn proceed(&mut self, acme: &Acme, name: &str, is_requested: bool) {
+    async fn proceed(&mut self, acme: &Acme, name: &str, request: Option<&Option<String>>) {
         // Another process may have renewed it while this one waited for the lock.
         self.serve_stored(acme);
+        let current = acme.certificates.get(name).certificate.as_deref().map(fingerprint);
+        let is_requested = request.is_some_and(|replaced| *replaced == current);
         if self.plan(acme, name) == Some(Step::ReadRenewalInfo) {
             self.read_renewal_info(acme, name).await;
         }

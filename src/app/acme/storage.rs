@@ -57,7 +57,7 @@ pub(super) struct Storage {
     shared: Option<SharedRecords>,
     /// All records as last read or written.
     records: Records,
-    /// Records of certificates in the directory that the shared store lacks or has only older ones of.
+    /// Records that the shared store has lost, and certificates of which it has only older ones.
     unshared: Vec<String>,
 }
 
@@ -188,9 +188,12 @@ impl Storage {
         };
         let Some(mut read) = shared.read().await? else { return Ok(()) };
         self.unshared.clear();
+        let has_lost_all = read.is_empty();
         for (record, content) in std::mem::take(&mut self.records) {
             let is_certificate = record.ends_with(CERTIFICATE);
-            if is_certificate && read.get(&record).is_none_or(|other| is_older(other, &content)) {
+            // Redis has lost everything: the account, too.
+            let is_lost = has_lost_all && record == ACCOUNT;
+            if is_lost || is_certificate && read.get(&record).is_none_or(|other| is_older(other, &content)) {
                 self.unshared.push(record.clone());
                 read.insert(record, content);
             } else if is_certificate && read.get(&record) == Some(&content) {
