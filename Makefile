@@ -186,9 +186,9 @@ certs:
 	  -keyout certs/dev.key -out certs/dev.pem
 
 # What the tests start: a real Redis, which is a Sentinel and a node of a cluster as well, nginx, Node and Python as upstreams,
-# curl, hey and wrk for load, and openssl for the certificates of a page.
+# curl, hey and wrk for load, openssl for the certificates of a page, and the ACME CA Pebble.
 tools:
-	@$(call ensure,redis-server hey wrk nginx node python3 curl openssl,redis-server hey wrk nginx nodejs python3 curl openssl)
+	@$(call ensure,redis-server hey wrk nginx node python3 curl openssl pebble,redis-server hey wrk nginx nodejs python3 curl openssl pebble)
 
 peers:
 	@$(call ensure,nginx haproxy wrk,nginx libnginx-mod-http-lua haproxy wrk)

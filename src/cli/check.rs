@@ -134,6 +134,9 @@ fn check_loaded(
     }
     let mut notes = check::notes(&parsed, config);
     if !options.offline {
+        let (name_warnings, name_notes) = check::resolve_names(&parsed, config);
+        warnings.extend(name_warnings);
+        notes.extend(name_notes);
         match restart_only_differences(path, config) {
             Ok(keys) => warnings.extend(keys.iter().map(|key| restart_required_warning(key, &parsed, &text))),
             Err(error) => notes.push(Issue {

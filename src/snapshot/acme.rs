@@ -36,6 +36,19 @@ pub struct Acme {
     pub skipped_wildcards: Vec<Box<str>>,
 }
 
+impl Acme {
+    /// Return warnings: no certificate is obtained where one may be expected.
+    pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
+        let unused = self.names.is_empty().then(|| "[acme] has no effect: no listener has `tls.acme`".to_owned());
+        let wildcards = self.skipped_wildcards.iter().map(|host| {
+            format!(
+                "no certificate is obtained for `{host}`: wildcards require DNS-01 challenges; list its names in `tls.names`"
+            )
+        });
+        unused.into_iter().chain(wildcards)
+    }
+}
+
 /// `[acme]`
 #[derive(Debug)]
 pub struct AcmeSettings {

@@ -207,6 +207,8 @@ pub enum WarningSubject {
     Listener(usize),
     /// A certificate of a listener, by the indices of both.
     Certificate(usize, usize),
+    /// `[acme]`.
+    Acme,
 }
 
 impl CompiledConfig {
@@ -215,6 +217,9 @@ impl CompiledConfig {
         let of_upstream =
             |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
         let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(of_upstream).collect();
+        if let Some(acme) = &self.acme {
+            warnings.extend(acme.warnings().map(|text| (WarningSubject::Acme, text)));
+        }
         for (index, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
             let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
             for (certificate_index, (certificate, [file, _])) in certificates {

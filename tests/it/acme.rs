@@ -321,7 +321,7 @@ fn another_gateway_resumes_the_order_of_one_that_was_killed() {
 #[test]
 fn certificates_stay_in_use_without_redis_and_return_to_an_empty_one() {
     let (pebble, mut redis) = (Pebble::start(), Redis::start());
-    let (mut gateways, _) = start_three(&pebble, &redis);
+    let (mut gateways, balancer) = start_three(&pebble, &redis);
     eventually("a certificate at all gateways", || gateways.iter().all(is_ready));
     let client = trusting(&pebble);
     let leaf = served(&gateways[0], &client, "one.test").unwrap();
@@ -331,6 +331,7 @@ fn certificates_stay_in_use_without_redis_and_return_to_an_empty_one() {
     request_renewal(&gateways[0]);
     eventually("a report", || gateways[0].log().contains("no certificate is renewed"));
     let restarted = restart(&mut gateways[1]);
+    balancer.servers.lock().unwrap()[1] = restarted.address;
     for gateway in [&gateways[0], &restarted] {
         assert_eq!(served(gateway, &client, "one.test"), Some(leaf.clone()));
         assert_eq!(ask(gateway, "/readyz").status, 200);
