@@ -134,7 +134,7 @@ fn code(cell: &str) -> BTreeSet<&str> {
 }
 
 /// Labels whose values are names of the configuration or of servers. The values of all others are documented.
-const NAME_LABELS: [&str; 6] = ["route", "limit", "upstream", "server", "version", "le"];
+const NAME_LABELS: [&str; 7] = ["name", "route", "limit", "upstream", "server", "version", "le"];
 
 /// Return the label names and values of a sample.
 fn labels(sample: &str) -> Vec<(&str, &str)> {
@@ -148,6 +148,12 @@ fn labels(sample: &str) -> Vec<(&str, &str)> {
 fn manual_lists_exactly_the_exported_metrics() {
     let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n[upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n\
                    [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\"]\n";
+    let certificate = root().join("tests/certs/one.pem").display().to_string();
+    let pair = format!("{{ cert = \"{certificate}\", key = \"{}\" }}", certificate.replace(".pem", ".key"));
+    let limited = &format!(
+        "{limited}[[listener]]\naddress = \"127.0.0.1:0\"\n\
+         [[listener]]\naddress = \"127.0.0.1:0\"\ntls.certificates = [{pair}]\n"
+    );
     let gateway = Gateway::start(&admin_listener::with_admin(limited));
     // A worker that has served a request has created its metrics.
     assert_eq!(gateway.get("/unknown").status, 404);

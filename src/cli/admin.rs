@@ -79,6 +79,7 @@ pub(super) enum AdminCommand {
     /// result. Each order counts for the rate limits of the CA.
     #[command(after_help = examples![
         "sluicegate renew --name api.example.com",
+        "sluicegate renew --name api.example.com --admin http://127.0.0.1:9180",
     ])]
     Renew {
         #[command(flatten)]

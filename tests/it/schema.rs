@@ -118,11 +118,12 @@ fn invalid_values_fail_the_schema() {
 fn every_key() -> Value {
     json!({
         "server": {}, "log": {}, "client_ip": {}, "jwt": {}, "api_key": {},
-        "store": { "url": "redis://127.0.0.1:1" },
+        "store": { "url": "redis://127.0.0.1:1", "secret": "s" },
         "listener": [{
             "address": "127.0.0.1:0",
             "tls": { "certificates": [{ "cert": "one.pem", "key": "one.key" }], "client_ca": "one.pem" },
         }],
+        "acme": { "accept_terms": true },
         "admin": { "address": "127.0.0.1:1" },
         "limit": {
             "l": { "by": "ip", "quota": "1/s" },
@@ -157,8 +158,10 @@ fn load(file: &Value) -> Result<String, String> {
         routes,
         admin,
         listeners,
+        acme,
         ..
     } = &runtime;
+    let acme = acme.as_ref().map(|acme| (&acme.settings.directory, &acme.settings.challenges));
     let listeners: Vec<_> = listeners
         .iter()
         .map(|listener| {
@@ -197,7 +200,7 @@ fn load(file: &Value) -> Result<String, String> {
         })
         .collect();
     let (clients, targets) = ((client_ip, api_keys, limits), (upstreams, routes));
-    let text = format!("{:?}", (server, store, log, listeners, admin, clients, targets));
+    let text = format!("{:?}", (server, store, log, listeners, acme, admin, clients, targets));
     Ok(text.replace(&directory.path().display().to_string(), ""))
 }
 
@@ -247,6 +250,7 @@ fn file_with(path: &str) -> Value {
         "limit.*.max_queue" => set("limit.l.max_wait", json!("1s")),
         "upstream.*.max_queue" => set("upstream.u.max_requests", json!(1)),
         "store.url" => set("store", json!({})),
+        "acme.challenges.*" => set("acme.challenges", json!([null])),
         "route.*.redirect.status" => set("route", json!([{ "name": "m", "path": "/m", "redirect": { "to": "/" } }])),
         "route.*.ratelimit_headers.*" => set("route.r.ratelimit_headers", json!([null])),
         "route.*.upstream.*" => set("route", json!([{ "name": "m", "path": "/m", "upstream": { "u": 1 } }])),
