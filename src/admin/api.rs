@@ -80,7 +80,7 @@ async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<Adm
         ("/api/top", _) => top_denied(context, query),
         ("/api/differences", _) => differences(context, query),
         ("/api/certificates", _) => Ok(certificates::list(context)),
-        ("/api/certificates/renew", _) => certificates::renew(context, read_json(request).await?),
+        ("/api/certificates/renew", _) => certificates::renew(context, &read_json(request).await?),
         ("/api/identities", _) => identities::identity_statuses(context, query).await,
         ("/api/reset", _) => identities::reset(context, read_json(request).await?).await,
         (_, Method::GET) => overrides::list_overrides(context).await,

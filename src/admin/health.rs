@@ -77,8 +77,8 @@ impl AdminState {
         };
         let to_server = |EndpointStatus { server, state, in_flight }| EndpointReadiness { server, state, in_flight };
         let certificates = active.config.acme.as_ref().map(|acme| {
-            let has_none = |name: &&Box<str>| acme.certificates.get(name).certificate.is_none();
-            CertificateReadiness { missing: acme.names.iter().filter(has_none).cloned().collect() }
+            let missing = acme.names.iter().filter(|name| acme.certificates.get(name).certificate.is_none());
+            CertificateReadiness { missing: missing.cloned().collect() }
         });
         let upstreams = active.clusters.iter().map(|cluster| {
             let servers = cluster.status().into_iter().map(to_server).collect();

@@ -423,7 +423,7 @@ fn rotated(challenges: &[ChallengeKind], failures: u32) -> Vec<ChallengeKind> {
 fn random_part(seed: &[u8], width: u64) -> u64 {
     let hash = digest(&SHA256, seed);
     let number = hash.as_ref().iter().take(8).fold(0, |number: u64, byte| number << 8 | u64::from(*byte));
-    (u128::from(number) * u128::from(width) >> 64) as u64
+    ((u128::from(number) * u128::from(width)) >> 64) as u64
 }
 
 fn is_same(one: &Certificate, other: &Certificate) -> bool {

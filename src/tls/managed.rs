@@ -102,7 +102,7 @@ fn challenge_config(name: &str, key_authorization: &str) -> Result<ServerConfig,
     let mut params = CertificateParams::new([name.to_owned()]).map_err(TlsError::Generate)?;
     let authorization = digest(&SHA256, key_authorization.as_bytes());
     params.custom_extensions = vec![CustomExtension::new_acme_identifier(authorization.as_ref())];
-    let certificate = self_sign(params)?;
+    let certificate = self_sign(&params)?;
     let builder = ServerConfig::builder_with_provider(Arc::new(default_provider()));
     let builder = builder.with_safe_default_protocol_versions().map_err(TlsError::Setup)?;
     let resolver = Arc::new(SingleCertAndKey::from(certificate));
@@ -112,7 +112,7 @@ fn challenge_config(name: &str, key_authorization: &str) -> Result<ServerConfig,
     Ok(config)
 }
 
-fn self_sign(params: CertificateParams) -> Result<Arc<CertifiedKey>, TlsError> {
+fn self_sign(params: &CertificateParams) -> Result<Arc<CertifiedKey>, TlsError> {
     let key = KeyPair::generate().map_err(TlsError::Generate)?;
     let certificate = params.self_signed(&key).map_err(TlsError::Generate)?;
     let key = PrivateKeyDer::Pkcs8(key.serialize_der().into());
@@ -133,7 +133,7 @@ impl ManagedCertificates {
         Ok(ManagedCertificates {
             entries: ArcSwap::default(),
             challenges: ArcSwap::default(),
-            self_signed: self_sign(params)?,
+            self_signed: self_sign(&params)?,
             renewal_requests: Mutex::default(),
             wake: Notify::new(),
             results: Default::default(),

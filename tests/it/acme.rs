@@ -336,7 +336,7 @@ fn certificates_stay_in_use_without_redis_and_return_to_an_empty_one() {
         assert_eq!(served(gateway, &client, "one.test"), Some(leaf.clone()));
         assert_eq!(ask(gateway, "/readyz").status, 200);
     }
-    assert_eq!(pebble.orders(), 1, "without Redis, nobody may place an order");
+    assert_eq!(pebble.orders(), 1, "without Redis, no gateway may place an order");
     let redis = Redis::start_with(port, &["--port", &port.to_string()]).unwrap();
     eventually("the requested renewal", || served(&gateways[2], &client, "one.test").unwrap() != leaf);
     eventually("all have it", || served(&gateways[0], &client, "one.test") == served(&restarted, &client, "one.test"));

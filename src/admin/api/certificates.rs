@@ -96,7 +96,7 @@ pub(super) fn list(context: &ApiContext<'_>) -> AdminResponse {
 }
 
 /// Request the renewal of a certificate by ACME. The result is in the log and in the list.
-pub(super) fn renew(context: &ApiContext<'_>, request: RenewRequest) -> Result<AdminResponse> {
+pub(super) fn renew(context: &ApiContext<'_>, request: &RenewRequest) -> Result<AdminResponse> {
     let name = request.name.to_ascii_lowercase();
     match context.config.acme.as_ref().filter(|acme| acme.names.iter().any(|known| **known == *name)) {
         Some(acme) => {
