@@ -189,9 +189,9 @@ certs:
 	  -keyout certs/dev.key -out certs/dev.pem
 
 # What the tests start: a real Redis, which is a Sentinel and a node of a cluster as well, nginx, Node and Python as upstreams,
-# curl, hey and wrk for load, openssl for the certificates of a page, and htpasswd for files of users.
+# curl, hey and wrk for load, openssl for the certificates of a page, htpasswd for files of users, and the ACME CA Pebble.
 tools:
-	@$(call ensure,redis-server hey wrk nginx node python3 curl openssl htpasswd,redis-server hey wrk nginx nodejs python3 curl openssl apache2-utils)
+	@$(call ensure,redis-server hey wrk nginx node python3 curl openssl htpasswd pebble,redis-server hey wrk nginx nodejs python3 curl openssl apache2-utils pebble)
 
 peers:
 	@$(call ensure,nginx haproxy wrk,nginx libnginx-mod-http-lua haproxy wrk)

@@ -305,7 +305,7 @@ impl AdminServer {
 
     fn readiness(&self) -> AdminResponse {
         let health = self.state.readiness();
-        let status = if health.is_stopping() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
+        let status = if health.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
         // Strings always serialize.
         let body = serde_json::to_string(&health).unwrap_or_default() + "\n";
         typed_response(status, "application/json", body)

@@ -1,5 +1,6 @@
 //! The gateway process: opens the sockets, starts the threads and owns what they share.
 
+pub mod acme;
 pub(crate) mod admin_socket;
 mod collector;
 pub mod hot_restart;
@@ -23,6 +24,7 @@ use tracing::{info, warn};
 
 use crate::admin::state::AdminState;
 use crate::admin::{AdminDeps, AdminSockets};
+use crate::app::acme::{AcmeClient, AcmeDeps, AcmeError};
 use crate::app::admin_socket::AdminSocketFile;
 use crate::app::hot_restart::HotRestart;
 use crate::app::listen::{InheritedSockets, ListenerSockets};
@@ -82,6 +84,9 @@ pub enum AppError {
     /// The trace exporter cannot be started.
     #[error("cannot start the trace exporter: {0}")]
     Traces(anyhow::Error),
+    /// The storage or the client of ACME cannot be used.
+    #[error(transparent)]
+    Acme(#[from] AcmeError),
     /// A thread or its tokio runtime cannot be started.
     #[error("cannot start a worker: {0}")]
     Worker(#[source] io::Error),
@@ -114,6 +119,8 @@ pub struct App {
     sinks: TelemetrySinks,
     config_handle: Arc<ConfigHandle>,
     reload_requests: Receiver<ReloadRequest>,
+    /// Obtains certificates, if ACME is configured.
+    acme: Option<AcmeClient>,
     /// Watches the configuration and the files that it names.
     watcher: Option<FileWatcher>,
 }
@@ -156,6 +163,7 @@ impl App {
         let admin_socket = admin_socket.transpose()?;
         let spans = config.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
         let sinks = TelemetrySinks { access_log: open_access_log(&config)?, trace_exporter: spans };
+        let acme = config.acme.as_ref().map(AcmeClient::open).transpose()?;
         let config = Arc::new(config);
         let (config_handle, reload_requests) = ConfigHandle::new(config.clone());
         let config_handle = Arc::new(config_handle);
@@ -171,6 +179,7 @@ impl App {
             sinks,
             config_handle,
             reload_requests,
+            acme,
             watcher,
         })
     }
@@ -262,6 +271,15 @@ impl App {
         // Not joined: the reload thread ends with the process.
         thread::Builder::new().name("reload".to_owned()).spawn(|| reloader.run()).map_err(AppError::Worker)?;
         let mut workers = vec![maintenance_thread];
+        if let Some(acme) = self.acme {
+            workers.push(acme.start(AcmeDeps {
+                config_handle: self.config_handle.clone(),
+                circuit_breaker: breaker.clone(),
+                cluster_map: topology.clone(),
+                stop: stop.clone(),
+            })?);
+        }
+        let background_threads = workers.len();
         let (ready_sender, ready_receiver) = channel();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
@@ -289,7 +307,7 @@ impl App {
         }
         drop(ready_sender);
         // A worker that cannot start drops its sender without a message. Report readiness only if all workers serve.
-        if ready_receiver.iter().count() == workers.len() - 1 {
+        if ready_receiver.iter().count() == workers.len() - background_threads {
             if let Some(Err(error)) = admin_socket_file.as_mut().map(AdminSocketFile::publish) {
                 warn!(%error, "cannot give the admin socket its name");
             }

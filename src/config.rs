@@ -37,6 +37,8 @@ pub struct Config {
     pub server: Server,
     /// Listening sockets.
     pub listener: Vec<Spanned<Listener>>,
+    /// Certificates by ACME (RFC 8555), for listeners with `tls.acme`. Default: certificates are files.
+    pub acme: Option<Spanned<Acme>>,
     /// Admin listener for health, metrics and the admin API. Default: no admin listener.
     pub admin: Option<Spanned<Admin>>,
     /// The process log and the access log.
@@ -154,11 +156,17 @@ pub struct Listener {
 /// `tls` of a listener
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[schemars(extend("required" = ["certificates"]))]
 pub struct ListenerTls {
     /// Certificates: `[{ cert = "certs/dev.pem", key = "certs/dev.key" }]`. The gateway serves the first one that
     /// matches the SNI name of the client, otherwise the first in the list.
     pub certificates: Vec<Spanned<Certificate>>,
+    /// Obtain the certificates by ACME, as `[acme]` says, instead of `certificates`
+    /// ([certificates by ACME](../how-to/acme.md)).
+    #[schemars(extend("default" = false))]
+    pub acme: Option<Spanned<bool>>,
+    /// DNS names for `acme`. Each has a certificate of its own. Default: the hosts of all routes, except wildcards and IP
+    /// addresses.
+    pub names: Option<Vec<Text>>,
     /// PEM file of CA certificates. Clients are asked for a certificate signed by one of them.
     pub client_ca: Option<Text>,
     /// `"optional"`: clients may connect without a certificate. `"required"`: the TLS handshake fails without one.
@@ -175,6 +183,46 @@ pub struct Certificate {
     pub cert: Option<Text>,
     /// PEM file of the private key, without a password.
     pub key: Option<Text>,
+}
+
+/// `[acme]`
+#[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["accept_terms"]))]
+pub struct Acme {
+    /// Whether you accept the terms of service of the CA. Must be `true`.
+    pub accept_terms: Option<Spanned<bool>>,
+    /// Email address for messages of the CA. Default: none.
+    pub email: Option<Text>,
+    /// URL of the CA's directory, `https://` only. Default: Let's Encrypt.
+    #[schemars(extend("default" = "https://acme-v02.api.letsencrypt.org/directory"))]
+    pub directory: Option<Text>,
+    /// Use the staging environment of Let's Encrypt: higher rate limits, and certificates that clients do not trust.
+    /// Excludes `directory`.
+    #[schemars(extend("default" = false))]
+    pub staging: Option<Spanned<bool>>,
+    /// PEM file of CA certificates for the connection to the directory. Default: the trust roots of the system.
+    pub ca: Option<Text>,
+    /// Directory for the account, the certificates and their keys. Default: `acme` in `$STATE_DIRECTORY` if systemd
+    /// sets it, otherwise `certs/acme`.
+    pub storage: Option<Text>,
+    /// Kinds of challenges, in order: an attempt that fails is followed by one with the next kind. Default: both;
+    /// without a plaintext listener only `"tls-alpn-01"`.
+    #[schemars(schema_with = "schema::challenges")]
+    pub challenges: Option<Vec<Text>>,
+    /// External account binding (EAB), for CAs that require it: `{ key_id = "…", mac_key = "…" }`.
+    pub external_account: Option<Spanned<ExternalAccount>>,
+}
+
+/// `external_account` of `[acme]`
+#[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["key_id", "mac_key"]))]
+pub struct ExternalAccount {
+    /// Key identifier from the CA.
+    pub key_id: Option<Text>,
+    /// MAC key from the CA, in base64url.
+    pub mac_key: Option<Text>,
 }
 
 /// `[admin]`

@@ -200,6 +200,7 @@ impl Server {
             None
         };
         let acceptor = listener.tls.as_ref().map(|tls| tls.tls.acceptor());
+        let challenges = listener.tls.as_ref().and_then(|tls| tls.tls.pending_challenges());
         let client_hello = match acceptor {
             Some(_) => timeout_at(deadline, Box::pin(handshake::peek_client_hello(&stream))).await??,
             None => Vec::new(),
@@ -232,9 +233,14 @@ impl Server {
                 Box::pin(new_connection(peer).run(stream, protocol)).await?
             }
             Some(acceptor) => {
-                let handshake = Box::pin(acceptor.accept(stream));
-                let stream = match timeout_at(deadline, handshake).await {
-                    Ok(Ok(stream)) => Box::new(stream),
+                let handshake = Box::pin(async {
+                    match &challenges {
+                        None => acceptor.accept(stream).await.map(Some),
+                        Some(challenges) => handshake::accept_or_validate(&acceptor, challenges, stream).await,
+                    }
+                });
+                let accepted = match timeout_at(deadline, handshake).await {
+                    Ok(Ok(accepted)) => accepted,
                     Ok(Err(error)) => {
                         let failure = HandshakeFailure::from_error(&error);
                         self.record_handshake_failure(failure, Some(&error), peer.address, &client_hello);
@@ -245,6 +251,8 @@ impl Server {
                         return Err(elapsed.into());
                     }
                 };
+                // A validation by the CA ends with its handshake (RFC 8737 §3).
+                let Some(stream) = accepted.map(Box::new) else { return Ok(()) };
                 drop(client_hello);
                 let session = stream.get_ref().1;
                 self.metrics.record_handshake(session.protocol_version(), session.alpn_protocol());

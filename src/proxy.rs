@@ -16,8 +16,10 @@ pub mod top_denied;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use bytes::Bytes;
+use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
 use http::uri::PathAndQuery;
-use http::{Request, Response, StatusCode};
+use http::{Method, Request, Response, StatusCode};
 use http_body::Body as _;
 use tokio::time::Instant;
 
@@ -39,11 +41,15 @@ use crate::proxy::metrics::{RequestMetrics, WorkerMetrics};
 use crate::proxy::mirror::MirrorTasks;
 use crate::proxy::target::{RequestTarget, origin_form};
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::acme::Acme;
 use crate::snapshot::routes::{Route, RouteAction};
 use crate::telemetry::access_log::TelemetrySinks;
 use crate::upstream::Upstream;
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::retry::AttemptLog;
+
+/// Path of HTTP-01 challenges, before the token (RFC 8555 §8.3).
+const HTTP_CHALLENGE_PATH: &str = "/.well-known/acme-challenge/";
 
 /// The gateway of one worker: its configuration snapshot, limiter and telemetry.
 #[derive(Debug)]
@@ -114,6 +120,11 @@ impl Gateway {
         let revalidated = peer.revalidate(&snapshot.runtime);
         let peer = revalidated.as_deref().unwrap_or(peer);
         let mut context = RequestContext::new(&snapshot, &self.sinks, peer, flow, &request);
+        let challenge = snapshot.runtime.acme.as_ref().and_then(|acme| challenge_response(acme, &request));
+        if let Some(response) = challenge {
+            request_body::discard_body(request, flow);
+            return context.complete(Ok(response));
+        }
         let admission = self.admit(&mut context, &request).await;
         context.render_response_headers(&request);
         let result = match admission {
@@ -237,6 +248,20 @@ impl Gateway {
         context.permits = decision.permits;
         Ok(response)
     }
+}
+
+/// Return the response to the validation of a name by HTTP-01 (RFC 8555 §8.3). It precedes routes, redirects and
+/// access rules. Unknown tokens are left to the routes: the CA may be validating another ACME client's order.
+fn challenge_response(acme: &Acme, request: &Request<RequestBody>) -> Option<Response<Body>> {
+    let token = request.uri().path().strip_prefix(HTTP_CHALLENGE_PATH)?;
+    if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        return None;
+    }
+    let key_authorization = acme.certificates.http_response(token)?;
+    let mut response = Response::new(Body::full(Bytes::from(String::from(key_authorization))));
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
+    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    Some(response)
 }
 
 /// A request admitted by its limits.

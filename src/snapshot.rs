@@ -1,6 +1,7 @@
 //! The compiled configuration: references resolved, values validated, all errors reported. Nothing fails later.
 
 mod access;
+pub mod acme;
 pub mod auth;
 pub mod client_tls;
 mod cors;
@@ -46,6 +47,7 @@ use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::spec::LimitSpec;
 use crate::routing::RouteTable;
 use crate::snapshot::access::NetworkFiles;
+use crate::snapshot::acme::{Acme, AcmeListeners};
 use crate::snapshot::auth::Authentication;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::cost::{Cost, RefundOn};
@@ -66,6 +68,8 @@ pub struct CompiledConfig {
     pub server: Arc<ServerSettings>,
     /// Listening sockets.
     pub listeners: Vec<Listener>,
+    /// Certificates by ACME, if configured.
+    pub acme: Option<Acme>,
     /// Admin listener, if configured.
     pub admin: Option<AdminSettings>,
     /// The admin socket.
@@ -257,7 +261,9 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     // Counts invalid networks, too, so that these are the only error.
     let trusted_proxies = config.client_ip.trusted_proxies.as_ref().map_or(0, Vec::len);
     let mut network_files = NetworkFiles::default();
-    let listeners = listeners::listeners(&config.listener, trusted_proxies, &mut network_files, reader);
+    let mut acme = AcmeListeners::new(config, reader);
+    let listeners = listeners::listeners(&config.listener, trusted_proxies, &mut acme, &mut network_files, reader);
+    let acme = acme::acme(config, acme, &listeners, reader);
     let admin = config.admin.as_ref().and_then(|admin| settings::admin(admin, &listeners, reader));
     let admin_socket = settings::admin_socket(config.admin.as_ref(), reader);
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
@@ -294,6 +300,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         files: ConfigFiles::from_sources(&file.sources),
         server: Arc::new(server),
         listeners,
+        acme,
         admin,
         admin_socket,
         store,

@@ -1,7 +1,9 @@
 //! Downstream TLS: certificates selected by server name (SNI, RFC 6066 §3), verification of client certificates, and
 //! trust roots. Certificates and verifier can be replaced while connections are open.
 
-use std::net::IpAddr;
+pub mod managed;
+
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -22,6 +24,8 @@ use x509_parser::certificate::{Validity, X509Certificate};
 use x509_parser::extensions::GeneralName;
 use x509_parser::parse_x509_certificate;
 use x509_parser::time::ASN1Time;
+
+use crate::tls::managed::ManagedCertificates;
 
 /// Why a certificate, key or trust root cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -62,6 +66,9 @@ pub enum TlsError {
     /// rustls rejects the configuration.
     #[error("TLS cannot be set up: {0}")]
     Setup(#[source] rustls::Error),
+    /// A self-signed certificate cannot be generated.
+    #[error("a self-signed certificate cannot be generated: {0}")]
+    Generate(#[source] rcgen::Error),
 }
 
 /// Whether clients must present a certificate.
@@ -86,17 +93,36 @@ pub struct DownstreamTls {
     client_trust_changed: AtomicBool,
 }
 
-/// Selects the first certificate that is valid for the server name. Without a match or a server name it is the
-/// first one.
+/// Where the certificates of a listener come from.
 #[derive(Debug)]
-struct SniResolver(Vec<ArcSwap<Certificate>>);
+pub enum CertificateSource {
+    /// Files, in the configured order.
+    Files(Vec<Certificate>),
+    /// One certificate for each of these names, which are obtained while the gateway runs.
+    Managed(Vec<Box<str>>, Arc<ManagedCertificates>),
+}
+
+/// Selects the certificate for a connection by its server name.
+#[derive(Debug)]
+enum SniResolver {
+    /// The first one that is valid for the server name. Without a match or a server name it is the first one.
+    Files(Vec<ArcSwap<Certificate>>),
+    /// That of the server name, if it is one of these names.
+    Managed(Vec<Box<str>>, ArcSwap<ManagedCertificates>),
+}
 
 impl ResolvesServerCert for SniResolver {
     fn resolve(&self, client_hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let certificates = match self {
+            SniResolver::Files(certificates) => certificates,
+            SniResolver::Managed(names, managed) => {
+                return Some(managed.load().resolve(client_hello.server_name(), names));
+            }
+        };
         let name = client_hello.server_name().and_then(|name| ServerName::try_from(name).ok());
-        let mut certificates = self.0.iter().map(ArcSwap::load);
-        let matching = name.and_then(|name| certificates.find(|certificate| certificate.matches_server_name(&name)));
-        matching.or_else(|| self.0.first().map(ArcSwap::load)).map(|certificate| certificate.certified_key.clone())
+        let mut loaded = certificates.iter().map(ArcSwap::load);
+        let matching = name.and_then(|name| loaded.find(|certificate| certificate.matches_server_name(&name)));
+        matching.or_else(|| certificates.first().map(ArcSwap::load)).map(|found| found.certified_key.clone())
     }
 }
 
@@ -121,8 +147,13 @@ impl DownstreamTls {
     ///
     /// # Errors
     /// rustls rejects the configuration.
-    pub fn new(certificates: Vec<Certificate>, client_verifier: Option<ClientVerifier>) -> Result<Self, TlsError> {
-        let certificates = Arc::new(SniResolver(certificates.into_iter().map(ArcSwap::from_pointee).collect()));
+    pub fn new(source: CertificateSource, client_verifier: Option<ClientVerifier>) -> Result<Self, TlsError> {
+        let certificates = Arc::new(match source {
+            CertificateSource::Files(certificates) => {
+                SniResolver::Files(certificates.into_iter().map(ArcSwap::from_pointee).collect())
+            }
+            CertificateSource::Managed(names, managed) => SniResolver::Managed(names, ArcSwap::new(managed)),
+        });
         let client_verifier = client_verifier.unwrap_or_else(|| ClientVerifier(Arc::new(NoClientAuth)));
         let config = ArcSwap::from_pointee(server_config(certificates.clone(), client_verifier)?);
         Ok(DownstreamTls { certificates, config, client_trust_changed: AtomicBool::new(false) })
@@ -133,14 +164,43 @@ impl DownstreamTls {
         TlsAcceptor::from(self.config.load_full())
     }
 
-    /// Return the certificates in the configured order.
+    /// Return the certificates from files, in the configured order.
     pub fn certificates(&self) -> impl Iterator<Item = Arc<Certificate>> {
-        self.certificates.0.iter().map(ArcSwap::load_full)
+        let files = match &*self.certificates {
+            SniResolver::Files(certificates) => certificates.as_slice(),
+            SniResolver::Managed(..) => &[],
+        };
+        files.iter().map(ArcSwap::load_full)
+    }
+
+    /// Return the names whose certificates are obtained while the gateway runs, and these certificates.
+    pub fn managed(&self) -> Option<(&[Box<str>], Arc<ManagedCertificates>)> {
+        match &*self.certificates {
+            SniResolver::Files(_) => None,
+            SniResolver::Managed(names, managed) => Some((names, managed.load_full())),
+        }
+    }
+
+    /// Return the certificates with their challenges while a TLS-ALPN-01 challenge (RFC 8737) is pending.
+    pub fn pending_challenges(&self) -> Option<Arc<ManagedCertificates>> {
+        match &*self.certificates {
+            SniResolver::Managed(_, managed) => Some(managed.load_full()).filter(|managed| managed.has_tls_challenge()),
+            SniResolver::Files(_) => None,
+        }
+    }
+
+    /// Use the certificates of another configuration, if this listener has no files.
+    pub fn use_managed(&self, certificates: &Arc<ManagedCertificates>) {
+        if let SniResolver::Managed(_, managed) = &*self.certificates {
+            managed.store(certificates.clone());
+        }
     }
 
     /// Replace the certificate at `index`. Sessions can still be resumed.
     pub fn replace_certificate(&self, index: usize, certificate: Certificate) {
-        self.certificates.0[index].store(Arc::new(certificate));
+        if let SniResolver::Files(certificates) = &*self.certificates {
+            certificates[index].store(Arc::new(certificate));
+        }
     }
 
     /// Replace the verifier of client certificates. Older sessions cannot be resumed: resumption would skip
@@ -222,7 +282,6 @@ pub struct Certificate {
     /// Chain and key as rustls uses them.
     pub certified_key: Arc<CertifiedKey>,
     validity: Validity,
-    name: Box<str>,
 }
 
 impl Certificate {
@@ -235,19 +294,18 @@ impl Certificate {
         let chain = chain.map_err(TlsError::UnreadableCertificate)?;
         let Some(leaf) = chain.first() else { return Err(TlsError::NoCertificate) };
         let (_, parsed) = parse_x509_certificate(leaf).map_err(|_| TlsError::MalformedCertificate)?;
-        let (validity, name) = (parsed.validity().clone(), display_name(&parsed));
+        let validity = parsed.validity().clone();
         let key = PrivateKeyDer::from_pem_slice(key).map_err(TlsError::UnreadableKey)?;
         let chain = CertifiedKey::from_der(chain, key, &default_provider()).map_err(|error| match error {
             rustls::Error::InconsistentKeys(_) => TlsError::KeyMismatch(error),
             error => TlsError::UnusableKey(error),
         })?;
-        Ok(Certificate { certified_key: Arc::new(chain), validity, name })
+        Ok(Certificate { certified_key: Arc::new(chain), validity })
     }
 
-    /// Return the name of the certificate for people: its first DNS name or IP address (RFC 5280 §4.2.1.6), otherwise
-    /// its common name.
-    pub fn name(&self) -> Box<str> {
-        self.name.clone()
+    /// Return the name of the certificate for people: the first of [`names`](Self::names).
+    pub fn name(&self) -> String {
+        self.names().into_iter().next().unwrap_or_default()
     }
 
     /// Return when the certificate expires, in seconds since the Unix epoch.
@@ -268,25 +326,41 @@ impl Certificate {
         }
     }
 
+    /// Return the start and the end of the validity, seconds since the Unix epoch.
+    pub fn validity_s(&self) -> (i64, i64) {
+        (self.validity.not_before.timestamp(), self.validity.not_after.timestamp())
+    }
+
+    /// Return the DNS names and IP addresses of the certificate (RFC 5280 §4.2.1.6), or its subject if it has none.
+    pub fn names(&self) -> Vec<String> {
+        let names = self.parsed(|certificate| {
+            let names = certificate.subject_alternative_name().ok().flatten();
+            let names = names.iter().flat_map(|names| &names.value.general_names).filter_map(|name| match name {
+                GeneralName::DNSName(name) => Some((*name).to_owned()),
+                GeneralName::IPAddress(bytes) => match *bytes {
+                    [a, b, c, d] => Some(Ipv4Addr::from([*a, *b, *c, *d]).to_string()),
+                    bytes => <[u8; 16]>::try_from(bytes).ok().map(|bytes| Ipv6Addr::from(bytes).to_string()),
+                },
+                _ => None,
+            });
+            let names: Vec<_> = names.collect();
+            if names.is_empty() { vec![certificate.subject().to_string()] } else { names }
+        });
+        names.unwrap_or_default()
+    }
+
+    /// Return the issuer of the certificate.
+    pub fn issuer(&self) -> String {
+        self.parsed(|certificate| certificate.issuer().to_string()).unwrap_or_default()
+    }
+
+    fn parsed<T>(&self, read: impl FnOnce(&X509Certificate<'_>) -> T) -> Option<T> {
+        let leaf = self.certified_key.cert.first()?;
+        parse_x509_certificate(leaf).ok().map(|(_, parsed)| read(&parsed))
+    }
+
     pub(crate) fn matches_server_name(&self, name: &ServerName<'_>) -> bool {
         let parsed = self.certified_key.cert.first().map(ParsedCertificate::try_from);
         parsed.is_some_and(|parsed| parsed.is_ok_and(|certificate| verify_server_name(&certificate, name).is_ok()))
     }
-}
-
-/// Return the first DNS name or IP address of a certificate, otherwise its common name, otherwise an empty string.
-fn display_name(certificate: &X509Certificate<'_>) -> Box<str> {
-    let alternatives = certificate.subject_alternative_name().ok().flatten();
-    let names = alternatives.iter().flat_map(|extension| &extension.value.general_names);
-    let mut names = names.filter_map(|name| match name {
-        GeneralName::DNSName(name) => Some((*name).into()),
-        GeneralName::IPAddress(bytes) => {
-            let v4 = <[u8; 4]>::try_from(*bytes).ok().map(IpAddr::from);
-            let address = v4.or_else(|| <[u8; 16]>::try_from(*bytes).ok().map(IpAddr::from));
-            address.map(|address| address.to_string().into())
-        }
-        _ => None,
-    });
-    let common_name = || certificate.subject().iter_common_name().find_map(|name| name.as_str().ok().map(Into::into));
-    names.next().or_else(common_name).unwrap_or_default()
 }

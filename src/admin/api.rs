@@ -1,5 +1,6 @@
 //! `/api`: rate limit usage, resets and quota overrides of identities, as JSON.
 
+mod certificates;
 mod identities;
 mod overrides;
 
@@ -45,8 +46,8 @@ struct ApiContext<'a> {
 /// Handle a request that may read. Changes are authorized here.
 pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> AdminResponse {
     let methods: &[Method] = match request.uri().path() {
-        "/api/top" | "/api/identities" | "/api/differences" => &[Method::GET],
-        "/api/reset" => &[Method::POST],
+        "/api/top" | "/api/identities" | "/api/differences" | "/api/certificates" => &[Method::GET],
+        "/api/reset" | "/api/certificates/renew" => &[Method::POST],
         "/api/overrides" => &[Method::GET, Method::POST, Method::DELETE],
         _ => {
             let message =
@@ -78,6 +79,8 @@ async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<Adm
     match (&*path, method) {
         ("/api/top", _) => top_denied(context, query),
         ("/api/differences", _) => differences(context, query),
+        ("/api/certificates", _) => Ok(certificates::list(context)),
+        ("/api/certificates/renew", _) => certificates::renew(context, &read_json(request).await?),
         ("/api/identities", _) => identities::identity_statuses(context, query).await,
         ("/api/reset", _) => identities::reset(context, read_json(request).await?).await,
         (_, Method::GET) => overrides::list_overrides(context).await,

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use crate::admin::state::AdminState;
+use crate::snapshot::Listener;
 use crate::upstream::cluster::EndpointStatus;
 
 /// Response body of `/readyz`.
@@ -13,6 +14,15 @@ pub(super) struct ReadinessReport<'a> {
     status: ReadinessStatus,
     store: StoreReadiness<'a>,
     upstreams: BTreeMap<Box<str>, Vec<EndpointReadiness>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    certificates: Option<CertificateReadiness>,
+}
+
+/// Certificates by ACME.
+#[derive(Debug, Serialize)]
+struct CertificateReadiness {
+    /// Names without a certificate.
+    missing: Vec<Box<str>>,
 }
 
 /// Overall status.
@@ -23,6 +33,8 @@ enum ReadinessStatus {
     Ready,
     /// A circuit breaker of the store is open: requests are served, and limits follow `on_store_error`.
     Degraded,
+    /// A listener has no certificate of the CA yet: it serves a self-signed one.
+    Pending,
     /// The process drains and accepts no new requests.
     Stopping,
 }
@@ -43,8 +55,9 @@ struct EndpointReadiness {
 }
 
 impl ReadinessReport<'_> {
-    pub(super) fn is_stopping(&self) -> bool {
-        self.status == ReadinessStatus::Stopping
+    /// Return whether load balancers should send requests.
+    pub(super) fn is_ready(&self) -> bool {
+        matches!(self.status, ReadinessStatus::Ready | ReadinessStatus::Degraded)
     }
 }
 
@@ -54,14 +67,20 @@ impl AdminState {
         let failing_stores = self.failing_stores();
         // After a hot restart (`admin_stop`) the service continues in the new process, so it is not stopping.
         let is_draining = self.drain.is_cancelled() && !self.admin_stop.is_cancelled();
-        let status = match (is_draining, failing_stores.is_empty()) {
-            (true, _) => ReadinessStatus::Stopping,
-            (false, true) => ReadinessStatus::Ready,
-            (false, false) => ReadinessStatus::Degraded,
+        let active = self.config_handle.active();
+        let lacks_certificates = active.config.listeners.iter().any(lacks_certificates);
+        let status = match (is_draining, lacks_certificates, failing_stores.is_empty()) {
+            (true, ..) => ReadinessStatus::Stopping,
+            (false, true, _) => ReadinessStatus::Pending,
+            (false, false, true) => ReadinessStatus::Ready,
+            (false, false, false) => ReadinessStatus::Degraded,
         };
         let to_server = |EndpointStatus { server, state, in_flight }| EndpointReadiness { server, state, in_flight };
-        let clusters = self.config_handle.active().clusters.clone();
-        let upstreams = clusters.iter().map(|cluster| {
+        let certificates = active.config.acme.as_ref().map(|acme| {
+            let missing = acme.names.iter().filter(|name| acme.certificates.get(name).certificate.is_none());
+            CertificateReadiness { missing: missing.cloned().collect() }
+        });
+        let upstreams = active.clusters.iter().map(|cluster| {
             let servers = cluster.status().into_iter().map(to_server).collect();
             (cluster.settings.name.clone(), servers)
         });
@@ -69,6 +88,13 @@ impl AdminState {
             status,
             store: StoreReadiness { name: &self.store_name, failing: failing_stores },
             upstreams: upstreams.collect(),
+            certificates,
         }
     }
+}
+
+/// Return whether the listener waits for its first certificate by ACME.
+fn lacks_certificates(listener: &Listener) -> bool {
+    let managed = listener.tls.as_ref().and_then(|tls| tls.tls.managed());
+    managed.is_some_and(|(names, certificates)| names.iter().all(|name| certificates.get(name).certificate.is_none()))
 }

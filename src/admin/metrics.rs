@@ -11,6 +11,7 @@ use crate::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
 use crate::proxy::metrics::{AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, STATUS_CLASSES};
 use crate::proxy::mirror::{CopyResult, DropReason};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
+use crate::tls::Certificate;
 use crate::upstream::retry::RetryReason;
 
 /// Value of a label of TLS handshakes that does not apply.
@@ -48,6 +49,7 @@ impl MetricSource for AdminState {
         self.write_store(exposition)?;
         self.write_upstreams(exposition)?;
         self.write_authentication(exposition)?;
+        self.write_acme(exposition)?;
         self.write_dropped(exposition)
     }
 
@@ -98,21 +100,27 @@ impl AdminState {
         }
         let active = self.config_handle.active();
         // Several certificates can have the same name: write the one that expires first.
-        let mut not_after = BTreeMap::<Box<str>, u64>::new();
-        for certificate in active
-            .config
-            .listeners
-            .iter()
-            .filter_map(|listener| listener.tls.as_ref())
-            .flat_map(|tls| tls.tls.certificates())
-        {
-            let expiry = not_after.entry(certificate.name()).or_insert(u64::MAX);
+        // Of several certificates for a name, the one that expires first.
+        let mut not_after = BTreeMap::<(String, &str), u64>::new();
+        let mut add = |name: String, source, certificate: &Certificate| {
+            let expiry = not_after.entry((name, source)).or_insert(u64::MAX);
             *expiry = certificate.not_after_s().min(*expiry);
+        };
+        let listeners = active.config.listeners.iter().filter_map(|listener| listener.tls.as_ref());
+        for certificate in listeners.flat_map(|tls| tls.tls.certificates()) {
+            add(certificate.name(), "file", &certificate);
+        }
+        if let Some(acme) = &active.config.acme {
+            for name in &acme.names {
+                if let Some(certificate) = acme.certificates.get(name).certificate {
+                    add(name.to_string(), "acme", &certificate);
+                }
+            }
         }
         let mut writer = exposition
             .gauge("tls_certificate_not_after_seconds", "When a certificate expires, since the Unix epoch")?;
-        for (name, seconds) in not_after {
-            writer.write_gauge(&[("name", &name), ("source", "file")], seconds)?;
+        for ((name, source), seconds) in &not_after {
+            writer.write_gauge(&[("name", name), ("source", source)], *seconds)?;
         }
         Ok(())
     }
@@ -308,6 +316,16 @@ impl AdminState {
         )?;
         for source in &config.auth.key_urls {
             writer.write_gauge(&[("provider", &source.name)], source.keys.last_success_us() / 1_000_000)?;
+        }
+        Ok(())
+    }
+
+    fn write_acme(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
+        let active = self.config_handle.active();
+        let results = active.config.acme.as_ref().map_or([0; 2], |acme| acme.certificates.results());
+        let mut writer = exposition.counter("acme_orders", "Attempts to obtain a certificate by ACME by result")?;
+        for (result, count) in ["ok", "error"].iter().zip(results) {
+            writer.write_counter(&[("result", result)], count)?;
         }
         Ok(())
     }

@@ -65,6 +65,30 @@ pub(super) enum AdminCommand {
         #[command(flatten)]
         limit_identity: LimitIdentity,
     },
+    /// List the certificates of the running gateway: issuer, expiry, source and next renewal
+    #[command(after_help = examples![
+        "sluicegate certificates",
+        "sluicegate certificates --json > certificates.json",
+    ])]
+    Certificates {
+        #[command(flatten)]
+        target: AdminTarget,
+    },
+    /// Renew a certificate by ACME now
+    ///
+    /// The running gateway places the order, or another one that shares its Redis store. `certificates` shows the
+    /// result. Each order counts for the rate limits of the CA.
+    #[command(after_help = examples![
+        "sluicegate renew --name api.example.com",
+        "sluicegate renew --name api.example.com --admin http://127.0.0.1:9180",
+    ])]
+    Renew {
+        #[command(flatten)]
+        target: AdminTarget,
+        /// Renew the certificate of this name
+        #[arg(long, value_name = "NAME")]
+        name: String,
+    },
     /// Set, list and remove temporary quotas, on all gateways
     #[command(after_help = examples![
         "sluicegate override set --limit per-ip ip=192.0.2.7 --quota 600/min --ttl 12h",
@@ -166,7 +190,9 @@ impl AdminCommand {
         match self {
             AdminCommand::Top { target, .. }
             | AdminCommand::Inspect { target, .. }
-            | AdminCommand::Reset { target, .. } => target,
+            | AdminCommand::Reset { target, .. }
+            | AdminCommand::Certificates { target }
+            | AdminCommand::Renew { target, .. } => target,
             AdminCommand::Override {
                 action:
                     OverrideCommand::Set { target: reach, .. }
@@ -191,6 +217,10 @@ impl AdminCommand {
             AdminCommand::Top { .. } => write_top(&response, out),
             AdminCommand::Inspect { .. } => write_identities(&response, out),
             AdminCommand::Reset { .. } => write_reset(&response, out),
+            AdminCommand::Certificates { .. } => write_certificates(&response, out),
+            AdminCommand::Renew { name, .. } => {
+                writeln!(out, "requested the renewal of `{name}`; `sluicegate certificates` shows the result")
+            }
             AdminCommand::Override { action: OverrideCommand::Set { .. } } => {
                 write_overrides(&response["override"], out)
             }
@@ -220,6 +250,10 @@ fn send_request(command: &AdminCommand, client: &AdminClient) -> anyhow::Result<
         AdminCommand::Reset { limit_identity, .. } => {
             let body = json!({ "limit": limit_identity.limit, "identity": limit_identity.identity.to_json()? });
             client.request(Method::POST, "/api/reset", Some(&body))
+        }
+        AdminCommand::Certificates { .. } => get("/api/certificates", &[]),
+        AdminCommand::Renew { name, .. } => {
+            client.request(Method::POST, "/api/certificates/renew", Some(&json!({ "name": name })))
         }
         AdminCommand::Override { action: OverrideCommand::Set { limit_identity, quota, burst, ttl, note, .. } } => {
             let identity = limit_identity.identity.to_json()?;
@@ -347,6 +381,29 @@ pub(crate) fn write_reset(response: &Value, out: &mut impl Write) -> io::Result<
         String::new()
     };
     writeln!(out, "{} of `{}` {effect}{delay_note}", printable(&response["identity"]), printable(&response["limit"]))
+}
+
+/// Write the list of `GET /api/certificates`.
+pub(crate) fn write_certificates(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    let certificates = as_list(&response["certificates"]);
+    if certificates.is_empty() {
+        return writeln!(out, "no listener has a certificate");
+    }
+    let rows = certificates.iter().map(|entry| {
+        let names = as_list(&entry["names"]).iter().map(printable).collect::<Vec<_>>().join(" ");
+        let error = match &entry["error"] {
+            Value::Null => String::new(),
+            error => format!("{} failed: {}", entry["failures"], printable(error)),
+        };
+        let [issuer, not_after, source, next] =
+            ["issuer", "not_after", "source", "next_renewal"].map(|key| printable(&entry[key]));
+        [names, issuer, not_after, source, next, error]
+    });
+    let style = |row: usize| match &certificates.get(row)?["error"] {
+        Value::Null => None,
+        _ => Some(AnsiColor::Red.on_default()),
+    };
+    write_table(["names", "issuer", "not after", "source", "next renewal", "last attempt"], rows, &[], style, out)
 }
 
 /// Write the list of `GET /api/overrides`.

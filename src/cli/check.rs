@@ -159,6 +159,11 @@ fn check_loaded(
     }
     let mut notes = check::notes(&parsed, config);
     let comparison = options.against.as_ref().map(|admin| against::compare(path, config, admin)).transpose()?;
+    if !options.offline {
+        let (name_warnings, name_notes) = check::resolve_names(&parsed, config);
+        warnings.extend(name_warnings);
+        notes.extend(name_notes);
+    }
     if !options.offline && comparison.is_none() {
         match restart_only_differences(path, config) {
             Ok(keys) => {

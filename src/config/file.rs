@@ -23,8 +23,8 @@ use crate::config::tables::{
     ResponseHeaderRules, Route, Upstream, UpstreamTls, ValueRule,
 };
 use crate::config::{
-    Admin, Auth, AuthCache, Certificate, ClientIp, Config, Consumer, Consumers, Listener, ListenerTls, Log, Server,
-    Store, StoreTls, Tiers,
+    Acme, Admin, Auth, AuthCache, Certificate, ClientIp, Config, Consumer, Consumers, ExternalAccount, Listener,
+    ListenerTls, Log, Server, Store, StoreTls, Tiers,
 };
 
 /// A parsed file, with the issues found so far.
@@ -533,6 +533,8 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["listener"] => ("listener", field_names::<Listener>()),
         ["listener", "tls"] => ("listener tls", field_names::<ListenerTls>()),
         ["listener", "tls", "certificates"] => ("certificate", field_names::<Certificate>()),
+        ["acme"] => ("acme", field_names::<Acme>()),
+        ["acme", "external_account"] => ("external_account", field_names::<ExternalAccount>()),
         ["admin"] => ("admin", field_names::<Admin>()),
         ["log"] => ("log", field_names::<Log>()),
         ["store"] => ("store", field_names::<Store>()),

@@ -123,6 +123,10 @@ pub(super) fn unit(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^[a-z][a-z0-9-]{0,31}$")
 }
 
+pub(super) fn challenges(_: &mut SchemaGenerator) -> Schema {
+    array_schema(&json_schema!({ "type": "string", "enum": ["http-01", "tls-alpn-01"] }))
+}
+
 pub(super) fn identities(_: &mut SchemaGenerator) -> Schema {
     let one = pattern_schema(
         "^(api-key|client-cert|basic|ip|host|route|method|global|(user|header|cookie|query|path|jwt|auth):.+)$",

@@ -6,7 +6,7 @@ use std::ops::Range;
 pub(super) const MASK: &str = "***";
 
 /// Parts of the names of keys, headers and query parameters whose values are secrets. `-` and `_` are equal in names.
-const SECRET_WORDS: [&str; 11] = [
+const SECRET_WORDS: [&str; 12] = [
     "token",
     "secret",
     "pass",
@@ -18,6 +18,7 @@ const SECRET_WORDS: [&str; 11] = [
     "apikey",
     "session",
     "signature",
+    "mac_key",
 ];
 
 /// Key names whose misspellings count as secrets, too.

@@ -13,9 +13,10 @@ use crate::limiter::metrics::{AnsweredBy, LimiterMetrics};
 use crate::limiter::redis::circuit_breaker::{CircuitBreaker, RecoverySignal};
 use crate::limiter::redis::cluster::ClusterStore;
 use crate::limiter::redis::cluster::topology::{ClusterMap, identity_slot, key_slot};
+use crate::limiter::redis::fenced_hash::Fields;
 use crate::limiter::redis::overrides::{OverrideEntry, OverrideWrite, Snapshot, WriteStatus};
 use crate::limiter::redis::server_store::ServerStore;
-use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, overrides};
+use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, fenced_hash, overrides};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// The store for the counters of one worker.
@@ -158,6 +159,45 @@ impl RedisStore {
     ) -> Result<Vec<WriteStatus>, StoreError> {
         let command = overrides::restore_command(hash_key, records, max_records);
         overrides::parse_restore_reply(self.admin_command(key_slot(hash_key.as_bytes()), &command).await?)
+    }
+
+    /// Read a fenced hash ([`fenced_hash`]): its version, and its fields if that is not `known_version`.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn read_fenced(&self, key: &str, known_version: u64) -> Result<(u64, Option<Fields>), StoreError> {
+        let command = fenced_hash::read_command(key, known_version);
+        let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
+        fenced_hash::parse_read_reply(reply, known_version)
+    }
+
+    /// Lock a fenced hash for `ttl`, or renew the lock. Return the fencing token. `None`: another owner has the lock.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn lock_fenced(&self, key: &str, owner: &str, ttl: Duration) -> Result<Option<u64>, StoreError> {
+        let command = fenced_hash::lock_command(key, owner, ttl);
+        let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
+        Ok(Some(fenced_hash::parse_number(reply)?).filter(|token| *token != 0))
+    }
+
+    /// Release the lock of a fenced hash.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn unlock_fenced(&self, key: &str, token: u64) -> Result<(), StoreError> {
+        self.admin_command(key_slot(key.as_bytes()), &fenced_hash::unlock_command(key, token)).await.map(drop)
+    }
+
+    /// Write a field of a fenced hash; an empty value removes it. Return whether the token is still that of the last
+    /// lock. Otherwise nothing is written.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn write_fenced(&self, key: &str, token: u64, field: &str, value: &[u8]) -> Result<bool, StoreError> {
+        let command = fenced_hash::write_command(key, token, field, value);
+        let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
+        Ok(fenced_hash::parse_number(reply)? == 1)
     }
 
     /// Send an administrator's command about keys of one slot; see [`ServerStore::admin_command`].

@@ -5,14 +5,18 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::StatusCode;
-use tokio::io::AsyncReadExt;
+use rustls::server::Acceptor;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio_rustls::server::TlsStream;
+use tokio_rustls::{LazyConfigAcceptor, TlsAcceptor};
 use tracing::{info, warn};
 
 use crate::http::problem::{CONTENT_TYPE, Problem};
 use crate::limiter::clock::LogThrottle;
 use crate::listener::metrics::HandshakeFailure;
 use crate::listener::stream::ReclaimableStream;
+use crate::tls::managed::{ALPN_ACME_TLS, ManagedCertificates};
 
 /// Minimum interval between log messages of one kind: clients could fill the log.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
@@ -54,6 +58,28 @@ pub(super) fn plain_http_response() -> Vec<u8> {
     .into_bytes();
     response.extend_from_slice(&body);
     response
+}
+
+/// Accept a client, or complete the validation of a name by TLS-ALPN-01 (RFC 8737) and return `None`.
+///
+/// # Errors
+/// The handshake fails, or there is no challenge for the name.
+pub(super) async fn accept_or_validate<S: AsyncRead + AsyncWrite + Unpin>(
+    acceptor: &TlsAcceptor,
+    challenges: &ManagedCertificates,
+    stream: S,
+) -> io::Result<Option<TlsStream<S>>> {
+    let start = LazyConfigAcceptor::new(Acceptor::default(), stream).await?;
+    let hello = start.client_hello();
+    let is_validation = hello.alpn().is_some_and(|mut protocols| protocols.any(|protocol| protocol == ALPN_ACME_TLS));
+    if !is_validation {
+        return start.into_stream(acceptor.config().clone()).await.map(Some);
+    }
+    let config = hello.server_name().and_then(|name| challenges.tls_challenge(name));
+    let config = config.ok_or(io::Error::other("there is no ACME challenge for the server name"))?;
+    let mut stream = start.into_stream(config).await?;
+    stream.shutdown().await?;
+    Ok(None)
 }
 
 /// Log a failed handshake, at most once per interval and failure. `network` is the client network, and `error` the

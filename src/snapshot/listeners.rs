@@ -15,11 +15,14 @@ use crate::identity::Descriptor;
 use crate::identity::OnMissing;
 use crate::snapshot::access;
 use crate::snapshot::access::NetworkFiles;
+use crate::snapshot::acme::AcmeListeners;
 use crate::snapshot::client_tls;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledConfig, Listener, ListenerTls};
-use crate::tls::{Certificate, ClientAuth, ClientVerifier, DownstreamTls, TlsError};
+use crate::tls::{Certificate, CertificateSource, ClientAuth, ClientVerifier, DownstreamTls, TlsError};
+
+const ACME_EXAMPLE: &str = "tls = { acme = true, names = [\"api.example.com\"] }";
 
 const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"certs/dev.key\" }]";
 
@@ -27,6 +30,7 @@ const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"c
 pub(super) fn listeners(
     listeners: &[Spanned<config::Listener>],
     trusted_proxies: usize,
+    acme: &mut AcmeListeners,
     network_files: &mut NetworkFiles,
     reader: &mut Validator<'_>,
 ) -> Vec<Listener> {
@@ -47,7 +51,7 @@ pub(super) fn listeners(
             }
             names.push(name);
         }
-        let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, reader));
+        let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, acme, reader));
         let access = access::rules(listener.allow.as_deref(), listener.deny.as_deref(), &span, network_files, reader);
         let proxy_protocol = listener.proxy_protocol.as_ref().is_some_and(|value| *value.get_ref());
         if let Some(value) = listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && trusted_proxies == 0) {
@@ -102,9 +106,18 @@ pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = 
     })
 }
 
-fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option<ListenerTls> {
+fn tls(
+    tls: &Spanned<config::ListenerTls>,
+    acme: &mut AcmeListeners,
+    reader: &mut Validator<'_>,
+) -> Option<ListenerTls> {
     let span = tls.span();
     let tls = tls.get_ref();
+    let uses_acme = tls.acme.as_ref().filter(|acme| *acme.get_ref());
+    if let (None, Some(names)) = (uses_acme, &tls.names) {
+        let span = names.first().map_or(span.clone(), |name| name.span());
+        reader.push_issue(Issue::new(span, "`names` requires `acme = true`").with_hint(ACME_EXAMPLE));
+    }
     let mut certificates = Vec::new();
     let mut files = Vec::new();
     for written in &tls.certificates {
@@ -122,11 +135,22 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option
             Err(issue) => reader.push_issue(issue),
         }
     }
-    if tls.certificates.is_empty() {
+    if let (Some(_), Some(written)) = (uses_acme, tls.certificates.first()) {
+        let issue = Issue::new(written.span(), "a listener has either `certificates` or `acme`");
+        reader.push_issue(issue.with_hint("remove one of them"));
+    }
+    if tls.certificates.is_empty() && uses_acme.is_none() {
         reader.push_issue(Issue::new(span.clone(), "TLS needs a certificate").with_hint(EXAMPLE));
     }
     let (clients, client_ca) = client_verifier(tls, reader).unzip();
-    match DownstreamTls::new(certificates, clients) {
+    let source = match uses_acme {
+        None => CertificateSource::Files(certificates),
+        Some(written) => {
+            let (names, managed) = acme.names(written, tls.names.as_deref(), reader)?;
+            CertificateSource::Managed(names, managed)
+        }
+    };
+    match DownstreamTls::new(source, clients) {
         Ok(tls) => Some(ListenerTls { tls, certificates: files, client_ca }),
         Err(error) => {
             reader.push_issue(Issue::new(span, error.to_string()));
@@ -200,6 +224,8 @@ pub enum WarningSubject {
     Certificate(usize, usize),
     /// The consumers of a provider, by the name of the provider.
     Consumers(Box<str>),
+    /// `[acme]`.
+    Acme,
 }
 
 impl CompiledConfig {
@@ -209,6 +235,9 @@ impl CompiledConfig {
             |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
         let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(of_upstream).collect();
         warnings.extend(self.auth.key_warnings(now));
+        if let Some(acme) = &self.acme {
+            warnings.extend(acme.warnings().map(|text| (WarningSubject::Acme, text)));
+        }
         for (index, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
             let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
             for (certificate_index, (certificate, [file, _])) in certificates {

@@ -35,6 +35,7 @@ impl RestartOnlyKeys {
         let socket = config.admin.as_ref().and_then(|admin| admin.get_ref().socket.as_ref());
         // Left out if absent, as in `add_table`.
         fixed.extend(socket.map(|socket| ("admin.socket".to_owned(), socket.get_ref().clone())));
+        add_table("acme", &config.acme.as_ref().map(|acme| acme.get_ref()), &mut fixed);
         add_table("store", &config.store, &mut fixed);
         add_table("log", &config.log, &mut fixed);
         RestartOnlyKeys(fixed)

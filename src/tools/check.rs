@@ -3,7 +3,7 @@
 mod routes;
 
 use std::collections::{BTreeMap, HashSet};
-use std::net::IpAddr;
+use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -74,7 +74,46 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
             Issue::new(from.span(), "a value that is no tier of a limit selects the default quota of the limit");
         notes.push(issue.with_hint("give `quota` of the limits the lowest tier"));
     }
+    if let (Some(acme), Some(table)) = (config.acme.as_ref().filter(|acme| !acme.names.is_empty()), &parsed.acme) {
+        let message =
+            format!("certificates are requested from {} for {}", acme.settings.directory, acme.names.join(", "));
+        notes.push(Issue { span: Some(table.span()), message, hint: None });
+    }
     notes
+}
+
+/// Resolve the names that certificates are requested for. Return warnings for those without an address, and notes for
+/// those with other addresses than this machine has, which is right behind a load balancer. This may take seconds.
+pub fn resolve_names(parsed: &Config, config: &CompiledConfig) -> (Vec<Issue>, Vec<Issue>) {
+    let (mut warnings, mut notes) = (Vec::new(), Vec::new());
+    let (Some(acme), Some(table)) = (&config.acme, &parsed.acme) else { return (warnings, notes) };
+    let lookup = |name: &str| (name, 443).to_socket_addrs().map(|all| all.map(|one| one.ip()).collect::<Vec<_>>());
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let lookups: Vec<_> = acme.names.iter().map(|name| (name, scope.spawn(|| lookup(name)))).collect();
+        lookups.into_iter().map(|(name, lookup)| (name, lookup.join())).collect()
+    });
+    for (name, result) in results {
+        let addresses = match result {
+            Ok(Ok(addresses)) => addresses,
+            Ok(Err(error)) => {
+                let message = format!("`{name}` does not resolve, and the CA cannot validate it: {error}");
+                let hint = "add A or AAAA records with the addresses of the gateways or of their load balancer";
+                warnings.push(Issue::new(table.span(), message).with_hint(hint));
+                continue;
+            }
+            Err(_) => continue,
+        };
+        // Only addresses of this machine can be bound.
+        let other = addresses.iter().find(|address| UdpSocket::bind((**address, 0)).is_err());
+        let message = match other {
+            Some(other) => format!(
+                "`{name}` resolves to {other}, which is no address of this machine: right behind NAT or a load balancer"
+            ),
+            None => format!("`{name}` resolves to this machine"),
+        };
+        notes.push(Issue { span: Some(table.span()), message, hint: None });
+    }
+    (warnings, notes)
 }
 
 impl<'a> LintInput<'a> {
@@ -109,6 +148,7 @@ impl<'a> LintInput<'a> {
                 let tls = listener.get_ref().tls.as_ref()?;
                 tls.get_ref().certificates.get(*number).map(|certificate| certificate.span())
             }),
+            WarningSubject::Acme => self.parsed.acme.as_ref().map(|acme| acme.span()),
         };
         Issue { span, message: text, hint: None }
     }

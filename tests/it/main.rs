@@ -5,6 +5,7 @@ mod support;
 
 mod access_log;
 mod access_rules;
+mod acme;
 mod admin;
 mod admin_api;
 mod admin_commands;

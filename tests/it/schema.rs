@@ -119,11 +119,12 @@ fn invalid_values_fail_the_schema() {
 fn every_key() -> Value {
     json!({
         "server": {}, "log": {}, "client_ip": {}, "tiers": {}, "auth": { "keys": { "kind": "api-key", "on_unknown": "accept" } },
-        "store": { "url": "redis://127.0.0.1:1" },
+        "store": { "url": "redis://127.0.0.1:1", "secret": "s" },
         "listener": [{
             "address": "127.0.0.1:0",
             "tls": { "certificates": [{ "cert": "one.pem", "key": "one.key" }], "client_ca": "one.pem" },
         }],
+        "acme": { "accept_terms": true },
         "admin": { "address": "127.0.0.1:1" },
         "limit": {
             "l": { "by": "ip", "quota": "1/s" },
@@ -148,8 +149,10 @@ fn load(file: &Value) -> Result<String, String> {
     let path = directory.path().join("gateway.toml");
     std::fs::write(&path, toml::to_string(file).unwrap()).unwrap();
     let runtime = CompiledConfig::load(&path, &|_| None).map_err(|error| error.to_string())?;
-    let CompiledConfig { server, store, log, client_ip, auth, upstreams, limits, routes, admin, listeners, .. } =
-        &runtime;
+    let CompiledConfig {
+        server, store, log, client_ip, auth, upstreams, limits, routes, admin, listeners, acme, ..
+    } = &runtime;
+    let acme = acme.as_ref().map(|acme| (&acme.settings.directory, &acme.settings.challenges));
     let listeners: Vec<_> = listeners
         .iter()
         .map(|listener| {
@@ -191,7 +194,7 @@ fn load(file: &Value) -> Result<String, String> {
         })
         .collect();
     let (clients, targets) = ((client_ip, &auth.providers, limits), (upstreams, routes));
-    let text = format!("{:?}", (server, store, log, listeners, admin, clients, targets));
+    let text = format!("{:?}", (server, store, log, listeners, acme, admin, clients, targets));
     Ok(text.replace(&directory.path().display().to_string(), ""))
 }
 
@@ -254,6 +257,7 @@ fn file_with(path: &str) -> Value {
         "auth.*.cache.max_entries" => {
             set("auth.keys", json!({ "kind": "forward", "url": "http://127.0.0.1:1/", "cache": { "ttl": "1s" } }));
         }
+        "acme.challenges.*" => set("acme.challenges", json!([null])),
         "route.*.redirect.status" => set("route", json!([{ "name": "m", "path": "/m", "redirect": { "to": "/" } }])),
         "route.*.redirect.scheme" | "route.*.redirect.port" => {
             set("route", json!([{ "name": "m", "path": "/m", "redirect": { "scheme": "https" } }]))

@@ -11,6 +11,7 @@ pub mod frames;
 pub mod gateway;
 pub mod http2;
 pub mod pages;
+pub mod pebble;
 pub mod pictures;
 pub mod random;
 pub mod redis;

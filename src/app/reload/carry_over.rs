@@ -42,6 +42,13 @@ impl CompiledConfig {
         if self.client_ip == previous.client_ip {
             self.client_ip = previous.client_ip.clone();
         }
+        if let (Some(acme), Some(before)) = (&mut self.acme, &previous.acme) {
+            acme.certificates = before.certificates.clone();
+            self.listeners
+                .iter()
+                .filter_map(|listener| listener.tls.as_ref())
+                .for_each(|tls| tls.tls.use_managed(&acme.certificates));
+        }
         for (listener, previous) in self.listeners.iter().zip(&previous.listeners) {
             if let (Some(tls), Some(before)) = (&listener.tls, &previous.tls)
                 && tls.same_trust(before)

@@ -1,0 +1,431 @@
+//! Certificates by ACME (RFC 8555): a thread that obtains and renews the certificates of all names.
+
+mod ca_client;
+mod cipher;
+mod directory;
+mod order;
+mod shared;
+mod storage;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use aws_lc_rs::digest::{SHA256, digest};
+use instant_acme::{Account, Error};
+use tokio::runtime::Builder;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use crate::app::AppError;
+use crate::app::acme::ca_client::CaClient;
+use crate::app::acme::directory::Directory;
+use crate::app::acme::order::{OrderContext, OrderError, publish_challenges};
+use crate::app::acme::shared::SharedRecords;
+use crate::app::acme::storage::{
+    ACCOUNT, Attempts, RenewalRecord, Storage, StorageError, attempts_record, certificate_record, renewal_record,
+};
+use crate::limiter::clock::{LogThrottle, unix_us};
+use crate::limiter::redis::RedisSettings;
+use crate::limiter::redis::circuit_breaker::CircuitBreaker;
+use crate::limiter::redis::cluster::topology::ClusterMap;
+use crate::limiter::store::RedisStore;
+use crate::snapshot::acme::{Acme, AcmeSettings};
+use crate::snapshot::current::ConfigHandle;
+use crate::tls::managed::ChallengeKind;
+use crate::tls::{Certificate, TlsError};
+
+/// Interval in which the thread looks for names to renew and for records of other processes.
+const TICK: Duration = Duration::from_secs(1);
+
+/// Minimum store timeout: a call may include connecting.
+const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Minimum interval between two messages about a lock that cannot be taken.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Renew after this part of the lifetime, unless the CA suggests a window: two thirds, and up to a twentieth more.
+const RENEWAL_POINT: (u64, u64) = (2, 3);
+const RENEWAL_JITTER_DIVISOR: u64 = 20;
+
+/// Wait after the first failed attempt that the CA has judged, in seconds. It doubles with each one. Let's Encrypt
+/// permits five failed validations per name and hour.
+const VERDICT_BACKOFF_S: u64 = 300;
+
+/// Wait after the first attempt that failed for another reason, such as a connection to the CA, in seconds.
+const FAILURE_BACKOFF_S: u64 = 10;
+
+/// Longest waits after such attempts, in seconds: a day and an hour.
+const MAX_VERDICT_BACKOFF_S: u64 = 86_400;
+const MAX_FAILURE_BACKOFF_S: u64 = 3600;
+
+/// Interval in which the renewal information of a certificate is read if the CA does not say, and bounds of what it
+/// says (RFC 9773 §4.3).
+const RENEWAL_INFO_INTERVAL: Duration = Duration::from_secs(6 * 3600);
+const RENEWAL_INFO_BOUNDS: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(86_400));
+
+/// Why the ACME client cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum AcmeError {
+    /// The storage directory cannot be used.
+    #[error("cannot use acme.storage {}: {source}", path.display())]
+    Storage {
+        /// The directory.
+        path: PathBuf,
+        /// The error of the system.
+        source: io::Error,
+    },
+    /// rustls rejects the TLS configuration for the CA.
+    #[error("cannot set up TLS to the CA: {0}")]
+    Tls(#[from] TlsError),
+}
+
+/// The ACME client of the process.
+#[derive(Debug)]
+pub(super) struct AcmeClient {
+    client: CaClient,
+    storage: Storage,
+    /// The account, once it was needed.
+    account: Option<DebuggableAccount>,
+    /// Failed attempts of this process, in case that they cannot be stored.
+    attempts: BTreeMap<Box<str>, Attempts>,
+}
+
+/// The parts of the process that the thread needs.
+#[derive(Debug)]
+pub(super) struct AcmeDeps {
+    /// The active configuration.
+    pub(super) config_handle: Arc<ConfigHandle>,
+    /// Circuit breaker of a single Redis server.
+    pub(super) circuit_breaker: Arc<CircuitBreaker>,
+    /// Slot map of a Redis Cluster.
+    pub(super) cluster_map: Arc<ClusterMap>,
+    /// Cancelled when the process stops.
+    pub(super) stop: CancellationToken,
+}
+
+/// instant-acme's account has no `Debug`.
+struct DebuggableAccount(Account);
+
+impl std::fmt::Debug for DebuggableAccount {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Account").field(&self.0.id()).finish()
+    }
+}
+
+/// What to do next for a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// Read the renewal information of the certificate (RFC 9773).
+    ReadRenewalInfo,
+    /// Place or resume an order.
+    Order,
+}
+
+impl AcmeClient {
+    /// Open the storage and serve the certificates in it.
+    ///
+    /// # Errors
+    /// The storage cannot be used, or rustls rejects the TLS configuration.
+    pub(super) fn open(acme: &Acme) -> Result<Self, AcmeError> {
+        let settings = &acme.settings;
+        let storage = Directory::open(&settings.storage, &settings.directory).and_then(Storage::open);
+        let storage = storage.map_err(|source| AcmeError::Storage { path: settings.storage.clone(), source })?;
+        let client = CaClient::new(settings.trust_roots.clone())?;
+        let client = AcmeClient { client, storage, account: None, attempts: BTreeMap::new() };
+        client.serve_stored(acme);
+        Ok(client)
+    }
+
+    /// Start the thread. It runs until `stop` is cancelled.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub(super) fn start(self, deps: AcmeDeps) -> Result<JoinHandle<Result<(), AppError>>, AppError> {
+        let run = move || {
+            let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
+            runtime.block_on(deps.stop.clone().run_until_cancelled(self.run(&deps)));
+            Ok(())
+        };
+        std::thread::Builder::new().name("acme".to_owned()).spawn(run).map_err(AppError::Worker)
+    }
+
+    async fn run(mut self, deps: &AcmeDeps) {
+        if let Err(error) = self.share(deps) {
+            // The cryptographic library fails, which it does not.
+            return warn!(%error, "ACME does not work");
+        }
+        // Requested names, with the certificate that they had then.
+        let mut requested = BTreeMap::new();
+        loop {
+            let active = deps.config_handle.active();
+            // `[acme]` needs a restart to be removed.
+            let Some(acme) = &active.config.acme else { return };
+            self.storage.sync().await;
+            self.serve_stored(acme);
+            for name in acme.certificates.take_renewal_requests() {
+                let replaced = acme.certificates.get(&name).certificate.as_deref().map(fingerprint);
+                requested.insert(name, replaced);
+            }
+            for name in &acme.names {
+                let request = requested.get(name);
+                let is_due = request.is_some() || self.plan(acme, name).is_some();
+                if is_due && !self.proceed_with_lock(acme, name, request).await {
+                    break;
+                }
+                requested.remove(name);
+            }
+            tokio::select! {
+                () = sleep(TICK) => {}
+                () = acme.certificates.renewal_requested() => {}
+            }
+        }
+    }
+
+    /// With a Redis store, share the records with all gateways. It has a connection of its own.
+    fn share(&mut self, deps: &AcmeDeps) -> Result<(), StorageError> {
+        let active = deps.config_handle.active();
+        let (Some((deployment, redis)), Some(acme)) = (&active.config.store.redis, &active.config.acme) else {
+            return Ok(());
+        };
+        let redis = RedisSettings { timeout: redis.timeout.max(MIN_STORE_TIMEOUT), connections: 1, ..redis.clone() };
+        let key = format!("{}:acme:{}", redis.prefix, directory::directory_name(&acme.settings.directory));
+        let (breaker, topology) = (deps.circuit_breaker.clone(), deps.cluster_map.clone());
+        let store = RedisStore::new(&(deployment.clone(), redis), breaker, topology, Arc::default());
+        self.storage.share(SharedRecords::new(store, key, acme.settings.secret.as_bytes())?);
+        Ok(())
+    }
+
+    /// Serve the certificates and answer the challenges that are stored.
+    fn serve_stored(&self, acme: &Acme) {
+        for name in &acme.names {
+            let Some(pem) = self.storage.get(&certificate_record(name)) else { continue };
+            let served = acme.certificates.get(name).certificate;
+            match Certificate::from_pem(pem, pem) {
+                Ok(stored) if served.as_ref().is_some_and(|served| is_same(served, &stored)) => {}
+                Ok(stored) => {
+                    let stored = Arc::new(stored);
+                    acme.certificates.update(name, |entry| entry.certificate = Some(stored.clone()));
+                }
+                Err(error) => debug!(%name, %error, "the stored certificate cannot be used"),
+            }
+        }
+        publish_challenges(&self.storage, &acme.certificates);
+    }
+
+    /// Return what to do now, and publish when the next order is planned.
+    fn plan(&self, acme: &Acme, name: &str) -> Option<Step> {
+        let now_s = unix_us() / 1_000_000;
+        let attempts = self.attempts(name);
+        let known = acme.certificates.get(name);
+        let renewal_s = known.certificate.as_ref().map_or(0, |certificate| self.renewal_time_s(name, certificate));
+        let next_order_s = renewal_s.max(attempts.retry_at_s);
+        if known.next_order_s != Some(next_order_s) || known.failures != attempts.failures {
+            acme.certificates.update(name, |entry| {
+                entry.next_order_s = Some(next_order_s);
+                entry.failures = attempts.failures;
+                entry.last_error = (attempts.failures > 0).then(|| attempts.error.as_str().into());
+            });
+        }
+        let needs_info = known.certificate.is_some_and(|certificate| {
+            let info = self.renewal_info(name, &certificate);
+            self.storage.get(ACCOUNT).is_some() && info.is_none_or(|info| now_s >= info.next_read_s)
+        });
+        match (needs_info, now_s >= next_order_s) {
+            (true, _) => Some(Step::ReadRenewalInfo),
+            (false, true) => Some(Step::Order),
+            (false, false) => None,
+        }
+    }
+
+    /// Return when to renew a certificate, seconds since the Unix epoch. All gateways find the same time: its random
+    /// part is taken from the certificate.
+    fn renewal_time_s(&self, name: &str, certificate: &Certificate) -> u64 {
+        let (start, end) = certificate.validity_s();
+        let (start, end) = (start.max(0) as u64, end.max(0) as u64);
+        let lifetime = end.saturating_sub(start);
+        let (from, width) = match self.renewal_info(name, certificate).and_then(|info| info.window) {
+            Some((from, to)) => (from, to.saturating_sub(from)),
+            None => (start + lifetime * RENEWAL_POINT.0 / RENEWAL_POINT.1, lifetime / RENEWAL_JITTER_DIVISOR),
+        };
+        from + random_part(fingerprint(certificate).as_bytes(), width)
+    }
+
+    /// Return the renewal information of a certificate, if it was read.
+    fn renewal_info(&self, name: &str, certificate: &Certificate) -> Option<RenewalRecord> {
+        let info: RenewalRecord = self.storage.get_json(&renewal_record(name))?;
+        (info.fingerprint == fingerprint(certificate)).then_some(info)
+    }
+
+    /// Read the renewal information of a certificate and store it for all gateways.
+    async fn read_renewal_info(&mut self, acme: &Acme, name: &str) {
+        let Some(certificate) = acme.certificates.get(name).certificate else { return };
+        let read = match self.account(&acme.settings).await {
+            Ok(account) => order::renewal_window(&account, &certificate).await,
+            Err(error) => Err(error),
+        };
+        let (window, wait) = match read {
+            Ok((window, wait)) => (Some(window), wait.clamp(RENEWAL_INFO_BOUNDS.0, RENEWAL_INFO_BOUNDS.1)),
+            Err(OrderError::Ca { error: Error::Unsupported(_), .. }) => (None, RENEWAL_INFO_BOUNDS.1),
+            Err(error) => {
+                debug!(name, %error, "no renewal information");
+                // The window stays as it was.
+                (self.renewal_info(name, &certificate).and_then(|info| info.window), RENEWAL_INFO_INTERVAL)
+            }
+        };
+        let next_read_s = unix_us() / 1_000_000 + wait.as_secs();
+        let record = RenewalRecord { fingerprint: fingerprint(&certificate), window, next_read_s };
+        if let Err(error) = self.storage.put_json(&renewal_record(name), &record).await {
+            debug!(name, %error, "cannot store renewal information");
+        }
+    }
+
+    async fn account(&mut self, settings: &AcmeSettings) -> Result<Account, OrderError> {
+        if let Some(DebuggableAccount(account)) = self.account.as_ref().filter(|_| self.storage.get(ACCOUNT).is_some())
+        {
+            return Ok(account.clone());
+        }
+        let account = order::account(settings, &self.client, &mut self.storage).await?;
+        self.account = Some(DebuggableAccount(account.clone()));
+        Ok(account)
+    }
+
+    /// Return the failed attempts of all gateways, or those of this one if they could not be stored.
+    fn attempts(&self, name: &str) -> Attempts {
+        let stored: Attempts = self.storage.get_json(&attempts_record(name)).unwrap_or_default();
+        match self.attempts.get(name) {
+            Some(own) if own.retry_at_s > stored.retry_at_s => own.clone(),
+            _ => stored,
+        }
+    }
+
+    /// Do what is planned or requested for a name, if this process gets the lock. Return whether it had the lock.
+    /// `request` has the certificate that an administrator wants to be replaced.
+    async fn proceed_with_lock(&mut self, acme: &Acme, name: &str, request: Option<&Option<String>>) -> bool {
+        static LOG_THROTTLE: LogThrottle = LogThrottle::new();
+        match self.storage.lock().await {
+            Ok(true) => {}
+            Ok(false) => {
+                debug!(name, "another process places the orders");
+                return false;
+            }
+            Err(error) => {
+                if LOG_THROTTLE.should_log(LOG_INTERVAL) {
+                    warn!(name, %error, "cannot lock the ACME records: no certificate is renewed");
+                }
+                return false;
+            }
+        }
+        let keep_lock = self.storage.keep_lock();
+        tokio::select! {
+            biased;
+            () = self.proceed(acme, name, request) => {}
+            () = keep_lock => {}
+        }
+        self.storage.unlock().await;
+        true
+    }
+
+    async fn proceed(&mut self, acme: &Acme, name: &str, request: Option<&Option<String>>) {
+        // Another process may have renewed it while this one waited for the lock.
+        self.serve_stored(acme);
+        let current = acme.certificates.get(name).certificate.as_deref().map(fingerprint);
+        let is_requested = request.is_some_and(|replaced| *replaced == current);
+        if self.plan(acme, name) == Some(Step::ReadRenewalInfo) {
+            self.read_renewal_info(acme, name).await;
+        }
+        if is_requested || self.plan(acme, name) == Some(Step::Order) {
+            self.attempt(acme, name).await;
+            self.plan(acme, name);
+        }
+    }
+
+    /// Try to obtain a certificate, and store the result.
+    async fn attempt(&mut self, acme: &Acme, name: &str) {
+        let mut attempts = self.attempts(name);
+        let previous = acme.certificates.get(name).certificate;
+        let _ = self.client.take_retry_after();
+        let result = self.order(acme, name, attempts.failures, previous.as_deref()).await;
+        acme.certificates.count_result(result.is_ok());
+        self.serve_stored(acme);
+        let stored = match result {
+            Ok(()) => {
+                let not_after_s = acme.certificates.get(name).certificate.map_or(0, |found| found.validity_s().1);
+                info!(name, not_after_s, "certificate obtained");
+                self.attempts.remove(name);
+                self.storage.remove(&attempts_record(name)).await
+            }
+            Err(error) => {
+                attempts.failures += 1;
+                let wait_s = self.backoff_s(&error, attempts.failures, name);
+                attempts.retry_at_s = unix_us() / 1_000_000 + wait_s;
+                attempts.error = error.to_string();
+                warn!(name, %error, failures = attempts.failures, retry_in_s = wait_s, "cannot obtain a certificate");
+                self.attempts.insert(name.into(), attempts.clone());
+                self.storage.put_json(&attempts_record(name), &attempts).await
+            }
+        };
+        if let Err(error) = stored {
+            warn!(name, %error, "cannot store the result of an ACME order");
+        }
+    }
+
+    async fn order(
+        &mut self,
+        acme: &Acme,
+        name: &str,
+        failures: u32,
+        previous: Option<&Certificate>,
+    ) -> Result<(), OrderError> {
+        let account = self.account(&acme.settings).await?;
+        let challenges = rotated(&acme.settings.challenges, failures);
+        // A CA that fails with `replaces` must not fail each time.
+        let previous = previous.filter(|_| failures == 0);
+        let storage = &mut self.storage;
+        let context =
+            OrderContext { account: &account, storage, certificates: &acme.certificates, challenges: &challenges };
+        context.obtain(name, previous).await
+    }
+
+    /// Return the wait after a failed attempt in seconds. It doubles with each failure.
+    fn backoff_s(&self, error: &OrderError, failures: u32, name: &str) -> u64 {
+        let (first_s, max_s) = match error.is_verdict() {
+            true => (VERDICT_BACKOFF_S, MAX_VERDICT_BACKOFF_S),
+            false => (FAILURE_BACKOFF_S, MAX_FAILURE_BACKOFF_S),
+        };
+        let wait_s = first_s.saturating_mul(1 << failures.saturating_sub(1).min(20)).min(max_s);
+        let asked_s = self.client.take_retry_after().map_or(0, |wait| wait.as_secs().min(MAX_VERDICT_BACKOFF_S));
+        wait_s.max(asked_s) + random_part(format!("{name}{failures}").as_bytes(), wait_s / 10)
+    }
+}
+
+/// Return the SHA-256 of a certificate in hex.
+fn fingerprint(certificate: &Certificate) -> String {
+    let leaf = certificate.certified_key.cert.first().map_or(&[][..], |leaf| leaf);
+    digest(&SHA256, leaf).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Return the challenges with another one first after each failure.
+fn rotated(challenges: &[ChallengeKind], failures: u32) -> Vec<ChallengeKind> {
+    let mut challenges = challenges.to_vec();
+    if !challenges.is_empty() {
+        let first = failures as usize % challenges.len();
+        challenges.rotate_left(first);
+    }
+    challenges
+}
+
+/// Return a number from 0 to `width` that is the same for equal `seed`.
+fn random_part(seed: &[u8], width: u64) -> u64 {
+    let hash = digest(&SHA256, seed);
+    let number = hash.as_ref().iter().take(8).fold(0, |number: u64, byte| number << 8 | u64::from(*byte));
+    ((u128::from(number) * u128::from(width)) >> 64) as u64
+}
+
+fn is_same(one: &Certificate, other: &Certificate) -> bool {
+    one.certified_key.cert == other.certified_key.cert
+}

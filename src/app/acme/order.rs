@@ -1,0 +1,382 @@
+//! One order: from the account to the certificate (RFC 8555 §7.1.6). An order that was interrupted is resumed.
+
+use std::time::Duration;
+
+use instant_acme::{
+    Account, AccountCredentials, AuthorizationStatus, CertificateIdentifier, ChallengeStatus, ChallengeType, Error,
+    ExternalAccountKey, Identifier, NewAccount, NewOrder, Order, OrderStatus, RenewalInfo,
+};
+use rcgen::{CertificateParams, DistinguishedName, KeyPair};
+use serde::{Deserialize, Serialize};
+use tokio::time::sleep;
+use tracing::{debug, info, warn};
+
+use crate::app::acme::ca_client::CaClient;
+use crate::app::acme::storage::{
+    ACCOUNT, PendingOrder, Storage, StorageError, StoredChallenge, certificate_record, challenge_record, order_record,
+};
+use crate::limiter::clock::monotonic;
+use crate::snapshot::acme::AcmeSettings;
+use crate::tls::managed::{Challenge, ChallengeKind, ManagedCertificates};
+use crate::tls::{Certificate, TlsError};
+
+/// Maximum number of repetitions of a request whose nonce the CA rejects (RFC 8555 §6.5). instant-acme sends each
+/// request up to three times.
+const MAX_NONCE_RETRIES: u32 = 10;
+
+/// Maximum time for the CA to validate a name, and to issue the certificate.
+const ORDER_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// First and longest interval between two requests for the state of an order. The interval doubles.
+const POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
+
+/// Why a certificate was not obtained.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum OrderError {
+    /// The CA rejects a request, or cannot be reached.
+    #[error("{step}: {error}")]
+    Ca {
+        /// What was requested.
+        step: &'static str,
+        /// The error of the CA or of the connection.
+        error: Error,
+    },
+    /// The CA could not validate the name.
+    #[error("the CA could not validate the name: {0}")]
+    Invalid(String),
+    /// The CA offers none of the configured kinds of challenges.
+    #[error("the CA offers none of `acme.challenges`: it offers {0}")]
+    NoChallenge(String),
+    /// The CA did not finish in time.
+    #[error("the CA did not finish the order within {ORDER_TIMEOUT:?}; it is resumed later")]
+    Timeout,
+    /// The state cannot be stored.
+    #[error(transparent)]
+    Storage(#[from] StorageError),
+    /// The certificate cannot be used, or the challenge cannot be answered.
+    #[error("{0}")]
+    Certificate(#[from] TlsError),
+    /// A key or a certificate request cannot be generated.
+    #[error("cannot generate a certificate request: {0}")]
+    Request(#[from] rcgen::Error),
+}
+
+impl OrderError {
+    /// Return whether the CA has judged the order. Otherwise the next attempt costs nothing of its rate limits.
+    pub(super) fn is_verdict(&self) -> bool {
+        matches!(self, OrderError::Ca { error: Error::Api(_), .. } | OrderError::Invalid(_))
+    }
+}
+
+/// Add the step to an error of the CA.
+trait AtStep<T> {
+    fn at(self, step: &'static str) -> Result<T, OrderError>;
+}
+
+impl<T> AtStep<T> for Result<T, Error> {
+    fn at(self, step: &'static str) -> Result<T, OrderError> {
+        self.map_err(|error| OrderError::Ca { step, error })
+    }
+}
+
+/// Repeat a request while the CA rejects its nonce: the CA has done nothing then.
+async fn with_nonces<T>(mut request: impl AsyncFnMut() -> Result<T, Error>) -> Result<T, Error> {
+    for _ in 0..MAX_NONCE_RETRIES {
+        match request().await {
+            Err(error) if is_problem(&error, "badNonce") => {}
+            result => return result,
+        }
+    }
+    request().await
+}
+
+/// Return whether the error is this problem of RFC 8555 §6.7.
+fn is_problem(error: &Error, kind: &str) -> bool {
+    let Error::Api(problem) = error else { return false };
+    problem.r#type.as_deref().and_then(|text| text.strip_prefix("urn:ietf:params:acme:error:")) == Some(kind)
+}
+
+/// The account at the CA, as stored.
+#[derive(Serialize, Deserialize)]
+struct AccountRecord {
+    credentials: AccountCredentials,
+    email: Option<Box<str>>,
+}
+
+/// Load the account, or create it.
+///
+/// # Errors
+/// The CA rejects it or cannot be reached, or it cannot be stored.
+pub(super) async fn account(
+    settings: &AcmeSettings,
+    client: &CaClient,
+    storage: &mut Storage,
+) -> Result<Account, OrderError> {
+    let contact = settings.email.as_ref().map(|email| format!("mailto:{email}"));
+    let contact: Vec<&str> = contact.iter().map(String::as_str).collect();
+    let builder = || Account::builder_with_http(Box::new(client.clone()));
+    if let Some(AccountRecord { credentials, email }) = storage.get_json(ACCOUNT) {
+        let account = builder().from_credentials(credentials).await.at("cannot read the directory")?;
+        if email != settings.email {
+            let updated = with_nonces(async || account.update_contacts(&contact).await).await;
+            forget_unknown_account(&updated, storage).await?;
+            updated.at("cannot change the email address of the account")?;
+            // The credentials do not implement `Clone`.
+            if let Some(AccountRecord { credentials, .. }) = storage.get_json(ACCOUNT) {
+                storage.put_json(ACCOUNT, &AccountRecord { credentials, email: settings.email.clone() }).await?;
+            }
+        }
+        return Ok(account);
+    }
+    let external = settings.external_account.as_ref();
+    let external = external.map(|account| ExternalAccountKey::new(account.key_id.clone(), &account.mac_key));
+    let new = NewAccount { contact: &contact, terms_of_service_agreed: true, only_return_existing: false };
+    let directory = settings.directory.to_string();
+    let created = with_nonces(async || builder().create(&new, directory.clone(), external.as_ref()).await).await;
+    let (account, credentials) = created.at("cannot create an account")?;
+    storage.put_json(ACCOUNT, &AccountRecord { credentials, email: settings.email.clone() }).await?;
+    info!(ca = %settings.directory, account = account.id(), "ACME account created");
+    Ok(account)
+}
+
+/// Remove the account from the storage if the CA does not know it.
+async fn forget_unknown_account<T>(result: &Result<T, Error>, storage: &mut Storage) -> Result<(), StorageError> {
+    match result {
+        Err(error) if is_problem(error, "accountDoesNotExist") => storage.remove(ACCOUNT).await,
+        _ => Ok(()),
+    }
+}
+
+/// Return the window in which the CA suggests to renew a certificate (RFC 9773), and when to ask next.
+///
+/// # Errors
+/// The CA has no such information, or cannot be reached.
+pub(super) async fn renewal_window(
+    account: &Account,
+    certificate: &Certificate,
+) -> Result<((u64, u64), Duration), OrderError> {
+    let step = "cannot read the renewal information";
+    let id = certificate.certified_key.cert.first().and_then(|leaf| CertificateIdentifier::try_from(leaf).ok());
+    let id = id.ok_or(Error::Unsupported("certificates without authority key identifier")).at(step)?;
+    let (RenewalInfo { suggested_window: window, .. }, retry_after) = account.renewal_info(&id).await.at(step)?;
+    let [start, end] = [window.start, window.end].map(|time| time.unix_timestamp().max(0) as u64);
+    Ok(((start, end.max(start)), retry_after))
+}
+
+/// What an order needs.
+pub(super) struct OrderContext<'a> {
+    pub(super) account: &'a Account,
+    pub(super) storage: &'a mut Storage,
+    pub(super) certificates: &'a ManagedCertificates,
+    /// Kinds of challenges, in the order of preference.
+    pub(super) challenges: &'a [ChallengeKind],
+}
+
+impl OrderContext<'_> {
+    /// Obtain and store a certificate for `name`, which replaces `previous`.
+    ///
+    /// # Errors
+    /// See [`OrderError`].
+    pub(super) async fn obtain(mut self, name: &str, previous: Option<&Certificate>) -> Result<(), OrderError> {
+        let result = self.run(name, previous).await;
+        let mut outdated = vec![challenge_record(name)];
+        // An order that the CA has judged cannot be resumed.
+        if result.is_ok() || result.as_ref().is_err_and(OrderError::is_verdict) {
+            outdated.push(order_record(name));
+        }
+        if let Err(OrderError::Ca { error, .. }) = &result
+            && is_problem(error, "accountDoesNotExist")
+        {
+            outdated.push(ACCOUNT.to_owned());
+        }
+        for record in outdated {
+            if let Err(error) = self.storage.remove(&record).await {
+                debug!(name, record, %error, "cannot remove a record of an order");
+            }
+        }
+        publish_challenges(self.storage, self.certificates);
+        result
+    }
+
+    async fn run(&mut self, name: &str, previous: Option<&Certificate>) -> Result<(), OrderError> {
+        let (mut order, key) = match self.resume(name).await? {
+            Some(resumed) => resumed,
+            None => self.place(name, previous).await?,
+        };
+        let deadline = monotonic() + ORDER_TIMEOUT;
+        let mut interval = POLL_INTERVALS.0;
+        let (mut is_authorizing, mut is_finalized) = (false, false);
+        let chain = loop {
+            match order.state().status {
+                OrderStatus::Pending if !is_authorizing => {
+                    self.authorize(name, &mut order).await?;
+                    is_authorizing = true;
+                }
+                OrderStatus::Ready if !is_finalized => {
+                    let mut params = CertificateParams::new([name.to_owned()])?;
+                    params.distinguished_name = DistinguishedName::new();
+                    let request = params.serialize_request(&key)?;
+                    let finalized = with_nonces(async || order.finalize_csr(request.der()).await).await;
+                    finalized.at("cannot finalize the order")?;
+                    is_finalized = true;
+                    continue;
+                }
+                OrderStatus::Pending | OrderStatus::Ready | OrderStatus::Processing => {}
+                OrderStatus::Valid => {
+                    let chain = with_nonces(async || order.certificate().await).await;
+                    if let Some(chain) = chain.at("cannot download the certificate")? {
+                        break chain;
+                    }
+                }
+                OrderStatus::Invalid => return Err(OrderError::Invalid(invalid_reason(&mut order).await)),
+            }
+            if monotonic() >= deadline {
+                return Err(OrderError::Timeout);
+            }
+            sleep(interval).await;
+            interval = (interval * 2).min(POLL_INTERVALS.1);
+            with_nonces(async || order.refresh().await.map(drop)).await.at("cannot read the order")?;
+        };
+        // Never store what could not be served.
+        let key = key.serialize_pem();
+        Certificate::from_pem(chain.as_bytes(), key.as_bytes())?;
+        match self.storage.put(&certificate_record(name), format!("{key}{chain}").into_bytes()).await {
+            // The storage shares it later.
+            Err(StorageError::Store(error)) => {
+                warn!(name, %error, "cannot share the new certificate yet: only this gateway serves it");
+                Ok(())
+            }
+            result => Ok(result?),
+        }
+    }
+
+    /// Return the order that was interrupted, if the CA still has it.
+    async fn resume(&mut self, name: &str) -> Result<Option<(Order, KeyPair)>, OrderError> {
+        let Some(PendingOrder { url, key }) = self.storage.get_json(&order_record(name)) else { return Ok(None) };
+        let Ok(key) = KeyPair::from_pem(&key) else { return Ok(None) };
+        match with_nonces(async || self.account.order(url.clone()).await).await {
+            Ok(mut order) => match order.state().status {
+                OrderStatus::Invalid => Ok(None),
+                _ => {
+                    info!(name, "resuming an interrupted ACME order");
+                    Ok(Some((order, key)))
+                }
+            },
+            // Expired, or of another account.
+            Err(Error::Api(_)) => Ok(None),
+            Err(error) => Err(OrderError::Ca { step: "cannot read the order", error }),
+        }
+    }
+
+    async fn place(&mut self, name: &str, previous: Option<&Certificate>) -> Result<(Order, KeyPair), OrderError> {
+        let identifiers = [Identifier::Dns(name.to_owned())];
+        let replaced = previous.and_then(|previous| previous.certified_key.cert.first());
+        let replaced = replaced.and_then(|leaf| CertificateIdentifier::try_from(leaf).ok());
+        let key = KeyPair::generate()?;
+        let place = async |replaced: Option<&CertificateIdentifier<'_>>| {
+            with_nonces(async || {
+                let mut new = NewOrder::new(&identifiers);
+                if let Some(replaced) = replaced {
+                    new = new.replaces(replaced.clone());
+                }
+                self.account.new_order(&new).await
+            })
+            .await
+        };
+        let order = match place(replaced.as_ref()).await {
+            // No renewal information (RFC 9773), or the certificate is replaced already.
+            Err(Error::Unsupported(_)) if replaced.is_some() => place(None).await,
+            Err(error) if replaced.is_some() && is_problem(&error, "alreadyReplaced") => place(None).await,
+            result => result,
+        };
+        let order = order.at("cannot place an order")?;
+        let pending = PendingOrder { url: order.url().to_owned(), key: key.serialize_pem() };
+        self.storage.put_json(&order_record(name), &pending).await?;
+        Ok((order, key))
+    }
+
+    /// Publish the challenges of the pending authorizations, and tell the CA to validate them.
+    async fn authorize(&mut self, name: &str, order: &mut Order) -> Result<(), OrderError> {
+        fetch_authorizations(order).await.at("cannot read the authorizations")?;
+        let mut chosen = None;
+        let mut authorizations = order.authorizations();
+        while let Some(authorization) = authorizations.next().await {
+            let mut authorization = authorization.at("cannot read the authorizations")?;
+            if authorization.status != AuthorizationStatus::Pending {
+                continue;
+            }
+            let offered: Vec<_> = authorization.challenges.iter().map(|challenge| challenge.r#type.clone()).collect();
+            let kind = self.challenges.iter().find(|kind| offered.contains(&challenge_type(**kind)));
+            let Some(kind) = kind else { return Err(OrderError::NoChallenge(format!("{offered:?}"))) };
+            let Some(challenge) = authorization.challenge(challenge_type(*kind)) else { continue };
+            let key_authorization = challenge.key_authorization().as_str().to_owned();
+            // Never start a validation that cannot succeed.
+            Challenge::new(*kind, name, &challenge.token, &key_authorization)?;
+            let stored =
+                StoredChallenge { kind: kind.name().to_owned(), token: challenge.token.clone(), key_authorization };
+            self.storage.put_json(&challenge_record(name), &stored).await?;
+            chosen = Some(*kind);
+        }
+        let Some(kind) = chosen else { return Ok(()) };
+        publish_challenges(self.storage, self.certificates);
+        self.storage.settle().await;
+        let ready = with_nonces(async || {
+            let mut authorizations = order.authorizations();
+            while let Some(authorization) = authorizations.next().await {
+                let mut authorization = authorization?;
+                if authorization.status == AuthorizationStatus::Pending
+                    && let Some(mut challenge) = authorization.challenge(challenge_type(kind))
+                    && challenge.status == ChallengeStatus::Pending
+                {
+                    challenge.set_ready().await?;
+                }
+            }
+            Ok(())
+        });
+        ready.await.at("cannot start the validation")
+    }
+}
+
+/// Read the authorizations of an order, which then has them.
+async fn fetch_authorizations(order: &mut Order) -> Result<(), Error> {
+    with_nonces(async || {
+        let mut authorizations = order.authorizations();
+        while let Some(authorization) = authorizations.next().await {
+            authorization?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// Return why the CA has rejected an order.
+async fn invalid_reason(order: &mut Order) -> String {
+    let mut reasons: Vec<_> = order.state().error.iter().map(ToString::to_string).collect();
+    if fetch_authorizations(order).await.is_ok() {
+        let mut authorizations = order.authorizations();
+        while let Some(Ok(authorization)) = authorizations.next().await {
+            let failed = authorization.challenges.iter().filter_map(|challenge| challenge.error.as_ref());
+            reasons.extend(failed.map(ToString::to_string));
+        }
+    }
+    reasons.dedup();
+    if reasons.is_empty() { "it gives no reason".to_owned() } else { reasons.join("; ") }
+}
+
+fn challenge_type(kind: ChallengeKind) -> ChallengeType {
+    match kind {
+        ChallengeKind::Http01 => ChallengeType::Http01,
+        ChallengeKind::TlsAlpn01 => ChallengeType::TlsAlpn01,
+    }
+}
+
+/// Answer the challenges that are stored, from now on.
+pub(super) fn publish_challenges(storage: &Storage, certificates: &ManagedCertificates) {
+    let challenges = storage.challenges().filter_map(|(name, stored)| {
+        let kind =
+            [ChallengeKind::Http01, ChallengeKind::TlsAlpn01].into_iter().find(|kind| kind.name() == stored.kind);
+        let challenge = Challenge::new(kind?, name, &stored.token, &stored.key_authorization);
+        challenge.inspect_err(|error| warn!(name, %error, "cannot answer an ACME challenge")).ok()
+    });
+    certificates.set_challenges(challenges.collect());
+}
