@@ -38,7 +38,7 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
         tokio_runtime.shutdown_background();
     }
     let issuers: Vec<_> =
-        fetch_key_sets(config)?.into_iter().map(|(source, fetched)| issuer(source, fetched)).collect();
+        fetch_key_sets(config)?.into_iter().map(|(source, fetched)| issuer(source, &fetched)).collect();
     let checks = || servers.iter().chain(&issuers).flat_map(|report| &report.checks);
     let ok = checks().all(|check| check.status != Status::Failed);
     let diagnosis = Diagnosis { ok, servers, issuers };
@@ -76,8 +76,8 @@ pub(super) fn fetch_key_sets(config: &CompiledConfig) -> std::io::Result<Vec<Fet
     Ok(sources.iter().zip(fetched).collect())
 }
 
-fn issuer(source: &KeyUrl, fetched: Result<FetchedKeys, JwksError>) -> ServerReport {
-    let (status, message, advice) = match &fetched {
+fn issuer(source: &KeyUrl, fetched: &Result<FetchedKeys, JwksError>) -> ServerReport {
+    let (status, message, advice) = match fetched {
         Ok(fetched) if fetched.skipped.is_empty() => (Status::Ok, jwks_refresh::describe(fetched), None),
         Ok(fetched) => (Status::Warning, jwks_refresh::describe(fetched), None),
         Err(error) => (Status::Failed, error.to_string(), Some(error.hint().to_owned())),

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use toml::value::Datetime;
+
 /// Placeholder for a secret.
 pub(super) const MASK: &str = "***";
 
@@ -57,6 +59,10 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     if let [.., "keys"] | [.., "keys", "hash"] = path {
         // An API key that was pasted instead of its hash.
         return !text.starts_with("sha256:");
+    }
+    if let [.., "keys", "created" | "expires"] = path {
+        // An API key that was pasted instead of a time.
+        return text.parse::<Datetime>().is_err();
     }
     let misspelled = |key: &str| FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);
     path.iter().enumerate().any(|(depth, key)| {
@@ -136,6 +142,8 @@ mod tests {
             (&["consumer", "keys", "hash"], "my-key", true),
             (&["consumer", "keys", "hash"], "sha256:00", false),
             (&["consumer", "keys", "name"], "ci", false),
+            (&["consumer", "keys", "expires"], "my-key", true),
+            (&["consumer", "keys", "expires"], "2027-01-01", false),
             (&["log", "access"], "stdout", false),
         ] {
             assert_eq!(is_secret(path, text), expected, "{path:?} {text}");

@@ -327,7 +327,10 @@ fn secret_at_any_key_of_the_schema_is_not_reported() {
             for arguments in [&["check", "--offline"][..], &["check", "--offline", "--json"]] {
                 let output = binary().args(arguments).arg("--config").arg(&path).output().unwrap();
                 let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
-                assert!(!output.status.success() && said.contains("error: "), "{key:?}:\n{said}");
+                assert!(
+                    !output.status.success() && (said.contains("unknown key") || said.contains("invalid type")),
+                    "{key:?}:\n{said}"
+                );
                 assert!(!said.contains("planted"), "{key:?} = {value}:\n{said}");
             }
         }
@@ -365,7 +368,10 @@ fn secret_at_any_key_of_consumers_is_not_reported() {
             for arguments in [&["check", "--offline"][..], &["check", "--offline", "--json"], &[]] {
                 let output = binary().args(arguments).arg("--config").arg(&path).output().unwrap();
                 let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
-                assert!(!output.status.success() && said.contains("error: "), "{key:?}:\n{said}");
+                assert!(
+                    !output.status.success() && (said.contains("unknown key") || said.contains("invalid type")),
+                    "{key:?}:\n{said}"
+                );
                 assert!(!said.contains("planted"), "{key:?} = {value}:\n{said}");
             }
             let reply = ask(&gateway, "POST", "/api/reload");

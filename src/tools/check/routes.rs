@@ -85,7 +85,7 @@ fn leads_to_itself(config: &CompiledConfig, candidate: &RouteCandidate<'_>) -> b
         let Some(location) = location.and_then(|location| location.parse::<Uri>().ok()) else { return false };
         let host = location.host().map_or(sample.host.clone(), |host| canonical_host(host).into_owned());
         let Some(target) = location.path_and_query().cloned() else { return false };
-        let mut next = request.clone();
+        let mut next = request;
         *next.uri_mut() = Uri::from(target);
         next_listeners(config, &location, listener).iter().any(|listener| is_found(&host, &next, *listener))
     })
