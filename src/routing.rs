@@ -227,7 +227,8 @@ impl<T> RouteTable<T> {
     /// # Errors
     /// No route matches.
     pub fn find(&self, request: &RouteRequest<'_>) -> Result<&T, NoMatch> {
-        let mut search = Search { request, allowed_methods: Vec::new() };
+        let segments = request.path.strip_prefix('/');
+        let mut search = Search { request, segments, allowed_methods: Vec::new() };
         let host = request.host;
         if let Some(found) = self.exact_hosts.get(host).and_then(|routes| search.best_of_host(routes)) {
             return Ok(found);
@@ -255,23 +256,33 @@ impl<T> RouteTable<T> {
 
 struct Search<'a> {
     request: &'a RouteRequest<'a>,
+    /// The path without its first slash.
+    segments: Option<&'a str>,
     allowed_methods: Vec<Method>,
 }
 
 impl Search<'_> {
+    #[inline]
     fn best_of_host<'t, T>(&mut self, routes: &'t HostRoutes<T>) -> Option<&'t T> {
-        let found = self.descend(&routes.tree, self.request.path.strip_prefix('/'));
-        if !routes.expressions.is_empty() && found.is_none_or(|entry| entry.is_catch_all) {
-            // Expressions rank above catch-all paths and below all others.
-            return self.match_expressions(routes).or(found).map(|entry| &entry.target);
-        }
+        let found = self.descend(&routes.tree, self.segments);
+        let found = if routes.expressions.is_empty() { found } else { self.match_expressions(routes, found) };
         found.map(|entry| &entry.target)
     }
 
-    fn match_expressions<'t, T>(&mut self, routes: &'t HostRoutes<T>) -> Option<&'t RouteEntry<T>> {
+    /// Return the best match by regular expression, which ranks above a catch-all path and below all others. `found` is
+    /// the best match by segments.
+    #[cold]
+    fn match_expressions<'t, T>(
+        &mut self,
+        routes: &'t HostRoutes<T>,
+        found: Option<&'t RouteEntry<T>>,
+    ) -> Option<&'t RouteEntry<T>> {
+        if found.is_some_and(|entry| !entry.is_catch_all) {
+            return found;
+        }
         let path = self.request.path.as_bytes();
         let mut matching = routes.expressions.iter().filter(|(expression, _)| expression.is_match(path));
-        matching.find_map(|(_, entries)| self.pick_entry(entries))
+        matching.find_map(|(_, entries)| self.pick_entry(entries)).or(found)
     }
 
     /// Return the best match below a node: literal segments before parameters before catch-all patterns. This visits
@@ -292,6 +303,7 @@ impl Search<'_> {
         self.pick_entry(&node.catch_all)
     }
 
+    #[inline(always)]
     fn pick_entry<'t, T>(&mut self, entries: &'t [RouteEntry<T>]) -> Option<&'t RouteEntry<T>> {
         for entry in entries {
             if entry.requirements.as_ref().is_some_and(|requirements| !requirements.are_met_by(self.request)) {
@@ -300,17 +312,23 @@ impl Search<'_> {
             if entry.allows_method(self.request.method) {
                 return Some(entry);
             }
-            for method in &entry.methods {
-                if !self.allowed_methods.contains(method) {
-                    self.allowed_methods.push(method.clone());
-                }
-            }
+            self.add_allowed_methods(&entry.methods);
         }
         None
+    }
+
+    #[cold]
+    fn add_allowed_methods(&mut self, methods: &[Method]) {
+        for method in methods {
+            if !self.allowed_methods.contains(method) {
+                self.allowed_methods.push(method.clone());
+            }
+        }
     }
 }
 
 impl Requirements {
+    #[inline(never)]
     fn are_met_by(&self, request: &RouteRequest<'_>) -> bool {
         self.includes_listener(request.listener) && self.unmet_condition(request).is_none()
     }

@@ -18,10 +18,16 @@ function makeLane(key) {
     make("div", { class: "node target" }, make("b"), make("span", { class: "state" }), make("span", { class: "rate" })));
 }
 
+/** Return the methods, the first host and the path of a route. */
+function describeMatch({ methods, hosts, path, path_regex: expression }) {
+  const more = hosts?.length > 1 ? ` (+${hosts.length - 1}) ` : "";
+  return `${methods?.join(" ") ?? ""} ${hosts?.[0] ?? ""}${more}${path ?? expression}`.trim();
+}
+
 /** Return the name and the state of what serves the requests of a route. */
 function describeTarget(route, upstreams) {
   if (route.respond) return { name: "the gateway", state: `responds with ${route.respond.status ?? 200}`, kind: "" };
-  if (route.redirect) return { name: "redirect", state: `to ${route.redirect.to ?? route.redirect}`, kind: "" };
+  if (route.redirect) return { name: "redirect", state: `to ${route.redirect.to ?? route.redirect.scheme}`, kind: "" };
   const weights = typeof route.upstream === "string" ? { [route.upstream]: 1 } : route.upstream ?? {};
   const names = Object.keys(weights);
   const sum = Object.values(weights).reduce((total, weight) => total + weight, 0);
@@ -71,7 +77,7 @@ export function showFlow(routes, { rates, totals, upstreams, shadow }) {
     const [source, before, gate, after, target] = lane.children;
     const { allowed, denied, errors } = rateOf(route.name);
     setText(source.children[0], route.name);
-    setText(source.children[1], `${route.methods?.join(" ") ?? ""} ${route.host ?? ""}${route.path}`.trim());
+    setText(source.children[1], describeMatch(route));
     setText(source.children[2], `${formatNumber(allowed + denied + errors)}/s`);
     updatePipe(before, [allowed, errors, denied], maximum);
     updateChips(gate.children[0], route.limits ?? [], shadow);
