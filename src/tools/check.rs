@@ -74,10 +74,10 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
             Issue::new(from.span(), "a value that is no tier of a limit selects the default quota of the limit");
         notes.push(issue.with_hint("give `quota` of the limits the lowest tier"));
     }
-    if let (Some(acme), Some(table)) = (config.acme.as_ref().filter(|acme| !acme.names.is_empty()), &parsed.acme) {
+    if let Some(acme) = config.acme.as_ref().filter(|acme| !acme.names.is_empty()) {
         let message =
             format!("certificates are requested from {} for {}", acme.settings.directory, acme.names.join(", "));
-        notes.push(Issue { span: Some(table.span()), message, hint: None });
+        notes.push(Issue { span: None, message, hint: None });
     }
     notes
 }
@@ -111,7 +111,7 @@ pub fn resolve_names(parsed: &Config, config: &CompiledConfig) -> (Vec<Issue>, V
             ),
             None => format!("`{name}` resolves to this machine"),
         };
-        notes.push(Issue { span: Some(table.span()), message, hint: None });
+        notes.push(Issue { span: None, message, hint: None });
     }
     (warnings, notes)
 }
