@@ -37,8 +37,7 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
         // Do not wait for a blocking DNS lookup.
         tokio_runtime.shutdown_background();
     }
-    let issuers: Vec<_> =
-        fetch_key_sets(config)?.into_iter().map(|(source, fetched)| issuer(source, &fetched)).collect();
+    let issuers: Vec<_> = fetch_key_sets(config)?.iter().map(|(source, fetched)| issuer(source, fetched)).collect();
     let checks = || servers.iter().chain(&issuers).flat_map(|report| &report.checks);
     let ok = checks().all(|check| check.status != Status::Failed);
     let diagnosis = Diagnosis { ok, servers, issuers };

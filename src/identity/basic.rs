@@ -603,7 +603,7 @@ mod tests {
         let first = unverified(&verifier, b"alice:myPassword");
         assert_eq!(verifier.verify(first).await, Ok(Ok("alice".into())));
         assert!(matches!(verifier.lookup(&right), Ok(BasicLookup::Verified(user)) if &*user == "alice"));
-        for wrong in [&b"alice:mypassword"[..], b"alice:", b"Alice:myPassword", b"carol:myPassword", b":myPassword"] {
+        for wrong in [&b"alice:mypassword"[..], b"alice:", b"Alice:myPassword", b"mallory:myPassword", b":myPassword"] {
             let user = unverified(&verifier, wrong);
             assert_eq!(
                 verifier.verify(user).await,

@@ -246,13 +246,13 @@ impl<'a> Decision<'a> {
         self
     }
 
-    /// Refund what an admitted request was charged, because a later check rejects it: refund the checks with
+    /// Refund what an admitted request was charged, because a later check rejects it: the charges of checks with
     /// [`Deferred::Refund`], charge no deferred cost, and release the permits. The results become those after the
     /// refund. A client that disconnects meanwhile gets its refund nevertheless.
     ///
     /// # Errors
     /// The store did not answer. The refund may be lost.
-    pub async fn give_back(&mut self) -> Result<(), StoreError> {
+    pub async fn refund(&mut self) -> Result<(), StoreError> {
         self.permits = None;
         let Some(charges) = self.deferred_charges.take() else { return Ok(()) };
         let refund = |_, deferred| match deferred {

@@ -86,7 +86,7 @@ pub(super) async fn check_limits<'a>(
 
 /// Check the limits of a route in two calls, and wait between them for the provider `pending`: first the limits that need
 /// no credential, so that attempts to guess one are limited, and then all others. If the second call denies the request,
-/// the charges of the first one are refunded. If the request is not authenticated, the charges of the first call stay.
+/// what the first one charged is refunded. If the request is not authenticated, the charges of the first call stay.
 ///
 /// # Errors
 /// As for [`check_limits`].
@@ -154,7 +154,7 @@ pub(super) async fn check_limits_around_authentication<'a>(
             Ok(others) => others,
             Err(rejection) => {
                 if !rejection.is_charged() {
-                    give_back(&mut first).await;
+                    refund(&mut first).await;
                 }
                 record(context, &checks, &Ok(first), &attributes, elapsed);
                 return Err(rejection);
@@ -167,7 +167,7 @@ pub(super) async fn check_limits_around_authentication<'a>(
         let second = limiter.check(&others).await;
         elapsed += second_started_at.elapsed();
         if second.as_ref().map_or(true, |second| !second.admitted) {
-            give_back(&mut first).await;
+            refund(&mut first).await;
         }
         checks.append(&mut others);
         checks.sort_by_key(|check| check.limit_index);
@@ -178,8 +178,8 @@ pub(super) async fn check_limits_around_authentication<'a>(
     Ok((verified, decision))
 }
 
-async fn give_back(decision: &mut Decision<'_>) {
-    if let Err(error) = decision.give_back().await {
+async fn refund(decision: &mut Decision<'_>) {
+    if let Err(error) = decision.refund().await {
         warn!(%error, "refund of a request that was denied after its authentication may be lost");
     }
 }

@@ -74,7 +74,7 @@ fn users_of_htpasswd_log_in_with_their_password_only() {
             ("alice", "secret "),
             ("Alice", "secret"),
             ("bob", "passwort"),
-            ("carol", "secret"),
+            ("mallory", "secret"),
             ("", "secret"),
             ("", ""),
             ("colon", "a"),
