@@ -1,6 +1,6 @@
 //! Denial cache: repeat the denials of Redis until they expire, without another call.
 //!
-//! After a denial with a retry time, only a refund or a reset can admit the same cost earlier. Limits with `refund_on`
+//! After a denial with a retry time, only a refund or a reset can admit the same cost earlier. Checks that may be refunded
 //! are not cached. Denials by several servers of a cluster are not cached either, because charges are refunded if one
 //! server denies. An abusive client costs Redis one call per second.
 
