@@ -153,7 +153,8 @@ fn code(cell: &str) -> BTreeSet<&str> {
 }
 
 /// Labels whose values are names of the configuration or of servers. The values of all others are documented.
-const NAME_LABELS: [&str; 7] = ["route", "limit", "upstream", "server", "provider", "version", "le"];
+const NAME_LABELS: [&str; 10] =
+    ["route", "limit", "upstream", "server", "provider", "version", "le", "name", "commit", "rustc"];
 
 /// Return the label names and values of a sample.
 fn labels(sample: &str) -> Vec<(&str, &str)> {
@@ -165,10 +166,17 @@ fn labels(sample: &str) -> Vec<(&str, &str)> {
 /// A table row has the name, the type, the labels, the unit and the meaning of a metric.
 #[test]
 fn manual_lists_exactly_the_exported_metrics() {
-    let limited = "[auth.sso]\nkind = \"forward\"\nurl = \"http://127.0.0.1:1\"\n\
-                   [auth.tokens]\nkind = \"jwt\"\njwks_url = \"http://127.0.0.1:1\"\n[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n[upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n\
-                   [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\"]\n";
-    let gateway = Gateway::start(&admin_listener::with_admin(limited));
+    let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n[upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n\
+                   [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\"]\nmirror = { upstream = \"api\" }\n";
+    let providers = "[auth.sso]\nkind = \"forward\"\nurl = \"http://127.0.0.1:1/\"\n\
+                     [auth.tokens]\nkind = \"jwt\"\njwks_url = \"http://127.0.0.1:1/\"\n";
+    // The metrics of certificates need one.
+    let certificate = format!("{}/tests/certs/one", env!("CARGO_MANIFEST_DIR"));
+    let listeners = format!(
+        "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"127.0.0.2:0\"\n\
+         tls.certificates = [{{ cert = \"{certificate}.pem\", key = \"{certificate}.key\" }}]\n"
+    );
+    let gateway = Gateway::start(&admin_listener::with_admin(&format!("{limited}{providers}{listeners}")));
     // A worker that has served a request has created its metrics.
     assert_eq!(gateway.get("/unknown").status, 404);
     let exposition = admin_listener::ask(&gateway, "/metrics");
