@@ -110,7 +110,7 @@ fn tls_alpn_01_validates_also_where_clients_need_certificates() {
         pebble.table(),
         pebble.tls_port,
         // Without `names`, the hosts of the routes have certificates.
-        ROUTES.replace("path", "host = \"API.test\"\npath")
+        ROUTES.replace("path", "hosts = [\"API.test\"]\npath")
     ));
     let gateway = Gateway::start_with(&config, &[("ca.pem", &pebble.ca), ("clients.pem", &clients.pem())]);
     eventually("a certificate", || is_ready(&gateway));
