@@ -128,8 +128,11 @@ fn path(route: &config::tables::Route, span: &Range<usize>, reader: &mut Validat
     match PathPattern::from_regex(expression.get_ref()) {
         Ok(pattern) => {
             let text = expression.get_ref();
-            // Every path starts with a slash. An expression may start with a group, a class or an anchor.
-            if text.starts_with(|first: char| first.is_ascii_alphanumeric()) {
+            // Every path starts with a slash. Two plain characters at the beginning of an expression are not optional.
+            let is_plain = |character: char| character.is_ascii_alphanumeric() || matches!(character, '/' | '-' | '_');
+            let is_relative = text.starts_with(|first: char| first.is_ascii_alphanumeric())
+                && text.chars().nth(1).is_none_or(is_plain);
+            if is_relative && !text.contains('|') {
                 let issue = Issue::new(expression.span(), "this expression matches no path: a path starts with `/`");
                 reader.push_issue(issue.with_hint(format!("path_regex = '/{text}'")));
             }

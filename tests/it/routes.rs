@@ -9,6 +9,10 @@ use crate::support::frames::{HEADERS, Http2};
 use crate::support::gateway::Gateway;
 use crate::support::random::property;
 use crate::support::upstream::Upstream;
+use bytes::Bytes;
+use http_body_util::Empty;
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use sluicegate::http::target::canonical_path;
@@ -424,6 +428,31 @@ fn redirect_to_a_scheme_keeps_host_path_and_query() {
     let mut client = gateway.client();
     client.send(b"GET /a HTTP/1.0\r\nHost: a.test\r\n\r\n");
     assert_eq!(client.reply().unwrap().header("location"), Some("https://a.test/a"));
+}
+
+/// HTTP/2 has the host in `:authority`.
+#[test]
+fn http2_request_is_redirected_to_its_authority() {
+    let gateway = Gateway::start(
+        "[[route]]\nname = \"https\"\npath = \"/{*rest}\"\nredirect = { scheme = \"https\" }\n\
+         [[route]]\nname = \"slash\"\npath = \"/a\"\ntrailing_slash = \"redirect\"\nrespond = { status = 200 }\n",
+    );
+    let locations = async {
+        let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
+        let handshake = http2::handshake::<_, _, Empty<Bytes>>(TokioExecutor::new(), TokioIo::new(stream));
+        let (mut sender, connection) = handshake.await.unwrap();
+        tokio::spawn(connection);
+        let mut locations = Vec::new();
+        for uri in ["http://A.test:8080/x?y", "http://a.test/a/?y"] {
+            let request = http::Request::get(uri).body(Empty::new()).unwrap();
+            let response = sender.send_request(request).await.unwrap();
+            assert_eq!(response.status(), 308, "{uri}");
+            locations.push(response.headers()["location"].to_str().unwrap().to_owned());
+        }
+        locations
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    assert_eq!(runtime.block_on(locations), ["https://a.test/x?y", "/a?y"]);
 }
 
 /// The documented pair: all of the plaintext listener goes to the one with TLS.
