@@ -71,6 +71,12 @@ fn errors_have_the_type_of_the_manual() {
         read_head(&mut stream);
         let _ = std::io::copy(&mut stream, &mut std::io::sink());
     });
+    let (received, arrivals) = std::sync::mpsc::channel();
+    let full = serve(move |mut stream| {
+        read_head(&mut stream);
+        received.send(()).unwrap();
+        let _ = std::io::copy(&mut stream, &mut std::io::sink());
+    });
     let closing = serve(|mut stream| drop(read_head(&mut stream)));
     let invalid = Upstream::responding(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2, 2\r\n\r\nok".to_vec());
     let ca = Authority::new("ca");
@@ -82,7 +88,7 @@ fn errors_have_the_type_of_the_manual() {
         ("refused", "http://127.0.0.1:1".to_owned(), ""),
         ("silent", format!("http://{silent}"), "response_timeout = \"50ms\""),
         ("slow", format!("http://{silent}"), ""),
-        ("full", format!("http://{silent}"), "max_requests = 1"),
+        ("full", format!("http://{full}"), "max_requests = 1"),
         ("closing", format!("http://{closing}"), ""),
         ("invalid", invalid.url(), ""),
         ("untrusted", format!("https://{}", untrusted.address), ""),
@@ -145,14 +151,8 @@ fn errors_have_the_type_of_the_manual() {
     // A request holds the only permit of the server.
     let mut held = gateway.client();
     held.send(b"GET /full HTTP/1.1\r\nHost: gateway.test\r\n\r\n");
-    eventually("no server has capacity", || {
-        let mut other = gateway.client();
-        other.send(b"GET /full HTTP/1.1\r\nHost: gateway.test\r\n\r\n");
-        other.stream.get_ref().set_read_timeout(Some(std::time::Duration::from_millis(100))).unwrap();
-        let Some(reply) = other.reply() else { return false };
-        record("upstream-overflow", 503, &reply);
-        true
-    });
+    arrivals.recv_timeout(std::time::Duration::from_secs(20)).unwrap();
+    record("upstream-overflow", 503, &get("/full", &[]));
     let many: Vec<_> = (0..101).map(|index| format!("x-{index}")).collect();
     let request = many.iter().fold(Request::get("http://gateway.test/once"), |request, name| request.header(name, "1"));
     let answers = http2::ask(gateway.address, [request.body(&b""[..]).unwrap()]);
