@@ -164,7 +164,7 @@ pub struct ListenerTls {
     /// ([certificates by ACME](../how-to/acme.md)).
     #[schemars(extend("default" = false))]
     pub acme: Option<Spanned<bool>>,
-    /// DNS names for `acme`. Each has a certificate of its own. Default: the hosts of all routes, except wildcards and IP
+    /// DNS names for `acme`. Each gets a separate certificate. Default: the hosts of all routes, except wildcards and IP
     /// addresses.
     pub names: Option<Vec<Text>>,
     /// PEM file of CA certificates. Clients are asked for a certificate signed by one of them.

@@ -186,7 +186,7 @@ impl AcmeClient {
         }
     }
 
-    /// With a Redis store, share the records with all gateways. It has a connection of its own.
+    /// With a Redis store, share the records with all gateways. It uses a separate connection.
     fn share(&mut self, deps: &AcmeDeps) -> Result<(), StorageError> {
         let active = deps.config_handle.active();
         let (Some((deployment, redis)), Some(acme)) = (&active.config.store.redis, &active.config.acme) else {

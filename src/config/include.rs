@@ -13,10 +13,10 @@ use crate::config::error::{FileIssues, Issue};
 use crate::config::file::{EnvLookup, FileSnapshot, closest_name, substituted, utf8_text};
 
 /// The tables that an included file may have. Their entries join those of the including file.
-const INCLUDED_TABLES: [&str; 3] = ["route", "limit", "upstream"];
+const INCLUDED_TABLES: [&str; 4] = ["route", "limit", "upstream", "auth"];
 
 /// The included tables as they are written.
-const TABLE_FORMS: &str = "an included file has [[route]], [limit.NAME] and [upstream.NAME] only";
+const TABLE_FORMS: &str = "an included file has [[route]], [limit.NAME], [upstream.NAME] and [auth.NAME] only";
 
 /// The texts of a configuration: a file, and the files that it includes. The spans of all values count bytes in all
 /// texts together, so that a span also says which file it is in.
@@ -337,6 +337,10 @@ pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &
                 "include" => {
                     let hint = format!("list all files in `include` of {}", main.display());
                     ("an included file cannot include others".to_owned(), hint)
+                }
+                "consumer" => {
+                    let hint = format!("keep it in another directory, or change the pattern in {}", main.display());
+                    ("a consumers file cannot be included".to_owned(), hint)
                 }
                 _ => match closest_name(&name, INCLUDED_TABLES) {
                     Some(near) => (format!("unknown key `{name}`"), format!("did you mean `{near}`?")),

@@ -188,7 +188,8 @@ impl ForwardCache {
         key
     }
 
-    /// Return the admission for a key, or who asks the server.
+    /// Return the role of a request with this key: it uses a cached admission, asks the server, or waits for the request
+    /// that asks.
     pub fn role(&self, key: CacheKey) -> CacheRole<'_> {
         if let Some(cached) = self.admissions.get(&key) {
             if monotonic() < cached.expires_at {

@@ -1,7 +1,7 @@
 //! Mirroring: a copy of a forwarded request goes to a second upstream, whose response is discarded.
 //!
 //! The client never waits for the copy. The body is copied while it passes to the upstream of the route, and the copy
-//! is sent by a task of its own once the body is complete. Copies are bounded in number for each worker, and in bytes
+//! is sent by a separate task once the body is complete. Copies are bounded in number for each worker, and in bytes
 //! for the process; those beyond the bounds are dropped and counted.
 
 use std::sync::Arc;
@@ -259,7 +259,7 @@ struct RequestCopy {
 }
 
 impl RequestCopy {
-    /// Send the copy in a task of its own.
+    /// Send the copy in a separate task.
     fn start(self, body: RequestBody) {
         let Some(in_flight) = InFlight::try_acquire(&self.stats, self.max_in_flight) else {
             return self.stats.drop_copy(DropReason::MaxInFlight);

@@ -18,7 +18,7 @@ use crate::limiter::key::{Identity, IdentityEncoder};
 use crate::limiter::settlement::{Deferred, SettleAction};
 use crate::proxy::ConfigSnapshot;
 use crate::proxy::authentication;
-use crate::proxy::context::RequestContext;
+use crate::proxy::context::{Peer, RequestContext};
 use crate::proxy::local_reply::{Rejection, upstream_status};
 use crate::proxy::target::RequestTarget;
 use crate::snapshot::CompiledConfig;
@@ -44,13 +44,7 @@ pub(super) async fn check_limits<'a>(
     let client = peer.client_address(request.headers());
     context.record_client(client, Some(route));
     let RouteLimits { identities, limits, .. } = &route.rate_limits;
-    let limit_context = LimitContext {
-        request,
-        host: &target.host,
-        path: &target.path,
-        trusted: peer.forwarded.trusted,
-        certificate_subject: peer.certificate_subject.as_deref(),
-    };
+    let limit_context = LimitContext::new(request, target, peer);
     let attributes = limit_context.request_attributes(runtime, route, client, credentials);
     let overrides = limiter.overrides.current();
     let mut rejection = None;
@@ -103,13 +97,7 @@ pub(super) async fn check_limits_around_authentication<'a>(
     let client = peer.client_address(request.headers());
     context.record_client(client, Some(route));
     let RouteLimits { identities, limits, .. } = &route.rate_limits;
-    let limit_context = LimitContext {
-        request,
-        host: &target.host,
-        path: &target.path,
-        trusted: peer.forwarded.trusted,
-        certificate_subject: peer.certificate_subject.as_deref(),
-    };
+    let limit_context = LimitContext::new(request, target, peer);
     let overrides = limiter.overrides.current();
     let attributes = limit_context.request_attributes(runtime, route, client, &credentials);
     let needs_credential = |spec: &IdentitySpec| !spec.limits_unauthenticated();
@@ -265,6 +253,17 @@ pub struct LimitContext<'a, B> {
 }
 
 impl<'a, B> LimitContext<'a, B> {
+    /// Create the context of a request from this peer.
+    pub fn new(request: &'a Request<B>, target: &'a RequestTarget<'_>, peer: &'a Peer) -> Self {
+        LimitContext {
+            request,
+            host: &target.host,
+            path: &target.path,
+            trusted: peer.forwarded.trusted,
+            certificate_subject: peer.certificate_subject.as_deref(),
+        }
+    }
+
     /// Return the attributes from which identities are resolved.
     pub fn request_attributes(
         &self,

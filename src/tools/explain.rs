@@ -141,9 +141,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             return Err(Rejection::BodyTooLarge);
         }
         let rewritten = target.rewrite(route, request.uri().query())?;
-        let (host, path, subject) = (&*target.host, &*target.path, peer.certificate_subject.as_deref());
-        let limit_context =
-            LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
+        let limit_context = LimitContext::new(request, &target, peer);
         let (credentials, authenticated) = authentication::verify(config, route, request.headers(), peer);
         found.credentials = credentials;
         let credentials = &found.credentials;

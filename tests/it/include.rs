@@ -40,7 +40,7 @@ fn check(files: &[(&str, &str)]) -> (Option<i32>, String) {
     run(directory.path(), &["check"])
 }
 
-/// Start a gateway in a directory of its own.
+/// Start a gateway in a new directory.
 fn start(files: &[(&str, &str)]) -> (tempfile::TempDir, Gateway) {
     let directory = tempfile::tempdir().unwrap();
     put(directory.path(), files);
@@ -93,6 +93,21 @@ fn tables_of_all_files_are_one_configuration() {
 }
 
 #[test]
+fn provider_of_an_included_file_has_its_consumers_beside_that_file() {
+    let main = format!("{MAIN}{LISTENER}{}require = [\"keys\"]\n", route("main"));
+    let auth = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.conf\"\n";
+    let directory = tempfile::tempdir().unwrap();
+    put(directory.path(), &[("gateway.toml", &main), ("routes/auth.toml", auth)]);
+    let (code, out) = run(directory.path(), &["key", "new", "--consumer", "acme", "--create"]);
+    assert_eq!(code, Some(0), "{out}");
+    let (code, out) = run(directory.path(), &["check"]);
+    assert_eq!(code, Some(0), "{out}");
+    let consumers = fs::read_to_string(directory.path().join("routes/consumers.conf")).unwrap();
+    assert!(consumers.contains("name = \"acme\""), "{consumers}");
+    assert!(!directory.path().join("consumers.conf").exists());
+}
+
+#[test]
 fn errors_name_the_included_file_with_its_line() {
     let main = format!("{MAIN}{LISTENER}{}[limit.l]\nby = \"ip\"\nquota = \"1/s\"\n", route("main"));
     let bad = "\n# a comment\n[[route]]\nname = \"main\"\npath = \"a\"\nrespnd = {}\n[limit.l]\nby = \"ip\"\n";
@@ -130,7 +145,7 @@ fn errors_name_the_included_file_with_its_line() {
             vec![
                 "`server` is not valid in an included file",
                 "routes/a.toml:1:2",
-                "move it to gateway.toml: an included file has [[route]], [limit.NAME] and [upstream.NAME] only",
+                "move it to gateway.toml: an included file has [[route]], [limit.NAME], [upstream.NAME] and [auth.NAME] only",
             ],
         ),
         (
@@ -140,6 +155,10 @@ fn errors_name_the_included_file_with_its_line() {
         (
             vec![("gateway.toml", main.clone()), ("routes/a.toml", "[route]\nname = \"x\"\n".to_owned())],
             vec!["`route` has another form", "routes/a.toml:1:2"],
+        ),
+        (
+            vec![("gateway.toml", main.clone()), ("routes/a.toml", "[[consumer]]\nname = \"acme\"\n".to_owned())],
+            vec!["a consumers file cannot be included", "routes/a.toml:1:3", "in another directory"],
         ),
         (
             vec![("gateway.toml", main.clone()), ("routes/a.toml", "include = [\"b.toml\"]\n".to_owned())],

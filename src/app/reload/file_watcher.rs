@@ -69,7 +69,7 @@ impl FileWatcher {
     }
 }
 
-/// Call the callback of a group of files, on a thread of its own, whenever one of them differs from its last content, or
+/// Call the callback of a group of files, on a separate thread, whenever one of them differs from its last content, or
 /// other files belong to the group. A group is not reported while one of its files cannot be read.
 ///
 /// # Errors

@@ -381,7 +381,7 @@ impl ConsumersFile {
             // The configuration is invalid: its error names the variable.
             load_for(config_path, NEEDED_KEYS)?;
         }
-        let path = config_path.parent().unwrap_or(Path::new("")).join(name.get_ref());
+        let path = gateway_file.sources.directory_of(&name.span()).join(name.get_ref());
         let named_path = path.clone();
         // Replace the target of a symbolic link, not the link.
         let path =

@@ -106,7 +106,8 @@ fn next_listeners(config: &CompiledConfig, location: &Uri, current: usize) -> Ve
     listeners
 }
 
-/// Routes with limits and a literal path, of which other spellings match a route to the same upstream without the limit.
+/// Routes with limits or `require` and a literal path, of which other spellings match a route to the same upstream
+/// without it.
 pub(super) fn unlimited_spellings(input: &LintInput<'_>) -> Vec<Issue> {
     candidates_by_route(input.config).filter_map(|candidates| unlimited_spelling(input, &candidates)).collect()
 }
@@ -131,16 +132,18 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
     let (_, other, missing) = *evading.first()?;
     let same = evading.iter().filter(|(_, found, _)| found.index == other.index);
     let spellings: Vec<_> = same.map(|(spelling, ..)| format!("`{spelling}`")).collect();
+    let (missing, elsewhere) = match missing {
+        Protection::Limit(name) => {
+            (format!("`{name}`"), format!("name `{name}` in the limits of `{}` as well", other.name))
+        }
+        Protection::Credential => ("a credential".to_owned(), format!("set `require` of `{}` as well", other.name)),
+    };
     let message = format!(
-        "{} match `{}` on the same upstream, without `{missing}`: many applications treat them as `{path}`",
+        "{} match `{}` on the same upstream, without {missing}: many applications treat them as `{path}`",
         spellings.join(", "),
         other.name
     );
-    let hint = format!(
-        "name `{missing}` in the limits of `{}` as well, or match all spellings: path_regex = '(?i){}([/;].*)?'",
-        other.name,
-        regex::escape(plain)
-    );
+    let hint = format!("{elsewhere}, or match all spellings: path_regex = '(?i){}([/;].*)?'", regex::escape(plain));
     let written = input.route(route.index)?.get_ref().path.as_ref()?;
     Some(Issue::new(written.span(), message).with_hint(hint))
 }
@@ -153,20 +156,31 @@ fn found_routes<'r>(config: &'r CompiledConfig, candidate: &RouteCandidate<'_>, 
     listeners.filter_map(|listener| find(config, &sample.host, &request, listener)).collect()
 }
 
-/// Return the names of what protects the upstream on a route: limits that deny.
-fn protections(route: &Route) -> impl Iterator<Item = &str> {
-    route.rate_limits.limits.iter().filter(|limit| !limit.limit.shadow).map(|limit| &*limit.limit.name)
+/// What protects the upstream on a route.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Protection<'r> {
+    /// A limit that denies.
+    Limit(&'r str),
+    /// `require`.
+    Credential,
+}
+
+fn protections(route: &Route) -> impl Iterator<Item = Protection<'_>> {
+    let requires_credential = route.auth.as_ref().is_some_and(|auth| !auth.required.is_empty());
+    let limits = route.rate_limits.limits.iter().filter(|limit| !limit.limit.shadow);
+    let limits = limits.map(|limit| Protection::Limit(&limit.limit.name));
+    requires_credential.then_some(Protection::Credential).into_iter().chain(limits)
 }
 
 /// Return a protection of `route` that `other` does not have although both lead to the same upstream.
-fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<&'r str> {
+fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<Protection<'r>> {
     let (RouteAction::Forward(upstreams), RouteAction::Forward(others)) = (&route.action, &other.action) else {
         return None;
     };
     if !upstreams.upstreams().any(|index| others.upstreams().any(|other| index == other)) {
         return None;
     }
-    protections(route).find(|name| !protections(other).any(|other| other == *name))
+    protections(route).find(|own| !protections(other).any(|other| other == *own))
 }
 
 // Sample requests.
