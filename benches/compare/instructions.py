@@ -88,15 +88,16 @@ def receive(connection):
     return received
 
 
+def route_table(name, limits):
+    identify = 'identify = ["keys"]\n' if limits else ""
+    return f'[[route]]\nname = "{name}"\npath = "/{name}"\nupstream = "up"\n{identify}limits = [{limits}]\n'
+
+
 def instructions(binary, directory, store, route, rounds, upstream):
     """All that a gateway needs for so many rounds, with its start and its end."""
     port = free_port()
     config = directory / "gateway.toml"
-    def route(name, limits):
-        identify = 'identify = ["keys"]\n' if limits else ""
-        return f'[[route]]\nname = "{name}"\npath = "/{name}"\nupstream = "up"\n{identify}limits = [{limits}]\n'
-
-    routes = "".join(route(name, limits) for name, limits in ROUTES.items())
+    routes = "".join(route_table(name, limits) for name, limits in ROUTES.items())
     config.write_text(GATEWAY.format(port=port, store=store, upstream=upstream) + routes)
     count = directory / "count"
     valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", f"--log-file={count}"]

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::net::IpAddr;
 
 use http::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, FORWARDED, HOST, HeaderName, HeaderValue, TE, TRAILER,
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, Entry, FORWARDED, HOST, HeaderName, HeaderValue, TE, TRAILER,
     TRANSFER_ENCODING, UPGRADE, VIA,
 };
 use http::{HeaderMap, Method, Request, Version};
@@ -110,15 +110,15 @@ impl HeaderAliases {
     /// Return whether servers fold a header into one of these names.
     pub fn contains(&self, name: &HeaderName) -> bool {
         let name = name.as_str();
-        match (has_special_characters(name), self.has_special) {
-            (true, _) => {
-                let name = fold_name(name);
-                self.folded.iter().any(|folded| **folded == *name)
-            }
+        match has_special_characters(name) {
+            true => self.has_folded(&fold_name(name)),
             // Most names consist of letters, digits and hyphens, and so have no alias to compare.
-            (false, true) => self.folded.iter().any(|folded| **folded == *name),
-            (false, false) => false,
+            false => self.has_special && self.has_folded(name),
         }
+    }
+
+    fn has_folded(&self, name: &str) -> bool {
+        self.folded.iter().any(|folded| **folded == *name)
     }
 }
 
@@ -216,8 +216,13 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, tr
         if protected.is_proxy_only(name) || is_forwarding_header(name.as_str()) {
             return !trusted;
         }
-        let is_alias = protected.aliases.contains(name)
-            || has_special_characters(name.as_str()) && is_gateway_header(&fold_name(name.as_str()));
+        let is_alias = match has_special_characters(name.as_str()) {
+            true => {
+                let folded = fold_name(name.as_str());
+                protected.aliases.has_folded(&folded) || is_gateway_header(&folded)
+            }
+            false => protected.aliases.has_special && protected.aliases.has_folded(name.as_str()),
+        };
         is_alias && !protected.names.contains(name)
     };
     let names: Vec<_> = headers.keys().filter(is_unwanted).cloned().collect();
@@ -265,13 +270,12 @@ pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: O
         element.extend_from_slice(if ipv6 { b"\"[" } else { b"" });
         element.extend_from_slice(forwarded.address.as_bytes());
         element.extend_from_slice(if ipv6 { b"]\"" } else { b"" });
-        append_element(headers, FORWARDED, &element);
+        // Brackets, quotes and an IP address are a valid value.
+        if let Ok(element) = HeaderValue::from_bytes(&element) {
+            append_element(headers, FORWARDED, element);
+        }
     }
-    if headers.contains_key(X_FORWARDED_FOR) {
-        append_element(headers, X_FORWARDED_FOR, forwarded.address.as_bytes());
-    } else {
-        headers.insert(X_FORWARDED_FOR, forwarded.address.clone());
-    }
+    append_element(headers, X_FORWARDED_FOR, forwarded.address.clone());
     headers.entry(X_FORWARDED_PROTO).or_insert_with(|| forwarded.scheme.clone());
     if let Some(host) = host {
         headers.entry(X_FORWARDED_HOST).or_insert_with(|| host.clone());
@@ -281,11 +285,7 @@ pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: O
         Version::HTTP_10 => HeaderValue::from_static("1.0 sluicegate"),
         _ => HeaderValue::from_static("1.1 sluicegate"),
     };
-    if headers.contains_key(VIA) {
-        append_element(headers, VIA, via.as_bytes());
-    } else {
-        headers.insert(VIA, via);
-    }
+    append_element(headers, VIA, via);
 }
 
 /// Return the scheme of the client: that of its connection, or the one that a trusted proxy reports in
@@ -305,18 +305,16 @@ pub fn client_scheme(headers: &HeaderMap, forwarded: &ForwardedInfo) -> &'static
     }
 }
 
-/// Join all lines of a list header into one and append an element.
-fn append_element(headers: &mut HeaderMap, name: HeaderName, element: &[u8]) {
-    let mut joined = Vec::new();
-    for value in headers.get_all(&name) {
-        joined.extend_from_slice(value.as_bytes());
-        joined.extend_from_slice(b", ");
-    }
-    joined.extend_from_slice(element);
-    // The parts are valid values. Should the joined value be invalid nevertheless, send only the new element.
-    let value = HeaderValue::from_bytes(&joined).or_else(|_| HeaderValue::from_bytes(element));
-    if let Ok(value) = value {
-        headers.insert(name, value);
+/// Append an element to a list header, whose lines are joined into one.
+fn append_element(headers: &mut HeaderMap, name: HeaderName, element: HeaderValue) {
+    match headers.entry(name) {
+        Entry::Vacant(entry) => drop(entry.insert(element)),
+        Entry::Occupied(mut entry) => {
+            let lines = entry.iter().chain([&element]).map(HeaderValue::as_bytes);
+            let joined = HeaderValue::from_bytes(&lines.collect::<Vec<_>>().join(&b", "[..]));
+            // The parts are valid values. Should the joined value be invalid nevertheless, send only the new element.
+            entry.insert(joined.unwrap_or(element));
+        }
     }
 }
 

@@ -70,10 +70,17 @@ fn strip_port(authority: &str) -> Option<&str> {
             (is_valid.then(|| &authority[..v6.len() + 2])?, rest.strip_prefix(':').or(rest.is_empty().then_some(""))?)
         }
         None => {
-            let (host, port) = authority.split_once(':').unwrap_or((authority, ""));
-            let is_valid =
-                host.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~'));
-            let is_valid = is_valid && !host.starts_with('.') && !host.contains("..");
+            let end = authority.bytes().position(|byte| byte == b':');
+            let (host, port) = end.map_or((authority, ""), |end| (&authority[..end], &authority[end + 1..]));
+            let mut follows_dot = true;
+            let is_valid = host.bytes().all(|byte| match byte {
+                b'.' => !std::mem::replace(&mut follows_dot, true),
+                b'-' | b'_' | b'~' | b'0'..=b'9' | b'A'..=b'Z' | b'a'..=b'z' => {
+                    follows_dot = false;
+                    true
+                }
+                _ => false,
+            });
             (is_valid.then_some(host)?, port)
         }
     };

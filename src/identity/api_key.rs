@@ -210,9 +210,9 @@ impl KeyPlace {
         (!key.is_empty()).then_some(key)
     }
 
-    /// Return whether a request has a key here.
+    /// Return whether the header of a request is a key. Without a scheme, any value is one.
     pub(super) fn is_present(&self, headers: &HeaderMap) -> bool {
-        headers.get_all(&self.header).iter().any(|value| self.key(value.as_bytes()).is_some())
+        self.scheme.is_none() || headers.get_all(&self.header).iter().any(|value| self.key(value.as_bytes()).is_some())
     }
 
     fn is_bearer(&self) -> bool {
