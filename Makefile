@@ -89,7 +89,7 @@ PROFILE = $(CURDIR)/target/pgo/profile
 INSTRUMENTED = target/pgo/instrumented/$(HOST)/release/sluicegate
 release: tools peers
 	@$(call ensure,llvm-profdata-19 h2load openssl,llvm-19 nghttp2-client openssl)
-	rm -rf $(PROFILE)
+	rm -rf $(PROFILE) dist/sluicegate
 	RUSTFLAGS="-Cprofile-generate=$(PROFILE)" cargo build --locked --release --bin sluicegate --target $(HOST) --target-dir target/pgo/instrumented
 	LLVM_PROFILE_FILE=$(PROFILE)/%p.profraw BINARY=$(INSTRUMENTED) python3 benches/compare/compare.py --only "ours " --seconds 2
 	LLVM_PROFILE_FILE=$(PROFILE)/%p.profraw BINARY=$(INSTRUMENTED) python3 benches/compare/edge.py --repeat 1 --seconds 1
@@ -124,7 +124,8 @@ bench: tools peers
 	cargo build --locked --release
 	python3 benches/compare/compare.py
 
-# The figures of docs/explanation/performance.md: whole requests beside nginx, nginx+Lua+Redis and HAProxy, median of five.
+# The figures of docs/explanation/performance.md: whole requests beside nginx, nginx+Lua+Redis, HAProxy and Envoy, median of five.
+# The build with PGO takes part if `make release` has made it.
 bench-compare: tools peers
 	cargo build --locked --release
 	python3 benches/compare/compare.py --repeat 5 --seconds 2
