@@ -245,8 +245,7 @@ pub struct Admin {
 #[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct Log {
-    /// Format of both logs. Default: `"json"` for an access log in a file; otherwise `"text"` if standard error is a
-    /// terminal, else `"json"`.
+    /// Format of both logs. Default: `"text"` for a log that goes to a terminal, `"json"` for a file or a pipe.
     #[schemars(extend("enum" = ["text", "json"]))]
     pub format: Option<Text>,
     /// Level of the process log, which is written to standard error.

@@ -513,7 +513,7 @@ pub(crate) fn format_duration(seconds: f64) -> String {
     let rounded = seconds.ceil() as u64;
     match rounded {
         // Hundredths, rounded up. The subtraction removes the error of the binary representation.
-        0..10 => format!("{} s", (seconds * 100.0 - 1e-6).ceil() / 100.0),
+        0..10 => format!("{} s", (seconds * 100.0 - 1e-6).ceil().max(0.0) / 100.0),
         10..120 => format!("{rounded} s"),
         120..7200 => format!("{} min {} s", rounded / 60, rounded % 60),
         7200..172_800 => format!("{} h {} min", rounded / 3600, rounded % 3600 / 60),

@@ -59,8 +59,8 @@ pub enum IdentityInputError {
     #[error("no consumer has this name")]
     UnknownConsumer,
     /// The value is not an IP address.
-    #[error("`{0}` is not an address")]
-    InvalidAddress(Cow<'static, str>),
+    #[error("`{0}` is not an IP address")]
+    InvalidAddress(String),
 }
 
 impl Descriptor {
@@ -192,7 +192,7 @@ impl IdentitySpec {
                 address
                     .parse::<IpAddr>()
                     .map(|address| address.to_canonical())
-                    .map_err(|_| IdentityInputError::InvalidAddress(label.into())),
+                    .map_err(|_| IdentityInputError::InvalidAddress(text.clone())),
             )
         };
         let mut encoder = IdentityEncoder::default();

@@ -164,7 +164,8 @@ fn default_max_connections(workers: usize) -> i64 {
 
 /// Compile `[log]`.
 pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings {
-    let by_terminal = if std::io::stderr().is_terminal() { LogFormat::Text } else { LogFormat::Json };
+    // People read a terminal, programs read a file or a pipe.
+    let by_terminal = |is_terminal| if is_terminal { LogFormat::Text } else { LogFormat::Json };
     let levels = [
         ("error", Level::ERROR),
         ("warn", Level::WARN),
@@ -177,14 +178,14 @@ pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings 
         Some((_, "off")) => AccessLogTarget::Off,
         Some((path, _)) => AccessLogTarget::File(reader.resolve_path(path)),
     };
-    let format =
-        reader.one_of(log.format.as_ref(), by_terminal, &[("text", LogFormat::Text), ("json", LogFormat::Json)]);
+    let formats = [("text", LogFormat::Text), ("json", LogFormat::Json)];
+    let format = reader.one_of(log.format.as_ref(), by_terminal(std::io::stderr().is_terminal()), &formats);
     LogSettings {
         format,
-        // Programs read a log file, even if the gateway was started from a terminal.
         access_format: match access {
-            AccessLogTarget::File(_) if log.format.is_none() => LogFormat::Json,
-            _ => format,
+            _ if log.format.is_some() => format,
+            AccessLogTarget::Stdout => by_terminal(std::io::stdout().is_terminal()),
+            _ => LogFormat::Json,
         },
         level: reader.one_of(log.level.as_ref(), Level::INFO, &levels),
         access_log: access,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
-use http::uri::Scheme;
+use http::uri::{Authority, Scheme};
 use http::{StatusCode, Uri};
 
 use crate::config;
@@ -105,12 +105,21 @@ fn server(
     let uri = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
     let Some((uri, host)) = uri.as_ref().and_then(|uri| Some((uri, uri.host()?))) else {
         let issue = Issue::new(server.span(), format!("`{url}` is not the URL of a server"));
-        reader.push_issue(issue.with_hint("such as \"http://127.0.0.1:9000\""));
+        let hint = match url.split_once("://") {
+            Some((_, rest)) => format!("the scheme is http or https, such as \"https://{rest}\""),
+            None if url.parse::<Authority>().is_ok() => format!("add the scheme: \"http://{url}\", or https for TLS"),
+            None => "such as \"http://127.0.0.1:9000\"".to_owned(),
+        };
+        reader.push_issue(issue.with_hint(hint));
         return None;
     };
     if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
         let issue = Issue::new(server.span(), "a server is a host and a port: its URL has no path");
-        reader.push_issue(issue.with_hint("the path of the request is sent unchanged"));
+        let end = url.find("://").and_then(|scheme| url[scheme + 3..].find(['/', '?']).map(|end| scheme + 3 + end));
+        let server = &url[..end.unwrap_or(url.len())];
+        reader.push_issue(
+            issue.with_hint(format!("write \"{server}\"; `rewrite` of a route changes the path of a request")),
+        );
     }
     let authority = uri.authority().map_or("", |authority| authority.as_str());
     let host = host.trim_start_matches('[').trim_end_matches(']');

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::Method;
+use http::{Method, Uri};
 use ipnet::IpNet;
 
 use crate::config;
@@ -48,6 +48,7 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
     issues.extend(client_warnings(&input));
     issues.extend(auth_warnings(&input));
     issues.extend(certificate_of_no_client(&input));
+    issues.extend(port_of_other_scheme(&input));
     issues
 }
 
@@ -64,6 +65,22 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
         ))
     };
     config.address_conflicts().filter_map(issue).collect()
+}
+
+/// Warn of servers whose URL has the default port of the other scheme: TLS on port 80, or none on port 443.
+fn port_of_other_scheme<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
+    let servers = input.parsed.upstream.values().flat_map(|upstream| upstream.get_ref().servers.iter());
+    servers.filter_map(|server| {
+        let url = server.get_ref().url.parse::<Uri>().ok()?;
+        let (scheme, port) = (url.scheme_str()?, url.port_u16()?);
+        let other = match (scheme, port) {
+            ("http", 443) => "https",
+            ("https", 80) => "http",
+            _ => return None,
+        };
+        let message = format!("port {port} is the port of {other}, and the URL says {scheme}");
+        Some(Issue::new(server.span(), message).with_hint(format!("write {other}://, or correct the port")))
+    })
 }
 
 /// Return notes: properties of a correct configuration that operators should know.

@@ -27,6 +27,9 @@ pub enum ReplayError {
     /// No format matches the first lines of this log.
     #[error("{0}: the format of the lines is unknown; name it with --format")]
     UnknownFormat(String),
+    /// This log is one of the gateway in the text format, which is for people.
+    #[error("{0}: this is the text format of Sluicegate, which omits what a replay needs; set log.format = \"json\"")]
+    TextFormat(String),
     /// The options do not fit the configuration.
     #[error(transparent)]
     Config(#[from] ReplayConfigError),
@@ -92,6 +95,13 @@ pub trait ReplayObserver {
 /// No callbacks.
 impl ReplayObserver for () {}
 
+/// Return whether a line is a record of the gateway's access log in the text format.
+fn is_text_record(line: &[u8]) -> bool {
+    let mut words = line.split(|byte| *byte == b' ').map(|word| str::from_utf8(word).unwrap_or_default());
+    words.next().is_some_and(|time| time.parse::<jiff::Timestamp>().is_ok())
+        && words.any(|word| word.starts_with("route="))
+}
+
 /// Number of requests between calls of [`ReplayObserver::on_progress`].
 const PROGRESS_INTERVAL_REQUESTS: u64 = 4096;
 
@@ -112,7 +122,11 @@ impl Replay {
             None if sample.is_empty() => ("combined", Format::from_name("combined")?),
             None => Format::detect(&sample).ok_or_else(|| {
                 let unknown = inputs.iter().find(|source| !source.sample_lines().is_empty());
-                ReplayError::UnknownFormat(unknown.map_or(String::new(), |source| source.name().to_owned()))
+                let name = unknown.map_or(String::new(), |source| source.name().to_owned());
+                if sample.iter().any(|line| is_text_record(line)) {
+                    return ReplayError::TextFormat(name);
+                }
+                ReplayError::UnknownFormat(name)
             })?,
         };
         let capabilities = format.capabilities(&sample);

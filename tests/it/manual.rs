@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use crate::support::pages::{blocks, manual, read};
-use crate::support::walk::Walk;
+use crate::support::walk::{Output, Walk};
 
 /// Commands that do not run unchanged: page, beginning, replacement, reason.
 const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
@@ -97,10 +97,19 @@ respond = { status = 200 }
 
 #[test]
 fn every_command_of_the_manual_prints_what_its_page_shows() {
+    run_all_commands(Output::Pipe);
+}
+
+#[test]
+fn every_command_of_the_manual_prints_in_a_terminal_what_its_page_shows() {
+    run_all_commands(Output::Terminal);
+}
+
+fn run_all_commands(output: Output) {
     let mut unused: Vec<_> = INSTEAD.iter().map(|(document, begin, ..)| (*document, *begin)).collect();
     let mut typed = 0;
     for document in manual() {
-        let mut walk = Walk::new();
+        let mut walk = Walk::new(output);
         provide(&walk, &document);
         typed += walk.through(&document, |command| {
             let found = INSTEAD.iter().find(|(page, begin, ..)| *page == document && command.starts_with(begin));

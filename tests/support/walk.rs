@@ -1,13 +1,16 @@
 //! Walks through a document as its reader: writes the files, runs the commands and compares their output.
 
 use std::ffi::OsString;
-use std::io::{BufRead, BufReader};
+use std::fs::File;
+use std::io::{BufRead, BufReader, PipeReader, Read};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use serde_json::Value;
 
 use super::MAX_WAIT;
@@ -17,8 +20,38 @@ use super::pages::{are_like, blocks};
 /// The ports in the documents. Each walk replaces them by free ones.
 const PORTS: [&str; 5] = ["8080", "8081", "9000", "9180", "6379"];
 
+/// What the commands write to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Output {
+    Pipe,
+    Terminal,
+}
+
+impl Output {
+    /// Return a new pipe or pseudo terminal: the end to read from, and the ends for standard output and error.
+    fn open(self) -> (Box<dyn Read + Send>, [Stdio; 2]) {
+        match self {
+            Output::Pipe => {
+                let (reader, writer): (PipeReader, _) = std::io::pipe().unwrap();
+                let error = writer.try_clone().unwrap();
+                (Box::new(reader), [writer.into(), error.into()])
+            }
+            Output::Terminal => {
+                let terminal = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+                grantpt(&terminal).unwrap();
+                unlockpt(&terminal).unwrap();
+                let name = ptsname(&terminal, Vec::new()).unwrap().into_string().unwrap();
+                let writer = File::options().write(true).open(name).unwrap();
+                let error = writer.try_clone().unwrap();
+                (Box::new(File::from(terminal)), [writer.into(), error.into()])
+            }
+        }
+    }
+}
+
 /// One reader with a working directory.
 pub struct Walk {
+    output: Output,
     directory: tempfile::TempDir,
     path: OsString,
     ports: Vec<(&'static str, u16)>,
@@ -26,12 +59,12 @@ pub struct Walk {
 }
 
 impl Walk {
-    pub fn new() -> Walk {
+    pub fn new(output: Output) -> Walk {
         let folder = PathBuf::from(binary().get_program()).parent().unwrap().to_owned();
         let others = std::env::var_os("PATH").unwrap();
         let path = std::env::join_paths([folder].into_iter().chain(std::env::split_paths(&others))).unwrap();
         let ports = PORTS.into_iter().zip(free_ports(PORTS.len())).collect();
-        Walk { directory: tempfile::tempdir().unwrap(), path, ports, running: Vec::new() }
+        Walk { output, directory: tempfile::tempdir().unwrap(), path, ports, running: Vec::new() }
     }
 
     pub fn folder(&self) -> &Path {
@@ -75,11 +108,12 @@ impl Walk {
         let wrong = |said: &str| format!("{document}: $ {command}\n{said}\ninstead of\n{}", expected.join("\n"));
         match command.strip_suffix(" &") {
             None => {
-                let output = self.shell(&command).output().unwrap();
-                let said = String::from_utf8(output.stdout).unwrap();
-                let alike = are_like(&said.lines().collect::<Vec<_>>(), &expected);
+                let (mut child, reader) = self.spawn(&command);
+                let said: Vec<_> = lines_of(reader).collect();
+                let alike = are_like(&said.iter().map(String::as_str).collect::<Vec<_>>(), &expected);
                 // A page without output only requires that the command succeeds.
-                assert!(alike || (expected.is_empty() && output.status.success()), "{}", wrong(&said));
+                let succeeded = child.wait().unwrap().success();
+                assert!(alike || (expected.is_empty() && succeeded), "{}", wrong(&said.join("\n")));
             }
             Some(command) => {
                 let said = self.start(command);
@@ -97,26 +131,26 @@ impl Walk {
 
     /// Start a command that runs until the end of the walk. Return its output from now on.
     fn start(&mut self, command: &str) -> Arc<Mutex<Vec<String>>> {
-        let mut child = self.shell(&format!("exec env {command}")).stdout(Stdio::piped()).spawn().unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let (child, reader) = self.spawn(&format!("exec env {command}"));
         self.running.push(child);
         let said = Arc::new(Mutex::new(Vec::new()));
         let sink = said.clone();
         std::thread::spawn(move || {
-            lines.map_while(Result::ok).for_each(|line| sink.lock().unwrap().push(as_on_a_terminal(line)));
+            lines_of(reader).for_each(|line| sink.lock().unwrap().push(as_on_a_terminal(line)));
         });
         said
     }
 
-    /// Return a shell command whose terminal output, standard output and error, is captured. Output to files is not.
-    fn shell(&self, command: &str) -> Command {
+    /// Run a command in a shell. Return what it writes to standard output and error, unless it redirects them.
+    fn spawn(&self, command: &str) -> (Child, Box<dyn Read + Send>) {
+        let (reader, [output, error]) = self.output.open();
         let mut shell = Command::new("sh");
-        shell.args(["-c", &format!("exec 2>&1; {command}")]).stdin(Stdio::null());
+        shell.args(["-c", command]).stdin(Stdio::null()).stdout(output).stderr(error);
         shell.current_dir(self.folder()).env("PATH", &self.path);
         for name in ["SLUICEGATE_CONFIG", "SLUICEGATE_STORE_SECRET", "STORE_SECRET", "PORT"] {
             shell.env_remove(name);
         }
-        shell
+        (shell.spawn().unwrap(), reader)
     }
 
     fn with_ports(&self, text: &str) -> String {
@@ -133,6 +167,12 @@ impl Drop for Walk {
     }
 }
 
+/// Return the lines as a person sees them, without colors. A pseudo terminal ends with an error.
+fn lines_of(reader: Box<dyn Read + Send>) -> impl Iterator<Item = String> {
+    let lines = BufReader::new(reader).lines().map_while(Result::ok);
+    lines.map(|line| anstream::adapter::strip_str(line.trim_end_matches('\r')).to_string())
+}
+
 /// Convert a log line to the text format of a terminal.
 fn as_on_a_terminal(line: String) -> String {
     let Ok(entry) = serde_json::from_str::<Value>(&line) else { return line };
@@ -144,9 +184,10 @@ fn as_on_a_terminal(line: String) -> String {
 
 /// Return ports below the ephemeral range, so that the kernel assigns none of them to others. None contains a port of
 /// the documents as a substring.
-/// contains one that the documents name.
 fn free_ports(count: usize) -> Vec<u16> {
+    static WALKS: AtomicU16 = AtomicU16::new(0);
     let begin = 21_000 + (std::process::id() % 40) as u16 * 100;
-    let free = (begin..25_000).chain(21_000..begin).filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
+    let begin = begin + WALKS.fetch_add(1, Ordering::Relaxed) % 80 * 8;
+    let free = (begin..26_000).chain(21_000..begin).filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
     free.take(count).collect()
 }

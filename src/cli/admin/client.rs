@@ -63,8 +63,8 @@ impl AdminClient {
         let config = load_for(config_path, &["admin"])?;
         if config.admin.is_none() {
             bail!(
-                "no admin socket of a running gateway was found, and {} has no address in [admin]: name the socket \
-                 with --admin /run/sluicegate/admin.sock",
+                "no admin socket of a running gateway was found, and {} has no [admin]: add [admin] with address or \
+                 socket, or name the socket with --admin /run/sluicegate/admin.sock",
                 config_path.display()
             );
         }
