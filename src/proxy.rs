@@ -66,30 +66,30 @@ pub struct Gateway {
 }
 
 impl Gateway {
-    /// Create a gateway with its own connections to the upstream `clusters`, which are those of `runtime`. Its metrics
-    /// are recorded under the index `worker`.
+    /// Create a gateway with its own connections to the upstream `clusters`: one for each of `config.upstreams`, in this
+    /// order. Its metrics are recorded under the index `worker`.
     pub fn new(
-        runtime: Arc<CompiledConfig>,
+        config: Arc<CompiledConfig>,
         limiter: Limiter,
         clusters: &[Arc<UpstreamCluster>],
         sinks: TelemetrySinks,
         (request_metrics, worker): (Arc<RequestMetrics>, usize),
     ) -> Self {
-        let snapshot = ArcSwap::from_pointee(ConfigSnapshot::new(runtime, clusters, &request_metrics, worker));
+        let snapshot = ArcSwap::from_pointee(ConfigSnapshot::new(config, clusters, &request_metrics, worker));
         Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, worker }
     }
 
     /// Apply another configuration from the next request on. Metrics and upstream connections that are the same in both
     /// configurations are carried over.
-    pub fn apply_config(&self, runtime: Arc<CompiledConfig>, clusters: &[Arc<UpstreamCluster>]) {
+    pub fn apply_config(&self, config: Arc<CompiledConfig>, clusters: &[Arc<UpstreamCluster>]) {
         let snapshot =
-            ConfigSnapshot::carry_over(&self.snapshot.load(), runtime, clusters, &self.request_metrics, self.worker);
+            ConfigSnapshot::carry_over(&self.snapshot.load(), config, clusters, &self.request_metrics, self.worker);
         self.snapshot.store(Arc::new(snapshot));
     }
 
     /// Return the current configuration.
-    pub fn runtime(&self) -> Arc<CompiledConfig> {
-        self.snapshot.load().runtime.clone()
+    pub fn config(&self) -> Arc<CompiledConfig> {
+        self.snapshot.load().config.clone()
     }
 
     /// Record a response to a request that the HTTP parser rejected.
@@ -117,10 +117,10 @@ impl Gateway {
         flow: &Arc<StreamFlow>,
     ) -> Response<Body> {
         let snapshot = self.snapshot.load_full();
-        let revalidated = peer.revalidate(&snapshot.runtime);
+        let revalidated = peer.revalidate(&snapshot.config);
         let peer = revalidated.as_deref().unwrap_or(peer);
         let mut context = RequestContext::new(&snapshot, &self.sinks, peer, flow, &request);
-        let challenge = snapshot.runtime.acme.as_ref().and_then(|acme| challenge_response(acme, &request));
+        let challenge = snapshot.config.acme.as_ref().and_then(|acme| challenge_response(acme, &request));
         if let Some(response) = challenge {
             request_body::discard_body(request, flow);
             return context.complete(Ok(response));
@@ -147,15 +147,15 @@ impl Gateway {
         context: &mut RequestContext<'a>,
         request: &Request<RequestBody>,
     ) -> Result<AdmittedRequest<'a>, Rejection<'a>> {
-        let runtime = &context.snapshot.runtime;
-        let target = RequestTarget::from_request(request, &runtime.server)?;
-        let preflight_route = target.find_preflight_route(runtime, request, context.peer.listener);
-        let found = preflight_route.map_or_else(|| target.find_route(runtime, request, context.peer.listener), Ok);
+        let config = &context.snapshot.config;
+        let target = RequestTarget::from_request(request, &config.server)?;
+        let preflight_route = target.find_preflight_route(config, request, context.peer.listener);
+        let found = preflight_route.map_or_else(|| target.find_route(config, request, context.peer.listener), Ok);
         if let Ok(route) = found {
             context.set_route(route);
             context.set_cors(route, request.headers(), preflight_route.is_some());
         }
-        if runtime.checks_access {
+        if config.checks_access {
             access::check(context, &target, found.as_ref().ok().copied(), request)?;
         }
         let route = found?;
@@ -167,7 +167,7 @@ impl Gateway {
         }
         let rewritten_target = target.rewrite(route, request.uri().query())?;
         let (mut credentials, authenticated) =
-            authentication::authenticate(runtime, route, request.headers(), context.peer);
+            authentication::authenticate(config, route, request.headers(), context.peer);
         let decision =
             if let Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(pending), .. })) = authenticated {
                 let pending = (credentials, pending);
@@ -280,7 +280,7 @@ struct AdmittedRequest<'a> {
 /// A configuration with the worker's own upstream connections and metrics by index, swapped as a whole.
 #[derive(Debug)]
 struct ConfigSnapshot {
-    runtime: Arc<CompiledConfig>,
+    config: Arc<CompiledConfig>,
     upstreams: Vec<Arc<Upstream>>,
     metrics: WorkerMetrics,
     mirror_tasks: MirrorTasks,
@@ -289,20 +289,20 @@ struct ConfigSnapshot {
 impl ConfigSnapshot {
     /// Create the first snapshot.
     pub(crate) fn new(
-        runtime: Arc<CompiledConfig>,
+        config: Arc<CompiledConfig>,
         clusters: &[Arc<UpstreamCluster>],
         request_metrics: &RequestMetrics,
         worker: usize,
     ) -> Self {
-        let metrics = WorkerMetrics::new(request_metrics, &runtime, worker);
+        let metrics = WorkerMetrics::new(request_metrics, &config, worker);
         let upstreams = clusters.iter().cloned().map(Upstream::new).map(Arc::new).collect();
-        ConfigSnapshot { runtime, upstreams, metrics, mirror_tasks: MirrorTasks::default() }
+        ConfigSnapshot { config, upstreams, metrics, mirror_tasks: MirrorTasks::default() }
     }
 
     /// Create the snapshot that replaces `previous`, with its connections to upstreams that still exist.
     pub(crate) fn carry_over(
         previous: &ConfigSnapshot,
-        runtime: Arc<CompiledConfig>,
+        config: Arc<CompiledConfig>,
         clusters: &[Arc<UpstreamCluster>],
         request_metrics: &RequestMetrics,
         worker: usize,
@@ -315,8 +315,8 @@ impl ConfigSnapshot {
                 None => Arc::new(Upstream::new(cluster.clone())),
             }
         };
-        let metrics = WorkerMetrics::new(request_metrics, &runtime, worker);
+        let metrics = WorkerMetrics::new(request_metrics, &config, worker);
         let mirror_tasks = previous.mirror_tasks.clone();
-        ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), runtime, metrics, mirror_tasks }
+        ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), config, metrics, mirror_tasks }
     }
 }
