@@ -312,7 +312,7 @@ impl AdminState {
         }
         let mut writer = exposition.gauge(
             "jwks_last_success_timestamp_seconds",
-            "When the key set was last fetched, since the Unix epoch; 0 before the first time",
+            "Time of the last successful fetch of the key set, in seconds since the Unix epoch; 0 before the first",
         )?;
         for source in &config.auth.key_urls {
             writer.write_gauge(&[("provider", &source.name)], source.keys.last_success_us() / 1_000_000)?;

@@ -184,7 +184,7 @@ pub enum StoreError {
     #[error("a state in the store cannot be used: {0}")]
     CorruptState(ErrorReply),
     /// In the memory store, a limit has no room for another identity. Nothing was charged.
-    #[error("`store.max_memory_states` has no room for another identity of a limit")]
+    #[error("the memory store is full: a limit cannot count another identity (`store.max_memory_states`)")]
     CapacityExceeded,
     /// The reply is not a verdict.
     #[error("the store's reply is not a verdict")]

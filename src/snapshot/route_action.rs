@@ -259,9 +259,10 @@ fn rewrite_template(
         Ok(_) => {
             // The hint does not quote the canonical form, which contains `~` instead of parameters.
             let issue = Issue::new(span.clone(), format!("`{text}` is not in canonical form"));
-            reader.push_issue(
-                issue.with_hint("no `.` and `..`, no `//`, no `%` where it is not needed, `%C3%A9` for `é`"),
-            );
+            reader.push_issue(issue.with_hint(
+                "no `.` or `..` segments and no `//`; only characters that a path may not contain are \
+                 percent-encoded, in upper case: `%C3%A9` for `é`",
+            ));
         }
         Err(error) => reader.push_issue(Issue::new(span.clone(), error.to_string())),
     }
