@@ -102,7 +102,7 @@ impl LimitDecision {
     pub fn from_decision(check: &LimitCheck<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
         let is_local = decision.decided_by == DecidedBy::Local;
         let find_result = |limit_index| decision.results.iter().find(move |result| result.limit_index == limit_index);
-        if decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit)) {
+        if decision.is_shadow_denied(check.limit) {
             return Some(LimitDecision::ShadowDenied);
         }
         if decision.is_overloaded || is_local && check.limit.on_store_error != OnStoreError::Local {
