@@ -470,3 +470,65 @@ fn check_group(checks: &[LimitCheck<'_, '_>]) -> Option<CheckGroup> {
     let min_prefetch = || checks.iter().map(|check| check.limit.prefetch).min().unwrap_or(0);
     checks.iter().all(LimitCheck::is_batchable).then(|| CheckGroup { id: id(), prefetch: min_prefetch() })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::algorithm::Rule;
+    use crate::limiter::algorithm::concurrency::Concurrency;
+    use crate::limiter::quota::Quota;
+    use crate::limiter::spec::{LimitSpec, LocalShare};
+    use crate::limiter::verdict::Charge;
+
+    #[tokio::test(start_paused = true)]
+    async fn renewal_in_a_full_memory_store_adds_only_granted_permits() {
+        let hasher = IdentityHasher::new("");
+        let identity = |number: u32| hasher.hash(&number.to_le_bytes());
+        let quota = "1/day".parse().unwrap();
+        let full_limit = LimitSpec {
+            on_store_error: OnStoreError::Allow,
+            ..LimitSpec::token_bucket(&hasher, "full", quota).unwrap()
+        };
+        let ttl = Duration::from_secs(60);
+        let rule = |limit| Rule::Concurrency(Concurrency { limit, ttl: ttl.as_micros() as u64 });
+        let quota = Quota::parse_concurrency("1").unwrap();
+        let shadow_limit = LimitSpec {
+            shadow: true,
+            ..LimitSpec::new(&hasher, "shadow", quota, rule(1), LocalShare::default()).unwrap()
+        };
+        let limiter = Limiter::in_memory(640);
+        for number in 1..3000 {
+            limiter.check(&[LimitCheck::new(&full_limit, identity(number))]).await.unwrap();
+        }
+        let shadow_check = |limit_index| LimitCheck { limit_index, ..LimitCheck::new(&shadow_limit, identity(0)) };
+        let granted = limiter.check(&[shadow_check(0)]).await.unwrap();
+        assert!(granted.shadow_denied.is_empty());
+        let denied = limiter.check(&[LimitCheck::new(&full_limit, identity(3000)), shadow_check(1)]).await.unwrap();
+        assert!(denied.admitted && denied.results.is_empty(), "the full limit does not count the identity: {denied:?}");
+        assert_eq!(denied.shadow_denied.len(), 1);
+        // Time is paused: it advances from timer to timer, past the first renewal of the permits.
+        sleep(ttl / 2).await;
+        let Store::Memory(memory) = &limiter.store_handle.store else { panic!("{limiter:?}") };
+        let (check, larger) = (shadow_check(0), rule(10));
+        let peek = Charge { rule: &larger, ..check.charge(DecidedBy::Store, 0) };
+        assert_eq!(memory.decide(Operation::Peek, &[peek]).outcomes[0].remaining, 9, "one permit was granted");
+    }
+
+    #[test]
+    fn cached_denial_has_a_violated_limit_when_its_entry_expires() {
+        let hasher = IdentityHasher::new("");
+        let limit = LimitSpec::token_bucket(&hasher, "limit", "1/day".parse().unwrap()).unwrap();
+        let denials = Arc::new(DenialCache::new(10));
+        let memory = Store::Memory(Arc::new(MemoryStore::new(10, Clock::Store)));
+        let limiter = Limiter::standalone(memory, Some(denials.clone()));
+        let checks = [LimitCheck::new(&limit, hasher.hash(b"client"))];
+        let outcome = Outcome { status: Status::Exceeded, remaining: 0, reset_us: 20, retry_us: 20 };
+        for _ in 0..20_000 {
+            let hit = DenialHit { now_us: 1, outcome };
+            denials.insert(checks[0].key().local_hash(), checks[0].variant.id, 1, hit, monotonic());
+            while let Some(denial) = limiter.try_cached_denial(&checks) {
+                assert!(denial.violated().next().is_some(), "{denial:?}");
+            }
+        }
+    }
+}

@@ -78,9 +78,10 @@ pub(super) async fn check_limits<'a>(
     }
 }
 
-/// Check the limits of a route in two calls, and wait between them for the provider `pending`: first the limits that need
-/// no credential, so that attempts to guess one are limited, and then all others. If the second call denies the request,
-/// what the first one charged is refunded. If the request is not authenticated, the charges of the first call stay.
+/// Check the limits of a route in two calls, and wait between them for the provider `pending`. The first call checks the
+/// limits that need no credential, so that attempts to guess a credential are limited. The second call checks all other
+/// limits. If the second call denies the request, the charges of the first call are refunded. If the request is not
+/// authenticated, these charges stay. All that was verified is in `context.credentials`, also if the request is rejected.
 ///
 /// # Errors
 /// As for [`check_limits`].
@@ -91,8 +92,9 @@ pub(super) async fn check_limits_around_authentication<'a>(
     (credentials, pending): (Credentials<'a>, usize),
     target: &RequestTarget<'_>,
     request: &Request<RequestBody>,
-) -> Result<(Credentials<'a>, Decision<'a>), Rejection<'a>> {
+) -> Result<Decision<'a>, Rejection<'a>> {
     let ConfigSnapshot { config, metrics, .. } = context.snapshot;
+    context.credentials = credentials.clone();
     let peer = context.peer;
     let client = peer.client_address(request.headers());
     context.record_client(client, Some(route));
@@ -127,43 +129,41 @@ pub(super) async fn check_limits_around_authentication<'a>(
     };
     if first.as_ref().map_or(true, |first| !first.admitted) {
         record(context, &checks, &first, &attributes, elapsed);
-        return first.map(|first| (credentials.clone(), first)).map_err(Rejection::StoreUnavailable);
+        return first.map_err(Rejection::StoreUnavailable);
     }
     let finished = authentication::finish(context, route, credentials.clone(), pending, target, request);
     let (verified, authenticated) = Box::pin(finished).await;
+    context.credentials = verified.clone();
     if let Err(rejection) = authenticated {
         record(context, &checks, &first, &attributes, elapsed);
         return Err(rejection);
     }
     let mut first = first.map_err(Rejection::StoreUnavailable)?;
-    let decision = {
-        let attributes = limit_context.request_attributes(config, route, client, &verified);
-        let mut others = match build_checks_of(config, identities, limits, &attributes, needs_credential) {
-            Ok(others) => others,
-            Err(rejection) => {
-                if !rejection.is_charged() {
-                    refund(&mut first).await;
-                }
-                record(context, &checks, &Ok(first), &attributes, elapsed);
-                return Err(rejection);
+    let attributes = limit_context.request_attributes(config, route, client, &verified);
+    let mut others = match build_checks_of(config, identities, limits, &attributes, needs_credential) {
+        Ok(others) => others,
+        Err(rejection) => {
+            if !rejection.is_charged() {
+                refund(&mut first).await;
             }
-        };
-        if let Some(table) = &overrides {
-            table.apply(&mut others);
+            record(context, &checks, &Ok(first), &attributes, elapsed);
+            return Err(rejection);
         }
-        let second_started_at = monotonic();
-        let second = limiter.check(&others).await;
-        elapsed += second_started_at.elapsed();
-        if second.as_ref().map_or(true, |second| !second.admitted) {
-            refund(&mut first).await;
-        }
-        checks.append(&mut others);
-        checks.sort_by_key(|check| check.limit_index);
-        let decision = second.map(|second| first.merge(second));
-        record(context, &checks, &decision, &attributes, elapsed);
-        decision.map_err(Rejection::StoreUnavailable)?
     };
-    Ok((verified, decision))
+    if let Some(table) = &overrides {
+        table.apply(&mut others);
+    }
+    let second_started_at = monotonic();
+    let second = limiter.check(&others).await;
+    elapsed += second_started_at.elapsed();
+    if second.as_ref().map_or(true, |second| !second.admitted) {
+        refund(&mut first).await;
+    }
+    checks.append(&mut others);
+    checks.sort_by_key(|check| check.limit_index);
+    let decision = second.map(|second| first.merge(second));
+    record(context, &checks, &decision, &attributes, elapsed);
+    decision.map_err(Rejection::StoreUnavailable)
 }
 
 async fn refund(decision: &mut Decision<'_>) {
