@@ -181,12 +181,12 @@ fn seconds_from_now(seconds: u64) -> Option<Datetime> {
 /// Parse `--expires`: a duration from now, or a time in the future.
 fn parse_expiry(text: &str) -> Result<Datetime, String> {
     if let Some(us) = parse_duration_us(text) {
-        return seconds_from_now(us.div_ceil(1_000_000)).ok_or_else(|| "the time is too far away".to_owned());
+        return seconds_from_now(us.div_ceil(1_000_000)).ok_or_else(|| "the time is too far in the future".to_owned());
     }
     let time = text.parse::<Datetime>().ok();
     match time.and_then(|time| Some((time, datetime_us(&time)?))) {
         Some((time, us)) if us > clock::unix_us() => Ok(time),
-        Some(_) => Err("the time has passed".to_owned()),
+        Some(_) => Err("the time is in the past".to_owned()),
         None => Err("a duration (90d), a day (2027-01-31) or a time with an offset (2027-01-31T12:00:00Z)".to_owned()),
     }
 }

@@ -90,7 +90,7 @@ fn weighted_upstreams(
     }
     if weights.values().all(|weight| *weight.get_ref() == 0) {
         let issue = Issue::new(span.clone(), "all upstreams have weight 0");
-        reader.push_issue(issue.with_hint("{ api = 9, canary = 1 }: nine of ten requests to `api`"));
+        reader.push_issue(issue.with_hint("{ api = 9, canary = 1 } sends nine of ten requests to `api`"));
     }
     WeightedUpstreams::new(known)
 }
@@ -276,7 +276,8 @@ fn rewrite_template(
         reader.unknown_name(span.clone(), "parameter", name, path.parameter_names());
     }
     if let Some(rest) = path.rest_parameter().filter(|rest| !template.has_whole_segments(rest)) {
-        let message = format!("`{{{rest}}}` may be empty or several segments: place it between slashes or at the end");
+        let message =
+            format!("`{{{rest}}}` may be empty or contain several segments: it must be between slashes or at the end");
         reader.push_issue(Issue::new(span.clone(), message).with_hint(format!("\"/internal/{{{rest}}}\"")));
     }
     Some(template)

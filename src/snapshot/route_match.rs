@@ -226,7 +226,7 @@ fn conditions(route: &config::tables::Route, reader: &mut Validator<'_>) -> Vec<
             if conditions.iter().any(|other| other.source == source) {
                 // Header names differ in case only.
                 let issue = Issue::new(rule.span(), format!("duplicate condition on `{name}`"));
-                reader.push_issue(issue.with_hint("a header has one condition"));
+                reader.push_issue(issue.with_hint("a header can have only one condition"));
             }
             conditions.push(Condition { source, test });
         };

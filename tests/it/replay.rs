@@ -339,7 +339,7 @@ fn invalid_arguments_are_reported() {
         (&["common.log", "--by", "up", "--limit", "a=1/s"], "`up`"),
         (&["common.log", "--target", "200%"], "a share is a number from 0 % to 100 %"),
         (&["gateway.toml"], "the format of the lines is unknown"),
-        (&["gateway.toml", "--format", "common"], "no line could be read"),
+        (&["gateway.toml", "--format", "common"], "no line of the logs could be read"),
     ] {
         let said = replay(arguments);
         assert_eq!(said.code, Some(2), "{arguments:?}\n{}{}", said.out, said.err);
