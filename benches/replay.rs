@@ -28,9 +28,9 @@ fn main() {
         for (what, target) in [("replayed", None), ("replayed, with a suggestion", Some(0.001))] {
             let input = Box::new(Cursor::new(log.clone().into_bytes()));
             let source = vec![LogInput::from_reader(format, input, &ReadProgress::default()).expect("it is in memory")];
-            let runtime =
+            let config =
                 CompiledConfig::from_text(Path::new("gateway.toml"), CONFIG.to_owned(), &|_| None).expect("it is fine");
-            let replay = Replay::new(runtime, &source, &ReplayOptions::default()).expect("the format is known");
+            let replay = Replay::new(config, &source, &ReplayOptions::default()).expect("the format is known");
             let began = monotonic();
             let outcome = replay.run(source, target, &mut ());
             let took = began.elapsed().as_secs_f64();

@@ -2,11 +2,12 @@
 -- a limit      maximum number of permits
 -- b ttl        permit TTL in microseconds
 -- d permit_id  8 bytes
--- A charge takes one permit, whatever its cost; with a cost of 0, none. R releases the permit. N extends it to the TTL
--- from now, and adds it if it is missing.
--- State: a ZSET of permit ids, scored by the times at which they expire. A permit that expires later than a new one is
--- limited to that: the clock was set back. The time of a release is not known. A denial therefore has status 3, and
--- retry_us is the time after which enough permits expire.
+-- A charge takes one permit if its cost is at least 1, and none if its cost is 0. R releases the permit. N renews the
+-- permit, which then expires one TTL from now. If the permit is missing, N adds it.
+-- State: a ZSET of permit ids. The score of a permit is the time at which it expires. If a permit expires later than a
+-- new permit would, the clock was set back: the permit gets the expiry of a new permit.
+-- It is unknown when requests release their permits. A denial therefore has status 3, and retry_us is the time until
+-- enough permits expire.
 local call, ceil, format = redis.call, math.ceil, string.format
 local KEY_SLACK_MS
 local key, operation, op, cost, a, b, d, now
@@ -30,9 +31,9 @@ remaining, reset_us = free, free_reset_us
 if op == 'R' then
   commit = function() call('ZREM', key, permit_id) end
 elseif op == 'N' then
-  -- Deleting first makes Redis accept the ZADD beyond `maxmemory`, where a permit that is not renewed would expire
-  -- before its request ends. A permit that the store has lost is added even over the limit, because its request is in
-  -- flight.
+  -- After a command that deletes, Redis accepts ZADD even beyond `maxmemory`. If Redis rejected ZADD, the permit would
+  -- expire before its request ends. A permit that Redis has lost is added even if that exceeds the limit, because its
+  -- request is in flight.
   reset_us = ttl
   commit = function()
     remove_expired()
@@ -47,7 +48,7 @@ elseif op ~= 'A' and live + cost > limit then
   if clock_went_back then commit = repair_and_expire end
 elseif cost > 0 then
   remaining, reset_us = free - 1, ttl
-  -- ZADD comes first: Redis rejects it beyond `maxmemory`, but not after a command that deletes.
+  -- ZADD comes first, so that Redis can reject it beyond `maxmemory`. After a command that deletes, Redis accepts it.
   commit = function()
     call('ZADD', key, expires_at, permit_id)
     remove_expired()

@@ -1,13 +1,16 @@
--- A hash that only the holder of its lock changes. Each lock has a fencing token, which is greater than all before.
+-- A hash that only the owner of its lock can change. Each lock has a fencing token, which is greater than the tokens of
+-- all earlier locks.
 --
--- KEYS[1]  The hash. Fields that start with `.` belong to this script.
+-- KEYS[1]  The hash. Field names that start with `.` are reserved for this script.
 -- ARGV[1]  Operation: read, lock, unlock or write.
--- ARGV[2]  read: version that the caller knows, 0 = none. lock: owner. unlock, write: fencing token.
+-- ARGV[2]  read: the version of the hash that the caller has, 0 = none. lock: the name of the owner.
+--          unlock, write: the fencing token.
 -- ARGV[3]  lock: TTL in microseconds. write: first field; its value follows, then further pairs. An empty value
 --          removes the field.
--- Reply    read: version, then all fields and values if the version is another one than the caller knows.
---          lock: fencing token, or 0 if another owner has the lock. The owner of the lock renews it and keeps the token.
---          unlock, write: 1, or 0 if the token is not that of the last lock: nothing is changed.
+-- Reply    read: the version. If the caller has a different version, all fields and values follow.
+--          lock: the fencing token, or 0 if another owner holds the lock. If the caller already holds the lock, its TTL
+--          is renewed and the token stays the same.
+--          unlock, write: 1, or 0 if the token is not the token of the last lock. With 0, the hash is unchanged.
 local call, format, sub, tonumber = redis.call, string.format, string.sub, tonumber
 local key, operation, argument = KEYS[1], ARGV[1], ARGV[2]
 local stored, hash = call('HGETALL', key), {}
@@ -35,7 +38,7 @@ if operation == 'lock' then
   if is_held and hash['.owner'] ~= argument then
     return 0
   end
-  -- The time orders tokens and versions also after Redis has lost the hash.
+  -- Tokens and versions are at least the current time, so that they increase even if Redis loses the hash.
   if not is_held then
     token = now > token and now or token + 1
   end

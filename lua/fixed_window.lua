@@ -1,8 +1,9 @@
 -- Fixed window: at most `limit` tokens per window. Times are in microseconds.
--- Kind F: windows are aligned to the Unix epoch. a limit, b window (length), c phase (shift).
+-- Kind F: windows are aligned to the Unix epoch. a limit, b window (length), c phase (offset from the epoch).
 -- Kind X: the first request opens the window. a limit, b window.
--- Kind K: calendar windows. a limit; b, c, d: the starts of three consecutive windows, computed by the gateway. If now
--- is in neither the first nor the second window, the error is RLSTALE, which ends with now, and nothing is written.
+-- Kind K: calendar windows. a limit; b, c, d: the starts of three consecutive windows, computed by the gateway. If the
+-- current time is in neither the first nor the second window, nothing is written. The error is then RLSTALE, and the
+-- current time is at its end.
 -- State: `count` tokens were charged in the window that opened at `start`.
 local format, unpack = string.format, struct.unpack
 local MAX_STATE
@@ -34,7 +35,7 @@ free, free_reset_us = limit - count, count == 0 and idle_reset_us or window_end 
 
 local charged = count + cost
 if op == 'R' then
-  -- The count of another window does not include the charge.
+  -- Refund only a charge of the current window: the count does not include other charges.
   charged = charged_at >= start and charged_at < window_end and count - cost or count
   if charged < 0 then charged = 0 end
 end

@@ -2,59 +2,68 @@
 -- This header is the contract of all drivers and algorithms.
 --
 -- KEYS     The keys of the states: one for each limit of each request. In Redis Cluster they share a slot.
--- ARGV[1]  Bytes, in the formats of struct.pack. d is a little-endian double of 8 bytes, c1 is a letter.
---          d   now in microseconds; 0 = the time of the server
---          Then, in the order of the keys, groups of requests that differ only in their keys. For each group:
+-- ARGV[1]  A binary string, in the formats of struct.pack: d is a little-endian double of 8 bytes, c1 is a letter.
+--          d   current time in microseconds; 0 = use the clock of Redis
+--          Then the requests, in the order of their keys. Requests that differ only in their keys are a group. For each
+--          group:
 --          d   number of requests
---          c1  operation: C check and charge | P peek | A charge unconditionally | R refund
---              | T take up to the cost: grant as many tokens as checks with a cost of 1 would
+--          c1  operation: C check and charge | P peek: check without a charge | A charge unconditionally | R refund
+--              | T take up to the cost: charge as many tokens as remain, but at most the cost
 --              | N renew a concurrency permit, or add it if it is missing
 --          d   R: time of the refunded charge in microseconds; other operations: 0
 --          d   number of limits of each request
 --          And for each limit:
 --          c1  kind: see the algorithm files
---          c1  flag: - none | s shadow | p post-paid | b both
+--          c1  flag: - none | s shadow: never denies | p deferred: charged after the response | b both
 --          d   cost
 --          d a, d b, d c, c8 d: parameters of the kind
--- Reply    Bytes: d now, then for each limit of each request: d granted, d status, d remaining, d reset_us, d retry_us.
---          Status: 0 ok | 1 exceeded, retry_us is exact | 2 cost too large, retry_us is -1
---          | 3 saturated, retry_us is an upper bound
---          If the request is denied, remaining and reset_us are without the charge.
---          If requests fail, the reply is an array: these bytes, with granted = -1 for the failed requests, then for
---          each failed request the number of keys before its first one, and its error. An error is RLARG, RLSTALE
---          (see fixed_window.lua), or one of Redis.
+-- Reply    A binary string: d the current time, then for each limit of each request: d granted, d status, d remaining,
+--          d reset_us, d retry_us.
+--          Status: 0 ok | 1 exceeded, retry_us is exact | 2 the cost exceeds the limit, retry_us is -1
+--          | 3 no permit is free, retry_us is an upper bound
+--          If the request is denied, remaining and reset_us are the values without its charge.
+--          If requests fail, the reply is an array. It begins with the binary string, in which granted is -1 for the
+--          failed requests. Two elements follow for each failed request: the number of keys before the keys of this
+--          request, and the error. The error is RLARG, RLSTALE (see fixed_window.lua) or an error of Redis.
 -- Errors   RLARG: the arguments of the call are invalid. Nothing was written.
--- Text instead of bytes would cost Redis a tenth more, and the parser of the gateway 3,000 instructions per limit.
+-- If arguments and replies were text, a call would cost Redis 10 % more, and the gateway would need 3,000 more
+-- instructions per limit to parse the reply.
 --
--- An algorithm is a branch of the `if` below. Function calls would cost more than the algorithms themselves.
+-- Each algorithm is a branch of one `if`. A function for each algorithm would be slower: calling it costs more than the
+-- algorithm itself.
 -- Input    key, kind, cost, a, b, c, d, now, charged_at
---          op: C, P, A, R or N. The driver decides T by P, then C.
+--          op: C, P, A, R or N. For T, the driver runs the algorithm with P and then with C.
 --          key_expires_at, field1, field2, field3: the state, or nil if there is none
--- Output   status, remaining, reset_us, retry_us: with the charge, or without it if the status is not 0
---          free, free_reset_us: remaining and reset_us without the charge
---          ttl_us: time after which the new state is equal to no state; false = the new state is empty; nil = no change
+-- Output   status, remaining, reset_us, retry_us: the values after the charge; without it if the status is not 0
+--          free, free_reset_us: the values of remaining and reset_us without the charge
+--          ttl_us: time after which the new state has no effect and can be deleted; false = the new state is empty;
+--          nil = the state does not change
 --          new_field1, new_field2, new_field3: the new state
 --          new_state: the new state as text, from algorithms that read their state themselves
 --          commit: a function that writes the new state, instead of ttl_us. It may return remaining and reset_us.
--- Before `commit`, an algorithm must not write. If the status is not 0, the new state is a repair: of a state whose
--- time is in the future because the clock was set back, or of a token bucket whose rate was changed.
+-- Only `commit` may write: the rest of an algorithm must not. If the status is not 0, the new state repairs the stored
+-- state: its time was in the future because the clock was set back, or the rate of its token bucket was lowered.
 --
--- Most states have three fields. Their keys have 32 bytes, four little-endian integers: the time at which the key
--- expires, then the fields. Text would add a fifth to the cost of a check.
--- The TTL of a key is a second longer than that of its state, so that no decision depends on when Redis expires the
--- key. If the key still lives long enough, SETRANGE replaces the fields and keeps the TTL. It costs half of SET.
--- Beyond `maxmemory` Redis rejects commands that may need memory (SET, SETRANGE, ZADD, RPUSH) until the script has
--- written. A charge therefore begins with such a command, and the gateway sends groups that may delete (R, N) last.
--- All arithmetic is on integers below 2^53, so it is exact. The configuration is checked for that, and unconditional
--- charges (A) stop adding at MAX_STATE.
--- Numbers are formatted with %d: `..` and tostring switch to 1e+15 notation, %.0f is three times as slow and writes -0.
+-- Most states have three fields. The value of their key has 32 bytes: four little-endian 64-bit integers, which are the
+-- time at which the key expires and the three fields. If the value were text, a check would cost a fifth more.
+-- A key outlives its state by at least half a second, so that no decision depends on when Redis expires the key. If the
+-- key outlives the new state by MIN_ to MAX_KEY_SLACK_US, SETRANGE writes the fields and keeps the TTL; otherwise SET
+-- writes a new TTL. SETRANGE costs half as much as SET.
+-- Beyond `maxmemory` Redis rejects commands that may need memory (SET, SETRANGE, ZADD, RPUSH), except if the script has
+-- already written. A charge therefore begins with such a command, and the gateway sends groups that may delete (R, N)
+-- last.
+-- All numbers are integers below 2^53, which doubles hold exactly. The gateway rejects a configuration whose numbers
+-- could exceed this, and unconditional charges (A) add at most up to MAX_STATE.
+-- Numbers are formatted with %d. `..` and tostring would write large numbers like 1e+15. %.0f is three times as slow
+-- and writes -0.
 local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
 local pack, unpack = struct.pack, struct.unpack
--- Bytes of a group without its limits, of a limit, and of a state with three fields.
+-- Size in bytes of a group without its limits, of a limit (format: ARGV[1]), and of a state with three fields.
 local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
--- 2^52, the maximum value in a state; 2^53, up to which doubles hold all integers.
+-- The maximum value in a state, 2^52. The bound below which doubles hold all integers, 2^53.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- For how long a key outlives its state: SET adds a second. SETRANGE is used while the rest is between these bounds.
+-- How long a key outlives its state: SET sets a TTL that is one second longer (KEY_SLACK_MS). SETRANGE keeps the TTL if
+-- the key outlives the new state by MIN_ to MAX_KEY_SLACK_US.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
 local args, keys, groups, key_count = ARGV[1], KEYS, {}, 0
@@ -85,7 +94,7 @@ while position <= #args do
       kind = kind, cost = cost, a = a, b = b, c = c, d = d,
       is_shadow = flag == 's' or flag == 'b',
       is_deferred = operation == 'C' and (flag == 'p' or flag == 'b'),
-      -- Results for the current request. Lua sizes tables by powers of two: a 17th field would double this one.
+      -- Results of the current request. Table sizes in Lua are powers of two: a 17th field would double this table.
       status = 0, remaining = 0, reset_us = 0, retry_us = 0, free = 0, free_reset_us = 0, change = false, ttl_ms = 0,
     }
   end
@@ -102,10 +111,10 @@ end
 
 local replies, failures = {pack('<d', now)}, nil
 local operation, charged_at, checks
--- Decides the request whose keys follow the first `key_offset` keys. Returns an error, or nothing.
+-- Decide the request whose first key has the index `key_offset` + 1. Return an error, or nothing.
 local function decide(key_offset)
   local op, requested, granted, admitted = operation, nil, nil, nil
-  -- T takes two passes: the first reads how many tokens remain, the second charges them at once.
+  -- T takes two passes: the first reads how many tokens remain, and the second charges them.
   if operation == 'T' then op, requested = 'P', 0 end
   repeat
     admitted = true
@@ -120,7 +129,7 @@ local function decide(key_offset)
         if #state ~= STATE_BYTES then return redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
         key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
       end
-      -- A deferred cost is charged after the response. Until then the request needs one token.
+      -- A deferred cost is charged after the response. For the check, one token must remain.
       if check.is_deferred then cost = 1 end
       if operation == 'N' and kind ~= 'C' then
         return redis.error_reply('RLARG only concurrency permits can be renewed')
@@ -135,7 +144,8 @@ local function decide(key_offset)
       elseif check.is_deferred then
         remaining, reset_us, ttl_us, new_state, commit = free, free_reset_us, nil, nil, nil
       end
-      -- The change is a new state with a TTL (0 = keep the TTL of the key), a function, false = delete, or nil = none.
+      -- `change` is the new state, a function that writes it, false = delete the state, or nil = no change. With a new
+      -- state, `ttl_ms` is the TTL of the key; 0 = keep the TTL.
       local change, ttl_ms = commit, nil
       if ttl_us then
         local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
@@ -158,7 +168,7 @@ local function decide(key_offset)
         local check = checks[i]
         if check.free < granted and not check.is_shadow then granted = check.free end
       end
-      -- If nothing remains, the second pass requests one token to learn the retry time.
+      -- If no token remains, the second pass requests one token, so that the algorithm returns retry_us.
       op, requested = wanted > 0 and 'C' or 'P', wanted > 0 and granted < 1 and 1 or granted
     end
   until is_last_pass
@@ -173,7 +183,7 @@ local function decide(key_offset)
       elseif change then
         local remaining, reset_us = change()
         if remaining then check.remaining, check.reset_us = remaining, reset_us end
-      -- Other operations cannot empty a state: it was equal to no state before.
+      -- Delete only for refunds. If another operation leaves an empty state, the stored state had no effect either.
       elseif operation == 'R' then call('DEL', key) end
     end
     if op == 'P' or not admitted then check.remaining, check.reset_us = check.free, check.free_reset_us end
@@ -186,10 +196,10 @@ for g = 1, #groups do
   local group = groups[g]
   operation, charged_at, checks = group.operation, group.charged_at, group.checks
   for _ = 1, group.requests do
-    -- The error of one request must not fail the others.
+    -- With pcall, an error of one request does not fail the other requests.
     local _, failure = pcall(decide, key_offset)
     if failure then
-      -- Errors of Lua are text, and before Redis 7 those of Redis too.
+      -- Errors of Lua are strings. Before Redis 7, errors of Redis are strings too.
       if type(failure) ~= 'table' then
         failure = redis.error_reply(match(failure, '^%u+ ') and failure or 'ERR Error running script: ' .. failure)
       end

@@ -1,29 +1,30 @@
--- Stores the overrides and resets of administrators in one hash for all gateways.
+-- Store the quota overrides and resets of administrators in one hash, which all gateways read.
 --
 -- KEYS[1]  The hash.
 -- ARGV[1]  Operation: set, remove or restore.
--- ARGV[2]  Maximum number of overrides, of resets, and of removed or expired overrides.
--- ARGV[3]  and the following: five for each record.
---          field
+-- ARGV[2]  Maximum number of records of each kind. The kinds are overrides, resets, and removed or expired records.
+-- ARGV[3]  and the following: five arguments for each record.
+--          name of the field, which starts with `override` or `reset`
 --          set: TTL in microseconds; restore: time at which the record expires;
 --          remove: 1 if the override is in force in the gateway, else 0
---          time until which the record is kept, as far as the gateway knows it; 0 = unknown
+--          time until which Redis keeps the record, if the gateway knows it; 0 = unknown
 --          revision that the gateway knows, 0 = none; restore: revision of the record
---          text
--- Reply    restore: a status for each record. set and remove: status, now, expires_at, revision, keep_until.
---          Status: 1 written | 0 nothing to remove, or the hash has this revision or a newer one | -1 too many records
+--          text of the record
+-- Reply    restore: a status for each record. set and remove: status, current time, expires_at, revision, keep_until.
+--          Status: 1 written | 0 nothing to remove, or the hash has this or a newer revision | -1 too many records
 --
--- A value is `EXPIRES_AT REVISION KEEP_UNTIL TEXT`, times in microseconds. `EXPIRES_AT TEXT` is read as revision 0.
--- A revision is the time of the write, and greater than the revision that it replaces. A removed override is kept as
--- long as any record that it replaced, and so is one that expires before such a record. Otherwise a gateway that
--- missed the change could restore the replaced record. A field that a gateway knows is missing only if Redis lost it.
+-- The value of a field is `EXPIRES_AT REVISION KEEP_UNTIL TEXT`, with times in microseconds. A value of the form
+-- `EXPIRES_AT TEXT` has revision 0.
+-- The revision of a record is the time at which it is written, but always greater than the revision that it replaces.
+-- A record is kept until it and all records that it replaced have expired, even if it is removed. Otherwise a gateway
+-- that missed the change could restore a replaced record. So if a field that a gateway knows is missing, Redis lost it.
 local call, floor, max, tonumber = redis.call, math.floor, math.max, tonumber
 local match, format = string.match, string.format
 local key, operation, max_records = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 
--- Returns the kind of a field (`override`, `reset`), or `removed` if its record has expired.
+-- Return the kind of a field (`override` or `reset`), or `removed` if its record is removed or expired.
 local function kind_of(field, expires_at)
   return expires_at > now and match(field, '^%a+') or 'removed'
 end
@@ -50,7 +51,7 @@ for i = 1, #stored, 2 do
   end
 end
 
--- Returns whether there are too many records of the field's kind for this one.
+-- Return whether the hash already has the maximum number of records of the field's kind, not counting the field itself.
 local function is_full(field)
   local kind, old = match(field, '^%a+'), records[field]
   local replaced = old and kind_of(field, old.expires_at) == kind and 1 or 0
@@ -86,7 +87,7 @@ for i = 3, #ARGV, 5 do
     keep_until = max(keep_until, old and old.keep_until or 0)
     local status, written = 0, nil
     if operation == 'remove' then
-      -- Redis may have lost an override that is in force in the gateway.
+      -- Redis may have lost an override that is in force in the gateway. Write its removal nevertheless.
       local is_lost = number > 0 and (not old or old.revision < known_revision)
       if is_lost or (old and old.expires_at > now) then written = write(field, 0, revision, keep_until, '') end
     elseif is_full(field) then
@@ -103,12 +104,13 @@ for i = 3, #ARGV, 5 do
   end
 end
 
--- Delete after the writes: once a script has deleted something, Redis accepts its writes beyond `maxmemory`.
+-- Delete after the writes, so that Redis can reject the writes beyond `maxmemory`. After a command that deletes, Redis
+-- accepts all writes of a script.
 for i = 1, #outdated_fields do
-  -- A write may have replaced the record.
+  -- Keep the field if it was written above.
   if not records[outdated_fields[i]] then call('HDEL', key, outdated_fields[i]) end
 end
--- Of too many removed records, delete the oldest.
+-- Keep at most `max_records` removed or expired records: delete the oldest.
 if (counts.removed or 0) > max_records then
   local removed = {}
   for field, record in pairs(records) do

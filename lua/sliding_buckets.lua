@@ -1,10 +1,10 @@
--- Sliding buckets, kind S: the window is divided into buckets. The oldest one, which is only partly in the
--- window, counts in full. No window therefore has more than `limit` tokens, wherever it begins.
+-- Sliding buckets, kind S: the window is divided into buckets. The oldest bucket is only partly in the window, but all
+-- its tokens count. Therefore no window has more than `limit` tokens, at whatever time it begins.
 -- a limit    tokens in any window
 -- b window   length in microseconds
 -- c buckets  number of buckets; divides the window
--- State: text, `index:n0,n1,...`. n0 are the tokens in the bucket with this number since the Unix epoch, n1 those in
--- the bucket before it, and so on, without zeros at the end.
+-- State: the text `index:n0,n1,...`. `index` is the number of the newest bucket, counted from the Unix epoch. n0 is the
+-- number of tokens in this bucket, n1 in the bucket before it, and so on. Zeros at the end are left out.
 local call, floor, match, format = redis.call, math.floor, string.match, string.format
 local MAX_STATE
 local key, op, cost, a, b, c, now, charged_at
@@ -25,7 +25,7 @@ if state then
     counts[age], total, age = count, total + count, age + 1
   end
 end
--- The time until the window no longer covers the bucket of this age.
+-- Return the time until the window no longer covers any part of the bucket of this age.
 local function dropped_after_us(age) return (index - age + buckets + 1) * width - now end
 local function until_empty()
   for age = 0, buckets do
@@ -45,7 +45,7 @@ if total + cost > limit and (op == 'C' or op == 'P') then
   remaining, reset_us = free, free_reset_us
   if cost > limit then status, retry_us = 2, -1
   else
-    -- The oldest buckets are dropped first. All of them are enough, because the cost alone fits.
+    -- Drop the oldest buckets until the cost fits. The loop ends, because the cost alone is at most the limit.
     local excess, age = total + cost - limit, buckets
     while excess > counts[age] do excess, age = excess - counts[age], age - 1 end
     status, retry_us = 1, dropped_after_us(age)

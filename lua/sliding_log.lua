@@ -1,7 +1,9 @@
--- Sliding log, kind L: the time of each admitted token. No window has more than `limit` tokens, wherever it begins.
+-- Sliding log, kind L: stores the time of each admitted token. No window has more than `limit` tokens, at whatever time
+-- it begins.
 -- a limit   tokens in any window
 -- b window  length in microseconds
--- State: a LIST of times, one per token, oldest first. A time in the future counts as now: the clock was set back.
+-- State: a LIST of times, one per token, oldest first. If a time is in the future, the clock was set back: it counts as
+-- the current time.
 local call, floor, ceil, format = redis.call, math.floor, math.ceil, string.format
 local KEY_SLACK_MS
 local key, op, cost, a, b, now, charged_at
@@ -14,7 +16,7 @@ local function time_at(index)
   if time > now then return now end
   return time
 end
--- Binary search of the first entry in the window.
+-- Find the first entry in the window by binary search.
 local first_active, high = 0, length
 while first_active < high do
   local middle = floor((first_active + high) / 2)
@@ -27,7 +29,8 @@ if active > 0 then
 end
 free, free_reset_us = limit - active, newest and newest + window - now or 0
 local function expire() call('PEXPIRE', key, format('%d', ceil(window / 1000) + KEY_SLACK_MS)) end
--- Every change begins with RPUSH: Redis rejects it beyond `maxmemory`, but not after a command that deletes.
+-- Repairs and charges begin with RPUSH, so that Redis can reject them beyond `maxmemory`. After a command that deletes,
+-- Redis accepts RPUSH.
 local function repair()
   local times = call('LRANGE', key, '0', '-1')
   for i = 1, #times do
@@ -39,7 +42,7 @@ end
 
 remaining, reset_us = free, free_reset_us
 if op == 'R' then
-  -- LREM with a count of 0 would remove every entry.
+  -- LREM with a count of 0 would remove all entries of that time.
   if cost > 0 then
     commit = function()
       local removed = call('LREM', key, format('%d', -cost), format('%d', charged_at))

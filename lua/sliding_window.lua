@@ -1,8 +1,10 @@
--- Sliding window, kind W: two aligned windows. The previous one is weighted by its share that is not yet `window` ago.
+-- Sliding window, kind W: counts tokens in two aligned windows. The count of the previous window is weighted by the
+-- share of that window that the sliding window still covers.
 -- a limit   tokens per window
 -- b window  length in microseconds
--- c unit    microseconds in which the elapsed part of the window is measured; divides the window
--- State: `current` tokens were charged in the aligned window that opened at `start`, `previous` in the one before.
+-- c unit    resolution of the elapsed part of the window, in microseconds; divides the window
+-- State: `current` tokens were charged in the aligned window that opened at `start`, and `previous` tokens in the
+-- window before it.
 local floor, ceil = math.floor, math.ceil
 local MAX_STATE
 local op, cost, a, b, c, now, charged_at, key_expires_at, field1, field2, field3

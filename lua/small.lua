@@ -1,23 +1,25 @@
--- Driver for checks of few limits: each request has the operation C and one to four limits of kind B, F, X or W,
--- neither shadow nor post-paid. The contract is in generic.lua. Without the tables and functions of generic.lua a check
--- costs a quarter less.
--- Commands are called with redis.pcall, so that the error of one request does not fail the others.
--- The source is written for one limit. For each limit, the gateway repeats the blocks from `each limit` to `end`, with
--- the number of the limit in place of the suffix _1. If a request has fewer limits, the kinds of the others are nil.
+-- Driver for checks of few limits. Each request has the operation C and one to four limits, of kind B, F, X or W,
+-- without flags. The contract is in generic.lua. This driver creates no tables or functions for its groups, so that a
+-- check costs a quarter less than with generic.lua.
+-- Commands are called with redis.pcall, so that an error of one request does not fail the other requests.
+-- This source is written for one limit. The gateway repeats each block from `each limit` to `end` for each limit, and
+-- replaces the suffix _1 by the number of the limit. If a request has fewer limits, the unused kinds are nil.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
--- Bytes of a group without its limits, of a limit, and of a state with three fields.
+-- Size in bytes of a group without its limits, of a limit (format: generic.lua, ARGV[1]), and of a state with three
+-- fields.
 local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
--- 2^52, the maximum value in a state; 2^53, up to which doubles hold all integers.
+-- The maximum value in a state, 2^52. The bound below which doubles hold all integers, 2^53.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- For how long a key outlives its state: SET adds a second. SETRANGE is used while the rest is between these bounds.
+-- If the key outlives the new state by MIN_ to MAX_KEY_SLACK_US, SETRANGE writes the fields and keeps the TTL;
+-- otherwise SET writes a new TTL.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
 local args, keys, op, charged_at = ARGV[1], KEYS, 'C', 0
 if #ARGV ~= 1 or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
--- Validate all groups before the first request is decided. A single group is not unpacked twice.
+-- Validate all groups before the first request is decided. The values of a single group are not unpacked again below.
 local now, position = unpack('<d', args)
 local groups, key_count = 0, 0
 local requests, operation, _, limits, unread_limits
@@ -71,7 +73,7 @@ for _ = 1, groups do
     end
     --@end
   end
-  -- pack ignores the values after those of the format.
+  -- pack ignores the values for which the format has no letter.
   local reply_format = limits == 1 and '<ddddd' or limits == 2 and '<dddddddddd' or limits == 3 and '<ddddddddddddddd'
     or '<dddddddddddddddddddd'
   for _ = 1, requests do
@@ -91,7 +93,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The error is reported at the end of the loop.
+        -- The end of the loop adds the error to the reply.
       --@algorithms
       else
         failure = redis.error_reply('RLARG unknown kind')

@@ -1,9 +1,10 @@
 -- Token bucket, kind B. GCRA and the leaky bucket as a meter are the same algorithm.
 -- a burst   tokens in a full bucket
--- b refill  refill / parts is the rate in tokens per microsecond, a reduced fraction
--- c parts
--- d         R: microseconds, rounded down, for which the bucket refilled to repay the debt before the refunded charge
--- State: at `updated_at` the bucket lacked `debt` parts of 1/parts token.
+-- b refill  parts of a token that refill per microsecond
+-- c parts   number of parts of a token. The fraction refill / parts is reduced.
+-- d         R: time for which the bucket refills to repay the debt from before the refunded charge, in microseconds,
+--           rounded down
+-- State: at the time `updated_at`, the bucket lacked `debt` parts. A part is 1/parts of a token.
 local floor, ceil, unpack = math.floor, math.ceil, struct.unpack
 local MAX_STATE, EXACT_INTEGER_LIMIT, MIN_KEY_SLACK_US
 local op, cost, a, b, c, d, now, charged_at, key_expires_at, field1, field2, field3
@@ -15,24 +16,26 @@ if key_expires_at then
   local updated_at, stored_parts = field1, field3
   debt = field2
   if stored_parts ~= parts then
-    -- The rate was changed: the same debt in parts of another size, rounded up. If doubles do not hold the product, two
-    -- operations have an error of less than one part, so one part more is never too few.
+    -- The rate was changed since the state was written: convert the debt to parts of the new size, rounded up. If the
+    -- product is too large for an exact double, the error of the two operations is less than one part. One part is
+    -- added, so that the result is never too small.
     local rest = debt % stored_parts
     local product = rest * parts
     local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
       or ceil(rest / stored_parts * parts) + 1
     debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
   end
-  -- The rate at which the state was written repays the debt within `repay_time`, or up to half a second earlier.
+  -- The rate that applied when the state was written repays the debt in `repay_time`, or up to half a second earlier.
   local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
   local needed = debt / refill
   if elapsed < 0 then clock_went_back = true
   elseif needed > repay_time then
-    -- The rate was lowered: the debt that the old rate has repaid by now is not owed again. Rounded as above.
+    -- The rate was lowered since the state was written. What the old rate has repaid until now counts as repaid: only
+    -- the rest of the debt is repaid at the new rate. The rest is rounded as above.
     local left = repay_time - elapsed
     if left <= 0 then debt = 0
     else
-      -- 1.0 makes it a double also in Lua 5.4, whose integers overflow.
+      -- The factor 1.0 makes the product a double. In Lua 5.4 a product of integers could overflow.
       local product = 1.0 * debt * left
       local scaled = product < EXACT_INTEGER_LIMIT and ceil(product / repay_time) or ceil(debt / repay_time * left) + 1
       debt, rate_lowered = math.min(scaled, debt - elapsed * refill), true
@@ -43,11 +46,12 @@ end
 local capacity = burst * parts
 free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
--- A cost that is charged after the response may be any number.
+-- A deferred cost has no upper bound, so the product could exceed MAX_STATE.
 local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
 local charged = debt + charge
 if op == 'R' then
-  -- Refill since the charge first pays the debt before it. Later refill pays the charge and is subtracted.
+  -- The refill since the charge first repaid the debt from before the charge. The rest of the refill has already repaid
+  -- a part of the charge, and is subtracted from the credit.
   local repaid_us, credit = now - charged_at - unpack('<d', d), charge
   if repaid_us >= credit / refill then credit = 0
   elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -57,7 +61,7 @@ if charged > capacity and (op == 'C' or op == 'P') then
   remaining, reset_us = free, free_reset_us
   if cost > burst then status, retry_us = 2, -1
   else status, retry_us = 1, ceil((charged - capacity) / refill) end
-  -- retry_us is for the new rate, which applies from now on.
+  -- If the rate was lowered, retry_us is computed with the new rate. The repaired state applies the new rate from now on.
   if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
 else
   if charged > MAX_STATE then charged = MAX_STATE end

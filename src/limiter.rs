@@ -21,10 +21,11 @@ pub mod store;
 pub mod verdict;
 pub mod wait_queue;
 
+use std::cmp::Ordering;
 use std::mem;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{self, AtomicU64};
 use std::time::{Duration, Instant};
 
 use tokio::time::{sleep, timeout};
@@ -46,12 +47,12 @@ use crate::limiter::settlement::{
     ConcurrencyPermits, Deferred, DeferredCharge, DeferredCharges, OwnedCharge, SettlementQueue, StoreHandle,
 };
 use crate::limiter::singleflight::{CheckGroup, Singleflight};
-use crate::limiter::spec::{LimitSpec, OnStoreError, QueuePolicy};
+use crate::limiter::spec::{OnStoreError, QueuePolicy};
 use crate::limiter::store::{DecidedBy, RedisStore, Store};
 use crate::limiter::verdict::{Operation, StoreError, Verdict};
 use crate::limiter::wait_queue::WaitQueues;
 
-/// A rate limiter. Each worker has its own.
+/// A rate limiter. In the gateway each worker has its own; an embedder creates one.
 #[derive(Debug)]
 pub struct Limiter {
     store_handle: Arc<StoreHandle>,
@@ -113,15 +114,20 @@ impl Limiter {
         Limiter { store_handle, settlements, singleflight, wait_queues, overrides, next_permit_id }
     }
 
-    /// Decide all checks of a request at one instant: charge all of them or none. If all limits that deny the request
-    /// have a queue policy, the request waits in the queue and is checked again.
+    /// Decide all checks of a request at one instant: charge all of them or none. `checks` are in ascending order of
+    /// their `limit_index`. If all limits that deny the request have a queue policy, the request waits in the queue of
+    /// the first limit that has one, and is checked again.
     ///
     /// # Errors
-    /// The store cannot answer, and a limit of the request fails closed (`on_store_error = "deny"`).
+    /// Shadow limits cause no errors. An enforced limit causes one in these cases:
+    /// - The store is in an outage, and the limit fails closed (`on_store_error = "deny"`).
+    /// - The check is late because of overload, or the stored state is corrupt. Both are no outages, so
+    ///   `on_store_error` does not apply.
+    /// - The limit has no room in the memory store, and its `on_store_error` is not `"allow"`.
     pub async fn check<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         match checks.iter().find_map(|check| Some((check, check.limit.queue_policy?))) {
             // On the heap: few requests need the memory of this future.
-            Some((first, wait)) => Box::pin(self.check_queued(checks, first, wait)).await,
+            Some((queued_check, queue_policy)) => Box::pin(self.check_queued(checks, queued_check, queue_policy)).await,
             None => self.check_now(checks).await,
         }
     }
@@ -136,30 +142,30 @@ impl Limiter {
         self.store_handle.tasks.wait().await;
     }
 
+    /// Decide a request that may wait in the queue of the state that `queued_check` checks.
     async fn check_queued<'a>(
         &self,
         checks: &[LimitCheck<'a, '_>],
-        first: &LimitCheck<'a, '_>,
+        queued_check: &LimitCheck<'a, '_>,
         queue_policy: QueuePolicy,
     ) -> Result<Decision<'a>, StoreUnavailable> {
         let arrived_at = monotonic();
-        let key = first.key().local_hash();
+        let key = queued_check.key().local_hash();
+        // Requests that wait come first.
         if !self.wait_queues.has_waiters(key) {
             let decision = self.check_now(checks).await?;
             if decision.retry_delay(arrived_at).is_none() {
                 return Ok(decision);
             }
         }
-        // Requests beyond the number that can be admitted within the maximum wait would wait in vain.
-        let max_admitted = first.variant.max_admitted_in(queue_policy.max_wait) / first.cost.max(1);
-        let max_queue = queue_policy.max_queue.min(usize::try_from(max_admitted).unwrap_or(usize::MAX).max(1));
         // Queue full or timed out: reject without another check. The tokens belong to earlier requests.
-        let Some(ticket) = self.wait_queues.enqueue(key, max_queue) else {
-            return Ok(queue_full(checks, first, queue_policy));
+        let denial = || Ok(queue_denial(checks, queued_check, queue_policy));
+        let Some(ticket) = self.wait_queues.enqueue(key, max_queue_length(queued_check, queue_policy)) else {
+            return denial();
         };
-        let ready =
-            timeout(queue_policy.max_wait.saturating_sub(elapsed_since(arrived_at)), pin!(ticket.ready())).await;
-        let Ok(_ready) = ready else { return Ok(queue_full(checks, first, queue_policy)) };
+        let max_wait = queue_policy.max_wait.saturating_sub(elapsed_since(arrived_at));
+        // The head of the queue is held until the decision: later requests wait.
+        let Ok(_head) = timeout(max_wait, pin!(ticket.ready())).await else { return denial() };
         loop {
             let decision = self.check_now(checks).await?;
             match decision.retry_delay(arrived_at) {
@@ -169,41 +175,39 @@ impl Limiter {
         }
     }
 
+    /// Decide all checks without waiting in a queue: with prefetched tokens, by the denial cache, or by a call to the
+    /// store. If the store cannot answer, decide as `on_store_error` of each limit says.
     async fn check_now<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         if checks.is_empty() {
             return Ok(Decision::unlimited());
         }
         let singleflight_group =
-            self.singleflight.as_ref().and_then(|coalescer| Some((coalescer, check_group(checks)?)));
+            self.singleflight.as_ref().and_then(|singleflight| Some((singleflight, check_group(checks)?)));
         let prefetched = || self.try_prefetched(checks, singleflight_group?);
         // Prefetched tokens come before cached denials: the store may have denied because this process prefetched the
         // tokens.
         if let Some(decision) = prefetched().or_else(|| self.try_cached_denial(checks)) {
             return Ok(decision);
         }
-        let mut leases = None;
+        let mut permits = None;
         let mut first_permit_id = 0;
-        if checks.iter().any(|check| check.is_concurrency()) {
+        if checks.iter().any(LimitCheck::is_concurrency) {
             first_permit_id = self.allocate_permit_ids(checks);
-            leases = Some(self.pending_permits(checks, DecidedBy::Store, first_permit_id));
-        }
-        if let Some(requested) = leases.take_if(|_| self.store_handle.store.has_recovered_within(PERMIT_RECOVERY_TIME))
-        {
-            match self.try_local_permits(checks, first_permit_id) {
-                Some(denial) => {
-                    requested.discard();
-                    return Ok(denial);
-                }
-                None => leases = Some(requested.with_local_count()),
+            // Soon after an outage the store may not count all permits yet, so the local share must grant them too.
+            let is_recovering = self.store_handle.store.has_recovered_within(PERMIT_RECOVERY_TIME);
+            if is_recovering && let Some(denial) = self.local_permit_denial(checks, first_permit_id) {
+                return Ok(denial);
             }
+            let requested = self.requested_permits(checks, DecidedBy::Store, first_permit_id);
+            permits = Some(if is_recovering { requested.with_local_count() } else { requested });
         }
         let charges: Vec<_> = checks.iter().map(|check| check.charge(DecidedBy::Store, first_permit_id)).collect();
         let asked_at = monotonic();
         let result = match singleflight_group {
-            Some((coalescer, set)) if self.store_handle.store.is_one_call(&charges) => {
-                let pending_charges = || checks.iter().map(|check| check.owned_charge(check.cost)).collect();
+            Some((singleflight, group)) if self.store_handle.store.is_one_call(&charges) => {
+                let owned_charges = || checks.iter().map(|check| check.owned_charge(check.cost)).collect();
                 // On the heap: requests that the denial cache rejects never create this future.
-                Box::pin(coalescer.check(&self.store_handle, set, &charges, asked_at, pending_charges)).await
+                Box::pin(singleflight.check(&self.store_handle, group, &charges, asked_at, owned_charges)).await
             }
             _ => {
                 self.store_handle.store.count_check(AnsweredBy::Store);
@@ -211,13 +215,13 @@ impl Limiter {
             }
         };
         if let Some(full_limits) = result.as_ref().ok().map(|verdict| verdict.full_limits).filter(|full| *full > 0) {
-            if let Some(leases) = leases {
-                leases.discard();
+            if let Some(permits) = permits {
+                permits.discard();
             }
             return self.check_with_room(checks, full_limits, first_permit_id);
         }
         let granted = result.as_ref().is_ok_and(|verdict| verdict.granted > 0);
-        // Meanwhile another worker may have prefetched the tokens that the store lacks.
+        // The store may lack tokens because another worker has prefetched them during the call.
         if !granted && let Some(decision) = prefetched() {
             return Ok(decision);
         }
@@ -232,36 +236,31 @@ impl Limiter {
                 let Store::Redis { fallback, .. } = &self.store_handle.store else {
                     return Err(StoreUnavailable(error));
                 };
-                if let Some(leases) = leases.take().filter(|_| error.is_not_executed()) {
-                    // After any other error it is unknown which permits were granted, so dropping the value releases
-                    // them.
-                    leases.discard();
+                // A call that did not run granted no permits. After any other error it is unknown whether the store
+                // granted the permits: dropping them releases them.
+                if let Some(permits) = permits.take()
+                    && error.is_not_executed()
+                {
+                    permits.discard();
                 }
                 if error.is_overload() {
                     return decide_overloaded(checks, error);
                 }
-                // Use new permit ids. Releasing the permits that the store may have granted must not release these
-                // permits once they are registered.
-                let first_lease = self.allocate_permit_ids(checks);
-                let decision = decide_without_store(fallback, checks, error, first_lease)?;
+                // The local share grants permits with new ids: the release of the old ids must not release them.
+                let first_local_id = self.allocate_permit_ids(checks);
+                let decision = decide_without_store(fallback, checks, error, first_local_id)?;
                 if checks.iter().any(LimitCheck::is_concurrency) {
-                    leases = Some(self.pending_permits(checks, DecidedBy::Local, first_lease));
+                    permits = Some(self.requested_permits(checks, DecidedBy::Local, first_local_id));
                 }
                 decision
             }
         };
-        match (leases, decision.admitted) {
-            (Some(leases), true) => {
-                let denied =
-                    |limit: &LimitSpec| decision.shadow_denied.iter().any(|denied| std::ptr::eq(*denied, limit));
-                let granted =
-                    |limit_index| checks.iter().any(|check| check.limit_index == limit_index && !denied(check.limit));
-                decision.permits = Some(Box::new(leases.hold(granted)));
-            }
-            (Some(leases), false) => leases.discard(),
-            (None, _) => {}
+        match permits {
+            Some(permits) if decision.admitted => hold_permits(permits, checks.iter(), &mut decision),
+            Some(permits) => permits.discard(),
+            None => {}
         }
-        self.defer_charges(checks, &mut decision, None, &decided_at_us);
+        self.attach_deferred_charges(checks, &mut decision, None, &decided_at_us);
         Ok(decision)
     }
 
@@ -278,18 +277,18 @@ impl Limiter {
         };
         let (verdict, counted) =
             fallback::decide_with_room(memory, checks.iter(), full_limits, DecidedBy::Store, first_permit_id)?;
-        let mut decision = Decision::new(verdict, DecidedBy::Store, counted.into_iter());
+        let mut decision = Decision::new(verdict, DecidedBy::Store, counted.iter().copied());
         if decision.admitted && checks.iter().any(LimitCheck::is_concurrency) {
-            let permits = self.pending_permits(checks, DecidedBy::Store, first_permit_id);
-            decision.permits = Some(Box::new(permits.hold(|_| true)));
+            let permits = self.requested_permits(checks, DecidedBy::Store, first_permit_id);
+            hold_permits(permits, counted.into_iter(), &mut decision);
         }
-        self.defer_charges(checks, &mut decision, None, &[]);
+        self.attach_deferred_charges(checks, &mut decision, None, &[]);
         Ok(decision)
     }
 
     /// Acquire the permits of a request from this gateway's shares of its concurrency limits. Return a decision only if
-    /// they deny.
-    fn try_local_permits<'a>(&self, checks: &[LimitCheck<'a, '_>], first_permit_id: u64) -> Option<Decision<'a>> {
+    /// the shares deny the request.
+    fn local_permit_denial<'a>(&self, checks: &[LimitCheck<'a, '_>], first_permit_id: u64) -> Option<Decision<'a>> {
         let Store::Redis { fallback, .. } = &self.store_handle.store else { return None };
         let concurrency_checks = || checks.iter().filter(|check| check.is_concurrency());
         let charges: Vec<_> =
@@ -310,54 +309,66 @@ impl Limiter {
         self.store_handle.store.count_check(AnsweredBy::Prefetch);
         let elapsed_us = verdict.now_us - charged_at;
         let mut decision = Decision::from_earlier_charge(verdict, DecidedBy::Store, checks.iter(), elapsed_us);
-        self.defer_charges(checks, &mut decision, Some(charged_at), &[]);
+        self.attach_deferred_charges(checks, &mut decision, Some(charged_at), &[]);
         Some(decision)
     }
 
-    /// Return the denial of a request that the denial cache covers.
+    /// Return the denial of a request if the denial cache has a denial of one of its checks.
     fn try_cached_denial<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Option<Decision<'a>> {
         let denials = self.store_handle.denials.as_ref()?;
         let cached = |check: &LimitCheck<'_, '_>| {
             let hit = denials.get(check.key().local_hash(), check.variant.id, check.required());
             hit.filter(|_| check.is_cacheable())
         };
-        let now_us = checks.iter().find_map(cached)?.now_us;
-        let outcomes = checks.iter().map(|check| cached(check).map_or(NOT_INVOLVED, |hit| hit.outcome)).collect();
-        let verdict = Verdict::new(0, now_us, outcomes);
+        // Read each entry once: it may expire at any time, and the decision needs at least one denial.
+        let (first_index, first_hit) =
+            checks.iter().enumerate().find_map(|(index, check)| Some((index, cached(check)?)))?;
+        let outcomes = checks.iter().enumerate().map(|(index, check)| {
+            let hit = match index.cmp(&first_index) {
+                Ordering::Less => None,
+                Ordering::Equal => Some(first_hit),
+                Ordering::Greater => cached(check),
+            };
+            hit.map_or(NOT_INVOLVED, |hit| hit.outcome)
+        });
+        let verdict = Verdict::new(0, first_hit.now_us, outcomes.collect());
         self.store_handle.store.count_check(AnsweredBy::DenialCache);
         Some(Decision { is_from_cache: true, ..Decision::new(verdict, DecidedBy::Store, checks.iter()) })
     }
 
     fn cache_denials(&self, checks: &[LimitCheck<'_, '_>], verdict: &Verdict, asked_at: Instant) {
-        let is_certain = verdict.granted == 0 && verdict.decided_at_us.is_empty();
-        let Some(denials) = self.store_handle.denials.as_ref().filter(|_| is_certain) else { return };
+        let is_denied_by_one_server = verdict.granted == 0 && verdict.decided_at_us.is_empty();
+        let Some(denials) = self.store_handle.denials.as_ref().filter(|_| is_denied_by_one_server) else { return };
         for (check, outcome) in checks.iter().zip(&verdict.outcomes).filter(|(check, _)| check.is_cacheable()) {
             let hit = DenialHit { now_us: verdict.now_us, outcome: *outcome };
             denials.insert(check.key().local_hash(), check.variant.id, check.required(), hit, asked_at);
         }
     }
 
-    /// Reserve a permit id for each limit of the request. Return the first one.
+    /// Reserve a permit id for each limit index of the request. Return the first id.
     fn allocate_permit_ids(&self, checks: &[LimitCheck<'_, '_>]) -> u64 {
+        // The checks are in ascending order of `limit_index`.
         let permits = checks.last().map_or(0, |last| last.limit_index as u64 + 1);
-        self.next_permit_id.fetch_add(permits, Ordering::Relaxed)
+        self.next_permit_id.fetch_add(permits, atomic::Ordering::Relaxed)
     }
 
-    fn pending_permits(
+    /// Return the permits that a request needs from its concurrency limits, before it is known whether they are
+    /// granted.
+    fn requested_permits(
         &self,
         checks: &[LimitCheck<'_, '_>],
-        source: DecidedBy,
+        decided_by: DecidedBy,
         first_permit_id: u64,
     ) -> ConcurrencyPermits {
-        let charges = checks.iter().filter(|check| check.is_concurrency());
-        let asked = charges.map(|check| check.owned_charge(check.permit_id(first_permit_id))).collect();
-        ConcurrencyPermits::requested(self.settlements.clone(), source, asked)
+        let concurrency_checks = checks.iter().filter(|check| check.is_concurrency());
+        let charges = concurrency_checks.map(|check| check.owned_charge(check.permit_id(first_permit_id))).collect();
+        ConcurrencyPermits::requested(self.settlements.clone(), decided_by, charges)
     }
 
-    /// Record the deferred charges of an admitted request. `charged_at` is the time of the charge (µs) if it was made
-    /// before the decision. `decided_at_us` has one time for each check if several servers decided; otherwise it is
-    /// empty.
-    fn defer_charges(
+    /// Attach the deferred charges of an admitted request to its decision. `charged_at` is the time of the charge (µs)
+    /// if it was made before the decision. If several servers decided, `decided_at_us` has one time for each check;
+    /// otherwise it is empty.
+    fn attach_deferred_charges(
         &self,
         checks: &[LimitCheck<'_, '_>],
         decision: &mut Decision<'_>,
@@ -367,23 +378,21 @@ impl Limiter {
         if decision.admitted && checks.iter().any(|check| check.deferred != Deferred::Nothing) {
             let charged_at = charged_at.unwrap_or(decision.now_us);
             decision.deferred_charges =
-                Some(Box::new(self.deferred_charges(checks, decision, charged_at, decided_at_us)));
+                Some(Box::new(self.build_deferred_charges(checks, decision, charged_at, decided_at_us)));
         }
     }
 
-    fn deferred_charges(
+    fn build_deferred_charges(
         &self,
         checks: &[LimitCheck<'_, '_>],
         decision: &Decision<'_>,
         charged_at: u64,
         decided_at_us: &[u64],
     ) -> DeferredCharges {
-        let is_shadow_denied =
-            |check: &LimitCheck<'_, '_>| decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit));
         let falls_back_locally = |check: &LimitCheck<'_, '_>| check.limit.on_store_error == OnStoreError::Local;
         let is_counted = |check: &LimitCheck<'_, '_>| {
             check.deferred != Deferred::Nothing
-                && !is_shadow_denied(check)
+                && !decision.is_shadow_denied(check.limit)
                 && (decision.decided_by == DecidedBy::Store || falls_back_locally(check))
         };
         let debt_before_us = |check: &LimitCheck<'_, '_>| {
@@ -406,25 +415,48 @@ pub fn random_permit_id() -> u64 {
     Uuid::new_v4().as_u64_pair().0
 }
 
-/// Time after an outage in which the store may not know all concurrency permits of other gateways. They register their
-/// permits when they detect that the store answers again: at most one probe (1.1 s) and one timeout later. Until then
-/// this gateway's local share applies as well.
+/// Time after an outage during which the store may not know all concurrency permits of other gateways. These gateways
+/// register their permits when they detect that the store answers again: at most one probe (1.1 s) and one timeout
+/// later. Until then this gateway's local share applies as well.
 const PERMIT_RECOVERY_TIME: Duration = Duration::from_secs(2);
 
 /// The outcome of a limit that is not involved in a denial.
 const NOT_INVOLVED: Outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
 
-/// Return the denial of a request for which the wait queue of `first` is full or that timed out in it. After `max_wait`
-/// all requests that are queued now have left the queue.
-fn queue_full<'a>(
+/// Hold the permits of an admitted request that its `counted` checks were granted. A shadow limit that denied granted
+/// none, and a renewal would add the permit beyond the limit.
+fn hold_permits<'c>(
+    permits: ConcurrencyPermits,
+    counted: impl Iterator<Item = &'c LimitCheck<'c, 'c>> + Clone,
+    decision: &mut Decision<'_>,
+) {
+    let is_granted = |limit_index| {
+        let mut counted = counted.clone();
+        counted.any(|check| check.limit_index == limit_index && !decision.is_shadow_denied(check.limit))
+    };
+    decision.permits = Some(Box::new(permits.hold(is_granted)));
+}
+
+/// Return the maximum number of waiting requests: `max_queue`, but not more than can be admitted within the maximum
+/// wait, because others would wait in vain. It is at least 1: a request joins an empty queue only if its retry time is
+/// within the maximum wait.
+fn max_queue_length(queued_check: &LimitCheck<'_, '_>, queue_policy: QueuePolicy) -> usize {
+    let max_admitted = queued_check.variant.max_admitted_in(queue_policy.max_wait) / queued_check.cost.max(1);
+    queue_policy.max_queue.min(usize::try_from(max_admitted).unwrap_or(usize::MAX).max(1))
+}
+
+/// Return the denial of a request if the wait queue of `queued_check` is full, or if the request timed out in this
+/// queue. After `max_wait` all requests that are queued now have left the queue.
+fn queue_denial<'a>(
     checks: &[LimitCheck<'a, '_>],
-    first: &LimitCheck<'a, '_>,
+    queued_check: &LimitCheck<'a, '_>,
     queue_policy: QueuePolicy,
 ) -> Decision<'a> {
     let max_wait_us = queue_policy.max_wait.as_micros() as u64;
     let exceeded = Outcome { status: Status::Exceeded, remaining: 0, reset_us: max_wait_us, retry_us: max_wait_us };
-    let outcome =
-        |check: &LimitCheck<'_, '_>| if check.limit_index == first.limit_index { exceeded } else { NOT_INVOLVED };
+    let outcome = |check: &LimitCheck<'_, '_>| {
+        if check.limit_index == queued_check.limit_index { exceeded } else { NOT_INVOLVED }
+    };
     let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
     // The decision is not local: the store is healthy.
     Decision::new(verdict, DecidedBy::Store, checks.iter())
@@ -434,7 +466,69 @@ fn queue_full<'a>(
 /// limits and identities. A request prefetches from all of its limits or none: the smallest `prefetch` applies.
 fn check_group(checks: &[LimitCheck<'_, '_>]) -> Option<CheckGroup> {
     let state_hash = |check: &LimitCheck<'_, '_>| check.key().local_hash() ^ u128::from(check.variant.id) << 64;
-    let id = || checks.iter().fold(0, |set: u128, check| set.rotate_left(1) ^ state_hash(check));
-    let advance = || checks.iter().map(|check| check.limit.prefetch).min().unwrap_or(0);
-    checks.iter().all(LimitCheck::is_batchable).then(|| CheckGroup { id: id(), prefetch: advance() })
+    let id = || checks.iter().fold(0, |hash: u128, check| hash.rotate_left(1) ^ state_hash(check));
+    let min_prefetch = || checks.iter().map(|check| check.limit.prefetch).min().unwrap_or(0);
+    checks.iter().all(LimitCheck::is_batchable).then(|| CheckGroup { id: id(), prefetch: min_prefetch() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::algorithm::Rule;
+    use crate::limiter::algorithm::concurrency::Concurrency;
+    use crate::limiter::quota::Quota;
+    use crate::limiter::spec::{LimitSpec, LocalShare};
+    use crate::limiter::verdict::Charge;
+
+    #[tokio::test(start_paused = true)]
+    async fn renewal_in_a_full_memory_store_adds_only_granted_permits() {
+        let hasher = IdentityHasher::new("");
+        let identity = |number: u32| hasher.hash(&number.to_le_bytes());
+        let quota = "1/day".parse().unwrap();
+        let full_limit = LimitSpec {
+            on_store_error: OnStoreError::Allow,
+            ..LimitSpec::token_bucket(&hasher, "full", quota).unwrap()
+        };
+        let ttl = Duration::from_secs(60);
+        let rule = |limit| Rule::Concurrency(Concurrency { limit, ttl: ttl.as_micros() as u64 });
+        let quota = Quota::parse_concurrency("1").unwrap();
+        let shadow_limit = LimitSpec {
+            shadow: true,
+            ..LimitSpec::new(&hasher, "shadow", quota, rule(1), LocalShare::default()).unwrap()
+        };
+        let limiter = Limiter::in_memory(640);
+        for number in 1..3000 {
+            limiter.check(&[LimitCheck::new(&full_limit, identity(number))]).await.unwrap();
+        }
+        let shadow_check = |limit_index| LimitCheck { limit_index, ..LimitCheck::new(&shadow_limit, identity(0)) };
+        let granted = limiter.check(&[shadow_check(0)]).await.unwrap();
+        assert!(granted.shadow_denied.is_empty());
+        let denied = limiter.check(&[LimitCheck::new(&full_limit, identity(3000)), shadow_check(1)]).await.unwrap();
+        assert!(denied.admitted && denied.results.is_empty(), "the full limit does not count the identity: {denied:?}");
+        assert_eq!(denied.shadow_denied.len(), 1);
+        // Time is paused: it advances from timer to timer, past the first renewal of the permits.
+        sleep(ttl / 2).await;
+        let Store::Memory(memory) = &limiter.store_handle.store else { panic!("{limiter:?}") };
+        let (check, larger) = (shadow_check(0), rule(10));
+        let peek = Charge { rule: &larger, ..check.charge(DecidedBy::Store, 0) };
+        assert_eq!(memory.decide(Operation::Peek, &[peek]).outcomes[0].remaining, 9, "one permit was granted");
+    }
+
+    #[test]
+    fn cached_denial_has_a_violated_limit_when_its_entry_expires() {
+        let hasher = IdentityHasher::new("");
+        let limit = LimitSpec::token_bucket(&hasher, "limit", "1/day".parse().unwrap()).unwrap();
+        let denials = Arc::new(DenialCache::new(10));
+        let memory = Store::Memory(Arc::new(MemoryStore::new(10, Clock::Store)));
+        let limiter = Limiter::standalone(memory, Some(denials.clone()));
+        let checks = [LimitCheck::new(&limit, hasher.hash(b"client"))];
+        let outcome = Outcome { status: Status::Exceeded, remaining: 0, reset_us: 20, retry_us: 20 };
+        for _ in 0..20_000 {
+            let hit = DenialHit { now_us: 1, outcome };
+            denials.insert(checks[0].key().local_hash(), checks[0].variant.id, 1, hit, monotonic());
+            while let Some(denial) = limiter.try_cached_denial(&checks) {
+                assert!(denial.violated().next().is_some(), "{denial:?}");
+            }
+        }
+    }
 }

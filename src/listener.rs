@@ -91,7 +91,7 @@ impl Server {
             }
         }
         self.tasks.close();
-        let drain_timeout = self.gateway.runtime().server.drain_timeout;
+        let drain_timeout = self.gateway.config().server.drain_timeout;
         let deadline = Instant::now() + drain_timeout;
         if timeout_at(deadline, self.tasks.wait()).await.is_err() {
             warn!(connections = self.tasks.len(), "drain_timeout expired; closing connections");
@@ -180,12 +180,12 @@ impl Server {
         // TCP_NODELAY: responses are written in one piece, so that Nagle's algorithm would only delay them.
         stream.set_nodelay(true)?;
         let gateway = self.gateway.clone();
-        let runtime = gateway.runtime();
-        let (listener, settings) = (&runtime.listeners[listener_index], runtime.server.clone());
+        let config = gateway.config();
+        let (listener, settings) = (&config.listeners[listener_index], config.server.clone());
         // The PROXY header, the TLS handshake and the first request headers share one timeout.
         let deadline = Instant::now() + settings.header_timeout;
         let activity = ConnectionActivity::new();
-        let mut peer = timeout_at(deadline, self.identify_peer(&mut stream, address, listener, &runtime)).await??;
+        let mut peer = timeout_at(deadline, self.identify_peer(&mut stream, address, listener, &config)).await??;
         peer.listener = listener_index;
         let connection_limits = self.connection_limits.clone();
         // Trusted proxies are exempt: they carry the connections of many clients.
@@ -193,7 +193,7 @@ impl Server {
             && !peer.forwarded.trusted
             && !settings.is_exempt_from_per_ip(peer.address)
         {
-            let network = runtime.client_ip.network(peer.address);
+            let network = config.client_ip.network(peer.address);
             let Some(permit) = connection_limits.permit(network) else { return Ok(()) };
             Some(permit)
         } else {
@@ -210,12 +210,12 @@ impl Server {
             return Ok(());
         }
         if acceptor.is_some() && handshake::is_plain_http(&client_hello) {
-            drop(runtime);
+            drop(config);
             return self.reject_plain_http(stream, peer.address, deadline).await;
         }
         let (mut stream, mut returned_stream) = ReclaimableStream::new(stream, self.metrics.clone());
         // The connection may outlive the configuration snapshot: release it.
-        drop(runtime);
+        drop(config);
         let drain_grace = settings.drain_grace();
         let buffer_budget = connection_limits.buffer_budget();
         let drain = self.drain.clone();
@@ -289,7 +289,7 @@ impl Server {
         client_hello: &[u8],
     ) {
         self.metrics.record_failure(failure);
-        let network = self.gateway.runtime().client_ip.format_network(client);
+        let network = self.gateway.config().client_ip.format_network(client);
         handshake::log_failure(failure, error, &network, client_hello);
     }
 
@@ -324,11 +324,11 @@ impl Server {
         stream: &mut TcpStream,
         socket_address: SocketAddr,
         listener: &Listener,
-        runtime: &CompiledConfig,
+        config: &CompiledConfig,
     ) -> Result<Peer, BoxError> {
         let scheme = if listener.tls.is_some() { "https" } else { "http" };
-        let mut peer = Peer::new(socket_address.ip(), scheme, runtime);
-        if runtime.sends_proxy_headers {
+        let mut peer = Peer::new(socket_address.ip(), scheme, config);
+        if config.sends_proxy_headers {
             peer.set_connection(&ProxiedConnection::new(socket_address, stream.local_addr().ok()));
         }
         if listener.proxy_protocol {
@@ -345,7 +345,7 @@ impl Server {
             }
             match proxy_protocol::read_header(stream).await? {
                 ProxySource::Proxied(connection) => {
-                    peer = Peer::new(connection.source.ip(), scheme, runtime);
+                    peer = Peer::new(connection.source.ip(), scheme, config);
                     peer.set_connection(&connection);
                 }
                 ProxySource::Local => {}

@@ -66,30 +66,30 @@ pub struct Gateway {
 }
 
 impl Gateway {
-    /// Create a gateway with its own connections to the upstream `clusters`, which are those of `runtime`. Its metrics
-    /// are recorded under the index `worker`.
+    /// Create a gateway with its own connections to the upstream `clusters`: one for each of `config.upstreams`, in this
+    /// order. Its metrics are recorded under the index `worker`.
     pub fn new(
-        runtime: Arc<CompiledConfig>,
+        config: Arc<CompiledConfig>,
         limiter: Limiter,
         clusters: &[Arc<UpstreamCluster>],
         sinks: TelemetrySinks,
         (request_metrics, worker): (Arc<RequestMetrics>, usize),
     ) -> Self {
-        let snapshot = ArcSwap::from_pointee(ConfigSnapshot::new(runtime, clusters, &request_metrics, worker));
+        let snapshot = ArcSwap::from_pointee(ConfigSnapshot::new(config, clusters, &request_metrics, worker));
         Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, worker }
     }
 
     /// Apply another configuration from the next request on. Metrics and upstream connections that are the same in both
     /// configurations are carried over.
-    pub fn apply_config(&self, runtime: Arc<CompiledConfig>, clusters: &[Arc<UpstreamCluster>]) {
+    pub fn apply_config(&self, config: Arc<CompiledConfig>, clusters: &[Arc<UpstreamCluster>]) {
         let snapshot =
-            ConfigSnapshot::carry_over(&self.snapshot.load(), runtime, clusters, &self.request_metrics, self.worker);
+            ConfigSnapshot::carry_over(&self.snapshot.load(), config, clusters, &self.request_metrics, self.worker);
         self.snapshot.store(Arc::new(snapshot));
     }
 
     /// Return the current configuration.
-    pub fn runtime(&self) -> Arc<CompiledConfig> {
-        self.snapshot.load().runtime.clone()
+    pub fn config(&self) -> Arc<CompiledConfig> {
+        self.snapshot.load().config.clone()
     }
 
     /// Record a response to a request that the HTTP parser rejected.
@@ -117,15 +117,17 @@ impl Gateway {
         flow: &Arc<StreamFlow>,
     ) -> Response<Body> {
         let snapshot = self.snapshot.load_full();
-        let revalidated = peer.revalidate(&snapshot.runtime);
+        // The trusted proxies may have changed since the connection was accepted.
+        let revalidated = peer.revalidate(&snapshot.config);
         let peer = revalidated.as_deref().unwrap_or(peer);
         let mut context = RequestContext::new(&snapshot, &self.sinks, peer, flow, &request);
-        let challenge = snapshot.runtime.acme.as_ref().and_then(|acme| challenge_response(acme, &request));
+        let challenge = snapshot.config.acme.as_ref().and_then(|acme| challenge_response(acme, &request));
         if let Some(response) = challenge {
             request_body::discard_body(request, flow);
             return context.complete(Ok(response));
         }
         let admission = self.admit(&mut context, &request).await;
+        // Rendered here because the request is consumed below.
         context.render_response_headers(&request);
         let result = match admission {
             Ok(admitted) => self.respond(&mut context, admitted, request).await,
@@ -140,22 +142,26 @@ impl Gateway {
         context.complete(result)
     }
 
-    /// Check the target, route, declared body length and limits of a request. The body is not polled yet, so a client
-    /// that waits for `100 Continue` does not send the body of a rejected request.
+    /// Find the route of a request, check access rules, answer CORS preflights, check the declared body length, rewrite
+    /// the target, authenticate the client and check the limits. The body is not polled yet, so a client that waits for
+    /// `100 Continue` does not send the body of a rejected request.
+    ///
+    /// # Errors
+    /// The request is rejected, or is a preflight: a [`Rejection`] is the response to any request that is not admitted.
     async fn admit<'a>(
         &self,
         context: &mut RequestContext<'a>,
         request: &Request<RequestBody>,
     ) -> Result<AdmittedRequest<'a>, Rejection<'a>> {
-        let runtime = &context.snapshot.runtime;
-        let target = RequestTarget::from_request(request, &runtime.server)?;
-        let preflight_route = target.find_preflight_route(runtime, request, context.peer.listener);
-        let found = preflight_route.map_or_else(|| target.find_route(runtime, request, context.peer.listener), Ok);
+        let config = &context.snapshot.config;
+        let target = RequestTarget::from_request(request, &config.server)?;
+        let preflight_route = target.find_preflight_route(config, request, context.peer.listener);
+        let found = preflight_route.map_or_else(|| target.find_route(config, request, context.peer.listener), Ok);
         if let Ok(route) = found {
             context.set_route(route);
             context.set_cors(route, request.headers(), preflight_route.is_some());
         }
-        if runtime.checks_access {
+        if config.checks_access {
             access::check(context, &target, found.as_ref().ok().copied(), request)?;
         }
         let route = found?;
@@ -166,32 +172,30 @@ impl Gateway {
             return Err(Rejection::BodyTooLarge);
         }
         let rewritten_target = target.rewrite(route, request.uri().query())?;
-        let (mut credentials, authenticated) =
-            authentication::authenticate(runtime, route, request.headers(), context.peer);
-        let decision =
-            if let Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(pending), .. })) = authenticated {
-                let pending = (credentials, pending);
-                // Boxed: requests that are authenticated without waiting need no space for this future.
-                let (finished, decision) = Box::pin(rate_limit::check_limits_around_authentication(
-                    &self.limiter,
-                    context,
-                    route,
-                    pending,
-                    &target,
-                    request,
-                ))
-                .await?;
-                credentials = finished;
-                Ok(decision)
-            } else if route.rate_limits.limits.is_empty() && !context.is_recorded() {
+        let (credentials, authenticated) = authentication::authenticate(config, route, request.headers(), context.peer);
+        let decision = if let Some(pending) = pending_provider(&authenticated) {
+            let pending = (credentials, pending);
+            // Boxed: requests that are authenticated without waiting need no space for this future.
+            Box::pin(rate_limit::check_limits_around_authentication(
+                &self.limiter,
+                context,
+                route,
+                pending,
+                &target,
+                request,
+            ))
+            .await
+        } else {
+            let decision = if route.rate_limits.limits.is_empty() && !context.is_recorded() {
                 authenticated.map(|()| Decision::unlimited())
             } else {
                 let authenticated = (&credentials, authenticated);
                 // Boxed: requests without limits need no space for this future.
                 Box::pin(rate_limit::check_limits(&self.limiter, context, route, authenticated, &target, request)).await
             };
-        context.credentials = credentials;
-        let decision = decision?;
+            context.credentials = credentials;
+            decision
+        }?;
         if !decision.admitted {
             return Err(Rejection::RateLimited {
                 decision,
@@ -200,8 +204,9 @@ impl Gateway {
                 is_grpc: is_grpc_call(request),
             });
         }
-        let path = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path().to_owned());
-        Ok(AdmittedRequest { route, decision, forwarded_path: path, rewritten_target })
+        let forwarded_path =
+            (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path().to_owned());
+        Ok(AdmittedRequest { route, decision, forwarded_path, rewritten_target })
     }
 
     /// Perform the action of the route, settle the costs that the response determines, and complete the response
@@ -225,6 +230,7 @@ impl Gateway {
                 Ok(response.map_err(Rejection::InvalidHost)?)
             }
             RouteAction::Forward(weighted_upstreams) => {
+                // A rewrite of the route takes precedence over the canonical path.
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
                 let index = weighted_upstreams.pick();
                 let upstream = &*context.snapshot.upstreams[index];
@@ -237,7 +243,9 @@ impl Gateway {
                 result
             }
         };
+        // Also if the upstream failed: its status may refund. Awaited, so that the headers have the values after it.
         rate_limit::settle(&mut decision, route, &result).await;
+        // On an error, dropping the decision releases the permits of the request.
         let mut response = result.map_err(Rejection::Upstream)?;
         if route.cors.is_some() {
             cors::remove_headers(response.headers_mut());
@@ -245,13 +253,23 @@ impl Gateway {
         // The route may remove headers that the settlement has read. The rate limit headers are appended afterwards.
         route.response_headers.apply(response.headers_mut(), &context.response_values);
         rate_limit::append_ratelimit_headers(response.headers_mut(), route, &decision);
+        // Released when the response body ends.
         context.permits = decision.permits;
         Ok(response)
     }
 }
 
-/// Return the response to the validation of a name by HTTP-01 (RFC 8555 §8.3). It precedes routes, redirects and
-/// access rules. Unknown tokens are left to the routes: the CA may be validating another ACME client's order.
+/// Return the index of the provider that has to wait before it can verify the credentials.
+fn pending_provider(authenticated: &Result<(), Rejection<'_>>) -> Option<usize> {
+    match authenticated {
+        Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(index), .. })) => Some(*index),
+        _ => None,
+    }
+}
+
+/// Return the response to an HTTP-01 challenge, with which a CA validates a DNS name (RFC 8555 §8.3). The challenge
+/// precedes routes, redirects and access rules. Requests with unknown tokens go to the routes: the CA may be validating
+/// the order of another ACME client.
 fn challenge_response(acme: &Acme, request: &Request<RequestBody>) -> Option<Response<Body>> {
     let token = request.uri().path().strip_prefix(HTTP_CHALLENGE_PATH)?;
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
@@ -267,20 +285,21 @@ fn challenge_response(acme: &Acme, request: &Request<RequestBody>) -> Option<Res
 /// A request admitted by its limits.
 struct AdmittedRequest<'a> {
     route: &'a Route,
-    /// What the providers of the route verified.
+    /// The decision about its limits, with permits and deferred charges.
     decision: Decision<'a>,
-    /// Path to forward, if it differs from the received path.
+    /// Path in canonical form, if it differs from the received path.
     forwarded_path: Option<String>,
-    /// Path and query after the route's rewrite, if it has one.
+    /// Path and query after the route's rewrite, if it has one. It replaces `forwarded_path`.
     rewritten_target: Option<PathAndQuery>,
 }
 
 // === Configuration snapshot ===
 
-/// A configuration with the worker's own upstream connections and metrics by index, swapped as a whole.
+/// A configuration with the worker's upstream connections, and with metrics by the indices of its routes and upstreams.
+/// A reload replaces the snapshot as a whole.
 #[derive(Debug)]
 struct ConfigSnapshot {
-    runtime: Arc<CompiledConfig>,
+    config: Arc<CompiledConfig>,
     upstreams: Vec<Arc<Upstream>>,
     metrics: WorkerMetrics,
     mirror_tasks: MirrorTasks,
@@ -289,20 +308,20 @@ struct ConfigSnapshot {
 impl ConfigSnapshot {
     /// Create the first snapshot.
     pub(crate) fn new(
-        runtime: Arc<CompiledConfig>,
+        config: Arc<CompiledConfig>,
         clusters: &[Arc<UpstreamCluster>],
         request_metrics: &RequestMetrics,
         worker: usize,
     ) -> Self {
-        let metrics = WorkerMetrics::new(request_metrics, &runtime, worker);
+        let metrics = WorkerMetrics::new(request_metrics, &config, worker);
         let upstreams = clusters.iter().cloned().map(Upstream::new).map(Arc::new).collect();
-        ConfigSnapshot { runtime, upstreams, metrics, mirror_tasks: MirrorTasks::default() }
+        ConfigSnapshot { config, upstreams, metrics, mirror_tasks: MirrorTasks::default() }
     }
 
     /// Create the snapshot that replaces `previous`, with its connections to upstreams that still exist.
     pub(crate) fn carry_over(
         previous: &ConfigSnapshot,
-        runtime: Arc<CompiledConfig>,
+        config: Arc<CompiledConfig>,
         clusters: &[Arc<UpstreamCluster>],
         request_metrics: &RequestMetrics,
         worker: usize,
@@ -315,8 +334,8 @@ impl ConfigSnapshot {
                 None => Arc::new(Upstream::new(cluster.clone())),
             }
         };
-        let metrics = WorkerMetrics::new(request_metrics, &runtime, worker);
+        let metrics = WorkerMetrics::new(request_metrics, &config, worker);
         let mirror_tasks = previous.mirror_tasks.clone();
-        ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), runtime, metrics, mirror_tasks }
+        ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), config, metrics, mirror_tasks }
     }
 }

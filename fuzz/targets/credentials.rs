@@ -80,12 +80,12 @@ pub(crate) fn run(data: &[u8]) {
             headers.append(name, value);
         }
     }
-    FIXTURE.with(|runtime| {
-        let route = &runtime.routes[usize::from(*choice) % runtime.routes.len()];
+    FIXTURE.with(|config| {
+        let route = &config.routes[usize::from(*choice) % config.routes.len()];
         let auth = route.auth.as_ref().expect("each route requires something");
         let request = AuthRequest { headers: &headers, has_client_cert: false, route: &route.name, now_us: NOW_US };
-        let (credentials, result) = auth.authenticate(&runtime.auth.providers, &request);
-        let (_, again) = auth.authenticate(&runtime.auth.providers, &request);
+        let (credentials, result) = auth.authenticate(&config.auth.providers, &request);
+        let (_, again) = auth.authenticate(&config.auth.providers, &request);
         assert_eq!(result, again, "{}: {headers:?}", route.name);
         let has =
             |part: &[u8]| headers.values().any(|value| value.as_bytes().windows(part.len()).any(|all| all == part));

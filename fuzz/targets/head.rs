@@ -84,11 +84,11 @@ fn fixture() -> Fixture {
     let directory = tempfile::tempdir().expect("a folder");
     let path = directory.path().join("gateway.toml");
     std::fs::write(&path, CONFIG).expect("a file");
-    let runtime = Arc::new(CompiledConfig::load(&path, &|_| None).unwrap_or_else(|error| panic!("{error}")));
+    let config = Arc::new(CompiledConfig::load(&path, &|_| None).unwrap_or_else(|error| panic!("{error}")));
     let limiter = Limiter::in_memory(10_000);
-    let peer = Peer::new([127, 0, 0, 1].into(), "http", &runtime);
+    let peer = Peer::new([127, 0, 0, 1].into(), "http", &config);
     let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("an executor");
-    let gateway = Gateway::new(runtime, limiter, &[], TelemetrySinks::default(), (Arc::default(), 0));
+    let gateway = Gateway::new(config, limiter, &[], TelemetrySinks::default(), (Arc::default(), 0));
     Fixture { executor, gateway, peer }
 }
 

@@ -1,24 +1,25 @@
 -- Composed from lua/single.lua and all algorithms that it supports. Do not edit:
 -- UPDATE_GENERATED=1 cargo test --test it scripts::
 
--- Driver for the most common calls: each request has one limit of kind B, F, X or W, neither shadow nor post-paid, and
--- the operation C, or T with a cost of at least 1. The contract is in generic.lua. Without the tables and functions of
--- generic.lua a check costs a quarter less in a large batch, and even less alone.
--- Commands are called with redis.pcall, so that the error of one request does not fail the others.
+-- Driver for the most common calls. Each request has one limit, of kind B, F, X or W, without a flag. The operation is
+-- C, or T with a cost of at least 1. The contract is in generic.lua. This driver creates no tables or functions for its
+-- groups. In a large batch, a check therefore costs a quarter less than with generic.lua. A single check saves more.
+-- Commands are called with redis.pcall, so that an error of one request does not fail the other requests.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
--- Bytes of a group with its limit, and of a state with three fields.
+-- Size in bytes of a group with its one limit (format: generic.lua, ARGV[1]), and of a state with three fields.
 local GROUP_BYTES, STATE_BYTES = 67, 32
--- 2^52, the maximum value in a state; 2^53, up to which doubles hold all integers.
+-- The maximum value in a state, 2^52. The bound below which doubles hold all integers, 2^53.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- For how long a key outlives its state: SET adds a second. SETRANGE is used while the rest is between these bounds.
+-- If the key outlives the new state by MIN_ to MAX_KEY_SLACK_US, SETRANGE writes the fields and keeps the TTL;
+-- otherwise SET writes a new TTL.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
 local args, keys, charged_at = ARGV[1], KEYS, 0
 if #ARGV ~= 1 or #args < 8 or (#args - 8) % GROUP_BYTES ~= 0 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
--- Validate all groups before the first request is decided. A single group is not unpacked twice.
+-- Validate all groups before the first request is decided. The values of a single group are not unpacked again below.
 local now, position = unpack('<d', args)
 local groups, key_count = (#args - 8) / GROUP_BYTES, 0
 local requests, operation, _, limits, kind, flag, requested, a, b, c, d
@@ -54,12 +55,12 @@ for _ = 1, groups do
       if #state == STATE_BYTES then key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
       else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
     end
-    -- T takes two passes: the first reads how many tokens remain, the second charges them at once.
+    -- T takes two passes: the first reads how many tokens remain, and the second charges them.
     if operation == 'T' then op, cost = 'P', 0 end
     repeat
       local is_last_pass = op == 'C'
       if failure then
-        -- The error is reported at the end of the loop.
+        -- The end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false
@@ -67,24 +68,26 @@ for _ = 1, groups do
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate was changed: the same debt in parts of another size, rounded up. If doubles do not hold the product, two
-            -- operations have an error of less than one part, so one part more is never too few.
+            -- The rate was changed since the state was written: convert the debt to parts of the new size, rounded up. If the
+            -- product is too large for an exact double, the error of the two operations is less than one part. One part is
+            -- added, so that the result is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- The rate at which the state was written repays the debt within `repay_time`, or up to half a second earlier.
+          -- The rate that applied when the state was written repays the debt in `repay_time`, or up to half a second earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate was lowered: the debt that the old rate has repaid by now is not owed again. Rounded as above.
+            -- The rate was lowered since the state was written. What the old rate has repaid until now counts as repaid: only
+            -- the rest of the debt is repaid at the new rate. The rest is rounded as above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
-              -- 1.0 makes it a double also in Lua 5.4, whose integers overflow.
+              -- The factor 1.0 makes the product a double. In Lua 5.4 a product of integers could overflow.
               local product = 1.0 * debt * left
               local scaled = product < EXACT_INTEGER_LIMIT and ceil(product / repay_time) or ceil(debt / repay_time * left) + 1
               debt, rate_lowered = math.min(scaled, debt - elapsed * refill), true
@@ -95,11 +98,12 @@ for _ = 1, groups do
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A cost that is charged after the response may be any number.
+        -- A deferred cost has no upper bound, so the product could exceed MAX_STATE.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- Refill since the charge first pays the debt before it. Later refill pays the charge and is subtracted.
+          -- The refill since the charge first repaid the debt from before the charge. The rest of the refill has already repaid
+          -- a part of the charge, and is subtracted from the credit.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -109,7 +113,7 @@ for _ = 1, groups do
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- retry_us is for the new rate, which applies from now on.
+          -- If the rate was lowered, retry_us is computed with the new rate. The repaired state applies the new rate from now on.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -142,7 +146,7 @@ for _ = 1, groups do
 
         local charged = count + cost
         if op == 'R' then
-          -- The count of another window does not include the charge.
+          -- Refund only a charge of the current window: the count does not include other charges.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
@@ -198,7 +202,7 @@ for _ = 1, groups do
       end
       if not is_last_pass then
         granted = free < requested and free or requested
-        -- If nothing remains, the second pass requests one token to learn the retry time.
+        -- If no token remains, the second pass requests one token, so that the algorithm returns retry_us.
         op, cost, ttl_us = 'C', granted < 1 and 1 or granted, nil
       end
     until is_last_pass

@@ -1,26 +1,28 @@
 -- Composed from lua/small.lua and all algorithms that it supports. Do not edit:
 -- UPDATE_GENERATED=1 cargo test --test it scripts::
 
--- Driver for checks of few limits: each request has the operation C and one to four limits of kind B, F, X or W,
--- neither shadow nor post-paid. The contract is in generic.lua. Without the tables and functions of generic.lua a check
--- costs a quarter less.
--- Commands are called with redis.pcall, so that the error of one request does not fail the others.
--- The source is written for one limit. For each limit, the gateway repeats the blocks from `each limit` to `end`, with
--- the number of the limit in place of the suffix _1. If a request has fewer limits, the kinds of the others are nil.
+-- Driver for checks of few limits. Each request has the operation C and one to four limits, of kind B, F, X or W,
+-- without flags. The contract is in generic.lua. This driver creates no tables or functions for its groups, so that a
+-- check costs a quarter less than with generic.lua.
+-- Commands are called with redis.pcall, so that an error of one request does not fail the other requests.
+-- This source is written for one limit. The gateway repeats each block from `each limit` to `end` for each limit, and
+-- replaces the suffix _1 by the number of the limit. If a request has fewer limits, the unused kinds are nil.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
--- Bytes of a group without its limits, of a limit, and of a state with three fields.
+-- Size in bytes of a group without its limits, of a limit (format: generic.lua, ARGV[1]), and of a state with three
+-- fields.
 local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
--- 2^52, the maximum value in a state; 2^53, up to which doubles hold all integers.
+-- The maximum value in a state, 2^52. The bound below which doubles hold all integers, 2^53.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- For how long a key outlives its state: SET adds a second. SETRANGE is used while the rest is between these bounds.
+-- If the key outlives the new state by MIN_ to MAX_KEY_SLACK_US, SETRANGE writes the fields and keeps the TTL;
+-- otherwise SET writes a new TTL.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
 local args, keys, op, charged_at = ARGV[1], KEYS, 'C', 0
 if #ARGV ~= 1 or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
--- Validate all groups before the first request is decided. A single group is not unpacked twice.
+-- Validate all groups before the first request is decided. The values of a single group are not unpacked again below.
 local now, position = unpack('<d', args)
 local groups, key_count = 0, 0
 local requests, operation, _, limits, unread_limits
@@ -96,7 +98,7 @@ for _ = 1, groups do
       unread_limits = unread_limits - 1
     end
   end
-  -- pack ignores the values after those of the format.
+  -- pack ignores the values for which the format has no letter.
   local reply_format = limits == 1 and '<ddddd' or limits == 2 and '<dddddddddd' or limits == 3 and '<ddddddddddddddd'
     or '<dddddddddddddddddddd'
   for _ = 1, requests do
@@ -115,7 +117,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The error is reported at the end of the loop.
+        -- The end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false
@@ -123,24 +125,26 @@ for _ = 1, groups do
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate was changed: the same debt in parts of another size, rounded up. If doubles do not hold the product, two
-            -- operations have an error of less than one part, so one part more is never too few.
+            -- The rate was changed since the state was written: convert the debt to parts of the new size, rounded up. If the
+            -- product is too large for an exact double, the error of the two operations is less than one part. One part is
+            -- added, so that the result is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- The rate at which the state was written repays the debt within `repay_time`, or up to half a second earlier.
+          -- The rate that applied when the state was written repays the debt in `repay_time`, or up to half a second earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate was lowered: the debt that the old rate has repaid by now is not owed again. Rounded as above.
+            -- The rate was lowered since the state was written. What the old rate has repaid until now counts as repaid: only
+            -- the rest of the debt is repaid at the new rate. The rest is rounded as above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
-              -- 1.0 makes it a double also in Lua 5.4, whose integers overflow.
+              -- The factor 1.0 makes the product a double. In Lua 5.4 a product of integers could overflow.
               local product = 1.0 * debt * left
               local scaled = product < EXACT_INTEGER_LIMIT and ceil(product / repay_time) or ceil(debt / repay_time * left) + 1
               debt, rate_lowered = math.min(scaled, debt - elapsed * refill), true
@@ -151,11 +155,12 @@ for _ = 1, groups do
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A cost that is charged after the response may be any number.
+        -- A deferred cost has no upper bound, so the product could exceed MAX_STATE.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- Refill since the charge first pays the debt before it. Later refill pays the charge and is subtracted.
+          -- The refill since the charge first repaid the debt from before the charge. The rest of the refill has already repaid
+          -- a part of the charge, and is subtracted from the credit.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -165,7 +170,7 @@ for _ = 1, groups do
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- retry_us is for the new rate, which applies from now on.
+          -- If the rate was lowered, retry_us is computed with the new rate. The repaired state applies the new rate from now on.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -198,7 +203,7 @@ for _ = 1, groups do
 
         local charged = count + cost
         if op == 'R' then
-          -- The count of another window does not include the charge.
+          -- Refund only a charge of the current window: the count does not include other charges.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
@@ -279,7 +284,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The error is reported at the end of the loop.
+        -- The end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false
@@ -287,24 +292,26 @@ for _ = 1, groups do
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate was changed: the same debt in parts of another size, rounded up. If doubles do not hold the product, two
-            -- operations have an error of less than one part, so one part more is never too few.
+            -- The rate was changed since the state was written: convert the debt to parts of the new size, rounded up. If the
+            -- product is too large for an exact double, the error of the two operations is less than one part. One part is
+            -- added, so that the result is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- The rate at which the state was written repays the debt within `repay_time`, or up to half a second earlier.
+          -- The rate that applied when the state was written repays the debt in `repay_time`, or up to half a second earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate was lowered: the debt that the old rate has repaid by now is not owed again. Rounded as above.
+            -- The rate was lowered since the state was written. What the old rate has repaid until now counts as repaid: only
+            -- the rest of the debt is repaid at the new rate. The rest is rounded as above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
-              -- 1.0 makes it a double also in Lua 5.4, whose integers overflow.
+              -- The factor 1.0 makes the product a double. In Lua 5.4 a product of integers could overflow.
               local product = 1.0 * debt * left
               local scaled = product < EXACT_INTEGER_LIMIT and ceil(product / repay_time) or ceil(debt / repay_time * left) + 1
               debt, rate_lowered = math.min(scaled, debt - elapsed * refill), true
@@ -315,11 +322,12 @@ for _ = 1, groups do
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A cost that is charged after the response may be any number.
+        -- A deferred cost has no upper bound, so the product could exceed MAX_STATE.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- Refill since the charge first pays the debt before it. Later refill pays the charge and is subtracted.
+          -- The refill since the charge first repaid the debt from before the charge. The rest of the refill has already repaid
+          -- a part of the charge, and is subtracted from the credit.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -329,7 +337,7 @@ for _ = 1, groups do
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- retry_us is for the new rate, which applies from now on.
+          -- If the rate was lowered, retry_us is computed with the new rate. The repaired state applies the new rate from now on.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -362,7 +370,7 @@ for _ = 1, groups do
 
         local charged = count + cost
         if op == 'R' then
-          -- The count of another window does not include the charge.
+          -- Refund only a charge of the current window: the count does not include other charges.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
@@ -443,7 +451,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The error is reported at the end of the loop.
+        -- The end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false
@@ -451,24 +459,26 @@ for _ = 1, groups do
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate was changed: the same debt in parts of another size, rounded up. If doubles do not hold the product, two
-            -- operations have an error of less than one part, so one part more is never too few.
+            -- The rate was changed since the state was written: convert the debt to parts of the new size, rounded up. If the
+            -- product is too large for an exact double, the error of the two operations is less than one part. One part is
+            -- added, so that the result is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- The rate at which the state was written repays the debt within `repay_time`, or up to half a second earlier.
+          -- The rate that applied when the state was written repays the debt in `repay_time`, or up to half a second earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate was lowered: the debt that the old rate has repaid by now is not owed again. Rounded as above.
+            -- The rate was lowered since the state was written. What the old rate has repaid until now counts as repaid: only
+            -- the rest of the debt is repaid at the new rate. The rest is rounded as above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
-              -- 1.0 makes it a double also in Lua 5.4, whose integers overflow.
+              -- The factor 1.0 makes the product a double. In Lua 5.4 a product of integers could overflow.
               local product = 1.0 * debt * left
               local scaled = product < EXACT_INTEGER_LIMIT and ceil(product / repay_time) or ceil(debt / repay_time * left) + 1
               debt, rate_lowered = math.min(scaled, debt - elapsed * refill), true
@@ -479,11 +489,12 @@ for _ = 1, groups do
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A cost that is charged after the response may be any number.
+        -- A deferred cost has no upper bound, so the product could exceed MAX_STATE.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- Refill since the charge first pays the debt before it. Later refill pays the charge and is subtracted.
+          -- The refill since the charge first repaid the debt from before the charge. The rest of the refill has already repaid
+          -- a part of the charge, and is subtracted from the credit.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -493,7 +504,7 @@ for _ = 1, groups do
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- retry_us is for the new rate, which applies from now on.
+          -- If the rate was lowered, retry_us is computed with the new rate. The repaired state applies the new rate from now on.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -526,7 +537,7 @@ for _ = 1, groups do
 
         local charged = count + cost
         if op == 'R' then
-          -- The count of another window does not include the charge.
+          -- Refund only a charge of the current window: the count does not include other charges.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end

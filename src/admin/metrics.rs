@@ -152,7 +152,7 @@ impl AdminState {
         write_status_classes(writer, "route", &self.request_metrics.routes)?;
         let mut writer = exposition.counter(
             "http_responses",
-            "Responses by route and status, for some statuses of errors; 499: the client aborted the request",
+            "Responses by route and status, for selected error statuses; 499: the client aborted the request",
         )?;
         for (route, counters) in self.request_metrics.statuses.all() {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
@@ -189,7 +189,8 @@ impl AdminState {
         let limiter_metrics: Vec<_> = self.limiter_metrics.all().into_iter().flat_map(|(_, metrics)| metrics).collect();
         let mut writer = exposition.counter(
             "checks",
-            "Checks with Redis by what answered them: own call, coalesced call, prefetched tokens or denial cache",
+            "Checks by what answered them: a call for this check (store), a call for several checks (coalesced), \
+             prefetched tokens or the denial cache",
         )?;
         let counts = sum_counts(limiter_metrics.iter().map(|metrics| metrics.checks.values()));
         for (answered_by, count) in AnsweredBy::ALL.iter().zip(counts) {
@@ -202,7 +203,8 @@ impl AdminState {
         writer.write_counter(&[], limiter_metrics.iter().map(|metrics| metrics.calls.values()[0]).sum())?;
         let mut writer = exposition.counter(
             "store_failures",
-            "Checks that failed at the store, or were not sent because of the circuit breaker or too many in flight",
+            "Checks that failed at the store, or were not sent because the circuit breaker is open or the queue is \
+             full",
         )?;
         let counts = sum_counts(limiter_metrics.iter().map(|metrics| metrics.failures.values()));
         for (kind, count) in ["failed", "not_permitted"].iter().zip(counts) {
@@ -295,7 +297,7 @@ impl AdminState {
     fn write_authentication(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let mut writer = exposition.counter(
             "forward_auth_requests",
-            "Requests by authentication server and result; cached: without asking it",
+            "Requests by authentication server and result; cached: an earlier result of the server was used",
         )?;
         for (provider, counters) in self.request_metrics.forward_auth.all() {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
@@ -312,7 +314,7 @@ impl AdminState {
         }
         let mut writer = exposition.gauge(
             "jwks_last_success_timestamp_seconds",
-            "When the key set was last fetched, since the Unix epoch; 0 before the first time",
+            "Time of the last successful fetch of the key set, in seconds since the Unix epoch; 0 before the first",
         )?;
         for source in &config.auth.key_urls {
             writer.write_gauge(&[("provider", &source.name)], source.keys.last_success_us() / 1_000_000)?;

@@ -156,8 +156,8 @@ impl AcmeClient {
 
     async fn run(mut self, deps: &AcmeDeps) {
         if let Err(error) = self.share(deps) {
-            // The cryptographic library fails, which it does not.
-            return warn!(%error, "ACME does not work");
+            // Only if the cryptographic library fails.
+            return warn!(%error, "cannot start ACME: no certificate is obtained or renewed");
         }
         // Requested names, with the certificate that they had then.
         let mut requested = BTreeMap::new();
@@ -310,12 +310,12 @@ impl AcmeClient {
         match self.storage.lock().await {
             Ok(true) => {}
             Ok(false) => {
-                debug!(name, "another process places the orders");
+                debug!(name, "another process holds the lock and requests the certificates");
                 return false;
             }
             Err(error) => {
                 if LOG_THROTTLE.should_log(LOG_INTERVAL) {
-                    warn!(name, %error, "cannot lock the ACME records: no certificate is renewed");
+                    warn!(name, %error, "cannot lock the ACME records: this process renews no certificate");
                 }
                 return false;
             }

@@ -57,7 +57,10 @@ impl AdminSocketFile {
     pub(super) fn open(path: &Path) -> io::Result<(UnixListener, Self)> {
         match fs::symlink_metadata(path) {
             Ok(found) if !found.file_type().is_socket() => {
-                return Err(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file that is not a socket"));
+                return Err(io::Error::new(
+                    io::ErrorKind::AlreadyExists,
+                    "the path is taken by a file that is not a socket",
+                ));
             }
             // A connection succeeds only while a process listens. That of a hot restart is replaced.
             Ok(_) if !is_hot_restart() && UnixStream::connect(path).is_ok() => {

@@ -67,7 +67,7 @@ impl JwksError {
             JwksError::Status(_) | JwksError::KeySet(_) => {
                 "the URL must be that of the JSON Web Key Set: `jwks_uri` in the metadata of the issuer"
             }
-            JwksError::Redirect(_) => "write the location as `jwks_url`, if it belongs to the issuer",
+            JwksError::Redirect(_) => "if that URL belongs to the issuer, set it as `jwks_url`",
         }
     }
 }

@@ -148,7 +148,7 @@ impl Comparison {
         let Comparison { changes, restart, unavailable, over_quota } = self;
         let mut text = String::new();
         if changes.is_empty() && restart.is_empty() {
-            text += "no key differs from the running gateway; secrets and other files are not compared\n";
+            text += "all keys are the same as in the running gateway; secrets and other files are not compared\n";
         }
         section(&mut text, "differences from the running gateway:", changes.iter().cloned());
         section(&mut text, "a reload rejects a change of these keys, which need a restart:", restart.iter().cloned());
@@ -157,7 +157,11 @@ impl Comparison {
             let OverQuota { limit, identity, used, capacity, quota } = over;
             format!("limit `{limit}`: {identity} has used {used}, the new quota {quota} has room for {capacity}")
         });
-        section(&mut text, "known identities above a new quota, denied until their usage has decreased:", identities);
+        section(
+            &mut text,
+            "identities whose usage exceeds a new quota; they are denied until it has decreased:",
+            identities,
+        );
         text
     }
 }

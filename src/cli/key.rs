@@ -78,7 +78,8 @@ pub(super) enum Action {
         #[arg(long)]
         json: bool,
     },
-    /// Disable a key, so that requests with it get 401: by its fingerprint, or the one on standard input
+    /// Disable a key, given by its fingerprint, so that requests with it get 401; without a fingerprint, the key is read
+    /// from standard input
     #[command(after_help = examples![
         "sluicegate key disable 2f9c41d07ab3",
         "sluicegate key disable 2f9c41d07ab3 --config gateway.toml",
@@ -87,7 +88,7 @@ pub(super) enum Action {
         /// Disable the key whose hash begins with these digits, as `key list` shows them
         fingerprint: Option<String>,
     },
-    /// Enable a disabled key: by its fingerprint, or the one on standard input
+    /// Enable a disabled key, given by its fingerprint; without one, the key is read from standard input
     #[command(after_help = examples![
         "sluicegate key enable 2f9c41d07ab3",
         "sluicegate key enable 2f9c41d07ab3 --config gateway.toml",
@@ -96,7 +97,8 @@ pub(super) enum Action {
         /// Enable the key whose hash begins with these digits, as `key list` shows them
         fingerprint: Option<String>,
     },
-    /// Remove a key from the consumers file: by its fingerprint, or the one on standard input
+    /// Remove a key, given by its fingerprint, from the consumers file; without a fingerprint, the key is read from
+    /// standard input
     #[command(after_help = examples![
         "sluicegate key revoke 2f9c41d07ab3",
         "sluicegate key revoke < key.txt",
@@ -179,12 +181,12 @@ fn seconds_from_now(seconds: u64) -> Option<Datetime> {
 /// Parse `--expires`: a duration from now, or a time in the future.
 fn parse_expiry(text: &str) -> Result<Datetime, String> {
     if let Some(us) = parse_duration_us(text) {
-        return seconds_from_now(us.div_ceil(1_000_000)).ok_or_else(|| "the time is too far away".to_owned());
+        return seconds_from_now(us.div_ceil(1_000_000)).ok_or_else(|| "the time is too far in the future".to_owned());
     }
     let time = text.parse::<Datetime>().ok();
     match time.and_then(|time| Some((time, datetime_us(&time)?))) {
         Some((time, us)) if us > clock::unix_us() => Ok(time),
-        Some(_) => Err("the time has passed".to_owned()),
+        Some(_) => Err("the time is in the past".to_owned()),
         None => Err("a duration (90d), a day (2027-01-31) or a time with an offset (2027-01-31T12:00:00Z)".to_owned()),
     }
 }

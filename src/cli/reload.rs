@@ -20,7 +20,7 @@ pub(super) fn run(config_path: &Path, admin: Option<&str>, json: bool) -> anyhow
         writeln!(stdout(), "{}", serde_json::to_string_pretty(&response)?)?;
     }
     if response["result"] != "ok" {
-        let error = response["error"].as_str().unwrap_or("the gateway gave no reason").trim_end();
+        let error = response["error"].as_str().unwrap_or("the gateway did not say why").trim_end();
         bail!("the configuration was rejected, and the active one stays in force:\n{error}");
     }
     if !json {

@@ -71,7 +71,7 @@ fn run_replay(
         report::write_table(&report, &mut stdout().lock())?;
     }
     if report.lines.requests == 0 && (report.lines.unreadable > 0 || !outcome.statistics.read_errors.is_empty()) {
-        bail!("no line could be read");
+        bail!("no line of the logs could be read");
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -456,7 +456,10 @@ fn variable_without_braces(text: &str, path: &[String], span: &Range<usize>) -> 
     let keys: Vec<_> = path.iter().map(String::as_str).collect();
     // The text may be a password that contains `$`.
     let name = if is_secret(&keys, text) || !secret_ranges(text).is_empty() { "NAME" } else { name };
-    let issue = Issue::new(span.clone(), "`$` without braces is no environment variable: the text stays as it is");
+    let issue = Issue::new(
+        span.clone(),
+        "`$` without braces is not replaced by an environment variable: the text is used as written",
+    );
     Some(issue.with_hint(format!("write ${{{name}}} for the environment variable")))
 }
 

@@ -63,7 +63,7 @@ pub struct Requirement(#[schemars(schema_with = "schema::one_or_many")] pub Vec<
 pub enum ConsumerKey {
     /// The hash of a key that is valid everywhere and forever.
     Hash(#[schemars(schema_with = "schema::key_hash")] String),
-    /// The hash with restrictions.
+    /// The hash of a key, with the restrictions of the key.
     Table(KeyTable),
 }
 
@@ -80,13 +80,14 @@ pub struct KeyTable {
     /// When the key was created, such as `2026-01-01T00:00:00Z`.
     #[schemars(schema_with = "schema::timestamp")]
     pub created: Option<Spanned<Datetime>>,
-    /// When the key expires: a time with an offset, or a day, which begins in UTC. Later: 401.
+    /// When the key expires: a time with an offset, or a day, which means its start (00:00 UTC). Requests with an expired
+    /// key get 401.
     #[schemars(schema_with = "schema::timestamp")]
     pub expires: Option<Spanned<Datetime>>,
     /// Reject the key with 401.
     #[schemars(extend("default" = false))]
     pub disabled: bool,
-    /// Names of the routes that the key is valid for. On others: 403. Default: all.
+    /// Names of the routes that the key is valid for. Requests with the key on other routes get 403. Default: all.
     pub routes: Option<Vec<Text>>,
 }
 

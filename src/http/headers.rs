@@ -462,7 +462,7 @@ pub fn reserved_reason(name: &HeaderName, direction: Direction) -> Option<&'stat
     let folded = fold_name(name.as_str());
     let is_one_of = |names: &[HeaderName]| names.iter().any(|other| other.as_str() == folded);
     if is_one_of(&HOP_BY_HOP) {
-        return Some("it concerns one connection, which the gateway has its own of (RFC 9110 §7.6.1)");
+        return Some("it applies to a single connection, and the gateway uses its own connections (RFC 9110 §7.6.1)");
     }
     if is_one_of(&[CONTENT_LENGTH]) {
         return Some("the gateway frames messages itself");
@@ -471,13 +471,13 @@ pub fn reserved_reason(name: &HeaderName, direction: Direction) -> Option<&'stat
         return None;
     }
     if is_one_of(&[HOST]) {
-        return Some("the upstream is told the host that was routed on");
+        return Some("the gateway sends the host by which the route was found");
     }
     if is_one_of(&[EXPECT]) {
-        return Some("the gateway answers 100-continue itself");
+        return Some("the gateway itself responds to `Expect: 100-continue`");
     }
     let forwarding_headers = [FORWARDED, VIA, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID];
-    is_one_of(&forwarding_headers).then_some("the gateway says itself where a request came from")
+    is_one_of(&forwarding_headers).then_some("the gateway sets the headers that name the client")
 }
 
 #[cfg(test)]

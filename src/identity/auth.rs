@@ -167,7 +167,7 @@ pub enum AuthError {
     Unavailable(&'static str),
     /// The provider with this index cannot decide without waiting. No client gets this error: the caller waits for the
     /// result and continues with [`Credentials::resume`].
-    #[error("the credential is not verified yet")]
+    #[error("the verification of the credential is not finished")]
     Pending(usize),
 }
 

@@ -278,6 +278,11 @@ impl<'a> Decision<'a> {
         if self.is_from_cache { "denial-cache" } else { self.decided_by.label() }
     }
 
+    /// Return whether this is a shadow limit that would have denied the request.
+    pub fn is_shadow_denied(&self, limit: &LimitSpec) -> bool {
+        self.shadow_denied.iter().any(|denied| std::ptr::eq(*denied, limit))
+    }
+
     /// Return the results of the limits that deny the request.
     pub fn violated(&self) -> impl Iterator<Item = &LimitResult<'a>> {
         self.results.iter().filter(|result| result.denies())

@@ -30,7 +30,7 @@ pub(super) fn decide_overloaded<'a>(
 ) -> Result<Decision<'a>, StoreUnavailable> {
     static LOG_THROTTLE: LogThrottle = LogThrottle::new();
     if LOG_THROTTLE.should_log(OVERLOAD_LOG_INTERVAL) {
-        warn!(%error, "checks are rejected for overload; docs/how-to/redis.md says what helps");
+        warn!(%error, "rejecting checks: too many are queued for the store; docs/how-to/redis.md lists remedies");
     }
     if checks.iter().any(|check| !check.limit.shadow) {
         return Err(StoreUnavailable(error));
@@ -53,7 +53,8 @@ pub(super) fn decide_without_store<'a>(
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         if LOG_THROTTLE.should_log(CORRUPT_STATE_LOG_INTERVAL) {
             let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
-            warn!(%error, ?limits, "an identity is refused until its state is repaired or gone");
+            warn!(%error, ?limits, "rejecting an identity: its stored state is corrupt; delete the state or wait until \
+                                    it expires");
         }
         if checks.iter().any(|check| !check.limit.shadow) {
             return Err(StoreUnavailable(error));

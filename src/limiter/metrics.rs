@@ -1,13 +1,13 @@
-//! How one worker's checks were answered, and what the store took to answer.
+//! Metrics of one worker's checks: the component that decided each check, and the duration of the store calls.
 
 use crate::metrics::{Counter, Histogram};
 
-/// Who answered a check.
+/// The component that answered a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnsweredBy {
-    /// The store, with a call of its own.
+    /// The store, with a call for this check alone.
     Store,
-    /// The store, with a call for several.
+    /// The store, with one call for several checks of the same states.
     Coalesced,
     /// Prefetched tokens.
     Prefetch,
@@ -15,25 +15,25 @@ pub enum AnsweredBy {
     DenialCache,
 }
 
-/// What was counted.
+/// Counters of a worker's checks and store calls.
 #[derive(Debug, Default)]
 pub struct LimiterMetrics {
-    /// Checks, by [`Answered`].
+    /// Checks, by [`AnsweredBy`].
     pub checks: Counter<4>,
-    /// Calls that the store answered.
+    /// Duration of the calls that the store answered.
     pub round_trips: Histogram,
-    /// Script calls, each for the checks of one round of a worker.
+    /// Script calls, each with one batch of checks.
     pub calls: Counter<1>,
-    /// Calls that it did not answer, and those that were not made since it fails.
+    /// Calls that failed, and calls that were not sent because the breaker is open or the queue is full.
     pub failures: Counter<2>,
 }
 
 impl AnsweredBy {
-    /// All, in the order of their tally.
+    /// All variants, in the order of [`LimiterMetrics::checks`].
     pub const ALL: [AnsweredBy; 4] =
         [AnsweredBy::Store, AnsweredBy::Coalesced, AnsweredBy::Prefetch, AnsweredBy::DenialCache];
 
-    /// One word for labels.
+    /// Return the value of the metric label.
     pub fn label(self) -> &'static str {
         match self {
             AnsweredBy::Store => "store",

@@ -211,9 +211,10 @@ impl Overrides {
             if let Err(error) = &result {
                 // Rate limit checks report every other error.
                 if is_hash_error(error) && POLL_LOG_THROTTLE.should_log(LOG_INTERVAL) {
-                    warn!(%error, "overrides are not followed; docs/how-to/redis.md has the rights that the gateway needs");
+                    warn!(%error, "cannot read overrides: the Redis user lacks a permission; docs/how-to/redis.md \
+                                   lists the permissions");
                 } else {
-                    debug!(%error, "overrides are not followed just now");
+                    debug!(%error, "cannot read overrides at the moment; retrying");
                 }
             }
             sleep(if result.is_ok() { POLL_INTERVAL } else { RETRY_INTERVAL }).await;
@@ -234,7 +235,7 @@ impl Overrides {
         {
             static RESTORE_LOG_THROTTLE: LogThrottle = LogThrottle::new();
             if RESTORE_LOG_THROTTLE.should_log(LOG_INTERVAL) {
-                warn!(%error, overrides = lost.len(), "overrides that the store lost cannot be written back");
+                warn!(%error, overrides = lost.len(), "cannot restore overrides that the store lost");
             }
         }
         Ok(())
@@ -261,10 +262,10 @@ impl Overrides {
             }
         }
         if written_count > 0 {
-            info!(records = written_count, "overrides that the store lost are written back");
+            info!(records = written_count, "restored overrides that the store lost");
         }
         if dropped > 0 {
-            warn!(overrides = dropped, max = MAX_OVERRIDES, "too many overrides: some that the store lost are dropped");
+            warn!(overrides = dropped, max = MAX_OVERRIDES, "too many overrides: dropped some that the store lost");
         }
         Ok(())
     }
@@ -364,7 +365,7 @@ impl Overrides {
                 Err(error) => {
                     static OVERRIDE_LOG_THROTTLE: LogThrottle = LogThrottle::new();
                     if OVERRIDE_LOG_THROTTLE.should_log(LOG_INTERVAL) {
-                        warn!(%error, "an override does not fit its limit in this configuration");
+                        warn!(%error, "an override is not valid for its limit in this configuration");
                     }
                 }
             }

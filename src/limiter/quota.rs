@@ -68,16 +68,16 @@ pub enum QuotaError {
         buckets: u64,
     },
     /// The algorithm requires a window of fixed length, and the quota is per month or year.
-    #[error("months and years have no fixed length: they exist only with fixed-window")]
+    #[error("months and years have no fixed length: they are valid only for fixed-window")]
     NoFixedWindow,
     /// The local share of one gateway needs integers of more than 64 bits.
-    #[error("the share of one of {gateway_count} gateways cannot be counted exactly")]
+    #[error("a quota that is divided among {gateway_count} gateways cannot be counted exactly")]
     LocalShare {
         /// Number of gateways.
         gateway_count: u64,
     },
     /// The limit prefetches more tokens than a variant ever has.
-    #[error("a prefetch of {prefetch} tokens does not fit: there are never more than {capacity}")]
+    #[error("a prefetch of {prefetch} tokens exceeds the capacity of {capacity}")]
     Prefetch {
         /// Maximum number of prefetched tokens.
         prefetch: u64,

@@ -214,7 +214,7 @@ impl StoreHandle {
                 Ok(_) if is_certain => return,
                 Ok(_) => is_certain = true,
                 Err(error) => {
-                    debug!(%error, "a concurrency permit is not released yet");
+                    debug!(%error, "a concurrency permit was not released yet; retrying");
                     if error.is_outage() && !self.tasks.is_closed() {
                         last_outage_at = monotonic();
                     }

@@ -162,32 +162,32 @@ pub enum StoreError {
     Timeout,
     /// No reply within `store.timeout`, while the store replies to other calls. The call may still run; its charges are
     /// refunded.
-    #[error("the store did not answer in time, as it did for others")]
+    #[error("the store did not answer this check in time, although it answers others")]
     LateReply,
     /// The circuit breaker is open: the call was not sent.
-    #[error("the store is failing and is not asked")]
+    #[error("the circuit breaker of the store is open")]
     BreakerOpen,
     /// The queue is full, or the check was not sent within `store.timeout`. The call was not sent.
-    #[error("more checks are queued than the store can decide in time")]
+    #[error("too many checks are queued: the store could not decide this one in time")]
     Overloaded,
     /// An error reply that does not depend on this call: other calls get it as well.
-    #[error("the store refuses calls: {0}")]
+    #[error("the store rejects calls: {0}")]
     Rejected(ErrorReply),
     /// Another server of the cluster keeps the state, or will after a migration. Nothing ran.
-    #[error("the store is a node of a cluster and keeps only a part: {0}")]
+    #[error("another cluster node has the state: {0}")]
     Redirected(ErrorReply),
     /// Out of memory, a disk error or too few replicas: the server rejects writes, and nothing ran. Calls that do not
     /// write succeed.
-    #[error("the store refuses writes: {0}")]
+    #[error("the store rejects writes: {0}")]
     WritesRejected(ErrorReply),
     /// The script failed on the stored state. Calls about other states do not fail.
-    #[error("a state in the store cannot be used: {0}")]
+    #[error("a state in the store is corrupt: {0}")]
     CorruptState(ErrorReply),
     /// In the memory store, a limit has no room for another identity. Nothing was charged.
-    #[error("`store.max_memory_states` has no room for another identity of a limit")]
+    #[error("the memory store is full: a limit cannot count another identity (`store.max_memory_states`)")]
     CapacityExceeded,
     /// The reply is not a verdict.
-    #[error("the store's reply is not a verdict")]
+    #[error("the reply of the store is malformed")]
     MalformedReply,
 }
 

@@ -20,9 +20,9 @@ pub(super) fn check<B>(
     route: Option<&Route>,
     request: &Request<B>,
 ) -> Result<(), Rejection<'static>> {
-    let runtime = &*context.snapshot.runtime;
-    check_host(runtime, target)?;
-    let rules = access_rules(runtime, context.peer.listener, route);
+    let config = &*context.snapshot.config;
+    check_host(config, target)?;
+    let rules = access_rules(config, context.peer.listener, route);
     if rules.iter().all(Option::is_none) {
         return Ok(());
     }
@@ -38,8 +38,8 @@ pub(super) fn check<B>(
 ///
 /// # Errors
 /// No route names it.
-pub fn check_host(runtime: &CompiledConfig, target: &RequestTarget<'_>) -> Result<(), Rejection<'static>> {
-    match runtime.server.block_unknown_hosts && !runtime.table.names_host(&target.host) {
+pub fn check_host(config: &CompiledConfig, target: &RequestTarget<'_>) -> Result<(), Rejection<'static>> {
+    match config.server.block_unknown_hosts && !config.table.names_host(&target.host) {
         true => Err(Rejection::UnknownHost),
         false => Ok(()),
     }
@@ -47,10 +47,10 @@ pub fn check_host(runtime: &CompiledConfig, target: &RequestTarget<'_>) -> Resul
 
 /// Return the access rules of a listener, by its index, and of a route.
 pub fn access_rules<'r>(
-    runtime: &'r CompiledConfig,
+    config: &'r CompiledConfig,
     listener: usize,
     route: Option<&'r Route>,
 ) -> [Option<&'r AccessRules>; 2] {
-    let listener = runtime.listeners.get(listener);
+    let listener = config.listeners.get(listener);
     [listener.and_then(|listener| listener.access.as_ref()), route.and_then(|route| route.access.as_deref())]
 }

@@ -28,13 +28,13 @@ pub struct AuthRejection<'a> {
 ///
 /// The credentials contain all that was checked, also if the request is rejected.
 pub fn authenticate<'a>(
-    runtime: &'a CompiledConfig,
+    config: &'a CompiledConfig,
     route: &'a Route,
     headers: &HeaderMap,
     peer: &Peer,
 ) -> (Credentials<'a>, Result<(), Rejection<'a>>) {
     let Some(auth) = &route.auth else { return (Credentials::default(), Ok(())) };
-    let (credentials, result) = auth.authenticate(&runtime.auth.providers, &auth_request(route, headers, peer));
+    let (credentials, result) = auth.authenticate(&config.auth.providers, &auth_request(route, headers, peer));
     (credentials, result.map_err(|error| reject(route, &auth.challenges, error)))
 }
 
@@ -70,9 +70,9 @@ async fn verify_pending(
     target: &RequestTarget<'_>,
     request: &Request<RequestBody>,
 ) -> Verification {
-    let (runtime, peer, deadline) = (&context.snapshot.runtime, context.peer, context.deadline);
+    let (config, peer, deadline) = (&context.snapshot.config, context.peer, context.deadline);
     let verify = async {
-        match &runtime.auth.providers[index].kind {
+        match &config.auth.providers[index].kind {
             ProviderKind::Forward(forward) => forward_auth::verify(context, index, forward, target, request).await,
             ProviderKind::Basic(basic) => basic.verify_with_hash(request.headers()).await,
             ProviderKind::Jwt(verifier) => {

@@ -266,7 +266,7 @@ impl<'a> RequestContext<'a> {
             Rejection::Upstream(error) => warn!(%error, request_id, "upstream request failed"),
             _ => {}
         }
-        rejection.into_response(id, self.snapshot.runtime.server.proxy_status)
+        rejection.into_response(id, self.snapshot.config.server.proxy_status)
     }
 }
 
@@ -382,9 +382,9 @@ pub struct Peer {
 
 impl Peer {
     /// Create the peer of a connection to the first listener.
-    pub fn new(address: IpAddr, scheme: &'static str, runtime: &CompiledConfig) -> Self {
+    pub fn new(address: IpAddr, scheme: &'static str, config: &CompiledConfig) -> Self {
         let address = address.to_canonical();
-        let client_ip = runtime.client_ip.clone();
+        let client_ip = config.client_ip.clone();
         let forwarded = ForwardedInfo::new(address, scheme, client_ip.is_trusted(address));
         Peer {
             address,
@@ -425,8 +425,8 @@ impl Peer {
 
     /// Return the peer as seen by a configuration newer than the connection, or `None` if the trusted proxies are the
     /// same.
-    pub(super) fn revalidate(&self, runtime: &CompiledConfig) -> Option<Box<Peer>> {
-        let client_ip = &runtime.client_ip;
+    pub(super) fn revalidate(&self, config: &CompiledConfig) -> Option<Box<Peer>> {
+        let client_ip = &config.client_ip;
         if Arc::ptr_eq(client_ip, &self.client_ip) {
             return None;
         }

@@ -51,7 +51,7 @@ pub(super) async fn forward(
         request_body::discard_body(request, flow);
         return Err(route_timeout());
     }
-    let runtime = &snapshot.runtime;
+    let config = &snapshot.config;
     let http_1_0 = request.version() == Version::HTTP_10;
     let selected = mirror::select(context, route, &request);
     if upstream.sends_proxy_header() {
@@ -78,7 +78,7 @@ pub(super) async fn forward(
             header_values: &header_values,
             client_cert: upstream.sends_client_cert().then_some(ForwardedCertificate(peer.certificate.as_deref())),
         };
-        prepare_upstream_headers(runtime, route, &mut request, info)
+        prepare_upstream_headers(config, route, &mut request, info)
     };
     let pending_upgrade = upgrade_request.and_then(|upgrade_request| {
         let downstream = request.extensions_mut().remove::<OnUpgrade>()?;
@@ -96,7 +96,7 @@ pub(super) async fn forward(
         set_http2_target(&mut request);
     }
     let progress = deadline.and_then(|_| request.body().progress());
-    let (limits, should_buffer) = body_limits(runtime, route, upstream, &request, deadline);
+    let (limits, should_buffer) = body_limits(config, route, upstream, &request, deadline);
     let exchange = pin!(async {
         if should_buffer {
             request.body_mut().buffer(limits).await?;
@@ -114,7 +114,7 @@ pub(super) async fn forward(
         },
     };
     if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-        let upgraded = self::accept_upgrade(response, pending_upgrade, runtime.server.idle_timeout);
+        let upgraded = self::accept_upgrade(response, pending_upgrade, config.server.idle_timeout);
         return upgraded.ok_or_else(|| UpstreamError::UnexpectedUpgrade { upstream: upstream.name().into() });
     }
     // hyper would treat a response to HTTP/1.0 that is delimited by the end of the connection as keep-alive.
@@ -127,13 +127,13 @@ pub(super) async fn forward(
 /// Return the limits of an exchange, and whether to buffer the request body before sending it. With buffering, a slow
 /// client holds no connection and no permit of an upstream.
 fn body_limits(
-    runtime: &CompiledConfig,
+    config: &CompiledConfig,
     route: &Route,
     upstream: &Upstream,
     request: &Request<RequestBody>,
     deadline: Option<Instant>,
 ) -> (BodyLimits, bool) {
-    let settings = &runtime.server;
+    let settings = &config.server;
     // Both sides of a gRPC call may send alternately, with pauses. gRPC needs HTTP/2: for an HTTP/1.1 upstream the
     // client's `Content-Type` is ignored.
     let is_streaming = upstream.protocol() == Protocol::Http2 && is_grpc(request.headers());
@@ -223,7 +223,7 @@ const CLIENT_CERT_CHAIN: HeaderName = HeaderName::from_static("client-cert-chain
 /// Turn the received headers into those sent to the upstream. Return the protocols that the client offers to upgrade
 /// to; the caller inserts them if it can upgrade the connection.
 pub fn prepare_upstream_headers<B>(
-    runtime: &CompiledConfig,
+    config: &CompiledConfig,
     route: &Route,
     request: &mut Request<B>,
     info: UpstreamRequestInfo<'_>,
@@ -235,11 +235,11 @@ pub fn prepare_upstream_headers<B>(
     // HTTP/1.0 cannot upgrade, and a body would have to be read first (RFC 9110 §7.8).
     let can_upgrade = route.websocket && version == Version::HTTP_11 && info.length == Some(0);
     let upgrade_request = if can_upgrade { UpgradeRequest::from_headers(headers) } else { None };
-    headers::strip_hop_by_hop(headers, &runtime.protected_headers);
+    headers::strip_hop_by_hop(headers, &config.protected_headers);
     headers::set_framing(headers, info.length);
     // hyper sends `100 Continue` on the downstream connection when the body is first polled.
     headers.remove(EXPECT);
-    headers::strip_untrusted(headers, &runtime.protected_headers, info.forwarded.trusted);
+    headers::strip_untrusted(headers, &config.protected_headers, info.forwarded.trusted);
     info.credentials.remove_from(headers);
     if route.mirror.is_some() {
         // A copy is marked by this header: the upstream must not take a client's request for one.

@@ -181,7 +181,7 @@ async fn exchange(
 ) -> Exchange {
     let settings = &provider.settings;
     let deadline = Instant::now() + settings.timeout;
-    let name = &context.snapshot.runtime.auth.providers[index].name;
+    let name = &context.snapshot.config.auth.providers[index].name;
     let failed = |reason: &dyn std::fmt::Display| {
         warn!(provider = &**name, error = %reason, "authentication server did not respond");
         let result = Err(AuthError::Unavailable("the request cannot be authenticated at the moment"));

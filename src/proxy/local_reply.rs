@@ -151,7 +151,7 @@ impl Rejection<'_> {
                 (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, "methods are in upper case"), "bad-method")
             }
             Rejection::UnsupportedTransferCoding => {
-                let detail = "the only transfer coding that the gateway understands is chunked";
+                let detail = "the gateway supports no transfer coding but chunked";
                 let mut response = problem_response(StatusCode::NOT_IMPLEMENTED, ABOUT_BLANK, detail);
                 // RFC 9112 §6.1: the position of the next request on the connection is uncertain.
                 response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
@@ -162,7 +162,7 @@ impl Rejection<'_> {
             }
             Rejection::UnknownHost => {
                 let status = StatusCode::MISDIRECTED_REQUEST;
-                (problem_response(status, ABOUT_BLANK, "no route is for this host"), "unknown-host")
+                (problem_response(status, ABOUT_BLANK, "no route has this host"), "unknown-host")
             }
             Rejection::Forbidden => {
                 (problem_response(StatusCode::FORBIDDEN, ABOUT_BLANK, "the client address is not allowed"), "forbidden")
@@ -308,14 +308,16 @@ fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'stati
         UpstreamError::NoHealthyEndpoint { .. } => {
             (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no healthy server at the moment", "no-healthy-upstream")
         }
-        UpstreamError::Overflow { .. } => {
-            (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no room at the moment", "upstream-overflow")
-        }
+        UpstreamError::Overflow { .. } => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "all servers of the upstream are at their request limit at the moment",
+            "upstream-overflow",
+        ),
         UpstreamError::Connect { .. } => {
             (StatusCode::BAD_GATEWAY, "no connection to the upstream could be made", "upstream-connect-failure")
         }
         UpstreamError::ConnectTimeout { .. } => {
-            (StatusCode::BAD_GATEWAY, "connecting to the upstream took longer than it may", "upstream-connect-failure")
+            (StatusCode::BAD_GATEWAY, "connecting to the upstream timed out", "upstream-connect-failure")
         }
         UpstreamError::Reset { .. } | UpstreamError::InvalidResponse { .. } => (
             StatusCode::BAD_GATEWAY,
@@ -323,15 +325,13 @@ fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'stati
             "upstream-reset",
         ),
         UpstreamError::UnexpectedUpgrade { .. } => {
-            (StatusCode::BAD_GATEWAY, "the upstream switched to a protocol that it was not asked for", "upstream-reset")
+            (StatusCode::BAD_GATEWAY, "the upstream switched to a protocol that was not requested", "upstream-reset")
         }
-        UpstreamError::ResponseTimeout { .. } => (
-            StatusCode::GATEWAY_TIMEOUT,
-            "the upstream took longer than it may before its response began",
-            "upstream-timeout",
-        ),
+        UpstreamError::ResponseTimeout { .. } => {
+            (StatusCode::GATEWAY_TIMEOUT, "the upstream did not respond in time", "upstream-timeout")
+        }
         UpstreamError::RouteTimeout { .. } => {
-            (StatusCode::GATEWAY_TIMEOUT, "the request took longer in all than its route allows", "route-timeout")
+            (StatusCode::GATEWAY_TIMEOUT, "the request exceeded the timeout of its route", "route-timeout")
         }
         UpstreamError::ClientTimeout => {
             (StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time", "client-timeout")

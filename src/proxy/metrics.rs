@@ -102,7 +102,7 @@ impl LimitDecision {
     pub fn from_decision(check: &LimitCheck<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
         let is_local = decision.decided_by == DecidedBy::Local;
         let find_result = |limit_index| decision.results.iter().find(move |result| result.limit_index == limit_index);
-        if decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit)) {
+        if decision.is_shadow_denied(check.limit) {
             return Some(LimitDecision::ShadowDenied);
         }
         if decision.is_overloaded || is_local && check.limit.on_store_error != OnStoreError::Local {
@@ -227,7 +227,7 @@ struct RouteMetrics {
 
 impl WorkerMetrics {
     /// Create the metrics of `worker` for a configuration.
-    pub(super) fn new(request_metrics: &RequestMetrics, runtime: &CompiledConfig, worker: usize) -> Self {
+    pub(super) fn new(request_metrics: &RequestMetrics, config: &CompiledConfig, worker: usize) -> Self {
         let limits = |route: &crate::snapshot::routes::Route| {
             let names = route.rate_limits.limits.iter().map(|route_limit| &*route_limit.limit.name);
             names
@@ -247,12 +247,12 @@ impl WorkerMetrics {
             route.mirror.as_ref().map(|_| request_metrics.mirrors.get_or_create(&route.name, worker))
         };
         let MirrorBudget(mirror_budget) = &request_metrics.mirror_budget;
-        mirror_budget.resize(runtime.server.max_buffered / BUFFER_DIVISOR);
+        mirror_budget.resize(config.server.max_buffered / BUFFER_DIVISOR);
         let responses = |route: &str| {
             let stats = request_metrics.routes.get_or_create(route, worker);
             (stats, request_metrics.statuses.get_or_create(route, worker))
         };
-        let routes = runtime.routes.iter();
+        let routes = config.routes.iter();
         WorkerMetrics {
             routes: routes
                 .map(|route| RouteMetrics {
@@ -263,8 +263,8 @@ impl WorkerMetrics {
                 })
                 .collect(),
             unmatched: responses(""),
-            upstreams: runtime.upstreams.iter().map(|upstream| upstream_metrics(&upstream.name)).collect(),
-            forward_auth: runtime
+            upstreams: config.upstreams.iter().map(|upstream| upstream_metrics(&upstream.name)).collect(),
+            forward_auth: config
                 .auth
                 .providers
                 .iter()

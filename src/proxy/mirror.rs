@@ -211,7 +211,7 @@ impl Selected<'_> {
             head.extensions_mut().insert(client);
         }
         let budget = snapshot.metrics.mirror_budget.clone();
-        let idle_timeout = snapshot.runtime.server.body_idle_timeout;
+        let idle_timeout = snapshot.config.server.body_idle_timeout;
         let copy = RequestCopy {
             head,
             upstream,

@@ -39,20 +39,20 @@ pub(super) async fn check_limits<'a>(
     target: &RequestTarget<'_>,
     request: &Request<RequestBody>,
 ) -> Result<Decision<'a>, Rejection<'a>> {
-    let ConfigSnapshot { runtime, metrics, .. } = context.snapshot;
+    let ConfigSnapshot { config, metrics, .. } = context.snapshot;
     let peer = context.peer;
     let client = peer.client_address(request.headers());
     context.record_client(client, Some(route));
     let RouteLimits { identities, limits, .. } = &route.rate_limits;
     let limit_context = LimitContext::new(request, target, peer);
-    let attributes = limit_context.request_attributes(runtime, route, client, credentials);
+    let attributes = limit_context.request_attributes(config, route, client, credentials);
     let overrides = limiter.overrides.current();
     let mut rejection = None;
-    let checks = authenticated.and_then(|()| build_checks(runtime, identities, limits, &attributes));
+    let checks = authenticated.and_then(|()| build_checks(config, identities, limits, &attributes));
     let mut checks = match checks {
         Err(error) if error.is_charged() => {
             rejection = Some(error);
-            build_unauthenticated_checks(runtime, identities, limits, &attributes)
+            build_unauthenticated_checks(config, identities, limits, &attributes)
         }
         checks => checks?,
     };
@@ -67,7 +67,7 @@ pub(super) async fn check_limits<'a>(
     let elapsed = started_at.elapsed();
     metrics.record_decision(route.index, &checks, &decision, elapsed, |check| {
         let spec = &identities[limits[check.limit_index].identity_index];
-        spec.display(&attributes, &runtime.client_ip)
+        spec.display(&attributes, &config.client_ip)
     });
     context.record_decision(&checks, &decision, (started_at, elapsed));
     let decision = decision.map_err(Rejection::StoreUnavailable)?;
@@ -78,9 +78,10 @@ pub(super) async fn check_limits<'a>(
     }
 }
 
-/// Check the limits of a route in two calls, and wait between them for the provider `pending`: first the limits that need
-/// no credential, so that attempts to guess one are limited, and then all others. If the second call denies the request,
-/// what the first one charged is refunded. If the request is not authenticated, the charges of the first call stay.
+/// Check the limits of a route in two calls, and wait between them for the provider `pending`. The first call checks the
+/// limits that need no credential, so that attempts to guess a credential are limited. The second call checks all other
+/// limits. If the second call denies the request, the charges of the first call are refunded. If the request is not
+/// authenticated, these charges stay. All that was verified is in `context.credentials`, also if the request is rejected.
 ///
 /// # Errors
 /// As for [`check_limits`].
@@ -91,17 +92,18 @@ pub(super) async fn check_limits_around_authentication<'a>(
     (credentials, pending): (Credentials<'a>, usize),
     target: &RequestTarget<'_>,
     request: &Request<RequestBody>,
-) -> Result<(Credentials<'a>, Decision<'a>), Rejection<'a>> {
-    let ConfigSnapshot { runtime, metrics, .. } = context.snapshot;
+) -> Result<Decision<'a>, Rejection<'a>> {
+    let ConfigSnapshot { config, metrics, .. } = context.snapshot;
+    context.credentials = credentials.clone();
     let peer = context.peer;
     let client = peer.client_address(request.headers());
     context.record_client(client, Some(route));
     let RouteLimits { identities, limits, .. } = &route.rate_limits;
     let limit_context = LimitContext::new(request, target, peer);
     let overrides = limiter.overrides.current();
-    let attributes = limit_context.request_attributes(runtime, route, client, &credentials);
+    let attributes = limit_context.request_attributes(config, route, client, &credentials);
     let needs_credential = |spec: &IdentitySpec| !spec.limits_unauthenticated();
-    let mut checks = build_checks_of(runtime, identities, limits, &attributes, |spec| !needs_credential(spec))?;
+    let mut checks = build_checks_of(config, identities, limits, &attributes, |spec| !needs_credential(spec))?;
     if identities.iter().any(needs_credential) {
         // The second call may deny the request.
         for check in checks.iter_mut().filter(|check| check.deferred == Deferred::Nothing && !check.is_concurrency()) {
@@ -121,49 +123,47 @@ pub(super) async fn check_limits_around_authentication<'a>(
         }
         metrics.record_decision(route.index, checks, decision, elapsed, |check| {
             let spec = &identities[limits[check.limit_index].identity_index];
-            spec.display(attributes, &runtime.client_ip)
+            spec.display(attributes, &config.client_ip)
         });
         context.record_decision(checks, decision, (started_at, elapsed));
     };
     if first.as_ref().map_or(true, |first| !first.admitted) {
         record(context, &checks, &first, &attributes, elapsed);
-        return first.map(|first| (credentials.clone(), first)).map_err(Rejection::StoreUnavailable);
+        return first.map_err(Rejection::StoreUnavailable);
     }
     let finished = authentication::finish(context, route, credentials.clone(), pending, target, request);
     let (verified, authenticated) = Box::pin(finished).await;
+    context.credentials = verified.clone();
     if let Err(rejection) = authenticated {
         record(context, &checks, &first, &attributes, elapsed);
         return Err(rejection);
     }
     let mut first = first.map_err(Rejection::StoreUnavailable)?;
-    let decision = {
-        let attributes = limit_context.request_attributes(runtime, route, client, &verified);
-        let mut others = match build_checks_of(runtime, identities, limits, &attributes, needs_credential) {
-            Ok(others) => others,
-            Err(rejection) => {
-                if !rejection.is_charged() {
-                    refund(&mut first).await;
-                }
-                record(context, &checks, &Ok(first), &attributes, elapsed);
-                return Err(rejection);
+    let attributes = limit_context.request_attributes(config, route, client, &verified);
+    let mut others = match build_checks_of(config, identities, limits, &attributes, needs_credential) {
+        Ok(others) => others,
+        Err(rejection) => {
+            if !rejection.is_charged() {
+                refund(&mut first).await;
             }
-        };
-        if let Some(table) = &overrides {
-            table.apply(&mut others);
+            record(context, &checks, &Ok(first), &attributes, elapsed);
+            return Err(rejection);
         }
-        let second_started_at = monotonic();
-        let second = limiter.check(&others).await;
-        elapsed += second_started_at.elapsed();
-        if second.as_ref().map_or(true, |second| !second.admitted) {
-            refund(&mut first).await;
-        }
-        checks.append(&mut others);
-        checks.sort_by_key(|check| check.limit_index);
-        let decision = second.map(|second| first.merge(second));
-        record(context, &checks, &decision, &attributes, elapsed);
-        decision.map_err(Rejection::StoreUnavailable)?
     };
-    Ok((verified, decision))
+    if let Some(table) = &overrides {
+        table.apply(&mut others);
+    }
+    let second_started_at = monotonic();
+    let second = limiter.check(&others).await;
+    elapsed += second_started_at.elapsed();
+    if second.as_ref().map_or(true, |second| !second.admitted) {
+        refund(&mut first).await;
+    }
+    checks.append(&mut others);
+    checks.sort_by_key(|check| check.limit_index);
+    let decision = second.map(|second| first.merge(second));
+    record(context, &checks, &decision, &attributes, elapsed);
+    decision.map_err(Rejection::StoreUnavailable)
 }
 
 async fn refund(decision: &mut Decision<'_>) {
@@ -267,7 +267,7 @@ impl<'a, B> LimitContext<'a, B> {
     /// Return the attributes from which identities are resolved.
     pub fn request_attributes(
         &self,
-        runtime: &'a CompiledConfig,
+        config: &'a CompiledConfig,
         route: &'a Route,
         client: IpAddr,
         credentials: &'a Credentials<'a>,
@@ -279,11 +279,11 @@ impl<'a, B> LimitContext<'a, B> {
             query: self.request.uri().query(),
             headers: self.request.headers(),
             client_address: client,
-            client_network: runtime.client_ip.network(client),
+            client_network: config.client_ip.network(client),
             is_from_trusted_proxy: self.trusted,
             client_cert_subject: self.certificate_subject,
             credentials,
-            tier_source: &runtime.auth.tier_source,
+            tier_source: &config.auth.tier_source,
             route_name: &route.name,
             path_pattern: &route.path_pattern,
         }
@@ -295,7 +295,7 @@ impl<'a, B> LimitContext<'a, B> {
 /// # Errors
 /// The request lacks an identity, or a cost that a trusted proxy has to send.
 pub fn build_checks<'a, 'p>(
-    runtime: &CompiledConfig,
+    config: &CompiledConfig,
     identities: &[IdentitySpec],
     limits: &'a [RouteLimit],
     attributes: &RequestAttributes<'p>,
@@ -303,12 +303,12 @@ pub fn build_checks<'a, 'p>(
 where
     'a: 'p,
 {
-    build_checks_of(runtime, identities, limits, attributes, |_| true)
+    build_checks_of(config, identities, limits, attributes, |_| true)
 }
 
 /// Like [`build_checks`], for the limits whose identity `applies` selects.
 fn build_checks_of<'a, 'p>(
-    runtime: &CompiledConfig,
+    config: &CompiledConfig,
     identities: &[IdentitySpec],
     limits: &'a [RouteLimit],
     attributes: &RequestAttributes<'p>,
@@ -319,7 +319,7 @@ where
 {
     let mut encoder = IdentityEncoder::default();
     let resolved = identities.iter().map(|spec| match applies(spec) {
-        true => spec.identify(attributes, &runtime.hasher, &mut encoder),
+        true => spec.identify(attributes, &config.hasher, &mut encoder),
         false => Ok(None),
     });
     let found: Vec<_> = resolved.collect::<Result<_, _>>().map_err(Rejection::Identity)?;
@@ -336,7 +336,7 @@ where
 /// and never refunded; otherwise guessing credentials would be free. Concurrency limits are skipped, since the request
 /// is rejected at once.
 pub fn build_unauthenticated_checks<'a, 'p>(
-    runtime: &CompiledConfig,
+    config: &CompiledConfig,
     identities: &[IdentitySpec],
     limits: &'a [RouteLimit],
     attributes: &RequestAttributes<'p>,
@@ -352,7 +352,7 @@ where
             continue;
         }
         // A request that lacks another part of an identity or its cost is rejected in any case.
-        if let Ok(Some(identity)) = spec.identify(attributes, &runtime.hasher, &mut encoder)
+        if let Ok(Some(identity)) = spec.identify(attributes, &config.hasher, &mut encoder)
             && let Ok(check) = build_check(limit_index, route_limit, identity, attributes)
             && !check.is_concurrency()
         {

@@ -101,11 +101,11 @@ impl<'a> RequestTarget<'a> {
     /// No route matches, or none with this method.
     pub fn find_route<'r, B>(
         &self,
-        runtime: &'r CompiledConfig,
+        config: &'r CompiledConfig,
         request: &Request<B>,
         listener: usize,
     ) -> Result<&'r Route, Rejection<'static>> {
-        match runtime.table.find(&self.route_request(request, listener)) {
+        match config.table.find(&self.route_request(request, listener)) {
             Ok(route) => Ok(route),
             Err(NoMatch::NotFound) => Err(Rejection::NoRoute),
             Err(NoMatch::MethodNotAllowed(allowed)) => Err(Rejection::MethodNotAllowed(allowed)),
@@ -116,13 +116,13 @@ impl<'a> RequestTarget<'a> {
     /// if the request is no preflight, or one for another server to answer.
     pub fn find_preflight_route<'r, B>(
         &self,
-        runtime: &'r CompiledConfig,
+        config: &'r CompiledConfig,
         request: &Request<B>,
         listener: usize,
     ) -> Option<&'r Route> {
         let method = cors::requested_method(request.method(), request.headers())?;
         let route_request = RouteRequest { method: &method, ..self.route_request(request, listener) };
-        let route = runtime.table.find(&route_request).ok()?;
+        let route = config.table.find(&route_request).ok()?;
         route.cors.is_some().then_some(&**route)
     }
 

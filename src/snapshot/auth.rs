@@ -381,7 +381,7 @@ fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Va
         listener.get_ref().tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some())
     };
     if !config.listener.iter().any(asks) {
-        let message = format!("`{name}` verifies client certificates, but no listener requests one");
+        let message = format!("`{name}` verifies client certificates, but no listener requests them");
         let hint = "tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]";
         reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
     }
@@ -525,7 +525,7 @@ fn missing_detail(required: &[Vec<usize>], compiled: &Authentication) -> String 
         ProviderKind::Jwt(_) => "a bearer token".to_owned(),
         ProviderKind::ClientCert => "a client certificate".to_owned(),
         ProviderKind::Basic(_) => "a user name and a password".to_owned(),
-        ProviderKind::Forward(_) => "an admission by the authentication server".to_owned(),
+        ProviderKind::Forward(_) => "a request that the authentication server admits".to_owned(),
     };
     let mut alternatives: Vec<String> = Vec::new();
     for alternative in required {

@@ -269,6 +269,6 @@ impl UpstreamTls {
     pub(super) fn certificate_warning(&self, now: Duration) -> Option<String> {
         let error = self.gateway_certificate.as_ref()?.check_validity(now.as_secs() as i64).err()?;
         let [file, _] = self.files.gateway_certificate.as_ref()?;
-        Some(format!("{}: {error}; servers of `{}` will reject it", file.path.display(), self.name))
+        Some(format!("{}: {error}; servers of `{}` will reject the certificate", file.path.display(), self.name))
     }
 }

@@ -295,7 +295,7 @@ fn compile_consumers(
         }
         if limits.others.find_by_name(name).is_some() {
             let issue = Issue::new(written_span, format!("another file has a consumer `{name}`"));
-            issues.push(issue.with_hint("consumers of all files have one namespace: choose another name"));
+            issues.push(issue.with_hint("consumer names must be unique in all files: choose another name"));
         }
         let consumer = Arc::new(Consumer {
             name: name.as_str().into(),

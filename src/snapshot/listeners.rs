@@ -242,7 +242,7 @@ impl CompiledConfig {
             let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
             for (certificate_index, (certificate, [file, _])) in certificates {
                 if let Err(error) = certificate.check_validity(now.as_secs() as i64) {
-                    let text = format!("{}: {error}; clients will reject it", file.path.display());
+                    let text = format!("{}: {error}; clients will reject the certificate", file.path.display());
                     warnings.push((WarningSubject::Certificate(index, certificate_index), text));
                 }
             }

@@ -231,7 +231,8 @@ fn cache_settings(
             }
             if let Some(missing) = request_headers.iter().find(|name| !keyed.contains(name)) {
                 let message = format!(
-                    "the server reads `{missing}`, which is not in `by`: an admission by it would be valid without it"
+                    "the authentication server reads `{missing}`, which is not in `by`: a cached admission would be \
+                     valid for any `{missing}`"
                 );
                 let hint = format!("add \"{missing}\" to `by`, or leave it out of `request_headers`");
                 reader.push_issue(Issue::new(by.span(), message).with_hint(hint));
@@ -243,7 +244,7 @@ fn cache_settings(
         let ttl = reader.duration(Some(text), Duration::from_secs(10));
         if ttl.is_zero() || ttl > MAX_CACHE_TTL {
             let issue = Issue::new(text.span(), format!("`{}` is out of range", text.get_ref()));
-            reader.push_issue(issue.with_hint("up to \"1h\": a revoked session is admitted for as long"));
+            reader.push_issue(issue.with_hint("up to \"1h\": a revoked session is still admitted during this time"));
         }
         ttl
     });
@@ -288,7 +289,7 @@ fn server_url(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     };
     if url.authority().is_some_and(|authority| authority.as_str().contains('@')) {
         let issue = Issue::new(text.span(), "a URL of a server has no user and no password");
-        reader.push_issue(issue.with_hint("let the server trust the address of the gateway"));
+        reader.push_issue(issue.with_hint("let the server authenticate the gateway by its address"));
         return None;
     }
     Some(url)

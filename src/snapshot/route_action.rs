@@ -90,7 +90,7 @@ fn weighted_upstreams(
     }
     if weights.values().all(|weight| *weight.get_ref() == 0) {
         let issue = Issue::new(span.clone(), "all upstreams have weight 0");
-        reader.push_issue(issue.with_hint("{ api = 9, canary = 1 }: nine of ten requests to `api`"));
+        reader.push_issue(issue.with_hint("{ api = 9, canary = 1 } sends nine of ten requests to `api`"));
     }
     WeightedUpstreams::new(known)
 }
@@ -259,9 +259,10 @@ fn rewrite_template(
         Ok(_) => {
             // The hint does not quote the canonical form, which contains `~` instead of parameters.
             let issue = Issue::new(span.clone(), format!("`{text}` is not in canonical form"));
-            reader.push_issue(
-                issue.with_hint("no `.` and `..`, no `//`, no `%` where it is not needed, `%C3%A9` for `é`"),
-            );
+            reader.push_issue(issue.with_hint(
+                "no `.` or `..` segments and no `//`; only characters that a path may not contain are \
+                 percent-encoded, in upper case: `%C3%A9` for `é`",
+            ));
         }
         Err(error) => reader.push_issue(Issue::new(span.clone(), error.to_string())),
     }
@@ -275,7 +276,8 @@ fn rewrite_template(
         reader.unknown_name(span.clone(), "parameter", name, path.parameter_names());
     }
     if let Some(rest) = path.rest_parameter().filter(|rest| !template.has_whole_segments(rest)) {
-        let message = format!("`{{{rest}}}` may be empty or several segments: place it between slashes or at the end");
+        let message =
+            format!("`{{{rest}}}` may be empty or contain several segments: it must be between slashes or at the end");
         reader.push_issue(Issue::new(span.clone(), message).with_hint(format!("\"/internal/{{{rest}}}\"")));
     }
     Some(template)

@@ -226,7 +226,7 @@ fn conditions(route: &config::tables::Route, reader: &mut Validator<'_>) -> Vec<
             if conditions.iter().any(|other| other.source == source) {
                 // Header names differ in case only.
                 let issue = Issue::new(rule.span(), format!("duplicate condition on `{name}`"));
-                reader.push_issue(issue.with_hint("a header has one condition"));
+                reader.push_issue(issue.with_hint("a header can have only one condition"));
             }
             conditions.push(Condition { source, test });
         };
@@ -254,7 +254,7 @@ fn value_test(
     let keys = [exact.is_some(), prefix.is_some(), regex.is_some(), present.is_some(), absent.is_some()];
     if keys.into_iter().filter(|is_set| *is_set).count() != 1 {
         let message = format!("the condition on `{name}` must have exactly one key");
-        let hint = "one of exact = \"…\", prefix = \"…\", regex = '…', present = true and absent = true";
+        let hint = "one of exact = \"…\", prefix = \"…\", regex = '…', present = true or absent = true";
         reader.push_issue(Issue::new(rule.span(), message).with_hint(hint));
         return None;
     }

@@ -82,7 +82,9 @@ fn servers(
         if let Some(first) = first.and_then(|index| spans.get(index)) {
             let issue = Issue::new(one.span(), format!("`{}` is listed twice", one.get_ref().url));
             let line = reader.first_line_hint(first);
-            reader.push_issue(issue.with_hint(format!("{line}; `weight` gives a server more requests than others")));
+            reader.push_issue(
+                issue.with_hint(format!("{line}; `weight` gives a server more requests than other servers")),
+            );
         }
         servers.push(server);
         spans.push(one.span());
@@ -157,7 +159,10 @@ fn proxy_protocol(upstream: &config::tables::Upstream, protocol: Protocol, reade
     let Some(text) = &upstream.proxy_protocol else { return false };
     let sends_header = reader.one_of(Some(text), false, &[("v2", true)]);
     if sends_header && protocol == Protocol::Http2 {
-        let issue = Issue::new(text.span(), "an HTTP/2 connection carries the requests of many clients");
+        let issue = Issue::new(
+            text.span(),
+            "`proxy_protocol` is not possible with HTTP/2: a connection has the requests of many clients",
+        );
         reader.push_issue(issue.with_hint(
             "use protocol = \"http1\", or leave `proxy_protocol` out: X-Forwarded-For has the address of each request",
         ));

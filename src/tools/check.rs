@@ -193,7 +193,7 @@ fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
             IpNet::V6(network) if network.prefix_len() < MIN_PREFIX_LENGTHS.1 => network.prefix_len(),
             IpNet::V4(_) | IpNet::V6(_) => return None,
         };
-        let extent = if prefix_length == 0 { "the whole internet" } else { "much of the internet" };
+        let extent = if prefix_length == 0 { "the whole internet" } else { "a large part of the internet" };
         let proxy_text = proxy.get_ref();
         let message = format!(
             "`{proxy_text}` covers {extent}: clients there can claim any address and evade every limit by address"
@@ -275,13 +275,16 @@ fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Iss
         let parsed = input.route(route.index)?;
         let methods: Vec<_> = methods.iter().map(Method::as_str).collect();
         let message = format!(
-            "`{}` never gets {}: they match `{}` first, because routes with `methods` precede routes without, whatever their conditions",
+            "`{}` never gets {}: these requests match `{}` first, because routes with `methods` precede routes without \
+             `methods`, whatever their conditions",
             route.name,
             methods.join(", "),
             other.name
         );
         let span = parsed.get_ref().name.as_ref().map_or(parsed.span(), |name| name.span());
-        Some(Issue::new(span, message).with_hint(format!("set methods = {methods:?} here as well: then the route with more conditions comes first")))
+        Some(Issue::new(span, message).with_hint(format!(
+            "set methods = {methods:?} here as well: then the route with more conditions comes first"
+        )))
     })
 }
 
@@ -375,7 +378,8 @@ fn mirror_to_same_upstream(input: &LintInput<'_>, route: &Route) -> Option<Issue
     weighted_upstreams.upstreams().find(|index| *index == mirror.upstream)?;
     let parsed = input.route(route.index)?.get_ref().mirror.as_ref()?.get_ref();
     let name = &input.config.upstreams.get(mirror.upstream)?.name;
-    let message = format!("`{}` forwards to `{name}` and mirrors to it: it gets these requests twice", route.name);
+    let message =
+        format!("`{}` both forwards and mirrors to `{name}`: the upstream gets these requests twice", route.name);
     Some(Issue::new(parsed.upstream.as_ref()?.span(), message).with_hint("name another upstream"))
 }
 
@@ -473,16 +477,17 @@ fn rule_warnings(allow: Option<&[Text]>, deny: Option<&[Text]>, rules: &AccessRu
     let (allowed, denied) = (networks(allow), networks(deny));
     let mut issues = Vec::new();
     for (text, network) in allowed.iter().chain(&denied).filter(|(_, network)| *network != network.trunc()) {
-        let message = format!("`{}` has bits after its prefix, which are ignored", text.get_ref());
+        let message = format!("`{}` has address bits after its prefix length; they are ignored", text.get_ref());
         issues.push(Issue::new(text.span(), message).with_hint(format!("\"{}\"", network.trunc())));
     }
     for (text, _) in allowed.iter().filter(|(_, network)| rules.deny.covers(*network)) {
-        let message = format!("`{}` has no effect: `deny` has all of it, and takes precedence", text.get_ref());
+        let message =
+            format!("`{}` has no effect: `deny` covers the whole network and takes precedence", text.get_ref());
         issues.push(Issue::new(text.span(), message).with_hint("remove it, or deny a smaller network"));
     }
     let Some(rule) = &rules.allow else { return issues };
     for (text, _) in denied.iter().filter(|(_, network)| !rule.intersects(*network)) {
-        let message = format!("`{}` has no effect: `allow` has none of it", text.get_ref());
+        let message = format!("`{}` has no effect: `allow` covers no part of this network", text.get_ref());
         issues.push(Issue::new(text.span(), message).with_hint("remove it"));
     }
     if let Some(text) = allow.and_then(<[Text]>::first).filter(|_| rule.is_empty()) {
@@ -603,11 +608,12 @@ fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>) -> Option<Issue>
     let required = input.route(guard.index)?.get_ref().require.as_ref()?.get_ref();
     let provider = required.iter().flat_map(|item| &item.get_ref().0).next()?;
     let message = format!(
-        "`{}` needs no credential, but {}, the path of `{}`, does, with the same upstream",
+        "`{}` needs no credential, but {}, the path of `{}` with the same upstream, needs one",
         route.name, guard.path, guard.name
     );
     let hint = format!(
-        "require = [\"{provider}\"] here as well; if the route is public, identify = [\"{provider}\"] says that this is meant"
+        "require = [\"{provider}\"] here as well; if the route is public, identify = [\"{provider}\"] says that this \
+         is intended"
     );
     Some(Issue::new(span, message).with_hint(hint))
 }
@@ -815,7 +821,7 @@ fn login_fails_open(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&
         None => return None,
     };
     let span = input.span_of(&limit.name, |parsed| parsed.on_store_error.as_ref());
-    let text = format!("{subject} does not protect against guessing while the store is unavailable");
+    let text = format!("{subject} does not limit attempts to guess credentials while the store is unavailable");
     Some(
         Issue::new(span, text)
             .with_hint("\"local\" falls back to this gateway's share, \"deny\" fails closed with 503"),

@@ -219,7 +219,7 @@ impl Upstream {
     /// Report endpoints that lost the race despite their head start of one connection attempt delay.
     fn report_slow_connects(&self, attempts: &[(Arc<Endpoint>, Instant)]) {
         for (endpoint, _) in attempts.iter().filter(|(_, since)| since.elapsed() >= CONNECTION_ATTEMPT_DELAY) {
-            self.cluster.report_connect_failure(endpoint, &"connecting took longer than to another server");
+            self.cluster.report_connect_failure(endpoint, &"another server was connected earlier");
         }
     }
 }

@@ -162,7 +162,7 @@ impl HostEntry {
             if self.addresses.is_empty() {
                 warn!(%host, %upstreams, error = %reason, "cannot resolve host; it has no address yet");
             } else {
-                warn!(%host, %upstreams, error = %reason, "cannot resolve host; its last addresses are used");
+                warn!(%host, %upstreams, error = %reason, "cannot resolve host; using its last addresses");
             }
             self.last_error = Some(reason);
         }

@@ -559,7 +559,7 @@ fn admin_api_reports_a_store_that_does_not_reply() {
     redis.child.kill().unwrap();
     redis.child.wait().unwrap();
     eventually("the breaker opens", || {
-        gateway.log().contains("the store fails") || {
+        gateway.log().contains("the store is down") || {
             statuses(&gateway, "alice", 1);
             false
         }

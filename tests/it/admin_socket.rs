@@ -188,7 +188,7 @@ fn check_against_names_differences_restarts_ports_and_identities() {
     assert_eq!(code, Some(0), "{text}");
     for expected in [
         "differences from the running gateway:\n  limit `id`: quota \"10/3650d\" → \"5/3650d\"\n  route `new`: added\n  route `old`: removed\n",
-        "known identities above a new quota, denied until their usage has decreased:\n  limit `id`: header:x-id=(hidden) (",
+        "identities whose usage exceeds a new quota; they are denied until it has decreased:\n  limit `id`: header:x-id=(hidden) (",
         ") has used 10, the new quota 5/3650d has room for 5\n",
     ] {
         assert!(text.contains(expected), "{expected} is not in\n{text}");

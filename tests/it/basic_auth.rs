@@ -8,6 +8,7 @@ use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::redis::Redis;
 use crate::support::upstream::Upstream;
+use aws_lc_rs::digest::{SHA256, digest};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 
@@ -260,5 +261,30 @@ fn flood_of_passwords_is_rejected_with_503_and_other_routes_are_served() {
     for reply in busy {
         reply.assert_problem(503, "busy");
         assert_eq!(reply.header("retry-after"), Some("1"));
+    }
+}
+
+#[test]
+fn rejection_after_the_password_check_names_the_consumer() {
+    let key = digest(&SHA256, b"key-of-acme").as_ref().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let consumers = format!("[[consumer]]\nname = \"acme\"\nkeys = [\"sha256:{key}\"]\n");
+    let users = htpasswd(&["-B", "-C", "4"], "alice", "secret");
+    let gateway = Gateway::start_with(
+        "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
+         [auth.users]\nkind = \"basic\"\nusers = \"htpasswd\"\n\
+         [limit.tenant]\nby = \"header:x-tenant\"\nquota = \"1/24h\"\n\
+         [[route]]\nname = \"r\"\npath = \"/\"\nrequire = [[\"keys\", \"users\"]]\nlimits = [\"tenant\"]\n\
+         respond = { status = 200 }\nresponse_headers = { set = { x-user = \"{consumer}\" }, on_errors = true }\n",
+        &[("consumers.toml", &consumers), ("htpasswd", &users)],
+    );
+    let mut client = gateway.client();
+    for (password, tenant, status) in
+        [("wrong", "a", 401), ("secret", "", 400), ("secret", "a", 200), ("secret", "a", 429), ("wrong", "a", 401)]
+    {
+        let login = credentials("alice", password);
+        let mut headers = vec![("X-Api-Key", "key-of-acme"), ("Authorization", &*login)];
+        headers.extend(Some(("X-Tenant", tenant)).filter(|_| !tenant.is_empty()));
+        let reply = client.get_with("/", &headers);
+        assert_eq!((reply.status, reply.header("x-user")), (status, Some("acme")), "{password} {tenant}");
     }
 }

@@ -165,7 +165,7 @@ fn permits_released_while_the_store_hangs_are_free_when_it_continues() {
     eventually("the breaker opens", || {
         // All at once: each waits for the timeout, which is long enough to decide all of them on a busy machine.
         load(&[gateway.address], 8, 8, "/quick", &[]);
-        gateway.log().contains("the store fails")
+        gateway.log().contains("the store is down")
     });
     crate::support::signal(&redis.child, "CONT");
     eventually("all permits are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=4"));
@@ -178,7 +178,7 @@ fn requests_that_made_no_store_call_release_nothing_in_the_store() {
     let mut gateway = Gateway::start(&config(&store, Streaming::start().address, 1000, "30s"));
     eventually("the breaker opens", || {
         gateway.get("/quick");
-        gateway.log().contains("the store fails")
+        gateway.log().contains("the store is down")
     });
     let mut client = gateway.client();
     for _ in 0..300 {

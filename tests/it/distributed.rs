@@ -206,8 +206,8 @@ fn without_redis_each_limit_follows_on_store_error() {
         let statuses = load(&[gateway.address], 4, 40, "/r", &[]);
         let counts = (count(&statuses, 200), count(&statuses, 429), count(&statuses, 503));
         assert_eq!(counts, expected, "on_store_error = {on_error}, {instances} instances");
-        eventually("it is logged", || gateway.log().contains("the store fails"));
-        assert_eq!(gateway.log().matches("the store fails").count(), 1, "said once:\n{}", gateway.log());
+        eventually("it is logged", || gateway.log().contains("the store is down"));
+        assert_eq!(gateway.log().matches("the store is down").count(), 1, "said once:\n{}", gateway.log());
     }
 }
 
@@ -220,7 +220,7 @@ fn log_says_why_redis_is_unusable() {
         (format!("redis://:wrong@127.0.0.1:{}", redis.port), "Redis rejects this user or password"),
     ] {
         let gateway = Gateway::start(&config(&url, "by = \"ip\"\nquota = \"1/min\"").replace("\"5s\"", "\"2s\""));
-        eventually("the breaker opens", || gateway.log().contains("the store fails"));
+        eventually("the breaker opens", || gateway.log().contains("the store is down"));
         assert!(gateway.log().contains(reason), "{url}: {}", gateway.log());
     }
 }

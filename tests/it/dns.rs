@@ -28,8 +28,8 @@ fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
     }
     let path = folder.path().join("gateway.toml");
     std::fs::write(&path, config).unwrap();
-    let runtime = CompiledConfig::load(&path, &|_| None).unwrap_or_else(|error| panic!("{error}"));
-    runtime.upstreams.into_iter().map(UpstreamCluster::new).map(Arc::new).collect()
+    let config = CompiledConfig::load(&path, &|_| None).unwrap_or_else(|error| panic!("{error}"));
+    config.upstreams.into_iter().map(UpstreamCluster::new).map(Arc::new).collect()
 }
 
 /// Resolve the names until the end of the test. Return after each was resolved once.

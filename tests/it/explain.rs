@@ -211,13 +211,13 @@ fn request(random: &mut Random) -> Asked {
 }
 
 /// Return the explanation of a request.
-fn explained(runtime: &CompiledConfig, remote: &RedisCounters, asked: &Asked) -> Value {
+fn explained(config: &CompiledConfig, remote: &RedisCounters, asked: &Asked) -> Value {
     let mut request = Request::builder().method(asked.method).uri(&asked.target);
     for (name, value) in &asked.headers {
         request = request.header(*name, value);
     }
-    let peer = Peer::new(asked.from.into(), "http", runtime);
-    let explainer = Explainer { config: runtime, counters: remote, max_other_routes: usize::MAX };
+    let peer = Peer::new(asked.from.into(), "http", config);
+    let explainer = Explainer { config, counters: remote, max_other_routes: usize::MAX };
     serde_json::to_value(explainer.explain(&request.body(()).unwrap(), &peer)).unwrap()
 }
 
@@ -315,12 +315,12 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
         let config = configuration(random, &redis.store(), &upstream.url());
         let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers())]);
         let file = gateway.directory().join("gateway.toml");
-        let runtime = CompiledConfig::load(&file, &|_| None).unwrap();
-        let remote = RedisCounters::open(&runtime).unwrap().unwrap();
+        let compiled = CompiledConfig::load(&file, &|_| None).unwrap();
+        let remote = RedisCounters::open(&compiled).unwrap().unwrap();
         let mut said = Vec::new();
         for _ in 0..250 {
             let asked = request(random);
-            let facts = explained(&runtime, &remote, &asked);
+            let facts = explained(&compiled, &remote, &asked);
             assert!(facts["counters_unavailable"].is_null(), "{facts:#}");
             let before = upstream.count();
             let headers: Vec<_> = asked.headers.iter().map(|(name, value)| (*name, value.as_str())).collect();
@@ -368,7 +368,7 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
         }
         // The command gives the same, request by request with the final counters.
         for (asked, _) in said.iter().rev().filter(|(asked, _)| !asked.headers[0].1.contains('@')).take(3) {
-            let facts = explained(&runtime, &remote, asked);
+            let facts = explained(&compiled, &remote, asked);
             let mut command = binary();
             command.args(["explain", "--json", "--all", "--config"]).arg(&file);
             command.args(["--ip", &asked.from.to_string(), asked.method]);

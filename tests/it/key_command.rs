@@ -270,7 +270,7 @@ fn keys_have_a_name_an_expiry_and_routes() {
     assert_eq!(key(directory.path(), &["list"], "").out.lines().count(), 1 + 3);
     let before = read(&path);
     for (arguments, expected) in [
-        (&["--expires", "2020-01-01"][..], "the time has passed"),
+        (&["--expires", "2020-01-01"][..], "the time is in the past"),
         (&["--expires", "soon"], "a duration (90d), a day (2027-01-31) or a time with an offset"),
         (&["--expires", "2999-01-31T12:00:00"], "a time with an offset"),
         (&["--route", "s"], "unknown route `s`"),

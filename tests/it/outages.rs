@@ -178,7 +178,7 @@ fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
     let asked = monotonic();
     gateway.get("/r").assert_problem(503, "the breaker is still closed");
     // No further request: the gateway probes the store by itself.
-    eventually("the breaker is open", || gateway.log().contains("the store fails"));
+    eventually("the breaker is open", || gateway.log().contains("the store is down"));
     let opened = asked.elapsed();
     println!("the breaker is open {opened:?} after a single request");
     // Six timeouts are 0.3 s.
@@ -219,14 +219,14 @@ fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
         assert!((LIMIT / 3..=LIMIT / 3 + 1).contains(&share), "{algorithm}: the isolated gateway admits {share}");
         eventually("the breaker of the isolated gateway is open", || {
             assert_eq!(isolated.get("/r").status, 429, "{algorithm}: its share is used up");
-            isolated.log().contains("the store fails")
+            isolated.log().contains("the store is down")
         });
         let rest: usize = others.iter().map(|gateway| admitted(gateway, LIMIT)).sum();
         assert_eq!(by_store + rest, LIMIT, "{algorithm}: what the others admit");
         relay.redirect_to(redis.port);
         eventually("the isolated gateway reaches the store again", || isolated.log().contains("the store answers"));
         assert_eq!(gateways.iter().map(|gateway| admitted(gateway, 10)).sum::<usize>(), 0, "{algorithm}: afterwards");
-        assert!(others.iter().all(|gateway| !gateway.log().contains("the store fails")), "{algorithm}");
+        assert!(others.iter().all(|gateway| !gateway.log().contains("the store is down")), "{algorithm}");
     }
 }
 
@@ -261,7 +261,7 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     assert_eq!(share.len(), LIMIT / 3 - 1, "its share, less what runs");
     eventually("the breaker of the isolated gateway is open", || {
         assert!(open(isolated, 1).is_empty(), "its share is used up");
-        isolated.log().contains("the store fails")
+        isolated.log().contains("the store is down")
     });
     running.extend(others.iter().flat_map(|gateway| open(gateway, LIMIT)));
     assert_eq!((running.len(), permits()), (LIMIT, LIMIT), "by the store");

@@ -143,7 +143,7 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
     let third = Gateway::start(&config);
     eventually("a new gateway has the override", || quotas(&all(&third)) == newest);
     assert!(gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
-    assert!(gateways.iter().any(|gateway| gateway.log().contains("overrides that the store lost are written back")));
+    assert!(gateways.iter().any(|gateway| gateway.log().contains("restored overrides that the store lost")));
 }
 
 #[test]

@@ -339,7 +339,7 @@ fn invalid_arguments_are_reported() {
         (&["common.log", "--by", "up", "--limit", "a=1/s"], "`up`"),
         (&["common.log", "--target", "200%"], "a share is a number from 0 % to 100 %"),
         (&["gateway.toml"], "the format of the lines is unknown"),
-        (&["gateway.toml", "--format", "common"], "no line could be read"),
+        (&["gateway.toml", "--format", "common"], "no line of the logs could be read"),
     ] {
         let said = replay(arguments);
         assert_eq!(said.code, Some(2), "{arguments:?}\n{}{}", said.out, said.err);
@@ -496,10 +496,10 @@ fn consumers_are_replayed_with_their_own_quotas() {
     let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     std::fs::write(path("gateway.toml"), config).unwrap();
     std::fs::write(path("consumers.toml"), consumers).unwrap();
-    let runtime = CompiledConfig::load(&directory.path().join("gateway.toml"), &|_| None).unwrap();
+    let config = CompiledConfig::load(&directory.path().join("gateway.toml"), &|_| None).unwrap();
     let (mut by_name, mut by_hash) = (String::new(), String::new());
-    for consumer in runtime.auth.consumers().iter() {
-        let hash = String::from_utf8(consumer.identity(&runtime.hasher).to_hex().to_vec()).unwrap();
+    for consumer in config.auth.consumers().iter() {
+        let hash = String::from_utf8(consumer.identity(&config.hasher).to_hex().to_vec()).unwrap();
         let (name, time) = (&consumer.name, "10/Oct/2000:13:55:36 -0700");
         by_name += &format!("192.0.2.1 - {name} [{time}] \"GET / HTTP/1.1\" 200 1\n").repeat(5);
         by_hash += &format!(
@@ -567,9 +567,9 @@ fn replay_of_its_own_log_repeats_the_decisions() {
         let at = (line["decided_at"].as_f64().unwrap() * 1e6).round() as u64;
         made.entry(at).or_default().push(line["status"] == 200);
     }
-    let runtime = CompiledConfig::load(&gateway.directory().join("gateway.toml"), &|_| None).unwrap();
+    let config = CompiledConfig::load(&gateway.directory().join("gateway.toml"), &|_| None).unwrap();
     let source = || vec![LogInput::open(&path, &ReadProgress::default()).unwrap()];
-    let replay = Replay::new(runtime, &source(), &ReplayOptions::default()).unwrap();
+    let replay = Replay::new(config, &source(), &ReplayOptions::default()).unwrap();
     let mut decisions = Decisions::default();
     let outcome = replay.run(source(), None, &mut decisions);
     assert_eq!((outcome.statistics.requests, outcome.statistics.out_of_order), (u64::from(clients) * bursts * each, 0));

@@ -148,10 +148,10 @@ fn load(file: &Value) -> Result<String, String> {
     }
     let path = directory.path().join("gateway.toml");
     std::fs::write(&path, toml::to_string(file).unwrap()).unwrap();
-    let runtime = CompiledConfig::load(&path, &|_| None).map_err(|error| error.to_string())?;
+    let config = CompiledConfig::load(&path, &|_| None).map_err(|error| error.to_string())?;
     let CompiledConfig {
         server, store, log, client_ip, auth, upstreams, limits, routes, admin, listeners, acme, ..
-    } = &runtime;
+    } = &config;
     let acme = acme.as_ref().map(|acme| (&acme.settings.directory, &acme.settings.challenges));
     let listeners: Vec<_> = listeners
         .iter()

@@ -76,7 +76,7 @@ fn redis_over_tls_needs_a_valid_certificate() {
         // Rejected connections wait for the timeout.
         let gateway = gateway(&store(&tls).replace("5s", "2s"));
         gateway.get("/r").assert_problem(503, what);
-        eventually(what, || gateway.log().contains("the store fails"));
+        eventually(what, || gateway.log().contains("the store is down"));
     }
 }
 
@@ -84,11 +84,11 @@ fn redis_over_tls_needs_a_valid_certificate() {
 fn each_reason_of_an_outage_is_logged_once() {
     let port = free_port();
     let gateway = gateway(&format!("url = \"redis://127.0.0.1:{port}/0\"\ntimeout = \"2s\""));
-    eventually("nothing listens", || gateway.log().contains("the store fails"));
+    eventually("nothing listens", || gateway.log().contains("the store is down"));
     let text = port.to_string();
     let redis =
         Redis::start_with(port, &["--port", &text, "--requirepass", "secret"]).expect("a server that wants more");
-    eventually("a password is wanted", || gateway.log().contains("the store still fails, for another reason"));
+    eventually("a password is wanted", || gateway.log().contains("the store is still down, with another error"));
     drop(redis);
     let _redis = Redis::start_on(port).expect("a server without client authentication");
     eventually("it responds", || gateway.log().contains("the store answers again"));
@@ -132,10 +132,10 @@ fn redis_user_of_the_manual_has_sufficient_permissions() {
     assert_eq!(right.get("/r").status, 429);
     let without = gateway(&store("gateway:secret").replace("/2\"", "/3\""));
     assert_counts(&without, "a user without the right");
-    assert!(redis.calls("evalsha") > before && !without.log().contains("the store fails"), "{}", without.log());
+    assert!(redis.calls("evalsha") > before && !without.log().contains("the store is down"), "{}", without.log());
     let wrong = gateway(&store("gateway:wrong").replace("5s", "2s"));
     wrong.get("/r").assert_problem(503, "a wrong password");
-    eventually("it is logged", || wrong.log().contains("the store fails"));
+    eventually("it is logged", || wrong.log().contains("the store is down"));
     assert!(!wrong.log().contains(":wrong@"), "{}", wrong.log());
     // The user has no other permissions.
     let mut connection = redis::Client::open(format!("redis://gateway:secret@127.0.0.1:{}", redis.port))
@@ -207,7 +207,7 @@ fn store_errors_say_what_to_do() {
             "Redis rejects this user or password; correct them".to_owned(),
         ),
         (format!("redis://{}", at(&locked)), "Redis requires a password; set it in store.url".to_owned()),
-        (format!("redis://{}/99", at(&redis)), "this Redis does not have so many databases; correct".to_owned()),
+        (format!("redis://{}/99", at(&redis)), "this Redis has no database with this number; correct".to_owned()),
         (format!("redis://{}", at(&replica)), format!("{} is a replica; give the address of its master", at(&replica))),
         (format!("redis://{}", at(&node)), format!("{0} is a node of a cluster; use redis+cluster://{0}", at(&node))),
         (format!("redis://{}/1", at(&node)), "this Redis is a node of a cluster; use redis+cluster://".to_owned()),
@@ -253,7 +253,7 @@ fn store_errors_say_what_to_do() {
     }
     // The gateways have tried meanwhile.
     for (gateway, url, expected) in gateways {
-        eventually("the store fails", || gateway.log().contains("the store fails"));
+        eventually("the store is down", || gateway.log().contains("the store is down"));
         assert!(gateway.log().contains(&expected), "{url}: {}\nlacks {expected}", gateway.log());
         assert!(!gateway.log().contains("secret") && !gateway.log().contains("wrong@"), "{}", gateway.log());
     }
@@ -270,7 +270,7 @@ fn missing_redis_permission_is_named() {
     set_user(&["gateway", "-script"]);
     let expected = "the Redis user lacks a permission that the gateway needs, +script|load; grant the permissions that docs/how-to/redis.md lists";
     let without = gateway(&store);
-    eventually("the store fails", || without.log().contains("the store fails"));
+    eventually("the store is down", || without.log().contains("the store is down"));
     assert!(without.log().contains(expected), "{}", without.log());
     let check = binary().arg("check").arg("--config").arg(without.directory().join("gateway.toml")).output().unwrap();
     let said = String::from_utf8(check.stdout).unwrap();

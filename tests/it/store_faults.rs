@@ -93,7 +93,7 @@ fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store
         slow.store(false, Ordering::SeqCst);
         decides(&gateway);
     }
-    assert_eq!(log_count(&gateway, "the store fails"), 0, "{}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store is down"), 0, "{}", gateway.log());
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn assert_breaker_opens_once(reply: &str, reason: &str) {
     for _ in 0..5 {
         get(&gateway, "/deny", "a").assert_problem(503, reason);
     }
-    eventually("the breaker opens", || log_count(&gateway, "the store fails") == 1);
+    eventually("the breaker opens", || log_count(&gateway, "the store is down") == 1);
     assert!(gateway.log().contains(reason), "{reason}: {}", gateway.log());
     let made = fake.calls().len() - calls;
     if PASSING.iter().any(|text| text.starts_with(reason)) {
@@ -218,7 +218,7 @@ fn assert_breaker_opens_once(reply: &str, reason: &str) {
     let probes = fake.probes();
     eventually("probes are sent", || fake.probes() >= probes + 3);
     assert_eq!(fake.calls().len() - calls, made, "{reason}: no request touches it");
-    assert_eq!(log_count(&gateway, "the store fails"), 1, "{reason}: {}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store is down"), 1, "{reason}: {}", gateway.log());
     assert_eq!(log_count(&gateway, "the store answers again"), 0, "{reason}: {}", gateway.log());
     *fault.lock().unwrap() = None;
     decides(&gateway);
@@ -237,11 +237,11 @@ fn breaker_opens_when_half_of_the_calls_fail() {
     let gateway = gateway(&fake.url(), "5s");
     for _ in 0..1000 {
         get(&gateway, "/allow", "a");
-        if log_count(&gateway, "the store fails") > 0 {
+        if log_count(&gateway, "the store is down") > 0 {
             break;
         }
     }
-    assert_eq!(log_count(&gateway, "the store fails"), 1);
+    assert_eq!(log_count(&gateway, "the store is down"), 1);
     assert!(fake.calls().len() >= 20, "{} calls", fake.calls().len());
 }
 
@@ -286,9 +286,9 @@ fn store_that_rejects_writes_still_decides_denials() {
         full.store(false, Ordering::SeqCst);
         eventually("accepted writes are logged", || {
             decides(&gateway);
-            log_count(&gateway, "the store takes writes again") == 1
+            log_count(&gateway, "the store accepts writes again") == 1
         });
-        assert_eq!(log_count(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store is down"), 0, "{text}: {}", gateway.log());
         full.store(true, Ordering::SeqCst);
         get(&gateway, "/allow", "a");
         eventually("the next change is logged as well", || log_count(&gateway, "the store takes no writes") == 2);
@@ -328,7 +328,7 @@ fn broken_state_rejects_its_identity_and_no_other() {
         let said_broken = log_count(&gateway, "an identity is refused");
         assert!((1..4).contains(&said_broken), "{text}: now and then: {}", gateway.log());
         assert!(gateway.log().contains(r#"[\"allow\"]"#), "{text}: of which limits: {}", gateway.log());
-        assert_eq!(log_count(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store is down"), 0, "{text}: {}", gateway.log());
         println!("fault 19: {text}: 503 for one identity");
     }
 }
@@ -354,9 +354,9 @@ fn errors_of_a_real_redis_are_handled_alike() {
         tell(off);
         eventually("accepted writes are logged", || {
             decides(&gateway);
-            log_count(&gateway, "the store takes writes again") == times + 1
+            log_count(&gateway, "the store accepts writes again") == times + 1
         });
-        assert_eq!(log_count(&gateway, "the store fails"), 0, "{row}: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store is down"), 0, "{row}: {}", gateway.log());
     }
     let replica = format!("REPLICAOF 127.0.0.1 {}", crate::support::redis::free_port());
     for (times, (row, calls, on, off)) in [
@@ -376,13 +376,13 @@ fn errors_of_a_real_redis_are_handled_alike() {
         tell(on);
         eventually("the breaker opens", || {
             assert_eq!(get(&gateway, "/deny", "a").status, 503, "{row}");
-            log_count(&gateway, "the store fails") == times + 1
+            log_count(&gateway, "the store is down") == times + 1
         });
         assert!(gateway.log().contains(row), "{row}: {}", gateway.log());
         let asked = || redis.calls("evalsha") + redis.rejections("evalsha") + redis.calls("hello");
         let before = asked();
         eventually("probes are sent", || asked() >= before + calls);
-        assert_eq!(log_count(&gateway, "the store fails"), times + 1, "{row}: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store is down"), times + 1, "{row}: {}", gateway.log());
         tell(off);
         decides(&gateway);
         eventually("it is logged", || log_count(&gateway, "the store answers again") == times + 1);
@@ -413,7 +413,7 @@ fn server_that_closes_connections_receives_two_per_second() {
         accepted.load(Ordering::SeqCst) >= 4
     });
     assert!(started.elapsed() >= Duration::from_millis(1500), "{:?}", started.elapsed());
-    assert_eq!(log_count(&gateway, "the store fails"), 1, "{}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store is down"), 1, "{}", gateway.log());
 }
 
 #[test]

@@ -232,7 +232,7 @@ fn killed_cluster_master_is_replaced_and_the_others_keep_deciding() {
     let (before, mut alive) = (cluster.calls("evalsha"), 0);
     eventually("its breaker opens", || {
         dead(&mut client, &mut admitted);
-        gateway.log().contains("the store fails")
+        gateway.log().contains("the store is down")
     });
     for _ in 0..10 {
         for id in &ids[1..] {

@@ -69,7 +69,7 @@ impl IdentityQuery {
         let labels = || compiled.identity_spec.descriptors.iter().map(Descriptor::label).collect::<Vec<_>>().join(" ");
         if let Some(label) = input.keys().find(|label| !compiled.identity_spec.has_label(label)) {
             return Err(ApiError::bad_request(format!(
-                "limit `{}` is keyed by {}, not by `{label}`",
+                "limit `{}` counts by {}, not by `{label}`",
                 compiled.limit.name,
                 labels()
             )));
@@ -77,7 +77,7 @@ impl IdentityQuery {
         let resolved = compiled.identity_spec.resolve(input, &config.client_ip, consumers, &config.hasher);
         resolved.map_err(|error| match error {
             IdentityInputError::Missing(_) => {
-                ApiError::bad_request(format!("{error}: limit `{}` is keyed by {}", compiled.limit.name, labels()))
+                ApiError::bad_request(format!("{error}: limit `{}` counts by {}", compiled.limit.name, labels()))
             }
             IdentityInputError::UnknownConsumer => ApiError::new(StatusCode::NOT_FOUND, error.to_string()),
             IdentityInputError::InvalidAddress(_) => ApiError::bad_request(error.to_string()),
@@ -156,13 +156,13 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
             vec![(compiled, identity_query.resolve(compiled, context, &consumers)?)]
         }
         (None, IdentityQuery::Hash(_)) => {
-            return Err(ApiError::bad_request("`limit` is missing: a hash is specific to one limit"));
+            return Err(ApiError::bad_request("`limit` is missing: each limit has its own hashes of identities"));
         }
         (None, IdentityQuery::Parts(input)) => {
             let unknown_label =
                 input.keys().find(|label| !limits.values().any(|compiled| compiled.identity_spec.has_label(label)));
             if let Some(label) = unknown_label {
-                return Err(ApiError::bad_request(format!("no limit is keyed by `{label}`")));
+                return Err(ApiError::bad_request(format!("no limit counts by `{label}`")));
             }
             let mut resolved = Vec::new();
             for compiled in limits.values() {
@@ -181,7 +181,7 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
         }
     };
     if resolved_limits.is_empty() {
-        return Err(ApiError::bad_request("no limit is keyed by these parts alone"));
+        return Err(ApiError::bad_request("no limit counts by exactly these parts"));
     }
     let statuses =
         resolved_limits.iter().map(|(compiled, resolved)| identity_status(context, compiled, resolved, cost));

@@ -57,7 +57,7 @@ impl CaClient {
         let (mut parts, body) = request.into_parts();
         // The directory is the source of all URLs: none may lead out of TLS.
         if parts.uri.scheme_str() != Some("https") {
-            return Err(format!("the CA gave the URL {}, which is not https", parts.uri).into());
+            return Err(format!("the CA sent the URL {}, which does not begin with https", parts.uri).into());
         }
         let server_name = ServerName::try_from(fetch::host(&parts.uri).to_owned())?;
         parts.headers.insert(USER_AGENT, HeaderValue::from_static(USER_AGENT_VALUE));

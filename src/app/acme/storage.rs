@@ -37,7 +37,7 @@ pub(super) enum StorageError {
     #[error("{0}")]
     Store(#[from] StoreError),
     /// Another gateway has taken the lock. It continues the order.
-    #[error("another gateway has taken over the order")]
+    #[error("another gateway took over this order")]
     LockLost,
     /// A shared record is encrypted with another secret.
     #[error("cannot decrypt `{0}` in Redis: is `store.secret` the same on all gateways?")]
@@ -161,7 +161,8 @@ impl Storage {
             && LOG_THROTTLE.should_log(LOG_INTERVAL)
         {
             let directory = self.directory.path().display();
-            warn!(%directory, %error, "cannot read the shared ACME records: certificates in use stay, none is renewed");
+            warn!(%directory, %error, "cannot read the shared ACME records: active certificates stay in use, and no \
+                                       certificate is renewed");
         }
     }
 

@@ -45,7 +45,7 @@ fn write_request(explanation: &Explanation, out: &mut impl Write) -> io::Result<
     let ClientReport { address, peer, trusted, header } = &explanation.client;
     let text = match (header, trusted) {
         (Some(header), _) => format!("{address}, from {header} of the trusted proxy {peer}"),
-        (None, true) => format!("{address}, a trusted proxy that reports no client"),
+        (None, true) => format!("{address}, a trusted proxy that sent no client address"),
         (None, false) => format!("{address}, the peer, which is not a trusted proxy"),
     };
     write_item(out, width, "client", &[text])?;
@@ -152,9 +152,12 @@ fn limit_lines(limit: &LimitReport) -> Vec<String> {
     if let (Some(EffectiveQuota { source, quota, unit, capacity }), Some(cost)) = (&limit.effective_quota, limit.cost) {
         let unit_note = unit_suffix(unit);
         let source_note = if source == "standard" { String::new() } else { format!(" ({source})") };
-        let cost_text =
-            if limit.post_paid { "the cost comes with the response".to_owned() } else { format!("costs {cost}") };
-        let hidden_note = if limit.announce || limit.shadow { "" } else { "; clients are not told" };
+        let cost_text = if limit.post_paid {
+            "the cost is known only after the response".to_owned()
+        } else {
+            format!("costs {cost}")
+        };
+        let hidden_note = if limit.announce || limit.shadow { "" } else { "; not announced in response headers" };
         lines.push(format!("{quota}{unit_note}{source_note}, {capacity} at once; {cost_text}{hidden_note}"));
     }
     let part = |IdentityPartReport { part, value, source }: &IdentityPartReport| {
@@ -194,7 +197,7 @@ fn write_response(explanation: &Explanation, out: &mut impl Write) -> io::Result
     let style = if matches!(*outcome, "ok" | "preflight" | "undecided") { SUCCESS_STYLE } else { ERROR_STYLE };
     let status_text = match (status, *source) {
         (Some(status), _) => format!("{status} from the gateway ({outcome})"),
-        (None, "authentication-server") => "that of the authentication server, unless it admits the request".to_owned(),
+        (None, "authentication-server") => "sent by the authentication server, unless it admits the request".to_owned(),
         (None, _) => "the upstream's".to_owned(),
     };
     let condition = if explanation.counters_unavailable.is_some() && explanation.decision.is_none() {
@@ -219,7 +222,7 @@ fn write_upstream(explanation: &Explanation, report: &UpstreamReport, out: &mut 
 fn write_mirror(mirror: &MirrorReport, out: &mut impl Write) -> io::Result<()> {
     let MirrorReport { upstream, percent, max_body, skipped } = mirror;
     let text = match skipped {
-        Some(reason) => format!("not this request: {reason}"),
+        Some(reason) => format!("not mirrored: {reason}"),
         None => format!("{percent} % of the requests, with bodies of at most {max_body} bytes"),
     };
     write_heading(out, &format!("\nMirror {upstream}"))?;

@@ -317,9 +317,9 @@ impl OutageLog {
         let node = self.node.as_ref().map(display);
         let advice = error.error_reply().map(diagnose_reply);
         if self.logged.is_empty() {
-            warn!(%error, advice, node, "the store fails: limits follow on_store_error until it answers again");
+            warn!(%error, advice, node, "the store is down: limits follow on_store_error until it answers again");
         } else {
-            warn!(%error, advice, node, "the store still fails, for another reason");
+            warn!(%error, advice, node, "the store is still down, with another error");
         }
         self.logged.push(reason);
     }
@@ -356,13 +356,14 @@ impl WriteHealth {
                     let is_settled = u128::from(now_us().abs_diff(rejected_at_us)) >= WRITE_RECOVERY_TIME.as_micros();
                     let reset = || self.0.compare_exchange(rejected_at_us, 0, Ordering::Relaxed, Ordering::Relaxed);
                     if is_settled && reset().is_ok() {
-                        info!("the store takes writes again");
+                        info!("the store accepts writes again");
                     }
                 }
             }
             Err(error @ StoreError::WritesRejected(_)) => {
                 if self.0.swap(now_us(), Ordering::Relaxed) == 0 {
-                    warn!(%error, "the store takes no writes: what it would charge follows on_store_error until it does");
+                    warn!(%error, "the store rejects writes: checks that would write follow on_store_error until it \
+                                   accepts writes");
                 }
             }
             Err(_) => {}

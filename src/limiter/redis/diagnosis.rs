@@ -73,7 +73,9 @@ fn diagnose_code(code: &str, detail: &str) -> Option<String> {
         "READONLY" => "this Redis is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER",
         "MOVED" | "ASK" | "CROSSSLOT" => "this Redis is a node of a cluster; use redis+cluster://",
         "CLUSTERDOWN" => {
-            return Some(format!("the cluster does not serve ({detail}); see what redis-cli --cluster check says"));
+            return Some(format!(
+                "the cluster rejects commands ({detail}); find the reason with redis-cli --cluster check"
+            ));
         }
         "MASTERDOWN" => "this Redis is a replica that has lost its master; give the address of a master",
         "LOADING" => "Redis is still loading its data; wait until it has loaded them",
@@ -81,7 +83,7 @@ fn diagnose_code(code: &str, detail: &str) -> Option<String> {
         "OOM" => "Redis is out of memory; raise its maxmemory, or use a separate Redis for the limits",
         "MISCONF" => "Redis rejects writes because it cannot save to its disk; see its log",
         "ERR" if detail.contains("DB index is out of range") => {
-            "this Redis does not have so many databases; correct the number at the end of store.url"
+            "this Redis has no database with this number; correct the number at the end of store.url"
         }
         "ERR" if detail.contains("SELECT is not allowed in cluster mode") => {
             "this Redis is a node of a cluster; use redis+cluster://, without a database"
@@ -159,10 +161,10 @@ fn diagnose_socket(error: &io::Error, address: &ConnectionAddr) -> String {
             format!("{address} closes the connection before it answers; if it {other}, use {scheme}")
         }
         _ if message.starts_with("failed to lookup") => {
-            format!("the name of {address} does not resolve; correct the host in store.url, or see to the DNS")
+            format!("the host name of {address} does not resolve; correct the host in store.url, or check the DNS")
         }
         _ => {
-            format!("{address} cannot be reached ({message}); correct the address in store.url, or see to the network")
+            format!("{address} cannot be reached ({message}); correct the address in store.url, or check the network")
         }
     }
 }
@@ -170,17 +172,18 @@ fn diagnose_socket(error: &io::Error, address: &ConnectionAddr) -> String {
 fn diagnose_tls(error: &rustls::Error, address: &ConnectionAddr) -> String {
     match error {
         rustls::Error::InvalidMessage(_) => {
-            format!("{address} speaks no TLS; use redis://, or correct the port in store.url")
+            format!("{address} does not use TLS; use redis://, or correct the port in store.url")
         }
         rustls::Error::InvalidCertificate(why) => {
             format!(
-                "the certificate of {address} is not accepted ({why}); name the CA that signed it in store.tls.ca, and the host as it stands in the certificate"
+                "the certificate of {address} is not accepted ({why}); name its CA in store.tls.ca, and use a host \
+                 name of the certificate in store.url"
             )
         }
         rustls::Error::AlertReceived(why) => format!(
             "{address} ends the TLS handshake ({why:?}); if it requires a client certificate, set store.tls.cert and store.tls.key"
         ),
-        _ => format!("TLS with {address} fails ({error}); see store.tls"),
+        _ => format!("the TLS handshake with {address} failed ({error}); check store.tls"),
     }
 }
 

@@ -46,24 +46,25 @@ impl Batcher {
         }
     }
 
-    /// Record a call that was sent in this epoch of the breaker and failed. A probe sends a call like `like`.
-    pub(super) fn call_failed(self: &Arc<Self>, epoch: u32, error: &StoreError, like: Option<ProbeCall>) {
+    /// Record a call that was sent in this epoch of the breaker and failed. A probe sends a call like `sample`, if given.
+    pub(super) fn call_failed(self: &Arc<Self>, epoch: u32, error: &StoreError, sample: Option<ProbeCall>) {
         match self.breaker.record_failure(epoch) {
-            Assessment::Failing => self.open_breaker(epoch, error, like),
-            Assessment::Suspect if matches!(error, StoreError::Timeout) => self.probe_suspect(epoch, like),
+            Assessment::Failing => self.open_breaker(epoch, error, sample),
+            Assessment::Suspect if matches!(error, StoreError::Timeout) => self.probe_suspect(epoch, sample),
             Assessment::Suspect | Assessment::Outdated => {}
         }
     }
 
-    /// Record a call of this epoch that had no reply in time, while other calls had one.
+    /// Record a call of this epoch that got no reply in time, although other calls got a reply.
     pub(super) fn reply_late(self: &Arc<Self>, epoch: u32) {
         if self.breaker.record_late_reply(epoch) {
             self.open_breaker(epoch, &StoreError::Timeout, None);
         }
     }
 
-    /// Open the breaker if it has been closed since `epoch`, and probe until the server answers a call like `like`.
-    pub(super) fn open_breaker(self: &Arc<Self>, epoch: u32, error: &StoreError, like: Option<ProbeCall>) {
+    /// Open the breaker if it has been closed since `epoch`, and probe until the server answers a call like the failed
+    /// one (`sample`).
+    pub(super) fn open_breaker(self: &Arc<Self>, epoch: u32, error: &StoreError, sample: Option<ProbeCall>) {
         if !self.breaker.try_open(epoch) {
             return;
         }
@@ -77,7 +78,7 @@ impl Batcher {
             loop {
                 sleep(delay + breaker.probe_jitter(delay)).await;
                 let Some(batcher) = batcher.upgrade() else { return };
-                match batcher.probe(like.as_ref()).await {
+                match batcher.probe(sample.as_ref()).await {
                     Ok(()) => break,
                     Err(error) => outage_log.log_failure(&error),
                 }
@@ -88,9 +89,9 @@ impl Batcher {
         });
     }
 
-    /// Probe a server that did not reply, until it does or the breaker opens. If requests are rare, each of the first
-    /// ones would otherwise wait for the timeout.
-    fn probe_suspect(self: &Arc<Self>, epoch: u32, like: Option<ProbeCall>) {
+    /// Probe a server that did not reply, until it replies or the breaker opens. If requests are rare, each of the first
+    /// requests would otherwise wait for the timeout.
+    fn probe_suspect(self: &Arc<Self>, epoch: u32, sample: Option<ProbeCall>) {
         if !self.breaker.begin_probing() {
             return;
         }
@@ -100,12 +101,12 @@ impl Batcher {
             while breaker.closed_epoch() == Some(epoch)
                 && let Some(batcher) = batcher.upgrade()
             {
-                let Err(error) = batcher.probe(like.as_ref()).await else {
+                let Err(error) = batcher.probe(sample.as_ref()).await else {
                     breaker.record_reply(epoch);
                     break;
                 };
                 match breaker.record_failure(epoch) {
-                    Assessment::Failing => batcher.open_breaker(epoch, &error, like.clone()),
+                    Assessment::Failing => batcher.open_breaker(epoch, &error, sample.clone()),
                     Assessment::Suspect | Assessment::Outdated => sleep(SUSPECT_PROBE_INTERVAL).await,
                 }
             }
@@ -113,18 +114,19 @@ impl Batcher {
         });
     }
 
-    /// Send a call like `like`, or the smallest script. A reply that is no failure of the server is a success.
-    async fn probe(self: &Arc<Self>, like: Option<&ProbeCall>) -> Result<(), StoreError> {
+    /// Send a call like the failed one (`sample`), or without one the smallest script. Any reply that is not a failure of
+    /// the server counts as a success.
+    async fn probe(self: &Arc<Self>, sample: Option<&ProbeCall>) -> Result<(), StoreError> {
         // Connecting takes several round trips and has a timeout of its own.
         checkout(&self.connections).await?;
-        let result = timeout(self.timeout, self.send_probe(like)).await.unwrap_or(Err(StoreError::Timeout));
+        let result = timeout(self.timeout, self.send_probe(sample)).await.unwrap_or(Err(StoreError::Timeout));
         result.or_else(|error| if self.is_failure(&error) { Err(error) } else { Ok(()) })
     }
 
     /// A probe needs the permissions that calls need: it goes to the slot of the failed call and writes with the same
     /// commands, to a state that no request uses.
-    async fn send_probe(self: &Arc<Self>, like: Option<&ProbeCall>) -> Result<(), StoreError> {
-        let Some(ProbeCall { identity, rule }) = like else {
+    async fn send_probe(self: &Arc<Self>, sample: Option<&ProbeCall>) -> Result<(), StoreError> {
+        let Some(ProbeCall { identity, rule }) = sample else {
             let mut connection = checkout(&self.connections).await?;
             let reply = connection.send(redis::cmd("EVAL").arg("return 1").arg(0)).await;
             return reply.map(drop).map_err(|error| RedisErrorKind::to_store_error(&error));

@@ -47,8 +47,10 @@ pub(super) fn redirect_loops(input: &LintInput<'_>) -> Vec<Issue> {
 }
 
 fn loop_issue(route: &Route) -> (String, String) {
-    let message =
-        format!("`{}` redirects to requests that match it again: clients give up after some rounds", route.name);
+    let message = format!(
+        "`{}` redirects to a request that matches it again: clients follow the loop until they give up",
+        route.name
+    );
     let hint = match &route.action {
         RouteAction::Redirect(redirect) if matches!(redirect.to, RedirectTarget::Scheme { .. }) => {
             "name the other listeners only: listeners = [\"…\"], with the `name` of a [[listener]]"
@@ -134,7 +136,7 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
     let spellings: Vec<_> = same.map(|(spelling, ..)| format!("`{spelling}`")).collect();
     let (missing, elsewhere) = match missing {
         Protection::Limit(name) => {
-            (format!("`{name}`"), format!("name `{name}` in the limits of `{}` as well", other.name))
+            (format!("`{name}`"), format!("add `{name}` to the `limits` of `{}` as well", other.name))
         }
         Protection::Credential => ("a credential".to_owned(), format!("set `require` of `{}` as well", other.name)),
     };

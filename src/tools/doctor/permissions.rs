@@ -70,7 +70,7 @@ pub(super) async fn check_permissions(
         reply => reply?,
     };
     let Ok(refused) = redis::from_redis_value::<Option<Vec<usize>>>(refused) else {
-        return Ok(Check::skipped("permissions", "the server's reply is not understood"));
+        return Ok(Check::skipped("permissions", "the server sent an unexpected reply"));
     };
     let Some(refused) = refused else {
         return Ok(Check::skipped("permissions", "this server cannot check permissions; Redis can from 7.0 on"));
@@ -204,7 +204,7 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
             };
         slowest = slowest.max(sent_at.elapsed());
         if verdict.granted != 1 {
-            let found = format!("the first request of a fresh limit is denied ({})", rule.shape());
+            let found = format!("the first request to an unused limit was denied ({})", rule.shape());
             return Ok(Check::ok("decisions", found).with_status(Status::Failed));
         }
         let refund = Operation::Refund { charged_at: verdict.now_us };

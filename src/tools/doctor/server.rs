@@ -132,7 +132,7 @@ pub(super) async fn check_round_trip(
             .with_status(Status::Warning)
             .with_advice(format!("store.timeout leaves too little headroom: {advised_timeout}"))
     } else if max * 2 > store_timeout {
-        let advice = "some checks will time out: raise store.timeout, or find what keeps Redis or the network busy";
+        let advice = "some checks will time out: raise store.timeout, or find out what slows down Redis or the network";
         check.with_status(Status::Warning).with_advice(advice)
     } else {
         check
@@ -245,7 +245,7 @@ fn assess_policy(policy: &str, max_bytes: u64) -> Check {
         return Check { message: found, ..check }.with_status(Status::Warning).with_advice(advice);
     }
     let effect = match policy {
-        "volatile-ttl" => "evicts the keys that expire soonest, which are short limits",
+        "volatile-ttl" => "evicts the keys that expire soonest, which are those of limits with short windows",
         "volatile-lru" | "volatile-lfu" | "volatile-random" => "evicts keys with a TTL, which all limits have",
         _ => "evicts any key",
     };
@@ -283,8 +283,9 @@ fn format_mib(bytes: u64) -> String {
 
 // Restarts and outages: overrides without persistence, and the slots of a failed master.
 
-const PERSISTENCE_ADVICE: &str = "after a restart the gateways write back the overrides that they know; overrides are lost if no gateway \
-    is running then, or all gateways restart as well: CONFIG SET appendonly yes";
+const PERSISTENCE_ADVICE: &str = "after a restart the gateways write back the overrides that they know; overrides are \
+                                  lost if no gateway is running then, or all gateways restart as well: CONFIG SET \
+                                  appendonly yes";
 
 /// Check whether overrides survive a restart of Redis. A warning only if overrides exist or can be set.
 pub(super) async fn check_persistence(
@@ -305,7 +306,7 @@ pub(super) async fn check_persistence(
         return Ok(Check::ok("persistence", format!("snapshots (save {snapshots}), no append-only file")));
     }
     let Some(overrides) = override_count(connection, prefix).await? else {
-        return Ok(Check::ok("persistence", "none; the overrides are on another node"));
+        return Ok(Check::ok("persistence", "not needed: the overrides are on another node"));
     };
     let check = Check::ok("persistence", format!("none; {} stored", pluralize(overrides, "override")));
     Ok(if can_set_overrides || overrides > 0 {
@@ -333,8 +334,8 @@ pub(super) async fn check_full_coverage(connection: &mut DiagnosticConnection) -
     let required = config_value(connection, "cluster-require-full-coverage").await?;
     let check = Check::ok("full coverage", format!("cluster-require-full-coverage {required}"));
     Ok(if required == "yes" {
-        let found = "cluster-require-full-coverage yes: while a master is down, the cluster rejects all identities, not only \
-            those of this master";
+        let found = "cluster-require-full-coverage yes: while a master is down, the cluster rejects all identities, \
+                     not only those of this master";
         let advice = "on every node: CONFIG SET cluster-require-full-coverage no, and CONFIG REWRITE";
         Check { message: found.to_owned(), ..check }.with_status(Status::Warning).with_advice(advice)
     } else {

@@ -9,7 +9,7 @@ use crate::http::cors::CorsDecision;
 use crate::identity::access::{AccessDecision, AccessRules, ListSource};
 use crate::tools::explain::report::{AccessReport, CorsReport};
 
-/// Report the decisions of the rules of the listener and the route about a client.
+/// Report what the access rules of the listener and of the route decide about a client.
 pub(super) fn access_reports(rules: [Option<&AccessRules>; 2], client: IpAddr) -> Vec<AccessReport> {
     let reports = ["listener", "route"].into_iter().zip(rules).filter_map(|(rule, rules)| {
         let decision = rules?.decide(client);

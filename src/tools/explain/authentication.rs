@@ -61,7 +61,7 @@ pub(super) fn steps(config: &CompiledConfig, route: &Route, credentials: &Creden
 fn report(provider: &AuthProvider, verification: &Verification) -> AuthReport {
     let (result, reason) = match verification {
         Verification::Absent => ("absent", format!("the request has no {}", credential(provider))),
-        Verification::Foreign(error) => ("foreign", format!("not for this provider: {error}")),
+        Verification::Foreign(error) => ("foreign", format!("the credential is not for this provider: {error}")),
         Verification::Valid(proof) => ("valid", proof_text(provider, proof)),
         Verification::Invalid(error) => ("invalid", error.to_string()),
         Verification::Forbidden(error) => ("forbidden", error.to_string()),
@@ -87,7 +87,7 @@ fn credential(provider: &AuthProvider) -> &'static str {
 
 fn pending_text(provider: &AuthProvider) -> String {
     match provider.kind {
-        ProviderKind::Forward(_) => "its server decides, and was not asked",
+        ProviderKind::Forward(_) => "its server decides; explain does not call it",
         _ => "not verified",
     }
     .to_owned()

@@ -175,7 +175,7 @@ pub enum ProposalError {
         error: QuotaError,
     },
     /// A burst for a limit that is not a token bucket.
-    #[error("`{0}` has no burst: only token-bucket limits do")]
+    #[error("`{0}` has no burst: only token-bucket limits have one")]
     NoBurst(String),
 }
 

@@ -310,13 +310,14 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
     if statistics.out_of_order > 0 {
         let out_of_order = format_count(statistics.out_of_order, "request", "requests");
         notes.push(format!(
-            "{out_of_order} came more than {REORDER_WINDOW_LINES} lines late, to be decided after those before"
+            "{out_of_order} came more than {REORDER_WINDOW_LINES} lines late and were decided after the lines before \
+             them"
         ));
     }
     let no_route = statistics.rejected_for(RejectReason::NoRoute);
     let capabilities = replay.capabilities();
     if no_route > 0 && !capabilities.host && !capabilities.route {
-        notes.push("hosts are not in this log: routes for a host match no request".to_owned());
+        notes.push("this log has no hosts: routes with `hosts` match no request".to_owned());
     }
     if result.missing_client_count > 0 {
         let (requests, header) =
@@ -327,7 +328,10 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
         limit.skip_reason.is_none() && limit.variant.quota.window_us.is_some_and(|window| window < COARSE_WINDOW_US)
     });
     if has_short_window && !statistics.has_subsecond && statistics.requests > 0 {
-        notes.push("times in this log are whole seconds: short windows seem fuller than they were".to_owned());
+        notes.push(
+            "times in this log are whole seconds: replay may deny requests in short windows that were allowed"
+                .to_owned(),
+        );
     }
     notes
 }
@@ -387,7 +391,7 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
         let name = &limit.name;
         writeln!(out)?;
         write_wrapped(out, "", &format!("{name}: not replayed: {skip_reason} is not in this log."))?;
-        write_wrapped(out, "  ", &format!("If another field identifies clients: --identity {name}=FIELD"))?;
+        write_wrapped(out, "  ", &format!("If another field identifies the clients, use --identity {name}=FIELD"))?;
     }
     for limit in known.into_iter().filter(|limit| limit.requests > 0) {
         write_details(limit, report.target, out)?;

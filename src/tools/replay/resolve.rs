@@ -573,10 +573,10 @@ pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilitie
         _ => {}
     }
     if is_mapped && !compiled.limit.tiers.is_empty() {
-        notes.push("clients that are not known consumers have the standard quota, whatever the tier".to_owned());
+        notes.push("only known consumers have a tier: all other clients get the standard quota".to_owned());
     }
     if compiled.limit.queue_policy.is_some() {
-        notes.push("requests that would be queued (`max_wait`) count as denied".to_owned());
+        notes.push("requests that the gateway would queue (`max_wait`) count as denied".to_owned());
     }
     if !compiled.refund_on.is_empty() && !capabilities.status {
         notes.push("statuses are not in this log: nothing is refunded".to_owned());

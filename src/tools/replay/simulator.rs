@@ -137,7 +137,7 @@ impl<'a> Simulation<'a> {
         self.decisions.clear();
         for check in &checks {
             let is_denied = decision.violated().any(|result| result.limit_index == check.limit_index)
-                || decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit));
+                || decision.is_shadow_denied(check.limit);
             let replay_decision = match (is_denied, decision.admitted) {
                 (true, _) => ReplayDecision::Denied,
                 (false, true) => ReplayDecision::Allowed,
