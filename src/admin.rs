@@ -138,8 +138,8 @@ pub fn start(sockets: AdminSockets, deps: AdminDeps, admin_stop: CancellationTok
     std::thread::Builder::new().name("admin".to_owned()).spawn(serve)
 }
 
-/// Return the Redis store of the admin listener and its key prefix. It has a connection of its own, so that API calls
-/// do not delay rate limit checks.
+/// Return the Redis store of the admin listener and its key prefix. It has its own connection, so that API calls do not
+/// delay rate limit checks.
 fn redis_store(config: &CompiledConfig, state: &AdminState) -> Option<(RedisStore, String)> {
     let (servers, settings) = config.store.redis.as_ref()?;
     let timeout = config.store.timeout.max(MIN_STORE_TIMEOUT);
@@ -276,11 +276,11 @@ impl AdminServer {
         self.state.config_handle.active().config.admin.as_ref()?.token.clone()
     }
 
-    /// Authorize a change. Changes always need the token: without one any web page in a browser on this machine could
-    /// send them to a loopback address.
+    /// Authorize a change. Changes always need the token. Without a token, any web page in a browser on this machine
+    /// could send changes to a loopback address.
     ///
     /// # Errors
-    /// 403 if the token is missing or wrong, or none is configured, except on the admin socket.
+    /// 403 if the token is missing or wrong, or no token is configured, except on the admin socket.
     fn authorize_write(&self, headers: &HeaderMap) -> Result<(), ApiError> {
         if self.is_unix_socket {
             return Ok(());
@@ -293,7 +293,7 @@ impl AdminServer {
         Err(ApiError::new(StatusCode::FORBIDDEN, detail))
     }
 
-    /// Return whether the request has the admin token as `Bearer` credentials, or none is configured.
+    /// Return whether the request has the admin token as `Bearer` credentials, or no token is configured.
     fn is_authenticated(&self, headers: &HeaderMap) -> bool {
         let Some(token) = self.token() else { return true };
         let credentials = headers.get(AUTHORIZATION).and_then(|header| header.as_bytes().split_at_checked(7));

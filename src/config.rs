@@ -157,8 +157,8 @@ pub struct Listener {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ListenerTls {
-    /// Certificates: `[{ cert = "certs/dev.pem", key = "certs/dev.key" }]`. The gateway serves the first one that
-    /// matches the SNI name of the client, otherwise the first in the list.
+    /// Certificates: `[{ cert = "certs/dev.pem", key = "certs/dev.key" }]`. The gateway serves the first certificate
+    /// that matches the SNI name of the client, otherwise the first in the list.
     pub certificates: Vec<Spanned<Certificate>>,
     /// Obtain the certificates by ACME, as `[acme]` says, instead of `certificates`
     /// ([certificates by ACME](../how-to/acme.md)).
@@ -167,9 +167,10 @@ pub struct ListenerTls {
     /// DNS names for `acme`. Each gets a separate certificate. Default: the hosts of all routes, except wildcards and IP
     /// addresses.
     pub names: Option<Vec<Text>>,
-    /// PEM file of CA certificates. Clients are asked for a certificate signed by one of them.
+    /// PEM file of CA certificates. The gateway requests a client certificate that one of these CAs has signed.
     pub client_ca: Option<Text>,
-    /// `"optional"`: clients may connect without a certificate. `"required"`: the TLS handshake fails without one.
+    /// `"optional"`: clients may connect without a certificate. `"required"`: the TLS handshake fails without a client
+    /// certificate.
     #[schemars(extend("enum" = ["optional", "required"], "default" = "optional"))]
     pub client_auth: Option<Text>,
 }
@@ -206,7 +207,7 @@ pub struct Acme {
     /// Directory for the account, the certificates and their keys. Default: `acme` in `$STATE_DIRECTORY` if systemd
     /// sets it, otherwise `certs/acme`.
     pub storage: Option<Text>,
-    /// Kinds of challenges, in order: an attempt that fails is followed by one with the next kind. Default: both;
+    /// Kinds of challenges, in order: after a failed attempt, the next attempt uses the next kind. Default: both;
     /// without a plaintext listener only `"tls-alpn-01"`.
     #[schemars(schema_with = "schema::challenges")]
     pub challenges: Option<Vec<Text>>,
@@ -272,7 +273,7 @@ pub struct Store {
     /// and `key` go together. Default for `ca`: the trust roots of the system.
     pub tls: Option<Spanned<StoreTls>>,
     /// Maximum time for the rate limit check of a request, queuing included. Deferred costs and refunds are a second
-    /// call with the same maximum. A check that is late while the store answers others is rejected with 503.
+    /// call with the same maximum. If a check is late while the store answers other checks, the request gets 503.
     #[schemars(schema_with = "schema::duration", extend("default" = "50ms"))]
     pub timeout: Option<Text>,
     /// Maximum time to connect to the store: DNS, TCP, TLS, authentication, loading the scripts. A request waits at
@@ -343,15 +344,15 @@ pub struct Auth {
     #[schemars(extend("enum" = ["api-key", "jwt", "client-cert", "basic", "forward"]))]
     pub kind: Option<Text>,
     /// api-key: header with the key, or a list of up to 8 headers. `authorization` and `proxy-authorization` contain a
-    /// scheme before the key. Equal keys in several headers are one key, different keys get 400, and so does a header
-    /// that is present twice.
+    /// scheme before the key. Several headers may have the same key. Requests with different keys, or with a header
+    /// that is present twice, get 400.
     #[schemars(extend("default" = "x-api-key"))]
     pub header: Option<Spanned<HeaderNames>>,
     /// api-key: scheme before the key in `authorization` and `proxy-authorization`.
     #[schemars(extend("default" = "Bearer"))]
     pub scheme: Option<Text>,
     /// api-key: file of consumers, such as `"consumers.toml"`. Reloaded when it changes. `sluicegate key` edits it.
-    /// Consumers have one namespace in all files.
+    /// Consumer names must be unique in all files.
     pub consumers: Option<Text>,
     /// api-key, for routes that `identify`: requests without a key. `"reject"`: `on_missing` of the limits by API key
     /// decides, which is 401 by default. `"anonymous"`: the client network is the identity.
@@ -371,12 +372,13 @@ pub struct Auth {
     /// at once, at most every 10s. At least 1s.
     #[schemars(schema_with = "schema::duration", extend("default" = "10m"))]
     pub refresh_interval: Option<Text>,
-    /// jwt: required value of `iss`. Default: any. With several issuers, each provider needs one.
+    /// jwt: required value of `iss`. Default: any. With several issuers, each provider needs its `issuer`.
     pub issuer: Option<Text>,
-    /// jwt: required value in `aud`. If not set, tokens with an `aud` are rejected: they are for another audience.
+    /// jwt: required value in `aud`. If not set, tokens with an `aud` are rejected, because they are for another
+    /// audience.
     pub audience: Option<Text>,
-    /// jwt: required claims, such as `{ scope = "write" }`. A list must contain the value. A string must be equal to it
-    /// or have it as a word between spaces. Otherwise: 403.
+    /// jwt: required claims, such as `{ scope = "write" }`. A list must contain the value. A string must be equal to
+    /// the value, or contain it as a word between spaces. Otherwise: 403.
     pub claims: Option<Spanned<BTreeMap<String, Text>>>,
     /// basic: file of users that Apache's `htpasswd` writes, with bcrypt (`htpasswd -B`) or apr1 (its default). Reloaded
     /// when it changes.
@@ -389,8 +391,8 @@ pub struct Auth {
     /// forward: headers of the client that the server gets.
     #[schemars(extend("default" = ["authorization", "cookie"]))]
     pub request_headers: Option<Vec<Text>>,
-    /// forward: headers of the server that the upstream gets, such as `["x-user"]`. The client's own headers of these
-    /// names are always removed.
+    /// forward: headers of the server that the upstream gets, such as `["x-user"]`. Headers of these names that the
+    /// client sent are always removed.
     pub response_headers: Option<Vec<Text>>,
     /// forward: maximum time for the response of the server, connecting included.
     #[schemars(schema_with = "schema::duration", extend("default" = "2s"))]
@@ -413,13 +415,14 @@ pub struct Auth {
 #[serde(default)]
 #[schemars(extend("required" = ["ttl"]))]
 pub struct AuthCache {
-    /// What the decision depends on: all `request_headers`, and `method`, `host`, `uri` (path and query) or `ip`. The
-    /// server is told nothing else, so that it cannot decide by what is not in the key. Default: everything.
+    /// The cache key, on which the decision depends: all `request_headers`, and `method`, `host`, `uri` (path and
+    /// query) or `ip`. The server receives nothing else, so that its decision cannot depend on values that are not in
+    /// the key. Default: all of them.
     pub by: Option<Spanned<Vec<Text>>>,
     /// Lifetime of an admission, at most 1h. The `Cache-Control` of the server may shorten or forbid it.
     #[schemars(schema_with = "schema::duration")]
     pub ttl: Option<Text>,
-    /// Maximum number of admissions. Those that were used least are removed.
+    /// Maximum number of admissions. Beyond it, the least used entries are removed.
     #[schemars(range(min = 1, max = 1_000_000), extend("default" = 10000))]
     pub max_entries: Option<Spanned<i64>>,
 }

@@ -1,4 +1,5 @@
-//! HTTP as such: canonical paths, header rules, bodies, response fields. Knows no limits and no configuration.
+//! HTTP as such: canonical paths, header rules, bodies, response fields. It does not depend on limits or the
+//! configuration.
 
 pub mod body;
 pub mod body_limits;

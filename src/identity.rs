@@ -81,7 +81,7 @@ pub struct RequestAttributes<'a> {
     pub is_from_trusted_proxy: bool,
     /// Subject of the client certificate.
     pub client_cert_subject: Option<&'a str>,
-    /// What the providers of the route verified.
+    /// The credentials that the providers of the route verified.
     pub credentials: &'a Credentials<'a>,
     /// Where the tier comes from.
     pub tier_source: &'a TierSource,
@@ -401,14 +401,14 @@ impl Descriptor {
                         // Some servers read a cookie without `=` as an empty value.
                         [] => values.push(Cow::Borrowed(&b""[..])),
                         [b'=', value @ ..] => {
-                            // Some servers trim spaces from names, others do not.
+                            // Some servers trim spaces from names, but not all do.
                             let exact = rest.starts_with(b"=") && pair.starts_with(name.as_bytes());
                             if !exact || !is_unambiguous_cookie_value(value) {
                                 return Err(IdentityError::Malformed(self.clone()));
                             }
                             values.push(cookie_value(value));
                         }
-                        // A longer name with this one as its prefix.
+                        // A longer name that begins with this name.
                         _ => {}
                     }
                 }

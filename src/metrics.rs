@@ -1,5 +1,5 @@
-//! Counters and histograms. Each worker has its own, so that workers do not contend for cache lines; readers add
-//! them up.
+//! Counters and histograms. Each worker has its own cells, so that workers do not contend for cache lines. Readers add
+//! the cells up.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};

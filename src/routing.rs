@@ -1,8 +1,9 @@
 //! Route lookup: the best match for a request, independent of the order in the file.
 //!
 //! Each host has a tree of path segments. The cost of a lookup depends on the depth of the path, not on the number of
-//! routes. Regular expressions are the exception: those of a host are tried one after the other, in file order, and only
-//! if the tree has nothing better than a catch-all path. This module knows nothing about limits or upstreams.
+//! routes. Regular expressions are the exception. The expressions of a host are tried one after the other, in file
+//! order, but only if the tree has no better match than a catch-all path. This module does not depend on limits or
+//! upstreams.
 
 pub mod condition;
 pub mod explain;
@@ -101,13 +102,13 @@ struct Node<T> {
 #[derive(Debug)]
 struct RouteEntry<T> {
     methods: Vec<Method>,
-    /// `None` without listeners and conditions, so that such routes cost one comparison.
+    /// `None` if the route has no listeners and no conditions. Such routes cost one comparison.
     requirements: Option<Box<Requirements>>,
     is_catch_all: bool,
     target: T,
 }
 
-/// What a route requires besides host, path and method.
+/// The requirements of a route besides host, path and method.
 #[derive(Debug)]
 struct Requirements {
     /// Indices of the listeners. Empty = all.
@@ -142,7 +143,8 @@ impl<T: Clone> RouteTable<T> {
     /// Add a route.
     ///
     /// # Errors
-    /// A request could match this route and an earlier one equally well. The error has the target of the earlier one.
+    /// A request could match this route and an earlier route equally well. The error contains the target of the earlier
+    /// route.
     pub fn insert(&mut self, pattern: &RouteMatch, target: &T) -> Result<(), AmbiguousRoutes<T>> {
         for Condition { source, .. } in &pattern.conditions {
             if let ConditionSource::Header(name) = source

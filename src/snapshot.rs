@@ -1,4 +1,5 @@
-//! The compiled configuration: references resolved, values validated, all errors reported. Nothing fails later.
+//! The compiled configuration: references resolved, values validated, all errors reported. Later steps report no
+//! errors.
 
 mod access;
 pub mod acme;
@@ -89,8 +90,8 @@ pub struct CompiledConfig {
     pub auth: Authentication,
     /// Hash function for identities.
     pub hasher: IdentityHasher,
-    /// Headers that need protection: those that only trusted proxies may set, besides the X-Forwarded family, and those
-    /// that identities and routes read.
+    /// Headers that need protection: headers that only trusted proxies may set, besides the X-Forwarded family, and
+    /// headers that identities and routes read.
     pub protected_headers: ProtectedHeaders,
     /// Upstreams, by the index that routes use.
     pub upstreams: Vec<Arc<UpstreamSettings>>,
@@ -111,7 +112,7 @@ pub struct CompiledConfig {
 /// `[[listener]]`
 #[derive(Debug)]
 pub struct Listener {
-    /// Name, if it has one.
+    /// Name, if the listener has one.
     pub name: Option<Box<str>>,
     /// Address and port.
     pub address: SocketAddr,
@@ -225,8 +226,8 @@ impl CompiledConfig {
         self.restart_only_keys.digests(salt)
     }
 
-    /// Replace the consumers of a file by those in `content`. Their usage stays counted. `index` is that of the file in
-    /// [`Authentication::consumers_files`].
+    /// Replace the consumers of a file by the consumers in `content`. Their usage stays counted. `index` is the index
+    /// of the file in [`Authentication::consumers_files`].
     ///
     /// # Errors
     /// All errors of the file. The consumers in use do not change.

@@ -105,9 +105,10 @@ pub enum CertificateSource {
 /// Selects the certificate for a connection by its server name.
 #[derive(Debug)]
 enum SniResolver {
-    /// The first one that is valid for the server name. Without a match or a server name it is the first one.
+    /// The first certificate that is valid for the server name. Without a match or a server name, the first certificate
+    /// is used.
     Files(Vec<ArcSwap<Certificate>>),
-    /// That of the server name, if it is one of these names.
+    /// The certificate of the server name, if it is one of these names.
     Managed(Vec<Box<str>>, ArcSwap<ManagedCertificates>),
 }
 
@@ -130,7 +131,7 @@ impl ClientVerifier {
     /// Verify client certificates with these CA certificates (PEM).
     ///
     /// # Errors
-    /// The PEM contains no certificate, or one that cannot be used.
+    /// The PEM contains no certificate, or a certificate that cannot be used.
     pub fn from_pem(ca_pem: &[u8], auth: ClientAuth) -> Result<Self, TlsError> {
         let TrustRoots(roots) = TrustRoots::from_pem(ca_pem)?;
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::new(default_provider()));
@@ -248,7 +249,7 @@ impl TrustRoots {
     /// Read CA certificates from PEM.
     ///
     /// # Errors
-    /// The PEM contains no certificate, or one that cannot be used.
+    /// The PEM contains no certificate, or a certificate that cannot be used.
     pub fn from_pem(pem: &[u8]) -> Result<Self, TlsError> {
         let mut roots = RootCertStore::empty();
         for certificate in CertificateDer::pem_slice_iter(pem) {
@@ -260,7 +261,7 @@ impl TrustRoots {
         Ok(TrustRoots(Arc::new(roots)))
     }
 
-    /// Return the CA certificates of the system. Unreadable ones are skipped.
+    /// Return the CA certificates of the system. Unreadable certificates are skipped.
     ///
     /// # Errors
     /// The system has no CA certificate.
@@ -288,7 +289,7 @@ impl Certificate {
     /// Read a chain and its key from PEM.
     ///
     /// # Errors
-    /// One of them is missing or cannot be read, or the key does not belong to the certificate.
+    /// The chain or the key is missing or cannot be read, or the key does not belong to the certificate.
     pub fn from_pem(chain: &[u8], key: &[u8]) -> Result<Self, TlsError> {
         let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>();
         let chain = chain.map_err(TlsError::UnreadableCertificate)?;

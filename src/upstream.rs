@@ -89,7 +89,7 @@ pub enum UpstreamError {
     InvalidResponse {
         /// Name of the upstream.
         upstream: Box<str>,
-        /// What is wrong with it.
+        /// The fault in the response.
         fault: &'static str,
     },
     /// The upstream responded with 101 although the request asked for no such upgrade.
@@ -163,7 +163,7 @@ impl Display for RootCause<'_> {
     }
 }
 
-/// One worker's view of an upstream: the shared cluster and the worker's own connection pools.
+/// An upstream as one worker uses it: the shared cluster, and the connection pools of the worker.
 #[derive(Debug)]
 pub struct Upstream {
     cluster: Arc<UpstreamCluster>,
@@ -187,7 +187,7 @@ struct PickState {
     hash_key: Option<u64>,
     /// Endpoints that this request has tried.
     tried: Vec<Arc<Endpoint>>,
-    /// Connection of the client, if the endpoints are told. Boxed: few upstreams are.
+    /// Connection of the client, if the endpoints get PROXY headers. Boxed: few upstreams are.
     client: Option<Box<ProxiedConnection>>,
 }
 
@@ -320,7 +320,7 @@ pub struct UpstreamSettings {
     pub max_queue: usize,
     /// Health checks. `None` disables them.
     pub health: Option<HealthSettings>,
-    /// Ejection after consecutive errors. `None` disables it.
+    /// Ejection after consecutive errors. `None` disables the check.
     pub ejection: Option<EjectionSettings>,
     /// Time until a recovered or new endpoint has its full weight. Zero disables slow start.
     pub slow_start: Duration,
@@ -348,7 +348,7 @@ pub struct UpstreamServerSettings {
     pub host: Box<str>,
     /// TCP port.
     pub port: u16,
-    /// TLS settings. `None` for clear text.
+    /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
     /// Weight relative to the other servers. 0: the server gets no requests.
     pub weight: u32,
@@ -360,7 +360,7 @@ impl UpstreamServerSettings {
         self.host.parse::<IpAddr>().is_err()
     }
 
-    /// Return whether both have the same host and port, and both use TLS or neither does.
+    /// Return whether both have the same host and port, and either both or none use TLS.
     pub(crate) fn is_same_server(&self, other: &UpstreamServerSettings) -> bool {
         (&self.host, self.port, self.tls.is_some()) == (&other.host, other.port, other.tls.is_some())
     }

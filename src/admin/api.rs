@@ -35,7 +35,7 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// What the handlers of a request need.
+/// The state that request handlers need.
 struct ApiContext<'a> {
     /// The configuration that was active when the request arrived.
     config: &'a CompiledConfig,

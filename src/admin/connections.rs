@@ -1,4 +1,5 @@
-//! The connections of the admin listener: how many, which one is closed for a new one, and their deadline.
+//! The connections of the admin listener: their maximum number, the deadline of each, and which idle connection is
+//! closed for a new connection.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -64,8 +65,8 @@ pub(super) struct AdminConnection {
 }
 
 impl AdminConnections {
-    /// Admit a new connection. If the maximum is reached, close the connection that has been idle longest. If none is
-    /// idle, the new connection serves health checks only.
+    /// Admit a new connection. If the maximum is reached, close the connection that has been idle longest. If no
+    /// connection is idle, the new connection serves health checks only.
     pub(super) fn admit(self: &Arc<Self>, peer: IpAddr) -> AdminConnection {
         let mut open = self.lock();
         let is_of_peer = |entry: &ConnectionEntry| !entry.is_reserved && entry.peer == peer;
@@ -73,7 +74,7 @@ impl AdminConnections {
         let is_reserved =
             !open.make_room(MAX_CONNECTIONS_PER_PEER, is_of_peer) || !open.make_room(MAX_CONNECTIONS, is_general);
         if is_reserved && !open.make_room(RESERVED_CONNECTIONS, |entry| entry.is_reserved) {
-            // Health checks wait for nothing, so all reserved connections are hardly ever busy.
+            // Health checks are answered at once, so a reserved connection is almost always free.
             open.close_oldest(|entry| entry.is_reserved);
         }
         let id = open.accepted_count;
@@ -90,7 +91,8 @@ impl AdminConnections {
 }
 
 impl OpenConnections {
-    /// Return whether one more connection fits into `max`. Close the one that has been idle longest if necessary.
+    /// Return whether one more connection fits into `max`. If necessary, close the connection that has been idle
+    /// longest.
     fn make_room(&mut self, max: usize, is_counted: impl Fn(&ConnectionEntry) -> bool) -> bool {
         if self.entries.values().filter(|entry| is_counted(entry)).count() < max {
             return true;

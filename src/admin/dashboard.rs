@@ -38,8 +38,8 @@ const SECURITY_HEADERS: [(HeaderName, &str); 4] = [
     (REFERRER_POLICY, "no-referrer"),
 ];
 
-/// Return a file of the dashboard, or `None` if there is none at `path`. The files need no authentication: they contain
-/// no data, and their scripts request it with the token.
+/// Return the file of the dashboard at `path`, or `None` if it does not exist. The files need no authentication: they
+/// contain no data, and their scripts request it with the token.
 pub(super) fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     if path == "/" {
         let index = if has_token { INDEX_HTML.replace(WITHOUT_TOKEN, WITH_TOKEN) } else { INDEX_HTML.to_owned() };

@@ -30,7 +30,8 @@ use crate::limiter::clock::{monotonic, unix_us};
 use crate::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
 use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES};
 
-/// Maximum number of concurrent subscribers. A quarter of the connections, which leaves room for health and metrics.
+/// Maximum number of concurrent subscribers. A quarter of the connections, so that the others serve health checks and
+/// metrics.
 pub(super) const MAX_SUBSCRIBERS: usize = 16;
 
 /// Capacity of the broadcast channel, in events of one second each. A subscriber that is further behind misses events.
@@ -70,7 +71,7 @@ struct LimitIntervals<'a> {
 #[derive(Serialize)]
 struct SecondEvent<'a> {
     second: PeriodStats,
-    /// The interval that ended with this second, if one did.
+    /// The interval that ended with this second; `None` if no interval ended.
     interval: Option<PeriodStats>,
     connections: ConnectionCounts,
     routes: Vec<RouteRequestCounts<'a>>,
@@ -95,7 +96,7 @@ struct LimitDecisionCounts<'a> {
     shadow: bool,
     /// Decisions since the start of the process, by kind.
     decisions: BTreeMap<&'static str, u64>,
-    /// Allowed and denied decisions of the interval that ended with this second, if one did.
+    /// Allowed and denied decisions of the interval that ended with this second; `None` if no interval ended.
     interval: Option<[u32; 2]>,
 }
 
@@ -209,7 +210,7 @@ impl Drop for Subscriber {
     }
 }
 
-/// Receive the next event, without those that the channel has dropped.
+/// Receive the next event. Events that the channel has dropped are skipped.
 async fn next_event(events: &mut Receiver<Bytes>) -> Option<Bytes> {
     loop {
         match events.recv().await {
@@ -291,7 +292,8 @@ const INTERVAL: Duration = Duration::from_secs(10);
 /// Number of intervals in the history: one hour.
 const HISTORY_INTERVALS: usize = 360;
 
-/// Maximum number of limits with a history, the first ones by name. Bounds the memory: each takes 3 KiB.
+/// Maximum number of limits with a history: the first limits in the order of their names. Bounds the memory: each takes
+/// 3 KiB.
 const MAX_LIMIT_HISTORIES: usize = 64;
 
 /// Index of the status class 5xx.
@@ -432,7 +434,7 @@ impl History {
     }
 }
 
-/// Add an item. Remove the oldest one if there are `max` already.
+/// Add an item. Remove the oldest element if there are `max` already.
 fn push_bounded<T>(items: &mut VecDeque<T>, item: T, max: usize) {
     if items.len() == max {
         items.pop_front();

@@ -53,7 +53,7 @@ impl MetricSource for AdminState {
         self.write_dropped(exposition)
     }
 
-    /// Names and meanings are those of the Prometheus client libraries.
+    /// The names and meanings are the same as in the Prometheus client libraries.
     fn write_process(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         exposition
             .gauge("process_start_time_seconds", "Start time of the process since the Unix epoch")?
@@ -99,8 +99,8 @@ impl AdminState {
             writer.write_counter(&labels, count)?;
         }
         let active = self.config_handle.active();
-        // Several certificates can have the same name: write the one that expires first.
-        // Of several certificates for a name, the one that expires first.
+        // Several certificates can have the same name: write the expiry of the certificate that expires first. For each
+        // name, the certificate that expires first.
         let mut not_after = BTreeMap::<(String, &str), u64>::new();
         let mut add = |name: String, source, certificate: &Certificate| {
             let expiry = not_after.entry((name, source)).or_insert(u64::MAX);

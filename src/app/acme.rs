@@ -52,7 +52,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 const RENEWAL_POINT: (u64, u64) = (2, 3);
 const RENEWAL_JITTER_DIVISOR: u64 = 20;
 
-/// Wait after the first failed attempt that the CA has judged, in seconds. It doubles with each one. Let's Encrypt
+/// Wait after the first failed attempt that the CA has judged, in seconds. It doubles with each failure. Let's Encrypt
 /// permits five failed validations per name and hour.
 const VERDICT_BACKOFF_S: u64 = 300;
 
@@ -63,8 +63,8 @@ const FAILURE_BACKOFF_S: u64 = 10;
 const MAX_VERDICT_BACKOFF_S: u64 = 86_400;
 const MAX_FAILURE_BACKOFF_S: u64 = 3600;
 
-/// Interval in which the renewal information of a certificate is read if the CA does not say, and bounds of what it
-/// says (RFC 9773 §4.3).
+/// Interval in which the renewal information of a certificate is read if the CA states no interval, and bounds for the
+/// interval of the CA (RFC 9773 §4.3).
 const RENEWAL_INFO_INTERVAL: Duration = Duration::from_secs(6 * 3600);
 const RENEWAL_INFO_BOUNDS: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(86_400));
 
@@ -117,7 +117,7 @@ impl std::fmt::Debug for DebuggableAccount {
     }
 }
 
-/// What to do next for a name.
+/// The next action for a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     /// Read the renewal information of the certificate (RFC 9773).
@@ -217,7 +217,7 @@ impl AcmeClient {
         publish_challenges(&self.storage, &acme.certificates);
     }
 
-    /// Return what to do now, and publish when the next order is planned.
+    /// Return the actions that are due now, and publish when the next order is planned.
     fn plan(&self, acme: &Acme, name: &str) -> Option<Step> {
         let now_s = unix_us() / 1_000_000;
         let attempts = self.attempts(name);
@@ -294,7 +294,7 @@ impl AcmeClient {
         Ok(account)
     }
 
-    /// Return the failed attempts of all gateways, or those of this one if they could not be stored.
+    /// Return the failed attempts of all gateways, or of this gateway if they could not be stored.
     fn attempts(&self, name: &str) -> Attempts {
         let stored: Attempts = self.storage.get_json(&attempts_record(name)).unwrap_or_default();
         match self.attempts.get(name) {
@@ -303,8 +303,8 @@ impl AcmeClient {
         }
     }
 
-    /// Do what is planned or requested for a name, if this process gets the lock. Return whether it had the lock.
-    /// `request` has the certificate that an administrator wants to be replaced.
+    /// Perform the planned or requested action for a name, if this process gets the lock. Return whether it had the
+    /// lock. `request` has the certificate that an administrator wants to be replaced.
     async fn proceed_with_lock(&mut self, acme: &Acme, name: &str, request: Option<&Option<String>>) -> bool {
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         match self.storage.lock().await {
@@ -331,7 +331,7 @@ impl AcmeClient {
     }
 
     async fn proceed(&mut self, acme: &Acme, name: &str, request: Option<&Option<String>>) {
-        // Another process may have renewed it while this one waited for the lock.
+        // Another process may have renewed the certificate while this process waited for the lock.
         self.serve_stored(acme);
         let current = acme.certificates.get(name).certificate.as_deref().map(fingerprint);
         let is_requested = request.is_some_and(|replaced| *replaced == current);
@@ -409,7 +409,7 @@ fn fingerprint(certificate: &Certificate) -> String {
     digest(&SHA256, leaf).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Return the challenges with another one first after each failure.
+/// Return the challenges. After each failure, another challenge comes first.
 fn rotated(challenges: &[ChallengeKind], failures: u32) -> Vec<ChallengeKind> {
     let mut challenges = challenges.to_vec();
     if !challenges.is_empty() {

@@ -21,7 +21,7 @@ const BACKLOG: i32 = 64;
 const DEFAULT_NAME: &str = "admin.sock";
 
 /// Return the path of the admin socket. By default it is `admin.sock` in the runtime directory that systemd sets
-/// (`RuntimeDirectory=`); without one there is no socket.
+/// (`RuntimeDirectory=`). Without a runtime directory there is no socket.
 pub(crate) fn socket_path(configured: &AdminSocket) -> Option<PathBuf> {
     match configured {
         AdminSocket::Off => None,
@@ -62,7 +62,8 @@ impl AdminSocketFile {
                     "the path is taken by a file that is not a socket",
                 ));
             }
-            // A connection succeeds only while a process listens. That of a hot restart is replaced.
+            // A connection succeeds only while a process listens. During a hot restart, the socket of the old process
+            // is replaced.
             Ok(_) if !is_hot_restart() && UnixStream::connect(path).is_ok() => {
                 return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there"));
             }

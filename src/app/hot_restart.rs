@@ -1,5 +1,5 @@
-//! Hot restart: start a new process with the listening sockets of this one, which drains once the new process serves.
-//! The sockets never close, so no connection is refused or reset.
+//! Hot restart: start a new process with the listening sockets of this process. This process drains once the new
+//! process serves. The sockets never close, so no connection is refused or reset.
 
 use std::net::TcpListener as StdListener;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -66,7 +66,7 @@ impl HotRestart {
         }
     }
 
-    /// Make the new process the main process of the service, and stop the admin listener of this one.
+    /// Make the new process the main process of the service, and stop the admin listener of this process.
     pub fn finish(self, child_id: u32) {
         sd_notify::notify_main_pid(child_id);
         self.admin_stop.cancel();
@@ -121,7 +121,7 @@ fn inheritable_copies(sockets: &[StdListener]) -> io::Result<(RawFd, Vec<OwnedFd
         for (number, socket) in (first..).zip(sockets) {
             let copy = fcntl_dupfd_cloexec(socket, number)?;
             if copy.as_raw_fd() != number {
-                // The number is in use. Start again from the next free one.
+                // The number is in use. Start from the next free number.
                 first = copy.as_raw_fd();
                 continue 'next;
             }

@@ -26,10 +26,11 @@ use crate::upstream::fetch::FetchError;
 /// Maximum size of a key set, in bytes.
 const MAX_KEY_SET: usize = 1 << 20;
 
-/// First delay after a failure. It doubles with each further one.
+/// First delay after a failure. It doubles with each further failure.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Maximum delay after a failure, while the keys are known, and while tokens are rejected because they are not.
+/// Maximum delay after a failure: the first while keys are known, the second while tokens are rejected because no keys
+/// are known.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 const MAX_RETRY_DELAY_WITHOUT_KEYS: Duration = Duration::from_secs(5);
 
@@ -57,7 +58,7 @@ pub enum JwksError {
 }
 
 impl JwksError {
-    /// Return what to do about it.
+    /// Return what the operator can do about the error.
     pub fn hint(&self) -> &'static str {
         match self {
             JwksError::Fetch(FetchError::Tls(_)) => {

@@ -26,7 +26,7 @@ pub(super) fn notify_ready() {
     }
 }
 
-/// Return whether this is the new process of a hot restart, and the old one runs.
+/// Return whether this is the new process of a hot restart, and the old process still runs.
 pub(super) fn is_hot_restart() -> bool {
     env::var(PARENT_PID_ENV).ok().and_then(|id| id.parse().ok()) == Some(parent_id())
 }

@@ -25,7 +25,7 @@ const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 
 type Clusters = Arc<[Arc<UpstreamCluster>]>;
 
-/// What is maintained from now on. The sender is dropped when everything was looked up once.
+/// The clusters to maintain from now on. The sender is dropped when every host was looked up once.
 type Maintained = (Arc<CompiledConfig>, Clusters, mpsc::Sender<Infallible>);
 
 /// Handle of the maintenance thread.
@@ -65,7 +65,7 @@ impl MaintenanceThread {
     pub(super) fn set_config(&self, config: &Arc<CompiledConfig>, clusters: &Clusters) -> io::Result<()> {
         let (first, looked_up) = mpsc::channel();
         self.0.send((config.clone(), clusters.clone(), first)).map_err(|_| io::ErrorKind::BrokenPipe)?;
-        // Nothing is ever sent. `recv_timeout` returns when all senders are dropped: each lookup drops its own when
+        // No value is ever sent. `recv_timeout` returns when all senders are dropped: each lookup drops its own when
         // done.
         let _ = looked_up.recv_timeout(FIRST_LOOKUP_TIMEOUT);
         Ok(())

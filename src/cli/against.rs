@@ -22,7 +22,7 @@ const MAX_IDENTITIES: usize = 20;
 /// Maximum number of identities of a limit whose usage is read. Each takes a request.
 const MAX_REQUESTS: usize = 500;
 
-/// What would change if the running gateway used the configuration.
+/// The changes that a reload of the running gateway with this configuration would make.
 #[derive(Debug, Serialize)]
 pub(super) struct Comparison {
     /// Differences in words.
@@ -31,7 +31,7 @@ pub(super) struct Comparison {
     restart: Vec<String>,
     /// New addresses that cannot be bound while the gateway runs, each with the reason.
     pub(super) unavailable: Vec<String>,
-    /// Known identities that have used more than a changed limit admits.
+    /// Known identities whose usage exceeds the new quota of a changed limit.
     over_quota: Vec<OverQuota>,
 }
 
@@ -69,7 +69,8 @@ pub(super) fn compare(path: &Path, config: &CompiledConfig, admin: &str) -> anyh
     Ok(Comparison { changes: differences.iter().map(ToString::to_string).collect(), restart, unavailable, over_quota })
 }
 
-/// Find the identities that have used more than a changed limit admits: consumers, and the most frequently denied ones.
+/// Find the identities whose usage exceeds the new quota of a changed limit, among consumers and the most frequently
+/// denied identities.
 fn over_quota(client: &AdminClient, config: &CompiledConfig, differences: &[Difference]) -> Vec<OverQuota> {
     let mut found = Vec::new();
     let changed = differences.iter().filter(|difference| difference.table == "limit" && difference.is_change);
@@ -120,7 +121,8 @@ fn known_identities(
     known
 }
 
-/// Return the identity if its usage exceeds the new quota. A limit with another algorithm or window starts anew.
+/// Return the identity if its usage exceeds the new quota. A limit with another algorithm or window starts with unused
+/// quotas.
 fn exceeds(config: &CompiledConfig, compiled: &CompiledLimit, identity: &str, status: &Value) -> Option<OverQuota> {
     let consumers = config.auth.consumers();
     let consumer = status["consumer"].as_str();

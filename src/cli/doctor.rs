@@ -88,7 +88,7 @@ fn issuer(source: &KeyUrl, fetched: &Result<FetchedKeys, JwksError>) -> ServerRe
     ServerReport { address, checks: vec![check] }
 }
 
-/// What a configuration requires of its servers.
+/// The requirements of a configuration on its servers.
 pub(super) fn requirements(config: &CompiledConfig, settings: &RedisSettings) -> Requirements {
     Requirements {
         prefix: settings.prefix.clone(),

@@ -369,7 +369,7 @@ mod secret_tests {
         let keys: std::collections::HashSet<_> =
             (0..1000).map(|_| Secret::generate(&prefix).unwrap().to_string()).collect();
         assert_eq!(keys.len(), 1000);
-        // Each of the 62 characters is there, about as often as the others.
+        // Each of the 62 characters occurs about equally often.
         let count = |digit: &u8| keys.iter().flat_map(|key| key[8..38].bytes()).filter(|byte| byte == digit).count();
         assert!(BASE62_DIGITS.iter().map(count).all(|count| (300..700).contains(&count)));
         for key in &keys {

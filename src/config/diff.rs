@@ -1,5 +1,5 @@
-//! The differences between two configurations, in words. Both are as written in their files, with secrets redacted:
-//! neither defaults nor the content of other files are compared.
+//! The differences between two configurations, in words. Both configurations are compared as written in their files,
+//! with secrets redacted. Neither defaults nor the content of other files are compared.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -42,7 +42,7 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
             (None, Some(_)) if name.is_some() => push("added".to_owned()),
             (Some(_), None) if name.is_some() => push("removed".to_owned()),
             (old, new) if old != new => {
-                // The keys of an entry are named without it, those of other tables in full.
+                // Keys of an entry are named without their table; keys of other tables are named with it.
                 let prefix = if name.is_some() { "" } else { &**table };
                 let changes = changed_keys(prefix, old.copied(), new.copied());
                 if name.is_some() { push(changes.join("; ")) } else { changes.into_iter().for_each(push) }
@@ -64,7 +64,7 @@ fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
                 for item in items {
                     let name = ["name", "address", "path"].iter().find_map(|key| item[*key].as_str());
                     let mut name = name.unwrap_or_default().to_owned();
-                    // Two entries may have the same name: routes need none.
+                    // Two entries may have the same name, because routes need no name.
                     while found.contains_key(&(table.clone(), Some(name.clone()))) {
                         name.push('\'');
                     }

@@ -17,9 +17,9 @@ use crate::config::secrets::redact;
 pub struct Issue {
     /// Byte range in the file. `None` for issues of the file as a whole.
     pub span: Option<Range<usize>>,
-    /// What is wrong.
+    /// The error.
     pub message: String,
-    /// What to do about it.
+    /// What the operator can do about it.
     pub hint: Option<String>,
 }
 

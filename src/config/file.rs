@@ -32,7 +32,7 @@ use crate::config::{
 pub struct ParsedFile<T> {
     /// The deserialized values.
     pub value: T,
-    /// Texts of the file and of those that it includes.
+    /// Texts of the file and of the files that it includes.
     pub sources: Sources,
     /// Unknown keys, and errors of `include`.
     pub issues: Vec<Issue>,
@@ -53,18 +53,18 @@ pub struct UnresolvedValue {
 }
 
 impl UnresolvedValue {
-    /// Return whether the value is the one at this span, or a part of it.
+    /// Return whether this span contains the value.
     pub(crate) fn is_within(&self, span: &Range<usize>) -> bool {
         self.issue.span.as_ref().is_some_and(|value| contains(span, value))
     }
 }
 
-/// What becomes of environment variables that are not set and have no default.
+/// How environment variables that are not set and have no default are reported.
 #[derive(Debug, Clone, Copy)]
 pub enum UnsetVariables<'a> {
     /// They are errors.
     Error,
-    /// They are warnings where the value is valid with any text in place of the variable, as a password is.
+    /// They are warnings if any text would be valid in place of the variable, such as a password.
     WarnIfValid,
     /// They are warnings, except in the values of these keys and of the keys below them.
     WarnExcept(&'a [&'a str]),
@@ -82,7 +82,7 @@ pub fn resolve_issues(
     let causes = |value: &UnresolvedValue, issue: &Issue| match (&value.issue.span, &issue.span) {
         (Some(value), Some(issue)) => {
             let line = sources.line_before(issue.start);
-            // The span of a list or an inline table includes the value. That of a `[table]` starts a line.
+            // The span of a list or an inline table includes the value. The header of a `[table]` starts a line.
             contains(value, issue) || (contains(issue, value) && !line.trim().is_empty())
         }
         _ => false,
@@ -569,8 +569,8 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
     }
 }
 
-/// Return the message and the hint for a key of a route that has another name and form here, with its value in that
-/// form.
+/// Return the message and the hint for a key of a route that has another name and form in Sluicegate. The hint shows
+/// the value in this form.
 fn replaced_key(path: &[String], table: &DeTable<'_>, sources: &Sources) -> Option<(String, Option<String>)> {
     let [first, index, key] = path else { return None };
     let route = table.get(first.as_str()).filter(|_| first == "route")?.get_ref().as_array()?;

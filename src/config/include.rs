@@ -22,7 +22,7 @@ const TABLE_FORMS: &str = "an included file has [[route]], [limit.NAME], [upstre
 /// texts together, so that a span also says which file it is in.
 #[derive(Debug, Clone)]
 pub struct Sources {
-    /// The including file, followed by the included ones in the order of their tables.
+    /// The including file, followed by the included files in the order of their tables.
     files: Vec<SourceFile>,
     /// Directories in which files that `include` names exist or may appear.
     directories: BTreeSet<PathBuf>,
@@ -40,12 +40,12 @@ pub struct SourceFile {
 }
 
 impl Sources {
-    /// Create the sources of a file that includes no others.
+    /// Create the sources of a file that includes no other files.
     pub fn new(path: &Path, text: String) -> Self {
         Sources { files: vec![SourceFile { path: path.to_owned(), text, start: 0 }], directories: BTreeSet::new() }
     }
 
-    /// Return all files. The first one is the including file.
+    /// Return all files. The first file is the including file.
     pub fn files(&self) -> &[SourceFile] {
         &self.files
     }
@@ -66,7 +66,7 @@ impl Sources {
         self.files.partition_point(|file| file.start <= span.start).saturating_sub(1)
     }
 
-    /// Return the file that a span is in. There is always one.
+    /// Return the file that a span is in. There is always a first file.
     fn file_of(&self, span: &Range<usize>) -> Option<&SourceFile> {
         self.files.get(self.index_of(span))
     }
@@ -101,7 +101,7 @@ impl Sources {
         format!("the first one is in {}", self.line_name(first))
     }
 
-    /// Divide issues by file. Their spans become those of their file. Issues without a span are those of the including
+    /// Divide issues by file. Their spans then refer to their own file. Issues without a span belong to the including
     /// file.
     pub fn by_file(&self, issues: Vec<Issue>) -> Vec<FileIssues> {
         let mut by_file: Vec<_> = self.files.iter().map(|_| Vec::new()).collect();

@@ -84,7 +84,7 @@ impl RedactedText {
         }
     }
 
-    /// Remember a secret for `redact_message`. Shorter ones are part of words that are not secret.
+    /// Remember a secret for `redact_message`. Shorter texts occur in words that are not secret.
     fn remember_secret(&mut self, secret: &str, min_length: usize) {
         if secret.len() >= min_length && !secret.contains("${") {
             self.secrets.push(secret.to_owned());
@@ -139,8 +139,8 @@ fn asterisks(text: &str) -> String {
     text.chars().map(hidden).collect()
 }
 
-/// Parse a file and those that it includes. Return the values of all as JSON, with environment variables not substituted
-/// and with secrets masked.
+/// Parse a file and the files that it includes. Return the values of all as JSON, with environment variables not
+/// substituted and with secrets masked.
 ///
 /// # Errors
 /// A text is not valid TOML.

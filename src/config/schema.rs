@@ -35,7 +35,7 @@ impl Transform for TomlSchema {
         if let Some(object) = schema.as_object_mut() {
             remove_null(object);
             if let Some(Value::String(text)) = object.get_mut("description") {
-                // Line breaks are those of the source code.
+                // The text has the line breaks of the source code.
                 *text = text.replace('\n', " ");
             }
             // The default of an absent table is given by its keys. The default of an absent list is the empty list.
@@ -72,7 +72,7 @@ fn remove_null(object: &mut Map<String, Value>) {
         let only = only.take();
         object.remove("anyOf");
         for (key, value) in only.as_object().into_iter().flatten() {
-            // Attributes of the key take precedence over those of its type.
+            // Attributes of the key take precedence over attributes of its type.
             object.entry(key).or_insert_with(|| value.clone());
         }
     }

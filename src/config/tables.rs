@@ -50,16 +50,17 @@ pub struct Route {
     /// Client networks that get 403, even if `allow` has them. Default: none.
     pub deny: Option<Vec<Text>>,
     /// CORS: `{ origins = ["https://app.example.com"] }`. The gateway answers preflights and sets the CORS headers of all
-    /// responses of the route ([CORS](#cors)). Default: preflights and CORS headers are those of the upstream.
+    /// responses of the route ([CORS](#cors)). Default: the upstream answers preflights and sets CORS headers.
     pub cors: Option<Spanned<Cors>>,
     /// Providers (`[auth.NAME]`) of which one must verify the request: `["keys", ["mtls", "tokens"]]`. They are tried in
-    /// order; a nested list requires all of its members. A credential that is absent or of another shape tries the
-    /// next. An invalid one, or none at all: 401. A valid one without the right: 403. Default: no credential is
-    /// required.
+    /// order; a nested list requires all of its members. If the credential is absent or of another shape, the next
+    /// alternative is tried. Requests with an invalid credential, or without any, get 401. Requests with a valid
+    /// credential without permission get 403. Default: no credential is required.
     pub require: Option<Spanned<Vec<Spanned<Requirement>>>>,
-    /// Providers that verify a credential if the request has one, for limits by credential. An invalid one: 401.
+    /// Providers that verify a credential if the request has one, for limits by credential. Requests with an invalid
+    /// credential get 401.
     pub identify: Option<Vec<Text>>,
-    /// Names of up to 16 limits. All are charged in one atomic check, or none.
+    /// Names of up to 16 limits. One atomic check charges all of them or none.
     pub limits: Vec<Text>,
     /// Cost of a request on each of these limits.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64), extend("default" = 1))]
@@ -88,8 +89,8 @@ pub struct Route {
     pub websocket: Option<Spanned<bool>>,
     /// Styles of the RateLimit headers: `draft-11` (all limits), `draft-07`, `draft-03`, `github`, `openai` or
     /// `anthropic`. `ietf` is the newest draft, `draft-11`. `[]` = no headers. The other styles describe one limit,
-    /// `openai` and `anthropic` one for each `unit`: the violated one with the longest wait, otherwise the one with the
-    /// smallest remaining share.
+    /// `openai` and `anthropic` one limit for each `unit`: the violated limit with the longest wait, otherwise the
+    /// limit with the smallest remaining share.
     #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
     pub ratelimit_headers: Option<Vec<Text>>,
     /// Send `Access-Control-Expose-Headers` for the RateLimit headers and `Retry-After`, next to the CORS headers of the
@@ -129,8 +130,8 @@ pub struct ValueRule {
 #[serde(default)]
 pub struct HeaderRules {
     /// Headers to set. The value replaces all existing lines of the header. It may have variables: `{client_ip}`,
-    /// `{request_id}`, `{consumer}`, `{route}`, `{host}`, `{method}`, `{path}`, `{scheme}`. If one has no content, the
-    /// header is removed. `{{` and `}}` are literal braces.
+    /// `{request_id}`, `{consumer}`, `{route}`, `{host}`, `{method}`, `{path}`, `{scheme}`. If a variable has no
+    /// content, the header is removed. `{{` and `}}` are literal braces.
     pub set: BTreeMap<String, Text>,
     /// Headers to remove, with all their lines.
     pub remove: Vec<Text>,
@@ -153,8 +154,8 @@ pub struct Cors {
     /// Whether browsers may send cookies, client certificates and HTTP authentication.
     #[schemars(extend("default" = false))]
     pub credentials: Option<Spanned<bool>>,
-    /// Time for which browsers may cache a preflight, in whole seconds. Browsers have a maximum of their own. Default:
-    /// that of the browser, usually 5s.
+    /// Time for which browsers may cache a preflight, in whole seconds. Browsers limit it to their own maximum.
+    /// Default: the default of the browser, usually 5s.
     #[schemars(schema_with = "schema::duration")]
     pub max_age: Option<Text>,
     /// Response headers that scripts may read, besides `Retry-After` and the RateLimit headers of the route's limits.
@@ -217,7 +218,7 @@ pub struct Redirect {
     /// Path, or `http://` or `https://` URL with a host. May have parameters of the path: `"/v1/{rest}"`. A redirect has
     /// either `to` or `scheme`.
     pub to: Option<Text>,
-    /// Scheme to redirect to. Host, path and query are those of the request.
+    /// Scheme to redirect to. The host, path and query of the request are kept.
     #[schemars(extend("enum" = ["http", "https"]))]
     pub scheme: Option<Text>,
     /// Port to redirect to, with `scheme`. Default: the port of the scheme, 80 or 443.
@@ -235,9 +236,9 @@ pub struct Redirect {
 pub struct Limit {
     /// Identity that the limit counts: `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`,
     /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `basic` (the user name), `auth:HEADER` (of an authentication server),
-    /// `host`, `route`, `method`, `global`, or a list of them. A list has one bucket for each combination. `api-key`,
-    /// `jwt:CLAIM`, `basic` and `auth:HEADER` need a provider of that kind in `require` or `identify` of the route; the
-    /// first one that verified a credential counts.
+    /// `host`, `route`, `method`, `global`, or a list of them. A list counts each combination of values separately.
+    /// `api-key`, `jwt:CLAIM`, `basic` and `auth:HEADER` need a provider of that kind in `require` or `identify` of the
+    /// route; the first provider that verified a credential counts.
     pub by: Option<Spanned<OneOrMany>>,
     /// `gcra` and `leaky-bucket` are aliases of `token-bucket`. `sliding-log` allows a quota of at most 10,000.
     /// `concurrency` limits requests in flight: `quota = "20"`.
@@ -309,7 +310,7 @@ pub struct Limit {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct LimitVariant {
-    /// Quota that replaces that of the limit. Without `quota` and `burst`, both are those of the limit.
+    /// Quota that replaces the quota of the limit. Without `quota` and `burst`, the quota and burst of the limit apply.
     #[schemars(schema_with = "schema::quota")]
     pub quota: Option<Text>,
     /// token-bucket: capacity of the bucket. Default: the count of the `quota` in the same table.

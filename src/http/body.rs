@@ -25,10 +25,10 @@ pub trait OnComplete: Send {
     fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool);
 }
 
-/// What an upstream response occupies until its data has been read: a connection and a request permit.
+/// The resources that an upstream response occupies until its data has been read: a connection and a request permit.
 pub trait UpstreamLease: Send {
     /// Called when the data has been read to its end, so that the connection can be reused. A lease that is dropped
-    /// instead closes the connection.
+    /// without a release closes the connection.
     fn release(self: Box<Self>);
 }
 
@@ -132,8 +132,8 @@ impl Body {
         self.in_flight = Some(in_flight);
     }
 
-    /// Discard the content of a local reply and return its length in bytes. hyper does so for HEAD in HTTP/1.1; in
-    /// HTTP/2 it would send the content (RFC 9110 §9.3.2).
+    /// Discard the content of a local reply and return its length in bytes. For HEAD, hyper does so only in HTTP/1.1.
+    /// In HTTP/2 it would send the content (RFC 9110 §9.3.2).
     pub fn discard_content(&mut self) -> Option<u64> {
         let BodyKind::Full(bytes) = &mut self.kind else { return None };
         self.complete = true;
@@ -299,8 +299,8 @@ impl Drop for Body {
 
 // === Framing of upstream responses: reject what other servers would interpret differently from hyper ===
 
-/// Return what is wrong with the framing of a response, with or without a body (RFC 9112 §6, RFC 9113 §8.2.1). Return
-/// `None` if it is valid.
+/// Return the error in the framing of a response, with or without a body (RFC 9112 §6, RFC 9113 §8.2.1). Return `None`
+/// if the framing is valid.
 pub fn framing_error<B>(response: &Response<B>) -> Option<&'static str> {
     let headers = response.headers();
     if response.version() == Version::HTTP_2 && has_padding(headers) {

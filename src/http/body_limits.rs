@@ -95,7 +95,7 @@ impl IdleTimer {
 /// `MinRequestBodyDataRate`.
 pub const GRACE_PERIOD: Duration = Duration::from_secs(5);
 
-/// Stands for no total timeout: longer than any upload.
+/// Represents no total timeout: longer than any upload.
 const NO_TIMEOUT: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Limits on a client that sends a body.
@@ -148,8 +148,8 @@ impl MinRateTimer {
 
 // === A timer whose deadline moves often and is rarely reached ===
 
-/// A timer that takes its deadline when it is polled. It is set again only when it fires too early, not each time the
-/// deadline moves: requests and chunks that arrive in time never reset it.
+/// A timer that takes its deadline when it is polled. It is reset only when it fires before the deadline, not each time
+/// the deadline moves. So requests and chunks that arrive in time never reset it.
 #[derive(Debug, Default)]
 pub struct LazyTimer(Option<Pin<Box<Sleep>>>);
 
@@ -180,7 +180,7 @@ const CHUNK_OVERHEAD: usize = 256;
 pub struct BufferBudget {
     used: AtomicUsize,
     max: AtomicUsize,
-    /// Budget that this one is a part of.
+    /// The budget that contains this budget.
     parent: Option<Arc<BufferBudget>>,
 }
 
@@ -402,8 +402,8 @@ mod min_rate_tests {
 
     use super::*;
 
-    /// Return the seconds until a client times out that sends `bytes` bytes every `every` ms; `None` if it does not
-    /// within an hour.
+    /// Return the seconds until a client times out that sends `bytes` bytes every `every` ms; `None` if the time is
+    /// more than an hour away.
     async fn seconds_until_timeout(demand: UploadLimits, bytes: usize, every: u64) -> Option<u64> {
         let (mut pace, begun) = (MinRateTimer::new(demand), Instant::now());
         while begun.elapsed() < Duration::from_secs(3600) {

@@ -56,9 +56,9 @@ pub enum AllowedOrigins {
 /// Methods or headers that a preflight allows.
 #[derive(Debug)]
 pub enum AllowedNames {
-    /// Those that the preflight names.
+    /// The methods or headers that the preflight names.
     Requested,
-    /// These. `None` sends no header, so that only what needs no preflight is allowed.
+    /// These. `None` sends no header: only requests that need no preflight are allowed.
     Listed(Option<HeaderValue>),
 }
 
@@ -91,7 +91,7 @@ impl AllowedOrigins {
 #[derive(Debug)]
 pub struct CorsDecision<'p> {
     policy: &'p CorsPolicy,
-    /// Value of `Access-Control-Allow-Origin`. `None` if the request has no origin or one that is not allowed.
+    /// Value of `Access-Control-Allow-Origin`. `None` if the request has no origin, or an origin that is not allowed.
     allow_origin: Option<HeaderValue>,
     is_preflight: bool,
 }
@@ -184,7 +184,7 @@ pub fn is_cors_header(name: &HeaderName) -> bool {
     name.as_str().starts_with(CORS_PREFIX)
 }
 
-/// Return the value of a header that has one line.
+/// Return the value of a header that occurs exactly once.
 fn single<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h HeaderValue> {
     let mut lines = headers.get_all(name).iter();
     lines.next().filter(|_| lines.next().is_none())

@@ -21,18 +21,18 @@ use crate::limiter::clock::monotonic;
 
 // === Activity: whether requests are in flight, and since when the connection is idle ===
 
-/// References of a connection to its activity: its own, and that of the watched stream. Each request in flight adds
-/// one.
+/// Number of references to the activity that a connection holds itself: one in the connection and one in its monitored
+/// stream. Each request in flight holds one more.
 const CONNECTION_REFS: usize = 2;
 
-/// Whether requests are in flight on a connection, and since when it is idle. The reference count is the count of
-/// requests: each holds one.
+/// Whether requests are in flight on a connection, and since when it is idle. The number of requests in flight is the
+/// reference count: each request holds a reference.
 #[derive(Debug)]
 pub struct ConnectionActivity {
     opened_at: Instant,
     /// End of the last response in ms after `opened_at`; 0 before the first.
     last_response_end_ms: AtomicU64,
-    /// Twice the number of request headers that have begun, minus one while the last are incomplete.
+    /// Twice the number of request headers that have begun, minus one while the last headers are incomplete.
     headers_counter: AtomicU64,
     /// Whether responses announce that the connection closes.
     announces_close: AtomicBool,
@@ -169,7 +169,7 @@ pub struct StreamFlow {
     buffered: AtomicUsize,
     /// Woken when buffered bytes are written.
     written_waker: AtomicWaker,
-    /// Twice the number of chunks handed to hyper, plus one while the last keeps hyper from taking the next.
+    /// Twice the number of chunks handed to hyper, plus one while the last chunk keeps hyper from taking the next.
     chunk_counter: AtomicU64,
     /// Whether a request was not read to its end.
     request_abandoned: AtomicBool,
@@ -237,7 +237,7 @@ impl StreamFlow {
     }
 
     /// Return ready when the response may continue: all buffered chunks are written, or the budget has capacity. Each
-    /// stream can thus make progress whatever the others hold.
+    /// stream can thus make progress, however much memory other streams hold.
     pub(super) fn poll_capacity(&self, cx: &Context<'_>) -> Poll<()> {
         let has_capacity = || self.buffered.load(Ordering::Acquire) == 0 || self.budget.has_capacity();
         if has_capacity() {

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use http::HeaderValue;
 
-/// What a variable in the value of a header rule stands for.
+/// A variable in the value of a header rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Variable {
     /// Address of the client.
@@ -149,8 +149,8 @@ impl ValueTemplate {
     /// variable.
     ///
     /// Bytes of the content that are not valid in a header value, or that servers interpret differently, are
-    /// percent-encoded: control characters, spaces at either end, and all that is not ASCII. So is `%`, except in
-    /// paths, which are percent-encoded already.
+    /// percent-encoded: control characters, spaces at either end, and bytes beyond ASCII. So is `%`, except in paths,
+    /// which are percent-encoded already.
     pub fn render<'c>(&self, content: impl Fn(Variable) -> Option<Cow<'c, [u8]>>) -> Option<HeaderValue> {
         let mut value = Vec::new();
         for part in &self.0 {

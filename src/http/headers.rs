@@ -57,7 +57,7 @@ impl ForwardedInfo {
 /// alias.
 #[derive(Debug, Default)]
 pub struct ProtectedHeaders {
-    /// Headers that only trusted proxies may set, followed by all others.
+    /// Headers that only trusted proxies may set, followed by all other protected headers.
     names: Vec<HeaderName>,
     /// Number of headers that only trusted proxies may set.
     proxy_only_count: usize,
@@ -338,8 +338,8 @@ pub fn http1_header_count(headers: &HeaderMap) -> usize {
     headers.len() - cookies.saturating_sub(1)
 }
 
-/// Return whether a value begins or ends with a space or a tab. HTTP/2 forbids that (RFC 9113 §8.2.1), and HTTP/1.1
-/// strips such whitespace: the next server would see a value other than the one used for routing and limits.
+/// Return whether a value begins or ends with a space or a tab. HTTP/2 forbids such whitespace (RFC 9113 §8.2.1), and
+/// HTTP/1.1 strips it: the next server would see another value than routing and limits have used.
 pub fn has_padding(headers: &HeaderMap) -> bool {
     let is_padding = |byte: Option<&u8>| matches!(byte, Some(b' ' | b'\t'));
     headers.values().map(HeaderValue::as_bytes).any(|value| is_padding(value.first()) || is_padding(value.last()))

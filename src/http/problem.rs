@@ -33,7 +33,7 @@ fn number<S: serde::Serializer>(status: &StatusCode, serializer: S) -> Result<S:
 }
 
 impl<'a> Problem<'a> {
-    /// Create a problem of which the status says everything: its type is `about:blank` (RFC 9457 §4.2.1).
+    /// Create a problem that is fully described by its status: its type is `about:blank` (RFC 9457 §4.2.1).
     pub(crate) fn new(status: StatusCode, detail: &'a str) -> Self {
         let title = status.canonical_reason().unwrap_or("Error");
         Problem { kind: "about:blank", title, status, detail, violated_policies: Vec::new(), request_id: None }

@@ -38,7 +38,7 @@ pub struct LimitStatus<'a> {
     pub quota: u64,
     /// Quota unit: what the quota counts, such as `requests`. Lowercase letters, digits and `-`.
     pub unit: &'a str,
-    /// What makes the quota available again.
+    /// How the quota becomes available again.
     pub period: QuotaPeriod,
     /// Remaining whole tokens.
     pub remaining: u64,
@@ -46,7 +46,7 @@ pub struct LimitStatus<'a> {
     pub reset_us: u64,
 }
 
-/// What makes a quota available again.
+/// How a quota becomes available again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QuotaPeriod {
     /// Time.
@@ -181,8 +181,8 @@ pub fn effective_limit<'a>(decision: &Decision<'a>) -> Option<LimitStatus<'a>> {
     effective_status(decision.results.iter(), decision.admitted)
 }
 
-/// Return the effective limit of these results. A denial has none among limits that are not violated: their remaining
-/// quota is unknown.
+/// Return the effective limit of these results. For a denial, only violated limits qualify: the remaining quota of the
+/// other limits is unknown.
 fn effective_status<'a, 'b>(
     results: impl Iterator<Item = &'b LimitResult<'a>> + Clone,
     admitted: bool,
@@ -212,8 +212,9 @@ where
 }
 
 /// Append the headers of one style to those that the upstream sent about its own limits. Draft 11 lists all `limits`;
-/// `RateLimit-Policy` is separate. The other styles have space for one limit, those by unit for one limit of each unit.
-/// They replace the upstream's headers, since their clients read a single value. `now_us` is µs since the Unix epoch.
+/// `RateLimit-Policy` is separate. The other styles describe a single limit. Styles by unit describe one limit for each
+/// unit. They replace the upstream's headers, since their clients read a single value. `now_us` is µs since the Unix
+/// epoch.
 pub fn append_style_headers<'a>(
     headers: &mut HeaderMap,
     style: HeaderStyle,

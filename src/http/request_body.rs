@@ -321,7 +321,7 @@ impl RequestBodyInner {
                     None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
                 }
             }
-            // The body did not reach its end, even if nothing follows.
+            // The body did not reach its end, although no data follows.
             Poll::Ready(Some(Err(_))) => return (SENDING, polled),
         }
         (if self.source.is_end_stream() { DONE } else { SENDING }, polled)
@@ -387,7 +387,7 @@ impl BodyTee {
         self.end(Ok(body));
     }
 
-    /// Call the hook, unless it was called.
+    /// Call the hook unless it was called before.
     fn end(&mut self, result: Result<RequestBody, TeeError>) {
         (self.content, self.reservation) = (Vec::new(), None);
         if let Some(on_end) = self.on_end.take() {

@@ -62,7 +62,8 @@ pub fn strip_trailing_dot(host: &HeaderValue) -> Option<HeaderValue> {
     HeaderValue::from_bytes(&[name.strip_suffix(b".")?, port].concat()).ok()
 }
 
-/// Return the host of `host`, `host:port`, `[v6]` or `[v6]:port`. Return `None` for anything else, such as `user@host`.
+/// Return the host of `host`, `host:port`, `[v6]` or `[v6]:port`. Return `None` for any other text, such as
+/// `user@host`.
 fn strip_port(authority: &str) -> Option<&str> {
     let (host, port) = match authority.strip_prefix('[').and_then(|inner| inner.split_once(']')) {
         Some((v6, rest)) => {

@@ -59,7 +59,7 @@ impl NetworkSet {
 
     /// Return whether every address of a network is in the set.
     pub fn covers(&self, network: IpNet) -> bool {
-        // Ranges are merged, so one range has them all.
+        // Ranges are merged, so a single range covers all addresses.
         match canonical_network(network) {
             IpNet::V4(network) => covers(&self.ipv4, network.network().to_bits(), network.broadcast().to_bits()),
             IpNet::V6(network) => covers(&self.ipv6, network.network().to_bits(), network.broadcast().to_bits()),
@@ -83,7 +83,7 @@ fn canonical_network(network: IpNet) -> IpNet {
     address.and_then(|address| IpNet::new(address, prefix_length).ok()).unwrap_or(network)
 }
 
-/// Sort ranges and join those that overlap or are adjacent.
+/// Sort ranges, and join ranges that overlap or are adjacent.
 fn merge<A: Copy + Ord + From<u8>>(
     mut ranges: Vec<AddressRange<A>>,
     checked_add: impl Fn(A, A) -> Option<A>,
@@ -92,7 +92,7 @@ fn merge<A: Copy + Ord + From<u8>>(
     let mut merged: Vec<AddressRange<A>> = Vec::with_capacity(ranges.len());
     for range in ranges {
         match merged.last_mut() {
-            // After the last address of the family, everything is included.
+            // The range ends at the last address of the family, so all later ranges are included.
             Some(last) if checked_add(last.last, A::from(1)).is_none_or(|next| range.first <= next) => {
                 last.last = last.last.max(range.last);
             }
@@ -134,7 +134,7 @@ pub struct InvalidLine {
     pub span: Range<usize>,
 }
 
-/// Maximum number of invalid lines that are reported. A file in another format has many.
+/// Maximum number of invalid lines that are reported. A file in another format has many invalid lines.
 const MAX_INVALID_LINES: usize = 5;
 
 /// Parse a file of networks: one per line, with comments from `#` to the end of the line.
@@ -201,7 +201,7 @@ pub enum AccessDecision<'r> {
     Allowed(ListSource<'r>),
     /// A network of `deny` has the client.
     Denied(ListSource<'r>),
-    /// There is an `allow`, and none of its networks has the client.
+    /// `allow` is set, and no network of it contains the client.
     NotAllowed,
 }
 

@@ -52,7 +52,7 @@ pub(super) struct PresentedKey<'h> {
     /// Bit set of the places that contain the key.
     pub(super) places: u32,
     pub(super) source: KeySource,
-    /// Whether the key stands behind a scheme and looks like a token of another provider.
+    /// Whether the key follows a scheme and looks like a token of another provider.
     is_jwt_shaped: bool,
 }
 
@@ -125,7 +125,7 @@ pub enum Caller {
 /// The caller of a request without a key.
 pub static MISSING_CALLER: Caller = Caller::Missing;
 
-/// The consumers of all files. Their names are one namespace.
+/// The consumers of all files. The consumers of all files share one namespace.
 #[derive(Debug, Default)]
 pub struct ConsumerDirectory(pub Vec<Arc<Consumers>>);
 
@@ -196,7 +196,7 @@ impl Consumer {
 }
 
 impl KeyPlace {
-    /// Return the key in the value of the header. `None`: another scheme, or no key.
+    /// Return the key in the value of the header. `None`: the header has another scheme, or no key.
     fn key<'h>(&self, value: &'h [u8]) -> Option<&'h [u8]> {
         let key = match &self.scheme {
             None => value,
@@ -240,7 +240,7 @@ impl ApiKeyProvider {
             let (consumer, key) = (&*consumer.name, terms.name.as_deref());
             if terms.disabled {
                 debug!(consumer, key, "API key is disabled");
-                // The client does not learn that the key exists.
+                // The message does not reveal that the key exists.
                 return Verification::Invalid(AuthError::UnknownApiKey(presented.source));
             }
             if terms.expires_us.is_some_and(|expires| expires <= request.now_us) {

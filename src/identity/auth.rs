@@ -17,9 +17,9 @@ use crate::limiter::spec::{LimitSpec, LimitVariant};
 pub struct AuthProvider {
     /// Name of the provider.
     pub name: Box<str>,
-    /// What it verifies.
+    /// The kind of credential that it verifies.
     pub kind: ProviderKind,
-    /// Whether a verified credential is forwarded to the upstream. Others are always removed.
+    /// Whether a verified credential is forwarded to the upstream. Other credentials are always removed.
     pub forward_credential: bool,
 }
 
@@ -72,7 +72,7 @@ pub struct Challenge {
     is_bearer: bool,
 }
 
-/// What authentication reads of a request.
+/// The parts of a request that authentication reads.
 #[derive(Debug, Clone, Copy)]
 pub struct AuthRequest<'r> {
     /// Request headers.
@@ -85,7 +85,7 @@ pub struct AuthRequest<'r> {
     pub now_us: u64,
 }
 
-/// What was verified of a request, by provider. Empty for a route without providers.
+/// The verified credentials of a request, by provider. Empty for a route without providers.
 #[derive(Debug, Clone, Default)]
 pub struct Credentials<'a> {
     providers: &'a [AuthProvider],
@@ -125,7 +125,7 @@ pub enum Proof {
     ClientCert,
     /// The name of the user.
     Basic(Box<str>),
-    /// What the authentication server sent.
+    /// The response of the authentication server.
     Forward(Arc<Admission>),
 }
 
@@ -228,7 +228,7 @@ impl AuthProvider {
 }
 
 impl Challenge {
-    /// Create a challenge, such as `ApiKey` or `Basic realm="api"`. Return `None` if it is no header value.
+    /// Create a challenge, such as `ApiKey` or `Basic realm="api"`. Return `None` if it is not a valid header value.
     pub fn new(text: &str) -> Option<Self> {
         let value = HeaderValue::from_str(text).ok()?;
         Some(Challenge { value, is_bearer: text.eq_ignore_ascii_case("bearer") })
@@ -287,7 +287,7 @@ impl RouteAuth {
 }
 
 impl<'a> Credentials<'a> {
-    /// Continue after [`AuthError::Pending`] with the result of that provider. What was verified before is kept.
+    /// Continue after [`AuthError::Pending`] with the result of that provider. Earlier results are kept.
     ///
     /// # Errors
     /// As for [`RouteAuth::authenticate`].
@@ -383,8 +383,8 @@ impl<'a> Credentials<'a> {
         })
     }
 
-    /// Remove the credentials that are not forwarded: all that the providers of the route read, except those that they
-    /// verified and forward.
+    /// Remove the credentials that are not forwarded: all credentials that the providers of the route read, except
+    /// those that they verified and forward.
     pub fn remove_from(&self, headers: &mut HeaderMap) {
         let Some(route) = self.route else { return };
         for index in &route.providers {
@@ -495,8 +495,8 @@ impl<'a> Credentials<'a> {
         self.check_foreign(route, request)
     }
 
-    /// Reject credentials of `identify` that have another shape and that no provider verified. A token is one, whatever
-    /// `on_unknown` says about keys, so tokens come first.
+    /// Reject credentials of `identify` that have another shape and that no provider verified. A token is such a
+    /// credential, whatever `on_unknown` says about keys. So tokens are checked first.
     fn check_foreign(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
         let mut unknown_keys = Vec::new();
         for index in &route.identify {
@@ -513,7 +513,7 @@ impl<'a> Credentials<'a> {
         unknown_keys.into_iter().try_for_each(|index| self.unknown_key(index, request))
     }
 
-    /// Return whether another provider verified the credential in a header of this one.
+    /// Return whether another provider verified the credential in a header that this provider reads.
     fn is_verified_elsewhere(&self, index: usize) -> bool {
         self.checked.iter().any(|(other, verification)| {
             let mut verified = self.providers[*other].verified_headers(verification);
@@ -558,8 +558,8 @@ impl AuthProvider {
     }
 
     /// Return whether a header is removed unless a provider verified and forwards it: it contains a credential that this
-    /// provider would read. `place` is the index of the header. What an authentication server reads, such as cookies,
-    /// is not only a credential: the configuration alone decides.
+    /// provider would read. `place` is the index of the header. The headers that an authentication server reads, such
+    /// as cookies, may also have other uses. For them the configuration alone decides.
     fn removes(&self, place: usize, headers: &HeaderMap) -> bool {
         match &self.kind {
             ProviderKind::ApiKey(keys) => keys.places[place].is_present(headers),

@@ -1,7 +1,7 @@
 //! HTTP Basic authentication (RFC 7617): verifies user name and password against a file that Apache's `htpasswd` writes.
 //!
-//! A bcrypt hash costs milliseconds of CPU on purpose. Credentials that were verified within a minute cost one HMAC,
-//! all others wait for a blocking thread. The number of hashes that are computed or queued is bounded.
+//! A bcrypt hash costs milliseconds of CPU on purpose. Credentials that were verified within the last minute cost one
+//! HMAC. Other credentials wait for a blocking thread. The number of hashes that are computed or queued is bounded.
 
 use std::collections::HashMap;
 use std::hint::black_box;
@@ -35,7 +35,8 @@ const VERIFIED_TTL: Duration = Duration::from_secs(60);
 /// Time for which rejected credentials are not hashed again: a client with a wrong password that retries costs little.
 const REJECTED_TTL: Duration = Duration::from_secs(10);
 
-/// Maximum number of remembered credentials, verified ones and rejected ones each. An entry takes about 100 bytes.
+/// Maximum number of remembered credentials, for verified and for rejected credentials each. An entry takes about 100
+/// bytes.
 const MAX_REMEMBERED: usize = 10_000;
 
 /// Maximum number of requests that wait for a hash. More are rejected with 503.
@@ -207,7 +208,8 @@ impl BasicVerifier {
     /// Hash the password of a user and return the name if the password is right. Dropping the future leaves the queue.
     ///
     /// # Errors
-    /// The queue is full, or the wait in it took 5 s. The inner error: the user is unknown, or the password is wrong.
+    /// The queue is full, or the request waited 5 s in it. The inner error: the user is unknown, or the password is
+    /// wrong.
     pub async fn verify(&self, unverified: UnverifiedUser) -> Result<Result<Box<str>, BasicError>, VerificationBusy> {
         let UnverifiedUser { table, user, password, fingerprint } = unverified;
         let permit = {
@@ -223,7 +225,7 @@ impl BasicVerifier {
             return Ok(Err(BasicError::Rejected));
         }
         let hashing = spawn_blocking(move || {
-            // The permit belongs to the hash: it is released when the hash is computed, even if the request is gone.
+            // The permit is released when the hash is computed, even if the request was cancelled before.
             let _permit = permit;
             let is_valid = table.htpasswd.verify(&user, &password);
             let remembered = if is_valid { (&table.verified, VERIFIED_TTL) } else { (&table.rejected, REJECTED_TTL) };
@@ -260,7 +262,7 @@ fn is_remembered(cache: &Cache<Fingerprint, Instant>, fingerprint: &Fingerprint)
     cache.get(fingerprint).is_some_and(|expires_at| monotonic() < expires_at)
 }
 
-/// A place in the queue for a hash.
+/// A queued computation of a hash.
 struct QueueTicket<'a>(&'a AtomicUsize);
 
 impl<'a> QueueTicket<'a> {
@@ -361,7 +363,7 @@ enum Fault {
 }
 
 impl HtpasswdError {
-    /// Return what to do about it. `file` is the path of the file.
+    /// Return what the operator can do about the error. `file` is the path of the file.
     pub fn hint(&self, file: &str) -> String {
         match &self.fault {
             Fault::Encoding => "the file must be UTF-8 text".to_owned(),
@@ -411,8 +413,8 @@ impl Htpasswd {
         Ok(htpasswd)
     }
 
-    /// Return whether this is the password of the user. Takes as long for an unknown user: then the password is hashed
-    /// with the salt and the cost of another user, always the same for a name.
+    /// Return whether this is the password of the user. The check takes as long for an unknown user: the password is
+    /// hashed with the salt and the cost of another user, which is always the same user for a name.
     fn verify(&self, user: &str, password: &[u8]) -> bool {
         if let Some(index) = self.users.get(user) {
             return self.hashes[*index].verify(password);
@@ -451,7 +453,7 @@ impl PasswordHash {
             _ if text.starts_with("$5$") => unsupported("SHA-256 crypt"),
             _ if text.starts_with("$6$") => unsupported("SHA-512 crypt"),
             _ if text.starts_with("$2x$") => unsupported("a faulty implementation of bcrypt (`$2x$`)"),
-            // A crypt hash cannot be told from a password of 13 characters.
+            // A crypt hash cannot be distinguished from a password of 13 characters.
             _ => unsupported("crypt, or not hashed at all"),
         }
     }

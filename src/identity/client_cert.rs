@@ -24,8 +24,8 @@ pub enum ClientCertError {
     Expired,
 }
 
-/// Maximum length in bytes of `Client-Cert-Chain`. Servers limit their headers, and the client chooses what follows its
-/// certificate.
+/// Maximum length in bytes of `Client-Cert-Chain`. Servers limit the size of headers, and the client chooses the
+/// certificates that follow its own.
 const MAX_CHAIN_HEADER: usize = 16 << 10;
 
 /// The verified certificate of a client, followed by the certificates that the client sent with it.
@@ -40,7 +40,8 @@ pub struct ClientCertificate {
 pub struct CertificateHeaders {
     /// `Client-Cert`: the certificate (§2.2).
     pub certificate: HeaderValue,
-    /// `Client-Cert-Chain`: the certificates that followed it (§2.3). `None` if there are none, or too many.
+    /// `Client-Cert-Chain`: the certificates that followed it (§2.3). `None` if there are no such certificates, or too
+    /// many.
     pub chain: Option<HeaderValue>,
 }
 

@@ -31,7 +31,7 @@ pub struct IdentityDisplay(pub Arc<[DisplayPart]>);
 pub struct DisplayPart {
     /// Label of the part in `by`, or of the client network that stands in for it.
     pub label: Box<str>,
-    /// Value of the part. `None` if it may be a secret.
+    /// Value of the part. `None` if the value may be a secret.
     pub value: Option<Box<str>>,
 }
 

@@ -1,5 +1,5 @@
-//! Forward authentication: what a server of the operator is told of a request, and what it decided. The exchange itself
-//! is in `proxy/forward_auth.rs`.
+//! Forward authentication: the parts of a request that an authentication server receives, and its decision. The
+//! exchange itself is in `proxy/forward_auth.rs`.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -23,7 +23,7 @@ use crate::limiter::clock::monotonic;
 pub struct ForwardProvider {
     /// The settings.
     pub settings: ForwardSettings,
-    /// Admissions that are not asked for again. `None`: each request is asked for.
+    /// The cache of admissions: the server is not called again for them. `None`: the server is called for each request.
     pub cache: Option<Arc<ForwardCache>>,
 }
 
@@ -38,20 +38,20 @@ pub struct ForwardSettings {
     pub authority: HeaderValue,
     /// Headers of the client that the server gets.
     pub request_headers: Vec<HeaderName>,
-    /// Headers of the server that the upstream gets. Those of clients are always removed.
+    /// Headers of the server that the upstream gets. Headers of these names from clients are always removed.
     pub response_headers: Vec<HeaderName>,
     /// Maximum time for the whole exchange.
     pub timeout: Duration,
     /// Whether requests are admitted while the server does not respond.
     pub fail_open: bool,
-    /// What the server is told besides the headers of the client.
+    /// The values that the server receives besides the headers of the client.
     pub told: ToldParts,
     /// Lifetime and maximum number of cached admissions. `None`: no cache.
     pub cache: Option<(Duration, usize)>,
 }
 
-/// The parts of a request that an authentication server is told. With a cache, they are all in its key: what is not in
-/// the key cannot decide.
+/// The parts of a request that an authentication server receives. With a cache, all of them are in the cache key, so
+/// that the decision depends on nothing else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ToldParts {
     /// `X-Forwarded-Method`.
@@ -103,13 +103,14 @@ impl Admission {
     }
 }
 
-// === Cache: admissions by everything that the server is told ===
+// === Cache: admissions by all values that the server receives ===
 
-/// Maximum size of the headers of a cached admission, in bytes. Larger ones are not cached, which bounds the memory.
+/// Maximum size of the headers of a cached admission, in bytes. Larger admissions are not cached, which bounds the
+/// memory.
 const MAX_CACHED_HEADERS: usize = 4096;
 
-/// Admissions by a keyed hash of what the server is told. Shared by all workers. Denials are not cached: they may start
-/// a session of one client, and the next request may bring the credential.
+/// Admissions by a keyed hash of the values that the server receives. Shared by all workers. Denials are not cached: a
+/// denial may start the session of one client, and the next request may have the credential.
 pub struct ForwardCache {
     admissions: Cache<CacheKey, CachedAdmission>,
     /// Exchanges in progress, each with the receiver of its result.
@@ -118,7 +119,7 @@ pub struct ForwardCache {
     secret: [u8; 32],
 }
 
-/// Hash of what the server is told.
+/// Hash of the values that the server receives.
 pub type CacheKey = [u8; 32];
 
 #[derive(Debug, Clone)]
@@ -138,18 +139,18 @@ pub enum SharedResult {
     Private,
 }
 
-/// What a request does about its key.
+/// The role of a request for its cache key.
 #[derive(Debug)]
 pub enum CacheRole<'a> {
-    /// The admission is known.
+    /// The admission is in the cache.
     Hit(Arc<Admission>),
-    /// The request asks the server, and publishes the result. Others wait for it.
+    /// The request calls the server and publishes the result. Other requests wait for this result.
     Ask(PendingExchange<'a>),
     /// Another request is asking the server.
     Wait(watch::Receiver<Option<SharedResult>>),
 }
 
-/// An exchange that other requests wait for. If it is dropped without a result, another request asks the server.
+/// An exchange that other requests wait for. If it is dropped without a result, another request calls the server.
 #[derive(Debug)]
 pub struct PendingExchange<'a> {
     cache: &'a ForwardCache,
@@ -188,8 +189,8 @@ impl ForwardCache {
         key
     }
 
-    /// Return the role of a request with this key: it uses a cached admission, asks the server, or waits for the request
-    /// that asks.
+    /// Return the role of a request with this key: it uses a cached admission, calls the server, or waits for the
+    /// request that calls the server.
     pub fn role(&self, key: CacheKey) -> CacheRole<'_> {
         if let Some(cached) = self.admissions.get(&key) {
             if monotonic() < cached.expires_at {

@@ -23,13 +23,14 @@ use crate::identity::auth::{AuthError, AuthRequest, Proof, Verification};
 use crate::identity::remote_keys::RemoteKeys;
 
 /// Leeway in seconds for clock skew between issuer and gateway. RFC 7519 §4.1.4 allows "usually no more than a few
-/// minutes". Clocks synchronized by NTP differ by less than a second, those of virtual machines by more after a pause.
+/// minutes". Clocks that are synchronized by NTP differ by less than a second. After a pause, clocks of virtual
+/// machines differ by more.
 const LEEWAY_S: f64 = 30.0;
 
 /// A provider of kind `jwt`: keys and expected claims.
 #[derive(Debug, Default)]
 pub struct JwtVerifier {
-    /// Public keys of the issuer. Replaced when the JWK Set changes. `None` until it was fetched.
+    /// Public keys of the issuer. Replaced when the JWK Set changes. `None` until the key set was fetched.
     pub keys: Arc<ArcSwapOption<KeySet>>,
     /// State of the refreshes, if the JWK Set is fetched from a URL.
     pub remote: Option<Arc<RemoteKeys>>,
@@ -57,7 +58,7 @@ pub enum TokenError {
     /// No key matches the `kid`, or the algorithm of a token without `kid`.
     #[error("the bearer token is signed with an unknown key")]
     UnknownKey,
-    /// The algorithm of the token is not that of the key.
+    /// The algorithm of the token differs from the algorithm of the key.
     #[error("the bearer token is signed with another algorithm than that of its key")]
     Algorithm,
     /// The signature is invalid.
@@ -195,7 +196,7 @@ impl JwtVerifier {
         let token = str::from_utf8(token).map_err(|_| TokenError::Malformed)?;
         let (message, signature) = token.rsplit_once('.').ok_or(TokenError::Malformed)?;
         let header = decode_header(token)?;
-        // Critical extensions must be understood (RFC 7515 §4.1.11). The gateway supports none.
+        // Critical extensions must be understood (RFC 7515 §4.1.11). The gateway supports no critical extensions.
         if header.crit.is_some() {
             return Err(TokenError::Malformed);
         }
@@ -372,8 +373,8 @@ impl KeySet {
         KeySet { keys, verified: Cache::with_weighter(EXPECTED_VERIFIED, MAX_VERIFIED_BYTES, TokenLength) }
     }
 
-    /// Parse a JWK Set from a server. Keys that cannot be used are skipped (RFC 7517 §5): one faulty key must not keep the
-    /// others from being rotated. Return the keys, and why others were skipped.
+    /// Parse a JWK Set from a server. Keys that cannot be used are skipped (RFC 7517 §5): one faulty key must not
+    /// prevent the rotation of the other keys. Return the usable keys, and the reasons why other keys were skipped.
     ///
     /// # Errors
     /// The content is not a JWK Set, or no usable key remains.

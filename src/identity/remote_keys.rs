@@ -1,4 +1,4 @@
-//! The state of a key set that is fetched from a URL: whether it is known, and when requests may ask for a new one. The
+//! The state of a key set that is fetched from a URL: whether it is known, and when requests may trigger a refresh. The
 //! fetching is in `app/jwks_refresh.rs`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,7 +37,7 @@ pub struct RemoteKeys {
 struct RefreshState {
     /// Whether an attempt runs or is about to begin.
     is_pending: bool,
-    /// When a token with an unknown key last asked for a refresh.
+    /// When a token with an unknown key last triggered a refresh.
     asked_at: Option<Instant>,
 }
 
@@ -63,8 +63,8 @@ impl RemoteKeys {
         self.lock().may_ask()
     }
 
-    /// Ask for a refresh because of a token with an unknown key, and wait until it has ended, at most 5 s. Return at once
-    /// if another token asked within the last 10 s.
+    /// Ask for a refresh because of a token with an unknown key, and wait until it has ended, at most 5 s. Return at
+    /// once if another token triggered a refresh within the last 10 s.
     pub async fn refresh(&self) {
         let mut finished = self.finished.subscribe();
         {
@@ -81,7 +81,7 @@ impl RemoteKeys {
         let _ = timeout(REFRESH_TIMEOUT, finished.changed()).await;
     }
 
-    /// Return when a request asks for a refresh.
+    /// Return when a request triggers a refresh.
     pub async fn wanted(&self) {
         self.wanted.notified().await;
     }

@@ -152,7 +152,7 @@ impl LimiterAdmin {
         let write = OverrideWrite { field, known: self.overrides.known_revision(field), record };
         let (status, written) = store.write_override(&hash, &write, MAX_OVERRIDES).await?;
         if let Some(written) = written {
-            // Applied at once: Redis may lose the record before it is read again.
+            // Applied at once: Redis may lose the record before other gateways have read it.
             self.overrides.apply_snapshot(&written, asked_at, false);
         }
         // If this fails, the next poll reads the other records.

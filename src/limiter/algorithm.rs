@@ -19,7 +19,7 @@ use crate::limiter::algorithm::sliding_window::SlidingWindow;
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::quota::{Quota, QuotaError};
 
-/// An algorithm with its parameters: everything that decides about one limit, except the identity.
+/// An algorithm with its parameters. Together with the state of an identity, it decides about one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rule {
     /// Token bucket (GCRA, leaky bucket as a meter).
@@ -326,7 +326,7 @@ pub enum Change {
 /// An edit of a sliding log. The log itself is not copied, because it may be long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LogEdit {
-    /// Time of the edit, µs. With `repair_clock_skew`, later entries are moved to it.
+    /// Time of the edit, µs. With `repair_clock_skew`, later entries get this time.
     pub now: u64,
     /// Whether entries are in the future because the clock was set back.
     pub repair_clock_skew: bool,

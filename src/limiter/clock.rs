@@ -1,4 +1,4 @@
-//! The one place that reads a clock. Time reaches everything else as a value.
+//! The only module that reads a clock. All other code gets the time as an argument.
 
 #![allow(clippy::disallowed_methods)]
 
@@ -9,33 +9,33 @@ use std::time::{Duration, Instant, SystemTime};
 /// Clocks of two machines drift apart by less than this part of a wait.
 const MAX_DRIFT_DIVISOR: u32 = 2000;
 
-/// Where a store takes the instant of a decision from.
+/// The clock from which a store takes the time of a decision.
 #[derive(Debug, Clone, Default)]
 pub enum Clock {
-    /// Redis' own `TIME`; for the memory store, the system's clock.
+    /// The `TIME` of Redis; for the memory store, the system clock.
     #[default]
     Store,
-    /// Redis' own `TIME` for decisions, while this process' clock is off by so many µs.
+    /// The `TIME` of Redis for decisions, while the clock of this process is wrong by this number of µs.
     Skewed(i64),
     /// An instant set by hand, in µs since the Unix epoch.
     Manual(Arc<AtomicU64>),
-    /// Redis' own `TIME` for decisions, while this process' clock showed so many µs since the Unix epoch at an instant, and runs
-    /// with [`monotonic`] since then.
+    /// The `TIME` of Redis for decisions. The clock of this process showed this number of µs since the Unix epoch at
+    /// this instant, and has run with [`monotonic`] since then.
     Running(Instant, u64),
 }
 
 impl Clock {
-    /// A clock that stands still until it is set.
+    /// A clock that does not advance until it is set.
     pub fn manual(now_us: u64) -> Self {
         Clock::Manual(Arc::new(AtomicU64::new(now_us)))
     }
 
-    /// A clock that shows `now_us` now and runs with [`monotonic`], also where a test pauses that.
+    /// A clock that shows `now_us` now and runs with [`monotonic`], which a test may pause.
     pub fn running(now_us: u64) -> Self {
         Clock::Running(monotonic(), now_us)
     }
 
-    /// Moves a manual clock; the store's own cannot be moved.
+    /// Set a manual clock. Other clocks cannot be set.
     pub fn set(&self, now_us: u64) {
         if let Clock::Manual(now) = self {
             now.store(now_us, Ordering::SeqCst);
@@ -52,7 +52,7 @@ impl Clock {
         }
     }
 
-    /// Now as the script's argument: 0 leaves it to the server.
+    /// The current time as the argument of the script. With 0 the script uses the time of Redis.
     pub fn script_argument_us(&self) -> u64 {
         match self {
             Clock::Manual(_) => self.now_us(),
@@ -61,38 +61,39 @@ impl Clock {
     }
 }
 
-/// The system's wall clock, µs since the Unix epoch.
+/// The wall clock of the system, µs since the Unix epoch.
 pub fn unix_us() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
 
-/// The part of a wait by another machine's clock that lasts at least as long by ours.
+/// Return the time for which a wait by the clock of another machine certainly lasts by the clock of this machine.
 pub fn subtract_drift(wait: Duration) -> Duration {
     wait - wait / MAX_DRIFT_DIVISOR
 }
 
-/// A clock that never goes back, for deadlines and durations. It is tokio's, which the timers follow: the clock of the system,
-/// but where a test pauses it.
+/// A clock that never goes back, for deadlines and durations. It is the clock of tokio, which timers follow: the clock
+/// of the system, unless a test pauses it.
 pub fn monotonic() -> Instant {
     tokio::time::Instant::now().into_std()
 }
 
-/// The time since an instant of [`monotonic`]. [`Instant::elapsed`] does not stand still where that is paused.
+/// The time since an instant of [`monotonic`]. [`Instant::elapsed`] would advance while a test has paused tokio's
+/// clock.
 pub fn elapsed_since(instant: Instant) -> Duration {
     monotonic().saturating_duration_since(instant)
 }
 
-/// Lets something that may happen often be said now and then.
+/// Limits how often a message is logged.
 #[derive(Debug, Default)]
 pub struct LogThrottle(AtomicU64);
 
 impl LogThrottle {
-    /// Something that has not been said yet.
+    /// Create the throttle of a message that was not logged yet.
     pub const fn new() -> Self {
         LogThrottle(AtomicU64::new(0))
     }
 
-    /// Whether it was not said within this time; then it counts as said now.
+    /// Return whether the message was not logged within `interval`. It then counts as logged now.
     pub fn should_log(&self, interval: Duration) -> bool {
         let (now, logged_at) = (unix_us(), self.0.load(Ordering::Relaxed));
         u128::from(now.abs_diff(logged_at)) >= interval.as_micros()

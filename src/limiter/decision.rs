@@ -246,9 +246,9 @@ impl<'a> Decision<'a> {
         self
     }
 
-    /// Refund what an admitted request was charged, because a later check rejects it: the charges of checks with
-    /// [`Deferred::Refund`], charge no deferred cost, and release the permits. The results become those after the
-    /// refund. A client that disconnects meanwhile gets its refund nevertheless.
+    /// Undo the charges of an admitted request that a later check rejects: refund the checks with [`Deferred::Refund`],
+    /// charge no deferred costs, and release the permits. The results are then those after the refund. The refund is
+    /// made even if the client disconnects.
     ///
     /// # Errors
     /// The store did not answer. The refund may be lost.
@@ -288,8 +288,8 @@ impl<'a> Decision<'a> {
         self.results.iter().filter(|result| result.denies())
     }
 
-    /// Return the time until the same request would pass, µs. Return `None` if it never will. Concurrency limits count
-    /// as 0, because a permit may be released at any time.
+    /// Return the time until the same request would pass, µs. Return `None` if the request can never pass. Concurrency
+    /// limits count as 0, because a permit may be released at any time.
     pub fn retry_us(&self) -> Option<u64> {
         let retry_after = |result: &LimitResult<'_>| match result.outcome.status {
             Status::Ok | Status::Saturated => Some(0),

@@ -23,7 +23,7 @@ const CORRUPT_STATE_LOG_INTERVAL: Duration = Duration::from_secs(10);
 const OVERLOAD_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Reject checks that a working store did not decide in time, whatever `on_store_error` says. Otherwise a client could
-/// exceed a limit by sending more requests. Shadow limits reject nothing.
+/// exceed a limit by sending more requests. Shadow limits never reject.
 pub(super) fn decide_overloaded<'a>(
     checks: &[LimitCheck<'a, '_>],
     error: StoreError,
@@ -84,7 +84,7 @@ pub(super) fn decide_without_store<'a>(
 /// limits set to `allow` pass.
 ///
 /// # Errors
-/// Another limit without room is enforced, or another request has taken the room meanwhile.
+/// A limit without room is enforced and not set to `allow`, or another request took the remaining room in between.
 pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     memory: &MemoryStore,
     checks: impl Iterator<Item = &'c LimitCheck<'a, 'p>>,
@@ -102,7 +102,7 @@ pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     }
     let charges: Vec<_> = checks_with_room.iter().map(|check| check.charge(decided_by, first_permit_id)).collect();
     let verdict = memory.decide(Operation::Check, &charges);
-    // If bits are set again, another request has taken the room in between.
+    // If bits are set again, another request took the remaining room in between.
     if verdict.full_limits == 0 {
         Ok((verdict, checks_with_room))
     } else {

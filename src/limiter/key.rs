@@ -16,7 +16,7 @@ impl Identity {
         std::array::from_fn(|digit| b"0123456789abcdef"[(self.0 >> (4 * (31 - digit))) as usize & 15])
     }
 
-    /// Parse the output of [`Identity::to_hex`]. Return `None` for anything else.
+    /// Parse the output of [`Identity::to_hex`]. Return `None` for any other text.
     pub fn from_hex(text: &str) -> Option<Self> {
         let digits = text.len() == 32 && text.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
         u128::from_str_radix(text, 16).ok().filter(|_| digits).map(Identity)
@@ -46,7 +46,7 @@ pub struct IdentityHasher(SipHasher24);
 const PUBLISHED_SECRET: &str = "sluicegate: set store.secret";
 
 impl IdentityHasher {
-    /// Create a hasher with a secret. An empty secret selects the published one.
+    /// Create a hasher with a secret. An empty secret selects the public default secret.
     pub fn new(secret: &str) -> Self {
         let secret = if secret.is_empty() { PUBLISHED_SECRET } else { secret };
         let digest = digest(&SHA256, secret.as_bytes());

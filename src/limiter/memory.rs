@@ -16,7 +16,7 @@ use crate::limiter::clock::{Clock, LogThrottle};
 use crate::limiter::key::Key;
 use crate::limiter::verdict::{Charge, Operation, Verdict};
 
-/// Number of shards, a power of two: enough that two workers rarely lock the same one.
+/// Number of shards, a power of two: large enough that two workers rarely lock the same shard.
 const SHARDS: usize = 64;
 
 /// Interval for logging that the states of a limit do not fit.
@@ -148,7 +148,7 @@ fn decide_locked(
         let max_cost = charges.first().map_or(0, |charge| charge.cost);
         let enforced = charges.iter().zip(&steps).filter(|(charge, _)| !charge.mode.is_shadow());
         granted = enforced.map(|(_, step)| step.free).fold(max_cost, u64::min);
-        // If nothing remains, request one token to learn the retry time.
+        // If no token remains, request one token, so that the outcome has the retry time.
         requested = Some(granted.max(max_cost.min(1)));
         if max_cost == 0 {
             operation = Operation::Peek;
@@ -163,8 +163,8 @@ fn decide_locked(
     let (admitted, steps) = step_all(shards, now, step_kind, operation == Operation::Check, requested, charges);
     let will_write = admitted && operation != Operation::Peek;
     let full_limits = if will_write { store.ensure_room(shards, now, charges, &steps) } else { 0 };
-    // If a check has no room for one limit, no limit is charged. Other operations concern admitted requests and are not
-    // all-or-nothing.
+    // If a check has no room for one limit, no limit is charged. Other operations are for admitted requests, so they
+    // are not all-or-nothing.
     let is_check = matches!(operation, Operation::Check | Operation::TakeUpTo);
     let admitted = admitted && !(is_check && full_limits > 0);
     let mut outcomes = Vec::with_capacity(steps.len());
@@ -225,19 +225,19 @@ fn step_all(
     (admitted, steps)
 }
 
-// === Shards: the states of each limit are kept apart, so that one limit cannot evict those of another ===
+// === Shards: the states of each limit are separate, so that one limit cannot evict the states of another limit ===
 
 /// Entries examined by the sweep for each insertion: more than one, so that sweeping is faster than growth.
 const SWEPT_PER_INSERT: usize = 2;
 
-/// Entries compared to find a victim. As with Redis' volatile-ttl, a sample of five finds a good one.
+/// Entries compared to find a victim. As with volatile-ttl in Redis, a sample of five finds a good victim.
 const EVICTION_SAMPLE: usize = 5;
 
-/// Maximum number of entries searched for an evictable one before a new identity is rejected.
+/// Maximum number of entries that are searched for an evictable entry before a new identity is rejected.
 const MAX_EVICTION_SEARCH: usize = 256;
 
-/// Used share, in 1/255, from which an identity can be evicted only for the guaranteed part of another limit. Half: an
-/// identity that could reset itself by evicting its own state gains less than that.
+/// Used share, in 1/255, from which an identity can be evicted only for the guaranteed part of another limit. Half of
+/// the quota: an identity that evicts its own state can gain at most this share.
 const NEAR_LIMIT: u8 = 128;
 
 /// The states of all limits whose keys belong to this shard.
@@ -280,7 +280,7 @@ pub(crate) struct StateWrite {
 /// The result of making room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Room {
-    /// There is room. The value is the number of states evicted for it.
+    /// The state has room. The value is the number of states evicted for it.
     Available(u64),
     /// All states that could be evicted are at or near their limit.
     Full,
@@ -330,7 +330,7 @@ impl Shard {
         let limits = self.limits.len() + usize::from(limit_index.is_none());
         let guaranteed = (capacity / limits).max(1);
         if limit_index.is_none_or(|own| self.limits[own].entries.len() < guaranteed) {
-            // Another limit uses the guaranteed part of this one.
+            // Another limit uses the guaranteed part of this limit.
             let largest_limit = (0..self.limits.len()).max_by_key(|&index| self.limits[index].entries.len());
             let evicted = largest_limit.is_some_and(|largest| self.evict(largest, now, u8::MAX));
             return Room::Available(u64::from(evicted));

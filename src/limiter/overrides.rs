@@ -148,13 +148,13 @@ impl Overrides {
         }
     }
 
-    /// Return the overrides in force. `None` if there are none, which is the usual case.
+    /// Return the overrides in force. `None` if there are no overrides, which is the usual case.
     pub fn current(&self) -> Option<Arc<OverrideTable>> {
         let table = self.table.load();
         if table.0.is_empty() { None } else { Some(Arc::clone(&table)) }
     }
 
-    /// Create an override that expires after `ttl`. It is neither put in force nor sent to other gateways.
+    /// Create an override that expires after `ttl`. The override is neither applied nor sent to other gateways.
     ///
     /// # Errors
     /// The quota is invalid, or the limit does not support it.
@@ -170,7 +170,7 @@ impl Overrides {
         Ok(Override { limit: limit.clone(), identity, quota, variant, expires_at: monotonic() + ttl })
     }
 
-    /// Put an override in force in this process. Return `None` if there are [`MAX_OVERRIDES`] others.
+    /// Put an override in force in this process. Return `None` if there are [`MAX_OVERRIDES`] other overrides.
     pub fn put(&self, new: Override) -> Option<Arc<Override>> {
         let key = table_key(&new.limit, new.identity);
         let new = Arc::new(new);

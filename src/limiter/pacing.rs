@@ -35,8 +35,8 @@ pub fn worker_delay(ready_at: Instant) -> Duration {
     elapsed_since(ready_at).min(MAX_WORKER_DELAY)
 }
 
-/// Wait until `deadline`, and longer by the time that other tasks of the worker delayed the timer: a reply that arrived
-/// meanwhile is still unread.
+/// Wait until `deadline`. If other tasks of the worker delayed the timer, wait longer by this delay: a reply that
+/// arrived during the delay is still unread.
 pub async fn wait_until<T>(deadline: Instant, mut future: Pin<&mut impl Future<Output = T>>) -> Option<T> {
     let last_end = deadline + MAX_WORKER_DELAY;
     let mut end = deadline;

@@ -79,7 +79,7 @@ impl PrefetchPool {
         release(outstanding, &advance.states, 1);
         let elapsed_us = now.saturating_duration_since(advance.decided_at).as_micros() as u64;
         let outcome_now = |outcome: &Outcome| Outcome {
-            // The tokens that are still held remain available to clients.
+            // The remaining tokens stay available to clients.
             remaining: outcome.remaining + advance.remaining,
             reset_us: outcome.reset_us.saturating_sub(elapsed_us),
             ..*outcome
@@ -167,7 +167,7 @@ impl PoolState {
     }
 }
 
-/// Subtract tokens that were used or refunded, so that others of the same states can be prefetched.
+/// Subtract tokens that were used or refunded, so that more tokens of the same states can be prefetched.
 fn release(outstanding: &mut HashMap<u128, u64, RandomState>, states: &[u128], tokens: u64) {
     for state in states {
         if let Entry::Occupied(mut count) = outstanding.entry(*state) {
@@ -186,7 +186,7 @@ impl PrefetchReservation {
     }
 
     /// Store `tokens` of a call that was sent at `asked_at`, of limits with these rules. Return whether the caller must
-    /// schedule their expiry, because no task does yet.
+    /// schedule the expiry of the tokens, because no task does so yet.
     pub fn fill<'r>(
         mut self,
         tokens: u64,

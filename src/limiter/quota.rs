@@ -76,7 +76,7 @@ pub enum QuotaError {
         /// Number of gateways.
         gateway_count: u64,
     },
-    /// The limit prefetches more tokens than a variant ever has.
+    /// `prefetch` exceeds the capacity of a variant.
     #[error("a prefetch of {prefetch} tokens exceeds the capacity of {capacity}")]
     Prefetch {
         /// Maximum number of prefetched tokens.
@@ -263,7 +263,8 @@ impl CalendarWindows {
     }
 
     /// Return the boundaries of the window that contains `now_us`: its start, the start of the next window and of the
-    /// one after that, µs since the Unix epoch. A store whose clock differs slightly finds its window in them as well.
+    /// one after that, µs since the Unix epoch. A store whose clock differs slightly also finds its current window
+    /// among them.
     pub fn boundaries_around(&self, now_us: u64) -> [u64; 3] {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         if !(cached[0] <= now_us && now_us < cached[1]) {

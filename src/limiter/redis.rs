@@ -78,7 +78,7 @@ impl RedisDeployment {
     /// seeds.
     ///
     /// # Errors
-    /// None of the seeds can be queried.
+    /// No seed can be queried.
     pub async fn masters(&self, connect_timeout: Duration) -> Result<Vec<(RedisEndpoint, Identity)>, ConnectError> {
         let mut unused_identities = std::iter::repeat_with(|| Identity(Uuid::new_v4().as_u128()));
         let (seeds, login) = match self {

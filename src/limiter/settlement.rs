@@ -79,14 +79,14 @@ pub struct OwnedCharge {
 pub struct StoreHandle {
     /// The store of the worker.
     pub store: Store,
-    /// The denial cache. `None` if checks are free.
+    /// The denial cache. `None` if a check makes no call.
     pub denials: Option<Arc<DenialCache>>,
     /// Background work in progress, such as permit releases and deferred charges.
     pub tasks: TaskTracker,
 }
 
-/// The queue of the calls that requests leave behind when they end. One task takes them from the queue and spawns each
-/// of them, so that a slow or failed call does not affect the others.
+/// The queue of the calls that requests leave behind when they end. One task takes the calls from the queue and spawns
+/// a task for each call, so that a slow or failed call does not delay the others.
 ///
 /// The queue is unbounded, but an entry only takes over the permits or charges of a request that ended.
 #[derive(Debug)]
@@ -275,7 +275,7 @@ pub struct ConcurrencyPermits {
     others: Vec<ConcurrencyPermits>,
 }
 
-/// What the store may know of the permits of a request.
+/// What the store may know about the permits of a request.
 #[derive(Debug, Default)]
 struct PermitStoreState {
     /// Whether the store may count the permits.
@@ -303,7 +303,7 @@ impl ConcurrencyPermits {
         }
     }
 
-    /// Hold the permits of another check of the same request as long as these.
+    /// Hold the permits of another check of the same request as long as these permits.
     pub fn append(&mut self, other: ConcurrencyPermits) {
         self.others.push(other);
     }
@@ -436,12 +436,12 @@ impl DeferredCharges {
         DeferredCharges { settlements, charges }
     }
 
-    /// Add those of another check of the same request.
+    /// Add the deferred charges of another check of the same request.
     pub fn append(&mut self, mut other: DeferredCharges) {
         self.charges.append(&mut other.charges);
     }
 
-    /// Charge and refund what `action_for` returns for each limit index. Return `None` if there is nothing to do. If
+    /// Perform the action that `action_for` returns for each limit index. Return `None` if there is nothing to do. If
     /// the store does not answer, a charge may be lost. A charge is never made twice.
     pub fn settle(mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) -> Option<SettleFuture> {
         // One call for all charges and one for each set of refunds with the same charge time: usually a single call.

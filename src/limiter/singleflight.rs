@@ -34,8 +34,8 @@ const YIELDS_BEFORE_SEND: usize = 4;
 /// A worker whose event-loop tick takes longer than this is busy: all ready checks have joined by then.
 const BUSY_WORKER_DELAY: Duration = Duration::from_millis(2);
 
-/// Deny a check after this many calls in a row granted tokens only to other checks. More calls might find a refilled
-/// token, but a single check would not wait for one either.
+/// Deny a check after this many calls in a row granted tokens only to other checks. A further call might find a
+/// refilled token. But a single check would not wait for refills either.
 const MAX_MISSED_CALLS: u32 = 2;
 
 type CheckResult = Result<Verdict, StoreError>;
@@ -54,7 +54,7 @@ pub struct CheckGroup {
 struct Waiter {
     reply: oneshot::Sender<CheckResult>,
     queued_at: Instant,
-    /// Number of calls that granted tokens to other checks but not to this one.
+    /// Number of calls that granted tokens to other checks but not to this check.
     missed_calls: u32,
 }
 
@@ -95,8 +95,8 @@ impl Singleflight {
         }
     }
 
-    /// Check one token of each of `charges`, alone or coalesced with other checks of the same `group`. The verdict is
-    /// the one of a separate call, except for the reset, which is that of the shared call. `asked_at` is the current
+    /// Check one token of each of `charges`, alone or coalesced with other checks of the same `group`. The verdict
+    /// equals that of a separate call, except that the reset time is that of the shared call. `asked_at` is the current
     /// time. `owned_charges` creates the charges that outlive this call.
     ///
     /// # Errors

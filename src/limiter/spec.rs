@@ -25,11 +25,11 @@ pub struct LimitSpec {
     pub default_variant: Arc<LimitVariant>,
     /// The variants for consumers of a tier, by tier name.
     pub tiers: BTreeMap<Box<str>, Arc<LimitVariant>>,
-    /// What happens to requests while the store cannot answer.
+    /// The behaviour of the limit while the store cannot answer.
     pub on_store_error: OnStoreError,
     /// Whether this is a shadow limit: it decides and counts, but never denies and adds no response headers.
     pub shadow: bool,
-    /// Whether response headers and bodies tell clients about the limit. Its denials have `Retry-After` in any case.
+    /// Whether response headers and bodies describe the limit. Denials have `Retry-After` even if not.
     pub announce: bool,
     /// Quota unit: what the quota counts, for response headers. Lowercase letters, digits and `-`.
     pub unit: Box<str>,

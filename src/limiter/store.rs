@@ -96,7 +96,7 @@ impl RedisStore {
     ) -> Result<Verdict, StoreError> {
         match self {
             RedisStore::Single(server) => server.call(deadline, false, operation, charges).await,
-            // On the heap: otherwise the futures of single servers would have the size of this one.
+            // On the heap: otherwise the futures of single servers would have the size of this future.
             RedisStore::Cluster(cluster) => Box::pin(cluster.call(deadline, operation, charges)).await,
         }
     }
@@ -245,7 +245,7 @@ impl Store {
             | (Store::Memory(memory), DecidedBy::Store) => return Ok(memory.decide(operation, charges)),
             (Store::Redis { store, metrics, .. }, DecidedBy::Store) => (store, metrics),
         };
-        // On the heap: otherwise the futures of checks that stay in this process would have the size of this one.
+        // On the heap: otherwise the futures of checks that stay in this process would have the size of this future.
         let result = Box::pin(store.call(started_at + store.timeout(), operation, charges)).await;
         match &result {
             Ok(_) => metrics.round_trips.observe(elapsed_since(started_at)),

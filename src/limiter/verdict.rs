@@ -9,13 +9,13 @@ use crate::limiter::key::Key;
 /// The operation that a call applies to all of its charges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
-    /// Check all charges, then commit all or none.
+    /// Check all charges, then make all of them or none.
     Check,
     /// Return the outcomes without writing.
     Peek,
     /// Charge the cost even if it exceeds the remaining tokens.
     Charge,
-    /// Refund what was charged at this time.
+    /// Refund the charge that was made at this time.
     Refund {
         /// Time of the admitting verdict, µs since the Unix epoch.
         charged_at: u64,
@@ -106,7 +106,7 @@ pub struct Verdict {
     /// several servers may end at any time: if one server grants another request and a second one denies it, the
     /// granted tokens are refunded.
     pub decided_at_us: Vec<u64>,
-    /// Tokens that the same call charged after those of this verdict. The outcomes include them.
+    /// Tokens that the same call charged for later checks. The outcomes include them.
     pub charged_later: u64,
     /// Only from the memory store: a bit mask of the charges whose limits have no room for another identity. If it is
     /// not 0, nothing was charged.
@@ -173,7 +173,7 @@ pub enum StoreError {
     /// An error reply that does not depend on this call: other calls get it as well.
     #[error("the store rejects calls: {0}")]
     Rejected(ErrorReply),
-    /// Another server of the cluster keeps the state, or will after a migration. Nothing ran.
+    /// Another server of the cluster keeps the state, or will after a migration. The call did not run.
     #[error("another cluster node has the state: {0}")]
     Redirected(ErrorReply),
     /// Out of memory, a disk error or too few replicas: the server rejects writes, and nothing ran. Calls that do not
@@ -183,7 +183,7 @@ pub enum StoreError {
     /// The script failed on the stored state. Calls about other states do not fail.
     #[error("a state in the store is corrupt: {0}")]
     CorruptState(ErrorReply),
-    /// In the memory store, a limit has no room for another identity. Nothing was charged.
+    /// The memory store is full: a limit has no room for another identity. Nothing was charged.
     #[error("the memory store is full: a limit cannot count another identity (`store.max_memory_states`)")]
     CapacityExceeded,
     /// The reply is not a verdict.

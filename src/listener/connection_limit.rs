@@ -26,7 +26,7 @@ pub struct ConnectionLimits {
     max_per_ip: AtomicUsize,
     /// Memory budget for the buffers of all connections.
     buffer_budget: Arc<BufferBudget>,
-    /// Total connections, and those rejected by the limit per network.
+    /// Number of connections so far, and of connections rejected by the limit per network.
     counter: Counter<2>,
 }
 
@@ -96,7 +96,7 @@ impl ConnectionLimits {
         (max + excess - self.permits.available_permits(), max)
     }
 
-    /// Return the number of connections so far, and of those rejected by the limit per network.
+    /// Return the number of connections so far, and of connections rejected by the limit per network.
     pub fn totals(&self) -> [u64; 2] {
         self.counter.values()
     }

@@ -21,11 +21,11 @@ use crate::tls::managed::{ALPN_ACME_TLS, ManagedCertificates};
 /// Minimum interval between log messages of one kind: clients could fill the log.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Bytes of the ClientHello that are read for the log. With post-quantum key shares it exceeds one packet, and the
-/// SNI extension can be anywhere in it.
+/// Bytes of the ClientHello that are read for the log. With post-quantum key shares the ClientHello exceeds one packet,
+/// and the SNI extension can be anywhere in it.
 const MAX_CLIENT_HELLO: usize = 4 << 10;
 
-/// One for each [`HandshakeFailure`].
+/// One element for each [`HandshakeFailure`].
 static LOG_THROTTLES: [LogThrottle; HandshakeFailure::ALL.len()] =
     [const { LogThrottle::new() }; HandshakeFailure::ALL.len()];
 

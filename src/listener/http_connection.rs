@@ -39,7 +39,7 @@ const HYPER_MAX_HEADERS: usize = 100;
 /// HTTP/2 stream window in bytes: what a stream buffers of a request while the upstream does not read it.
 const HTTP2_WINDOW: u32 = 256 << 10;
 
-/// Bytes of a response that a stream buffers while the client does not read it. One chunk may exceed it.
+/// Bytes of a response that a stream buffers while the client does not read it. A single chunk may exceed this size.
 const HTTP2_SEND_BUFFER: usize = 128 << 10;
 
 /// Bytes of responses and buffered requests that all streams of a connection may hold. Beyond it, a stream
@@ -95,8 +95,8 @@ pub(super) struct HttpConnection {
 struct StreamExecutor {
     body_idle_timeout: Duration,
     budget: Arc<BufferBudget>,
-    /// The flow of the stream that is spawned next: hyper calls the service and then passes its future to the executor,
-    /// both in the task of the connection.
+    /// The flow of the stream that is spawned next: hyper calls the service and then passes the future of the service
+    /// to the executor, both in the task of the connection.
     next_flow: Arc<Mutex<Option<Arc<StreamFlow>>>>,
 }
 
@@ -128,8 +128,8 @@ impl HttpConnection {
                     serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request)
                 });
                 let connection = http2_builder(settings, executor.clone()).serve_connection(io, service);
-                // GOAWAY tells the client which of its requests are still answered (RFC 9113 §6.8), so no grace is needed.
-                // On the heap: the future is twice as large as that of HTTP/1.
+                // GOAWAY tells the client which of its requests the gateway still answers (RFC 9113 §6.8), so no grace
+                // period is needed. On the heap: the future is twice as large as the future of HTTP/1.
                 let graceful_shutdown = |connection: Pin<&mut _>| http2::Connection::graceful_shutdown(connection);
                 Box::pin(self.drive(connection, &flow, Duration::ZERO, graceful_shutdown)).await
             }
@@ -268,8 +268,8 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
     }
 }
 
-/// Serve a request. An error resets the stream. Boxed, as the request is: an HTTP/1 connection would reserve space
-/// for it between requests.
+/// Serve a request. An error resets the stream. Boxed, like the request: an HTTP/1 connection would reserve space for
+/// it between requests.
 fn serve_request(
     gateway: impl Deref<Target = Gateway>,
     peer: impl Deref<Target = Peer>,

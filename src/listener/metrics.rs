@@ -28,7 +28,7 @@ pub enum HandshakeFailure {
     Timeout,
     /// The client closed the connection.
     Closed,
-    /// Another error.
+    /// Any other error.
     Other,
 }
 

@@ -54,7 +54,7 @@ pub enum ProxyError {
     Version2(#[from] v2::ParseError),
 }
 
-/// Read the header, and not a byte of what follows it.
+/// Read the header, and no byte after it.
 pub(super) async fn read_header(stream: &mut TcpStream) -> Result<ProxySource, ProxyError> {
     // Headers of both versions are longer than this prefix.
     let mut header = vec![0; v2::PROTOCOL_PREFIX.len()];

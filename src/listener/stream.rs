@@ -29,7 +29,7 @@ pub(super) struct ReclaimableStream {
     /// `Some` until the wrapper is dropped.
     stream: Option<TcpStream>,
     return_sender: Option<Sender<TcpStream>>,
-    /// Bytes that are read again before those of the socket.
+    /// Bytes that are read again before the bytes of the socket.
     prefix: Bytes,
     /// Bytes read since the last yield.
     bytes_read: usize,
@@ -136,7 +136,7 @@ impl AsyncWrite for ReclaimableStream {
     }
 }
 
-// Waker for rarely-ready futures: they are polled only when they woke the task themselves.
+// Waker for futures that are rarely ready: they are polled only when they have woken the task.
 
 /// Wakes a task, and records that it did.
 #[derive(Debug)]
@@ -172,7 +172,7 @@ impl SelectiveWaker {
         (woken.load(Ordering::Relaxed) && woken.swap(false, Ordering::AcqRel)).then(|| Context::from_waker(&self.waker))
     }
 
-    /// Poll again at the next call, because other futures are awaited now.
+    /// Return a context at the next call, because other futures are awaited from now on.
     pub(super) fn mark_ready(&self) {
         self.state.woken.store(true, Ordering::Release);
     }
@@ -210,15 +210,15 @@ const FRAMES_PER_SECOND: u32 = 200;
 /// Control frames per request: PRIORITY, WINDOW_UPDATE and RST_STREAM.
 const FRAMES_PER_REQUEST: u32 = 4;
 
-/// Bytes to the client that add credit for one control frame, and bytes of DATA from it that pay for one short DATA
-/// frame.
+/// Bytes to the client that add the credit for one control frame, and bytes of DATA from the client that add the credit
+/// for one short DATA frame.
 const BYTES_PER_FRAME: u32 = 256;
 
 /// Maximum of received DATA bytes that are saved for short frames.
 const MOST_RECEIVED: u32 = MAX_CREDIT * BYTES_PER_FRAME;
 
-/// Size of the shortest gRPC message. DATA frames with fewer bytes count as control frames unless longer ones have
-/// paid for them.
+/// Size of the shortest gRPC message. DATA frames with fewer bytes count as control frames, unless longer DATA frames
+/// have added credit for them.
 const SHORT: u32 = 5;
 
 const DATA: u8 = 0;
@@ -252,7 +252,7 @@ struct FrameMonitor {
     refilled_at: Instant,
     /// Bytes to the client that have not been converted to credit.
     uncredited_bytes: u32,
-    /// Bytes of DATA that can still pay for short frames.
+    /// Bytes of DATA whose credit for short frames is unused.
     received: u32,
     is_exceeded: bool,
 }
@@ -365,8 +365,8 @@ impl FrameParser {
         self.header_bytes == 0 && self.remaining_payload == 0
     }
 
-    /// Return whether a frame of this type is incomplete. Its type is known once four bytes of its header have
-    /// arrived.
+    /// Return whether a frame of this type is incomplete. The type of a frame is known when four bytes of its header
+    /// have arrived.
     fn is_in_frame(&self, kind: u8) -> bool {
         (self.header_bytes > 3 || self.remaining_payload > 0) && self.header[3] == kind
     }

@@ -1,4 +1,4 @@
-//! What is checked between routing and limits: unknown hosts, and the access rules of the listener and the route.
+//! The checks between routing and limits: unknown hosts, and the access rules of the listener and the route.
 
 use http::Request;
 
@@ -9,8 +9,8 @@ use crate::proxy::target::RequestTarget;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 
-/// Check the host and the client of a request. The rules of the listener apply without a route, too: a denied client
-/// does not learn which routes exist.
+/// Check the host and the client of a request. The rules of the listener also apply if no route matches, so that a
+/// denied client cannot find out which routes exist.
 ///
 /// # Errors
 /// No route names the host, or a rule denies the client.

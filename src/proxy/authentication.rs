@@ -26,7 +26,7 @@ pub struct AuthRejection<'a> {
 /// Verify the credentials of a request. Without providers on the route this does nothing. If a provider has to wait, the
 /// error is [`AuthError::Pending`]; [`finish`] continues.
 ///
-/// The credentials contain all that was checked, also if the request is rejected.
+/// The credentials contain the results of all checks, also if the request is rejected.
 pub fn authenticate<'a>(
     config: &'a CompiledConfig,
     route: &'a Route,
@@ -42,7 +42,7 @@ pub fn authenticate<'a>(
 /// password.
 ///
 /// # Errors
-/// The request is not authenticated. The credentials contain all that was checked.
+/// The request is not authenticated. The credentials contain the results of all checks.
 pub(super) async fn finish<'a>(
     context: &mut RequestContext<'a>,
     route: &'a Route,
@@ -90,7 +90,7 @@ async fn verify_pending(
     }
 }
 
-/// Return what authentication reads of a request.
+/// Return the parts of a request that authentication reads.
 pub fn auth_request<'r>(route: &'r Route, headers: &'r HeaderMap, peer: &Peer) -> AuthRequest<'r> {
     AuthRequest { headers, has_client_cert: peer.certificate.is_some(), route: &route.name, now_us: clock::unix_us() }
 }

@@ -1,4 +1,4 @@
-//! The context of one request: what is known of it from its headers to the end of its response.
+//! The context of one request: the facts that are known about it, from its headers to the end of its response.
 //!
 //! This is the only file that writes the access log record of a request.
 
@@ -38,8 +38,9 @@ use crate::upstream::proxy_protocol::ProxiedConnection;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Upstream, UpstreamError};
 
-/// What is known of a request while it is handled. If it is dropped before [`complete`](Self::complete), the connection
-/// or stream has ended: the client closed it, or `drain_timeout` expired. The access log then has status 499.
+/// The facts that are known about a request while it is handled. If it is dropped before [`complete`](Self::complete),
+/// the connection or stream has ended: the client closed it, or `drain_timeout` expired. The access log then has status
+/// 499.
 pub(super) struct RequestContext<'a> {
     /// The configuration for the whole request.
     pub(super) snapshot: &'a ConfigSnapshot,
@@ -52,9 +53,9 @@ pub(super) struct RequestContext<'a> {
     pub(super) deadline: Option<tokio::time::Instant>,
     /// Permits of concurrency limits, held until the response ends.
     pub(super) permits: Option<Box<ConcurrencyPermits>>,
-    /// What the CORS policy of the route says of the request.
+    /// The decision of the CORS policy of the route about the request.
     cors: Option<Box<CorsDecision<'a>>>,
-    /// What was verified of the request.
+    /// The verified credentials of the request.
     pub(super) credentials: Credentials<'a>,
     /// Values of the route's response headers that depend on the request.
     pub(super) response_values: RenderedValues,
@@ -191,7 +192,7 @@ impl<'a> RequestContext<'a> {
         });
     }
 
-    /// Record the upstream, its result, and the costs that are known only with the response.
+    /// Record the upstream, its result, and the costs that are known only from the response.
     pub(super) fn record_upstream(
         &mut self,
         upstream: &Upstream,
@@ -281,14 +282,14 @@ impl Drop for RequestContext<'_> {
     }
 }
 
-/// What happens when the response body ends: the access log record is written and the permits are released.
+/// The actions at the end of the response body: the access log record is written and the permits are released.
 struct Completion {
     record: Option<Box<RequestRecord>>,
     _permits: Option<Box<ConcurrencyPermits>>,
 }
 
 impl Completion {
-    /// Set the status and the outcome. Return `None` if nothing happens when the body ends.
+    /// Set the status and the outcome. Return `None` if there is nothing to do when the body ends.
     fn with_response(mut self, status: u16, outcome: &'static str) -> Option<Self> {
         if let Some(record) = &mut self.record {
             record.status = status;
@@ -306,7 +307,7 @@ impl OnComplete for Completion {
     }
 }
 
-/// The decision reported for a request is the first of these that one of its limits has.
+/// The order of decisions: the decision reported for a request is the first of these that one of its limits has made.
 const DECISION_PRIORITY: [LimitDecision; 6] = [
     LimitDecision::Denied,
     LimitDecision::LocalDenied,
@@ -376,7 +377,7 @@ pub struct Peer {
     pub listener: usize,
     /// Resolver that determined whether the peer is trusted.
     client_ip: Arc<ClientIpResolver>,
-    /// Whether the peer must not be trusted: it forwards for a client whose address it does not tell.
+    /// Whether the peer must not be trusted: it forwards requests of a client without the address of this client.
     is_distrusted: bool,
 }
 
@@ -412,9 +413,10 @@ impl Peer {
         ProxiedConnection::new(SocketAddr::new(client, port), self.destination)
     }
 
-    /// Return the client address of a request with these headers: that of the peer unless the peer is a trusted proxy.
+    /// Return the client address of a request with these headers: the address of the peer, unless the peer is a trusted
+    /// proxy.
     pub fn client_address(&self, headers: &HeaderMap) -> IpAddr {
-        // A trusted proxy may forward requests of a client whose address it does not tell.
+        // A trusted proxy may forward requests without the address of the client.
         if self.forwarded.trusted { self.client_ip.client_address(self.address, headers) } else { self.address }
     }
 

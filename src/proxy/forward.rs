@@ -181,7 +181,7 @@ pub(super) fn set_http2_target(request: &mut Request<RequestBody>) {
 /// Values for the upstream request headers that are not in the request itself.
 #[derive(Debug)]
 pub struct UpstreamRequestInfo<'a> {
-    /// What the providers of the route verified.
+    /// The credentials that the providers of the route verified.
     pub credentials: &'a Credentials<'a>,
     /// Values of the forwarding headers.
     pub forwarded: &'a ForwardedInfo,
@@ -195,17 +195,17 @@ pub struct UpstreamRequestInfo<'a> {
     pub length: Option<u64>,
     /// Values of the route's request headers that depend on the request.
     pub header_values: &'a RenderedValues,
-    /// Certificate of the client for an upstream that is told (`client_cert_header`); `None` for other upstreams.
+    /// Certificate of the client, for an upstream with `client_cert_header`; `None` for other upstreams.
     pub client_cert: Option<ForwardedCertificate<'a>>,
 }
 
-/// The certificate of a client as an upstream is told. `None` = the client has none.
+/// The certificate of a client that is sent to an upstream. `None` = the client has none.
 #[derive(Debug, Clone, Copy)]
 pub struct ForwardedCertificate<'a>(pub Option<&'a ClientCertificate>);
 
 impl ForwardedCertificate<'_> {
-    /// Set the headers of RFC 9440. Those that a client sent are removed, also from a trusted proxy: the upstream must
-    /// learn about one certificate only. Aliases are removed from every client.
+    /// Set the headers of RFC 9440. Such headers of the client are removed, even if it is a trusted proxy: the upstream
+    /// must receive a single certificate. Aliases are removed from every client.
     pub(super) fn set_headers(self, headers: &mut HeaderMap) {
         headers.remove(CLIENT_CERT);
         headers.remove(CLIENT_CERT_CHAIN);
@@ -242,7 +242,8 @@ pub fn prepare_upstream_headers<B>(
     headers::strip_untrusted(headers, &config.protected_headers, info.forwarded.trusted);
     info.credentials.remove_from(headers);
     if route.mirror.is_some() {
-        // A copy is marked by this header: the upstream must not take a client's request for one.
+        // This header marks a copy. A client must not be able to send it, so that the upstream does not mistake a
+        // request for a copy.
         headers::strip_with_aliases(headers, &MIRROR_HEADER, info.forwarded.trusted);
     }
     headers::join_cookies(headers);

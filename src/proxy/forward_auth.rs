@@ -44,7 +44,7 @@ const MAX_DENIAL_BODY: usize = 256 << 10;
 /// Maximum body of an admission, in bytes, that is read so that the connection can be reused.
 const MAX_ADMISSION_BODY: usize = 64 << 10;
 
-/// Ask the server of a provider about a request. `index` is that of the provider.
+/// Ask the server of a provider about a request. `index` is the index of the provider.
 pub(super) async fn verify(
     context: &mut RequestContext<'_>,
     index: usize,
@@ -90,7 +90,7 @@ fn told_headers(
     }
     join_cookies(&mut headers);
     let ForwardedInfo { scheme, trusted, .. } = &context.peer.forwarded;
-    // As for upstreams: a trusted proxy tells the host and the scheme that the client sees.
+    // As for upstreams: a trusted proxy sends the host and the scheme that the client has used.
     let from_proxy = |name: &HeaderName| received.get(name).filter(|_| *trusted).cloned();
     if told.method {
         // A method is a token, and so a valid header value.
@@ -103,7 +103,7 @@ fn told_headers(
             Some(query) => HeaderValue::try_from(format!("{path}?{query}")),
             None => HeaderValue::from_str(path),
         };
-        // The parts are those of a valid target.
+        // The parts come from a valid target.
         headers.insert(X_FORWARDED_URI, uri.unwrap_or(HeaderValue::from_static("/")));
     }
     if told.host {
@@ -123,8 +123,8 @@ fn told_headers(
     headers
 }
 
-/// Ask the server, unless its admission is cached or another request is asking the same. Return whether the server was
-/// not asked.
+/// Call the server, unless its admission is cached or another request with the same key is calling it. Return whether
+/// the server was not called.
 async fn ask_once(
     context: &RequestContext<'_>,
     index: usize,
@@ -138,7 +138,7 @@ async fn ask_once(
             CacheRole::Ask(pending) => return (ask(context, index, provider, headers, pending).await, false),
             CacheRole::Wait(waiting) => waiting,
         };
-        // If the other request was cancelled, one of those that wait asks the server.
+        // If the other request was cancelled, one of the waiting requests calls the server.
         if waiting.changed().await.is_err() {
             continue;
         }
@@ -146,7 +146,7 @@ async fn ask_once(
         match shared {
             Some(SharedResult::Admitted(admission)) => return (Ok(admission), true),
             Some(SharedResult::Unavailable(error)) => return (Err(error), false),
-            // A denial may start a session, and must reach one client only.
+            // A denial may start a session, so it must reach only one client.
             Some(SharedResult::Private) => return (exchange(context, index, provider, headers).await.result, false),
             None => {}
         }

@@ -19,7 +19,7 @@ pub struct RequestVariables<'a, B> {
     pub route: &'a Route,
     /// The peer that sent the request.
     pub peer: &'a Peer,
-    /// What was verified of the request.
+    /// The verified credentials of the request.
     pub credentials: &'a Credentials<'a>,
     /// The request, before its headers are changed for the upstream.
     pub request: &'a Request<B>,
@@ -28,7 +28,7 @@ pub struct RequestVariables<'a, B> {
 }
 
 impl<B> RequestVariables<'_, B> {
-    /// Return the content of a variable, or `None` if it has none for this request.
+    /// Return the content of a variable, or `None` if the variable has no content for this request.
     pub fn content(&self, variable: Variable) -> Option<Cow<'_, [u8]>> {
         let (request, headers) = (self.request, self.request.headers());
         Some(match variable {

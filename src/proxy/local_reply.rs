@@ -65,7 +65,7 @@ pub enum Rejection<'a> {
     RateLimited {
         /// The decision, with the exceeded limits and their waits.
         decision: Decision<'a>,
-        /// Header styles in which the client is told.
+        /// Header styles of the response.
         header_styles: &'a [HeaderStyle],
         /// Value of `Access-Control-Expose-Headers`, if the route sets it.
         expose_headers: Option<&'a HeaderValue>,
@@ -78,7 +78,7 @@ pub enum Rejection<'a> {
     Upstream(UpstreamError),
 }
 
-/// Problem types of draft-ietf-httpapi-ratelimit-headers-11 §7. For all other problems the status says everything.
+/// Problem types of draft-ietf-httpapi-ratelimit-headers-11 §7. All other problems are fully described by their status.
 const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
 const REDUCED_CAPACITY: &str = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
 const ABOUT_BLANK: &str = "about:blank";
@@ -96,7 +96,8 @@ const AUTH_RETRY_AFTER_S: u64 = 1;
 const OVERFLOW_RETRY_AFTER_S: u64 = 1;
 
 impl Rejection<'_> {
-    /// Return whether the request is charged to the limits that need no credential: it may be an attempt to guess one.
+    /// Return whether the request is charged to the limits that need no credential, because it may be an attempt to
+    /// guess a credential.
     pub fn is_charged(&self) -> bool {
         match self {
             Rejection::Auth(rejection) => rejection.error.status() != StatusCode::BAD_REQUEST,
@@ -243,7 +244,7 @@ fn auth_response(
     }
     let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());
     let outcome = match status {
-        // A client with several credentials learns all kinds that the route accepts.
+        // The response lists all kinds of credentials that the route accepts.
         StatusCode::UNAUTHORIZED => {
             for challenge in *challenges {
                 response.headers_mut().append(WWW_AUTHENTICATE, challenge.value(error));
@@ -366,7 +367,7 @@ fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle],
     response
 }
 
-/// Return the names of the violated limits that clients are told about.
+/// Return the names of the violated limits that are announced to clients.
 fn announced_names<'a>(decision: &Decision<'a>) -> Vec<&'a str> {
     decision.violated().filter(|result| result.limit.announce).map(|result| &*result.limit.name).collect()
 }
@@ -420,8 +421,8 @@ fn problem_response_with_id(
 const PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 
 impl Rejection<'_> {
-    /// Return the value of `Proxy-Status`: this gateway and an error type of RFC 9209 §2.3. `None` if the response is no
-    /// error.
+    /// Return the value of `Proxy-Status`: this gateway and an error type of RFC 9209 §2.3. `None` if the response is
+    /// not an error.
     fn proxy_status(&self) -> Option<&'static str> {
         Some(match self {
             Rejection::Preflight(_) => return None,

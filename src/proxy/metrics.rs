@@ -25,7 +25,7 @@ use crate::upstream::retry::AttemptLog;
 /// Status classes, as metric labels.
 pub const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
-/// Statuses that are counted one by one, and the class of the other errors, as metric labels. 499: the client aborted
+/// Statuses that are counted separately, and the classes of all other errors, as metric labels. 499: the client aborted
 /// the request before the response.
 pub const COUNTED_STATUSES: [&str; 10] = ["400", "401", "403", "404", "408", "413", "429", "431", "499", "5xx"];
 
@@ -118,7 +118,7 @@ impl LimitDecision {
     }
 }
 
-/// What came of asking an authentication server.
+/// The result of a call to an authentication server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AuthResult {
     /// The server admitted the request.
@@ -179,7 +179,7 @@ pub type StatusCounter = Counter<{ COUNTED_STATUSES.len() }>;
 /// Responses by status class, and the time to the response headers.
 #[derive(Debug, Default)]
 pub struct ResponseStats {
-    /// Counters by [`STATUS_CLASSES`]. One more counts requests without a response.
+    /// Counters by [`STATUS_CLASSES`]. One more counter is for requests without a response.
     pub status_classes: Counter<{ STATUS_CLASSES.len() + 1 }>,
     /// Time from the request to the response headers.
     pub latency: Histogram,
@@ -205,7 +205,7 @@ pub(super) struct WorkerMetrics {
     /// Responses to requests that match no route.
     unmatched: (Arc<ResponseStats>, Arc<StatusCounter>),
     upstreams: Vec<UpstreamMetrics>,
-    /// Counters by the index of the provider. `None` for other kinds than `forward`.
+    /// Counters by the index of the provider. `None` for providers of other kinds than `forward`.
     forward_auth: Vec<Option<Arc<Counter<4>>>>,
     check_durations: Arc<Histogram>,
     pub(super) mirror_budget: Arc<BufferBudget>,
@@ -335,7 +335,7 @@ impl WorkerMetrics {
         }
     }
 
-    /// Record what came of asking the authentication server of a provider.
+    /// Record the result of a call to the authentication server of a provider.
     pub(super) fn record_forward_auth(&self, provider: usize, result: AuthResult) {
         if let Some(Some(counter)) = self.forward_auth.get(provider) {
             counter.increment(result as usize);

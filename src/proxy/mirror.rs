@@ -1,8 +1,8 @@
 //! Mirroring: a copy of a forwarded request goes to a second upstream, whose response is discarded.
 //!
 //! The client never waits for the copy. The body is copied while it passes to the upstream of the route, and the copy
-//! is sent by a separate task once the body is complete. Copies are bounded in number for each worker, and in bytes
-//! for the process; those beyond the bounds are dropped and counted.
+//! is sent by a separate task once the body is complete. The number of copies is bounded for each worker, and their
+//! bytes for the process. Copies beyond the bounds are dropped and counted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,7 +33,7 @@ use crate::upstream::{Protocol, Upstream};
 /// Header that marks a copy. Its value is `1`.
 pub const MIRROR_HEADER: HeaderName = HeaderName::from_static("x-sluicegate-mirror");
 
-/// What became of a copy that was sent.
+/// The result of a copy that was sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyResult {
     /// The upstream responded, with any status.
@@ -140,7 +140,7 @@ impl Drop for InFlight {
 pub struct MirrorTasks(TaskTracker);
 
 impl MirrorTasks {
-    /// Wait for the copies in flight until `deadline`. Return the number of those that are left.
+    /// Wait for the copies in flight until `deadline`. Return the number of remaining copies.
     pub async fn drain(&self, deadline: Instant) -> usize {
         self.0.close();
         match timeout_at(deadline, self.0.wait()).await {
@@ -164,7 +164,7 @@ impl Default for MirrorBudget {
 pub(super) struct Selected<'a> {
     mirror: &'a Mirror,
     stats: Arc<MirrorStats>,
-    /// Connection of the client, if the upstream of the copies is told.
+    /// Connection of the client, if the upstream of the copies gets PROXY headers.
     client: Option<ProxiedConnection>,
 }
 
@@ -250,7 +250,7 @@ struct RequestCopy {
     head: Request<()>,
     upstream: Arc<Upstream>,
     responses: Arc<ResponseStats>,
-    /// Not that of the client: the copy outlives its connection.
+    /// Not the flow of the client: the copy outlives the connection of the client.
     flow: Arc<StreamFlow>,
     limits: BodyLimits,
     max_in_flight: usize,

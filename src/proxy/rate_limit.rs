@@ -172,8 +172,8 @@ async fn refund(decision: &mut Decision<'_>) {
     }
 }
 
-/// Charge and refund what the response determines. The outcomes in the decision become those after settlement, so that
-/// the client sees the corrected values.
+/// Make the charges and refunds that the response determines. The decision then has the outcomes after settlement, so
+/// that the client gets the corrected values.
 pub(super) fn settle<'d, 'a>(
     decision: &'d mut Decision<'a>,
     route: &Route,
@@ -378,7 +378,7 @@ where
     Ok(LimitCheck { limit_index, limit, variant, identity, cost, deferred })
 }
 
-/// Return what remains to be done for a limit once the response is known.
+/// Return the operation on a limit that remains until the response is known.
 pub fn deferred_action(is_post_paid: bool, refund_on: &RefundOn) -> Deferred {
     match (is_post_paid, refund_on.is_empty()) {
         (true, _) => Deferred::Charge,

@@ -98,7 +98,7 @@ impl<'a> RequestTarget<'a> {
     /// Return the route of the request. `listener` is the index of the listener.
     ///
     /// # Errors
-    /// No route matches, or none with this method.
+    /// No route matches the request, or only routes with other methods.
     pub fn find_route<'r, B>(
         &self,
         config: &'r CompiledConfig,
@@ -112,8 +112,8 @@ impl<'a> RequestTarget<'a> {
         }
     }
 
-    /// Return the route of a CORS preflight: that of the method which the preflight asks for, if it has a policy. `None`
-    /// if the request is no preflight, or one for another server to answer.
+    /// Return the route of a CORS preflight: the route for the requested method, if this route has a CORS policy.
+    /// `None` if the request is not a preflight, or the upstream answers it.
     pub fn find_preflight_route<'r, B>(
         &self,
         config: &'r CompiledConfig,
@@ -133,7 +133,7 @@ impl<'a> RequestTarget<'a> {
     pub fn rewrite(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
         let Some(rewrite) = &route.rewrite else { return Ok(None) };
         let target = rewrite.apply(&route.path_pattern, self.forwarded_path(), query);
-        // The result is canonical again, and so a valid target unless it is too long.
+        // The result is canonical as well, so it is a valid target unless it is too long.
         let target = PathAndQuery::try_from(target.map_err(Rejection::InvalidPath)?);
         target.map(Some).map_err(|_| Rejection::UriTooLong)
     }

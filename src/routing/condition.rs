@@ -13,7 +13,7 @@ use crate::routing::expression::Expression;
 pub struct Condition {
     /// Where the values are.
     pub source: ConditionSource,
-    /// What the values must be.
+    /// The requirement on the values.
     pub test: ValueTest,
 }
 
@@ -26,7 +26,7 @@ pub enum ConditionSource {
     Query(Box<str>),
 }
 
-/// What the values must be.
+/// The requirement on the values.
 ///
 /// A header or parameter that is present more than once meets only [`Present`](Self::Present): servers use the first
 /// value, the last one or all of them, so that the client would choose the value that the upstream reads.

@@ -61,7 +61,7 @@ impl<T> Candidate<'_, T> {
 #[derive(Clone, Copy)]
 struct SearchPath<'a> {
     host_matches: bool,
-    /// Rest of the path. `None` if it is used up.
+    /// Rest of the path. `None` if no segment remains.
     remaining: Option<&'a str>,
     path_matches: bool,
     matched_segments: usize,

@@ -16,7 +16,7 @@ const MAX_CACHE_SIZE: usize = 256 << 10;
 /// Maximum nesting of groups and repetitions.
 const MAX_NESTING: u32 = 32;
 
-/// A regular expression that is anchored at both ends. Classes such as `\d` and `(?i)` are those of ASCII.
+/// A regular expression that is anchored at both ends. Classes such as `\d`, and `(?i)`, apply to ASCII only.
 #[derive(Debug, Clone)]
 pub struct Expression {
     text: Box<str>,
@@ -52,7 +52,7 @@ impl Expression {
         if text.len() > MAX_LENGTH {
             return Err(ExpressionError::TooLong);
         }
-        // Compiled on its own first: a group that it does not close must not close the one around it.
+        // Compiled alone first, so that its parentheses must be balanced: it must not close the group around it.
         compile(text)?;
         let anchored = compile(&format!(r"\A(?:{text})\z"))?;
         Ok(Expression { text: text.into(), anchored })

@@ -82,7 +82,7 @@ impl FromStr for PathPattern {
 }
 
 /// Return the pattern that a path in the syntax of other programs probably means: `:id`, `<id>`, `*` and regular
-/// expressions. `None` if it has nothing of these, or if its meaning is unclear.
+/// expressions. `None` if the path has no such syntax, or if its meaning is unclear.
 pub fn suggestion(text: &str) -> Option<String> {
     // The location modifiers of nginx, and the anchors of regular expressions.
     let path = text.trim_start_matches(['~', '*', '=', ' ', '^']).trim_end_matches('$');
@@ -93,7 +93,7 @@ pub fn suggestion(text: &str) -> Option<String> {
     let mut rest = path.strip_prefix('/')?.split('/').peekable();
     while let Some(segment) = rest.next() {
         let is_wildcard = matches!(segment, "*" | "**" | ".*" | ".+" | "(.*)" | "(.+)" | "{*}");
-        // A wildcard matches one segment where others follow.
+        // A wildcard matches one segment if other segments follow.
         segments.push(match foreign_parameter(segment) {
             Some(name) => name,
             None if is_wildcard && rest.peek().is_none() => "{*rest}".to_owned(),
@@ -153,7 +153,7 @@ impl PathPattern {
         matches!(self.0, PathForm::Regex(_))
     }
 
-    /// Return the segments. A regular expression has none.
+    /// Return the segments. A regular expression has no parameters.
     fn segments(&self) -> &[Segment] {
         match &self.0 {
             PathForm::Segments(segments) => segments,
@@ -374,7 +374,7 @@ impl RewriteTemplate {
     }
 
     /// Return the target for a request whose canonical `path` matches the pattern of its route. The query of the
-    /// request is appended to that of the template.
+    /// request is appended to the query of the template.
     pub fn expand(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
         let value = |name: &str| pattern.capture(path, name).unwrap_or_default();
         let mut out = String::with_capacity(path.len() + query.map_or(0, str::len) + 64);

@@ -22,7 +22,7 @@ const FILE_PREFIX: &str = "file:";
 #[derive(Default)]
 pub(super) struct NetworkFiles(pub(super) Vec<Arc<NetworkFile>>);
 
-/// Compile `allow` and `deny` of the table at `span`. Return `None` if neither is set.
+/// Compile `allow` and `deny` of the table at `span`. Return `None` if neither list is set.
 pub(super) fn rules(
     allow: Option<&[Text]>,
     deny: Option<&[Text]>,
@@ -108,7 +108,7 @@ fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
 }
 
 impl CompiledConfig {
-    /// Replace the networks of a file, by its index, by those in `content`.
+    /// Replace the networks of the file with this index by the networks in `content`.
     ///
     /// # Errors
     /// All errors of the file, or the file is empty, as it is while it is being written. The networks in use do not

@@ -32,12 +32,12 @@ pub struct Acme {
     pub certificates: Arc<ManagedCertificates>,
     /// The names of all listeners, sorted.
     pub names: Vec<Box<str>>,
-    /// Wildcard hosts of routes that the names of no listener replace: no certificate is obtained for them.
+    /// Wildcard hosts of routes on listeners without `names`: no certificate is obtained for these hosts.
     pub skipped_wildcards: Vec<Box<str>>,
 }
 
 impl Acme {
-    /// Return warnings: no certificate is obtained where one may be expected.
+    /// Return warnings about names for which the operator may expect a certificate, but none is obtained.
     pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
         let unused = self.names.is_empty().then(|| "[acme] has no effect: no listener has `tls.acme`".to_owned());
         let wildcards = self.skipped_wildcards.iter().map(|host| {
@@ -98,9 +98,9 @@ impl fmt::Debug for ExternalAccount {
     }
 }
 
-/// What listeners need of `[acme]`.
+/// The parts of `[acme]` that listeners need.
 pub(super) struct AcmeListeners {
-    /// The certificates. `None` without `[acme]`.
+    /// The certificates. `None` if there is no `[acme]`.
     certificates: Option<Arc<ManagedCertificates>>,
     /// Names of listeners without `names`: the hosts of all routes.
     default_names: Vec<Box<str>>,

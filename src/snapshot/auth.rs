@@ -40,7 +40,7 @@ pub struct Authentication {
     pub key_urls: Vec<KeyUrl>,
     /// Files of users as read by the loader, with the index of their provider.
     pub users_files: Vec<(usize, FileSnapshot)>,
-    /// Where the tier of a request comes from.
+    /// The source of the tier of a request.
     pub tier_source: TierSource,
 }
 
@@ -175,7 +175,7 @@ pub(super) fn authentication(
     compiled
 }
 
-/// Report keys that belong to another kind.
+/// Report keys that are valid only for other kinds.
 fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut Validator<'_>) {
     let span = |text: &Option<config::Text>| text.as_ref().map(|text| text.span());
     let list = |list: &Option<Vec<config::Text>>| list.as_ref().map(|list| list.first().map(|text| text.span()));
@@ -389,7 +389,7 @@ fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Va
 
 // `require` and `identify` of routes.
 
-/// Compile `require` and `identify` of a route. Return `None` without either.
+/// Compile `require` and `identify` of a route. Return `None` if the route has neither.
 pub(super) fn route_auth(
     route: &config::tables::Route,
     compiled: &Authentication,

@@ -32,7 +32,7 @@ pub struct UpstreamTls {
     pub name: Box<str>,
     /// TLS configuration for new connections.
     tls: Arc<UpstreamTlsConfig>,
-    /// Name that the server certificates must be valid for. `None` = the host of each server.
+    /// Name that the server certificates must be valid for. `None` = the host in the URL of each server.
     server_name: Option<ServerName<'static>>,
     /// The files as read by the loader.
     files: TlsFiles,
@@ -221,8 +221,8 @@ impl UpstreamTls {
     /// Use the new content of the files, starting with the next connection.
     ///
     /// # Errors
-    /// The file that cannot be used, or whose certificate has expired or is not valid yet. The TLS configuration in use
-    /// does not change.
+    /// A file cannot be used, or its certificate has expired or is not valid yet. The TLS configuration in use does not
+    /// change.
     pub fn reload<'f>(&self, files: &'f [FileSnapshot], now: Duration) -> Result<(), (&'f FileSnapshot, TlsError)> {
         let (ca, gateway_certificate) = files.split_at(usize::from(self.files.ca.is_some()));
         let trust_roots = match ca {

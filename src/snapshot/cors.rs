@@ -12,15 +12,15 @@ use crate::http::cors::{AllowedNames, AllowedOrigins, CorsPolicy, OriginError, O
 use crate::snapshot::routes::RouteLimits;
 use crate::snapshot::validator::Validator;
 
-/// Methods that preflights allow if neither `cors` nor the route lists methods: those that browsers send without a
-/// preflight (Fetch standard, "CORS-safelisted method").
+/// Methods that preflights allow if neither `cors` nor the route lists methods: the methods that browsers send without
+/// a preflight (Fetch standard, "CORS-safelisted method").
 const SAFELISTED_METHODS: HeaderValue = HeaderValue::from_static("GET, HEAD, POST");
 
-/// Value that stands for all origins, methods or headers.
+/// Value that means all origins, methods or headers.
 const ALL: &str = "*";
 
-/// Compile the CORS policy of a route with these limits. It exposes their headers itself, so their `expose_header` is
-/// moved into it.
+/// Compile the CORS policy of a route with these limits. The policy exposes the headers of the limits itself, so
+/// `expose_header` of the limits is moved into the policy.
 pub(super) fn policy(route: &Route, limits: &mut RouteLimits, reader: &mut Validator<'_>) -> Option<CorsPolicy> {
     let written = route.cors.as_ref()?;
     let of_limits = limits.expose_header.take().filter(|_| !limits.limits.is_empty());

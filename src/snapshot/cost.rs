@@ -72,7 +72,7 @@ impl Cost {
     }
 }
 
-/// Parse a header with a single value. Return `Some(None)` if it is not exactly one integer of decimal digits.
+/// Parse a header with a single value. Return `Some(None)` if the header is not exactly one integer of decimal digits.
 fn parse_single(headers: &HeaderMap, header: &HeaderName) -> Option<Option<u64>> {
     let mut values = headers.get_all(header).iter();
     let first = values.next()?;

@@ -40,9 +40,9 @@ pub type ReloadResult = Result<ConfigChange, String>;
 /// Cause of a reload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReloadCause {
-    /// The configuration file, or one that it includes, has changed.
+    /// The configuration file, or a file that it includes, has changed.
     FileChanged,
-    /// Requested by the administrator. Reads all files that the configuration names again, too.
+    /// Requested by the administrator. All files that the configuration names are read again as well.
     Requested,
 }
 
@@ -100,7 +100,7 @@ impl ConfigHandle {
     /// Request a reload. The receiver gets the result.
     pub fn reload(&self, cause: ReloadCause) -> oneshot::Receiver<ReloadResult> {
         let (reply, receiver) = oneshot::channel();
-        // If the reloader is gone, the reply channel closes, and so the caller sees an error.
+        // If the reloader has ended, the reply channel closes and the caller gets an error.
         let _ = self.requests.send(ReloadRequest { cause, reply });
         receiver
     }
@@ -115,7 +115,8 @@ impl ConfigHandle {
         lock(&self.last_attempt).clone()
     }
 
-    /// Make a configuration active, and count a successful reload. `differences` are those from the previous one.
+    /// Make a configuration active, and count a successful reload. `differences` are the differences from the previous
+    /// configuration.
     pub fn activate(
         &self,
         config: Arc<CompiledConfig>,

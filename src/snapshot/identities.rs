@@ -74,7 +74,7 @@ pub(super) fn identity_spec(
     IdentitySpec { descriptors, on_missing, methods, exemptions: exempt }
 }
 
-/// Compile `exempt`. Its sources are those of `by`, and `ip` if the client network can stand in for another source.
+/// Compile `exempt`. Its sources are the sources of `by`, and `ip` if the client network can replace another source.
 fn exemptions(
     limit: &config::tables::Limit,
     descriptors: &[Descriptor],
@@ -162,10 +162,11 @@ pub(super) fn network_issue(text: &str, span: Range<usize>, reader: &mut Validat
 
 pub(super) type LimitsByName = BTreeMap<String, CompiledLimit>;
 
-/// The names that a file of consumers may contain, and those that it must not repeat.
+/// The names that a consumers file may contain, and the names that it must not repeat.
 pub(super) struct KnownNames<'c> {
     compiled: &'c LimitsByName,
-    /// The limits as written. Those that do not compile are reported, so consumers may name them and their tiers.
+    /// The limits as written. Limits that do not compile are reported elsewhere, so consumers may name them and their
+    /// tiers.
     written: Option<&'c BTreeMap<String, Spanned<config::tables::Limit>>>,
     /// The names of the routes.
     routes: Vec<&'c str>,

@@ -440,8 +440,8 @@ fn timed_rule(
     })
 }
 
-/// Return the quota and burst of a variant. Without both keys they are those of the limit. A quota without a burst has
-/// its own count as the burst.
+/// Return the quota and burst of a variant. Without both keys, quota and burst of the limit apply. A quota without a
+/// burst has its own count as the burst.
 pub(super) fn limit_variant(
     written: &config::tables::LimitVariant,
     rule: &Rule,

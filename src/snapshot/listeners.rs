@@ -193,7 +193,7 @@ impl ListenerTls {
         clients(self) == clients(other) && !other.tls.has_client_trust_changed()
     }
 
-    /// Serve a new certificate, starting with the next connection.
+    /// Serve a new certificate from the next connection on.
     ///
     /// # Errors
     /// The certificate is invalid, has expired or is not valid yet. The certificate in use does not change.
@@ -207,7 +207,7 @@ impl ListenerTls {
     /// Verify client certificates with new CA certificates, starting with the next connection.
     ///
     /// # Errors
-    /// The file has no valid CA certificates. The ones in use do not change.
+    /// The file has no valid CA certificates. The certificates in use do not change.
     pub fn reload_client_ca(&self, trust_roots: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
         self.tls.set_client_verifier(ClientVerifier::from_pem(trust_roots, auth)?)
     }

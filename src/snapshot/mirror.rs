@@ -35,8 +35,8 @@ impl Mirror {
         Mirror { upstream, percent, max_body, max_in_flight, share, counter: AtomicU64::new(0) }
     }
 
-    /// Return whether the next request is copied. The copied requests are evenly distributed, as those of a weighted
-    /// upstream are.
+    /// Return whether the next request is copied. The copied requests are evenly distributed, like the requests of a
+    /// weighted upstream.
     pub fn picks_next(&self) -> bool {
         u128::from(self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO)) < self.share
     }

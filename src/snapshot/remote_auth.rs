@@ -41,7 +41,7 @@ const MAX_CACHE_TTL: Duration = Duration::from_secs(3600);
 /// Bounds of `refresh_interval`.
 const REFRESH_INTERVALS: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(86_400);
 
-/// The internal upstreams and TLS settings of providers. They follow those of `[upstream.NAME]`.
+/// The internal upstreams and TLS settings of providers. They follow the upstreams of `[upstream.NAME]`.
 #[derive(Debug)]
 pub(super) struct InternalUpstreams {
     /// Number of upstreams of `[upstream.NAME]`.
@@ -59,7 +59,7 @@ pub struct KeyUrl {
     pub name: Box<str>,
     /// The URL.
     pub url: Uri,
-    /// TLS settings. `None` for clear text.
+    /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
     /// Time between two fetches.
     pub refresh_interval: Duration,
@@ -101,7 +101,7 @@ pub(super) fn basic(
     }
 }
 
-/// Parse a file of users. The error is a message, and what to do. An empty file is one that is being written.
+/// Parse a file of users. The error is a message and a hint. An empty file is an error: it is being written.
 fn parse_users(file: &FileSnapshot) -> Result<Htpasswd, (String, String)> {
     let name = file.path.file_name().unwrap_or_default().to_string_lossy();
     match Htpasswd::parse(&file.content) {
@@ -115,7 +115,7 @@ impl BasicProvider {
     /// Use the users of a changed file.
     ///
     /// # Errors
-    /// What is wrong with the file, and what to do. The users in use do not change.
+    /// The error of the file, and a hint. The users in use do not change.
     pub fn reload_users(&self, file: &FileSnapshot) -> Result<(), String> {
         let users = parse_users(file).map_err(|(message, hint)| format!("{message}; {hint}"))?;
         self.verifier.replace_users(users);
@@ -173,7 +173,7 @@ pub(crate) fn internal_name(provider: &str) -> String {
     format!("{UPSTREAM_PREFIX}{provider}")
 }
 
-/// Report upstreams with the name of an internal one.
+/// Report upstreams with the name of an internal upstream.
 pub(super) fn check_upstream_names(config: &Config, reader: &mut Validator<'_>) {
     for (name, upstream) in &config.upstream {
         let provider = name.strip_prefix(UPSTREAM_PREFIX).filter(|provider| config.auth.contains_key(*provider));
@@ -201,7 +201,7 @@ fn headers(list: &[Text], recipient: &str, reader: &mut Validator<'_>) -> Vec<He
     names
 }
 
-/// Compile `cache`. Return what the server is told, and lifetime and number of the entries.
+/// Compile `cache`. Return the values that the server receives, and the lifetime and number of cache entries.
 fn cache_settings(
     cache: &Spanned<config::AuthCache>,
     request_headers: &[HeaderName],
@@ -351,7 +351,7 @@ pub(super) fn returns_header(auth: &config::Auth, name: &HeaderName) -> bool {
 }
 
 /// Return whether the identity of a limit contains a credential of the source of tiers; otherwise, clients of several
-/// tiers would share a bucket. If not, return what `by` lacks.
+/// tiers would share a bucket. If not, return the parts that `by` lacks.
 pub(super) fn check_tier_identity(source: &TierSource, descriptors: &[Descriptor]) -> Result<(), &'static str> {
     let has = |is_source: fn(&Descriptor) -> bool| descriptors.iter().any(is_source);
     let (is_met, lacks) = match source {

@@ -23,7 +23,7 @@ const MAX_WEIGHT: i64 = 1_000_000;
 /// Statuses that redirect automatically by `Location` (RFC 9110 §15.4).
 const REDIRECT_STATUSES: [i64; 5] = [301, 302, 303, 307, 308];
 
-/// Compile the action of a route, which must be exactly one.
+/// Compile the action of a route. A route must have exactly one action.
 pub(super) fn route_action(
     route: &config::tables::Route,
     span: &Range<usize>,
@@ -307,16 +307,16 @@ pub(super) fn websocket(
 
 // Weighted selection of upstreams.
 
-/// The fractional part of the golden ratio times 2^64. Its multiples are evenly distributed, in every run of
-/// consecutive ones as well as for every n-th one (Weyl, 1916). A periodic client therefore does not always meet the
-/// same upstream.
+/// The fractional part of the golden ratio times 2^64. Its multiples are evenly distributed (Weyl, 1916): in every run
+/// of consecutive multiples, and also if only every n-th multiple is used. A periodic client therefore does not always
+/// meet the same upstream.
 pub(super) const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Splits the requests of a route among upstreams by weight.
 #[derive(Debug)]
 pub struct WeightedUpstreams {
-    /// Upstreams by index, each with the sum of the weights up to and including its own. Upstreams with weight 0 are
-    /// left out.
+    /// Upstreams by index, each with the sum of its weight and all earlier weights. Upstreams with weight 0 are left
+    /// out.
     cumulative_weights: Vec<(u64, usize)>,
     /// Sum of all weights.
     total_weight: u64,

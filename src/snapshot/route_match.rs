@@ -1,4 +1,4 @@
-//! Compiles what a route matches: hosts, listeners, path, methods, and conditions on headers and query parameters.
+//! Compiles the match of a route: hosts, listeners, path, methods, and conditions on headers and query parameters.
 
 use std::net::Ipv6Addr;
 use std::ops::Range;
@@ -16,7 +16,7 @@ use crate::routing::pattern;
 use crate::routing::pattern::PathPattern;
 use crate::snapshot::validator::Validator;
 
-/// What happens to requests for a path that differs from that of the route in the trailing slash.
+/// The treatment of requests whose path differs from the path of the route only in the trailing slash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TrailingSlash {
     /// The route does not match them.
@@ -27,7 +27,7 @@ pub(super) enum TrailingSlash {
     Redirect,
 }
 
-/// Compile what a route matches, and how it treats the trailing slash.
+/// Compile the match of a route and its treatment of the trailing slash.
 pub(super) fn route_match(
     route: &config::tables::Route,
     span: &Range<usize>,
@@ -71,7 +71,7 @@ fn hosts(list: &[Text], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<
     hosts
 }
 
-/// Return whether a canonical host, or the rest of one after `*.`, has a form that requests have: a name, an IPv4 address,
+/// Return whether a canonical host, or the rest of a host after `*.`, can occur in a request: a name, an IPv4 address,
 /// or an IPv6 address in brackets, all without port.
 fn is_host(name: &str) -> bool {
     let address = name.strip_prefix('[').and_then(|inner| inner.strip_suffix(']'));
@@ -79,8 +79,8 @@ fn is_host(name: &str) -> bool {
         || (!name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)))
 }
 
-/// Return the indices of the listeners with these names. Compiling drops no valid listener, so that the indices are
-/// those of the compiled ones.
+/// Return the indices of the listeners with these names. Compiling drops no valid listener, so the compiled listeners
+/// have the same indices.
 fn listener_indices(
     names: &[Text],
     span: &Range<usize>,

@@ -56,7 +56,7 @@ pub struct Route {
     pub path: Box<str>,
     /// Parsed path pattern.
     pub path_pattern: PathPattern,
-    /// What happens to requests of the route.
+    /// The action for requests of the route.
     pub action: RouteAction,
     /// Change of the path for the upstream. `None` = no change.
     pub rewrite: Option<Rewrite>,
@@ -64,7 +64,7 @@ pub struct Route {
     pub timeout: Option<Duration>,
     /// Clients that may use the route. `None` = all.
     pub access: Option<Arc<AccessRules>>,
-    /// CORS policy. `None` = CORS headers are those of the upstream.
+    /// CORS policy. `None` = the upstream sets the CORS headers.
     pub cors: Option<Arc<CorsPolicy>>,
     /// Providers of `require` and `identify`. `None`: requests are not authenticated.
     pub auth: Option<RouteAuth>,
@@ -74,7 +74,7 @@ pub struct Route {
     pub max_body: Option<u64>,
     /// Whether protocol upgrades are allowed.
     pub websocket: bool,
-    /// Copies of requests for another upstream.
+    /// The copies of requests to another upstream.
     pub mirror: Option<Mirror>,
     /// Changes to the request headers for the upstream.
     pub request_headers: HeaderMutations,
@@ -112,7 +112,7 @@ pub struct RouteLimits {
     pub policy_header: Option<HeaderValue>,
 }
 
-/// What happens to requests of a route.
+/// The action for requests of a route.
 #[derive(Debug)]
 pub enum RouteAction {
     /// Forward to one of the upstreams.
@@ -155,7 +155,7 @@ pub enum RedirectTarget {
     Scheme {
         /// `http` or `https`.
         scheme: &'static str,
-        /// The port. `None` = that of the scheme.
+        /// The port. `None` = the default port of the scheme.
         port: Option<u16>,
     },
     /// The same path with the trailing slash added or removed.
@@ -249,7 +249,7 @@ impl Rewrite {
     ///
     /// # Errors
     /// The named groups of a regular expression form a path that is not canonical, such as one with dot segments.
-    /// Parameters of a path have whole segments, and always form a canonical one.
+    /// Parameters of a path are whole segments, so they always form a canonical path.
     pub fn apply(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Result<String, PathError> {
         match self {
             Rewrite::Template(template) if pattern.is_regex() => {
@@ -274,9 +274,9 @@ impl Route {
         self.rate_limits.limits.iter().any(|route_limit| Arc::ptr_eq(&route_limit.limit, limit))
     }
 
-    /// Return the route for the form of the path with the other trailing slash, which redirects to this one. It has the
-    /// name, the metrics, the access rules and the CORS policy of this route. It needs no credential and is charged to
-    /// no limit: the request for the other form is.
+    /// Return the route that redirects the other form of the path, with or without the trailing slash, to this route.
+    /// It has the name, the metrics, the access rules and the CORS policy of this route. It needs no credential and is
+    /// charged to no limit: the request for the other form is.
     fn slash_redirect(&self) -> Route {
         Route {
             index: self.index,

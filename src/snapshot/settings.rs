@@ -193,7 +193,7 @@ pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings 
     }
 }
 
-/// Parse the URL of an OTLP collector. An empty URL disables traces. The default path is that of the specification
+/// Parse the URL of an OTLP collector. An empty URL disables traces. The default path is defined by the specification
 /// (<https://opentelemetry.io/docs/specs/otlp/#otlphttp-request>).
 fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     let url = text.get_ref();
@@ -223,7 +223,7 @@ fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
 pub struct AdminSettings {
     /// Address and port.
     pub address: SocketAddr,
-    /// Token that clients must send. `None` if the listener needs none.
+    /// Token that clients must send. `None` if the listener needs no token.
     pub token: Option<AdminToken>,
 }
 

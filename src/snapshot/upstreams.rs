@@ -18,7 +18,7 @@ use crate::upstream::health::{EjectionSettings, HealthSettings};
 use crate::upstream::load_balancer::LoadBalancingPolicy;
 use crate::upstream::{Protocol, UpstreamServerSettings, UpstreamSettings};
 
-/// Compile all upstreams. Return TLS settings for those with servers at `https://`.
+/// Compile all upstreams. Return TLS settings for the upstreams with servers at `https://`.
 pub(super) fn upstreams(
     upstreams: &BTreeMap<String, Spanned<config::tables::Upstream>>,
     reader: &mut Validator<'_>,

@@ -20,7 +20,7 @@ pub(super) struct Validator<'a> {
     issues: Vec<Issue>,
     unresolved: Vec<UnresolvedValue>,
     warnings: Vec<Issue>,
-    /// Issues of files that this one names.
+    /// Issues of files that this file names.
     other_files: Vec<FileIssues>,
     pub(super) environment: EnvLookup<'a>,
 }
@@ -49,7 +49,7 @@ impl<'a> Validator<'a> {
         if files.is_empty() { Ok(warnings) } else { Err(ConfigError { files }) }
     }
 
-    /// Return whether a value has an environment variable that is not set. Its text is then not that of the gateway.
+    /// Return whether a value has an environment variable that is not set. The value is then a placeholder.
     pub(super) fn is_unresolved<T>(&self, value: &Spanned<T>) -> bool {
         self.unresolved.iter().any(|unresolved| unresolved.is_within(&value.span()))
     }

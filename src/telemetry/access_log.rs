@@ -73,10 +73,10 @@ pub struct AccessRecord<'a> {
 pub struct DecisionInfo {
     /// The decision of the limits together: the most relevant decision of a single limit.
     pub decision: &'static str,
-    /// What decided: `store`, `denial-cache` or `local`. `None` if the check failed.
+    /// The component that decided: `store`, `denial-cache` or `local`. `None` if the check failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decided_by: Option<&'static str>,
-    /// The limit that denied the request, or the one that is nearest to a denial.
+    /// The limit that denied the request, or otherwise the limit that is nearest to a denial.
     #[serde(flatten)]
     pub effective_limit: Option<EffectiveLimit>,
     /// Duration of the check, including the wait queue. Written in ms.
@@ -323,7 +323,7 @@ pub struct RequestRecord {
     pub outcome: &'static str,
     /// Id of the trace, even if this gateway does not record it.
     trace_id: Option<u128>,
-    /// Client IP address. The peer's until the route is known.
+    /// Client IP address. The address of the peer until the route is known.
     pub client: IpAddr,
     /// Name of the route.
     pub route: Option<Arc<str>>,

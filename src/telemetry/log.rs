@@ -45,7 +45,7 @@ pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
         LogFormat::Text => layer.with_ansi(stderr().is_terminal()).boxed(),
         LogFormat::Json => layer.json().flatten_event(true).boxed(),
     };
-    // Fails if a subscriber is already installed, as in tests. Keep that one.
+    // Fails if a subscriber is already installed, as in tests. Keep the installed subscriber.
     let _ = tracing_subscriber::registry().with(filter).with(lines).with(DependencyLogThrottle::default()).try_init();
     Ok(())
 }
@@ -60,7 +60,7 @@ struct LogWriter {
 
 #[derive(Debug, Default)]
 struct WriterState {
-    /// A line was not written within [`WRITE_TIMEOUT`], and none has been written since.
+    /// A line was not written within [`WRITE_TIMEOUT`], and no line has been written since.
     is_stalled: AtomicBool,
     /// Lines dropped because the queue was full.
     dropped: AtomicU64,
@@ -151,7 +151,7 @@ impl LogFile {
         Ok(LogFile { path, file, file_id, throttle: LogThrottle::new() })
     }
 
-    /// Reopen the path if it has no file or another one. If that fails, keep writing to the open file.
+    /// Reopen the path if the file was moved or replaced. If that fails, keep writing to the open file.
     fn reopen_if_rotated(&mut self) {
         if self.path.metadata().is_ok_and(|metadata| file_id(&metadata) == self.file_id) {
             return;
@@ -195,7 +195,7 @@ fn file_id(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
-// === Rate limit for log lines of dependencies: one that warns per client action would fill the log ===
+// === Rate limit for log lines of dependencies: a library that logs each client action would fill the log ===
 
 /// Maximum number of lines per library and [`PERIOD`].
 const MAX_LINES_PER_PERIOD: u64 = 10;

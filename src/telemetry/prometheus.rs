@@ -19,7 +19,7 @@ pub trait MetricSource: fmt::Debug + Send + Sync + 'static {
     /// Formatting fails.
     fn write(&self, page: &mut Exposition<'_>) -> fmt::Result;
 
-    /// Write the metrics whose names have no prefix: those of the process.
+    /// Write the metrics whose names have no prefix: the metrics of the process.
     ///
     /// # Errors
     /// Formatting fails.

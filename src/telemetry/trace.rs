@@ -60,7 +60,7 @@ impl TraceParent {
     }
 }
 
-/// Parse lowercase hexadecimal digits. Uppercase ones are invalid (section 3.2.2.3).
+/// Parse lowercase hexadecimal digits. Uppercase digits are invalid (section 3.2.2.3).
 fn parse_hex(digits: &[u8]) -> Option<u128> {
     digits.iter().try_fold(0, |number, digit| {
         let digit = match digit {
@@ -139,7 +139,7 @@ static INSTRUMENTATION_SCOPE: LazyLock<InstrumentationScope> =
 #[derive(Debug, Clone)]
 pub struct TraceExporter(BatchWriter<SpanData>);
 
-/// The spans of a request: its access log record, and what the record does not contain.
+/// The spans of a request: its access log record, and the data that the record does not contain.
 #[derive(Debug)]
 pub struct RequestTrace<'a> {
     /// Ids of the spans.

@@ -41,7 +41,7 @@ pub struct ManagedCertificates {
 /// The certificate of one name, and its renewal.
 #[derive(Debug, Clone, Default)]
 pub struct ManagedCertificate {
-    /// The certificate in use. `None` before the first one.
+    /// The certificate in use. `None` before the first certificate.
     pub certificate: Option<Arc<Certificate>>,
     /// When the next order is planned, seconds since the Unix epoch. `None` before the first plan.
     pub next_order_s: Option<u64>,
@@ -97,7 +97,7 @@ impl Challenge {
     }
 }
 
-/// Return the TLS configuration for the validation of `name`. It asks for no client certificate and resumes no session.
+/// Return the TLS configuration for the validation of `name`. It requests no client certificate and resumes no session.
 fn challenge_config(name: &str, key_authorization: &str) -> Result<ServerConfig, TlsError> {
     let mut params = CertificateParams::new([name.to_owned()]).map_err(TlsError::Generate)?;
     let authorization = digest(&SHA256, key_authorization.as_bytes());
@@ -122,7 +122,8 @@ fn self_sign(params: &CertificateParams) -> Result<Arc<CertifiedKey>, TlsError> 
 }
 
 impl ManagedCertificates {
-    /// Create the state without certificates, with a self-signed one to serve until the first.
+    /// Create the state without certificates. A self-signed certificate is served until the first certificate is
+    /// obtained.
     ///
     /// # Errors
     /// The self-signed certificate cannot be generated.
@@ -140,8 +141,8 @@ impl ManagedCertificates {
         })
     }
 
-    /// Return the certificate for a server name: that of the name if it is one of `names`, otherwise that of the first
-    /// of `names` that has one, otherwise the self-signed certificate.
+    /// Return the certificate for a server name: the certificate of this name if it is one of `names`, otherwise the
+    /// certificate of the first of `names` that has one, otherwise the self-signed certificate.
     pub(super) fn resolve(&self, server_name: Option<&str>, names: &[Box<str>]) -> Arc<CertifiedKey> {
         let entries = self.entries.load();
         let find = |name: &str| entries.get(name)?.certificate.as_ref().map(|found| found.certified_key.clone());

@@ -1,4 +1,5 @@
-//! Lints of a valid configuration: settings that probably do not do what was intended, each with its span in the file.
+//! Lints of a valid configuration: settings that probably do not have the intended effect, each with its span in the
+//! file.
 
 mod routes;
 
@@ -99,8 +100,9 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     notes
 }
 
-/// Resolve the names that certificates are requested for. Return warnings for those without an address, and notes for
-/// those with other addresses than this machine has, which is right behind a load balancer. This may take seconds.
+/// Resolve the names that certificates are requested for. Return warnings for names without an address. Return notes
+/// for names with addresses that this machine does not have, which is correct behind a load balancer. This may take
+/// seconds.
 pub fn resolve_names(parsed: &Config, config: &CompiledConfig) -> (Vec<Issue>, Vec<Issue>) {
     let (mut warnings, mut notes) = (Vec::new(), Vec::new());
     let (Some(acme), Some(table)) = (&config.acme, &parsed.acme) else { return (warnings, notes) };
@@ -357,7 +359,7 @@ fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     )))
 }
 
-/// Upstreams that are told client certificates which no listener requests.
+/// Upstreams with `client_cert_header`, if no listener requests client certificates.
 fn certificate_of_no_client<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let has_client_ca = |listener: &Listener| listener.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
     let is_unused = !input.config.listeners.iter().any(has_client_ca);
@@ -511,7 +513,8 @@ fn unserved_cors_methods(parsed: &config::tables::Route, route: &Route) -> Vec<I
     listed.filter(is_unserved).map(issue).collect()
 }
 
-/// `cors` of a route that requires headers: a preflight has none of them, so it matches no route or another one.
+/// `cors` of a route that requires headers: a preflight does not have these headers, so it matches another route or
+/// none.
 fn unreachable_preflights(input: &LintInput<'_>, parsed: &config::tables::Route, route: &Route) -> Option<Issue> {
     let cors = parsed.cors.as_ref().filter(|_| requires_headers(parsed))?;
     let is_for_preflights = |other: &&Arc<Route>| {
@@ -539,8 +542,8 @@ fn redundant_expose(parsed: &config::tables::Route, route: &Route) -> Option<Iss
     Some(Issue::new(cors.span(), message).with_hint("remove `expose_headers`"))
 }
 
-// Authentication: credentials in plaintext, routes without it beside routes with it, and limits that reject what
-// `require` admits.
+// Authentication: credentials in plaintext, routes without authentication beside routes with it, and limits that reject
+// requests that `require` admits.
 
 fn auth_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unused_providers(input).chain(plaintext_credentials(input)).collect();

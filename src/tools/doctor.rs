@@ -65,7 +65,7 @@ impl ServerReport {
     }
 }
 
-/// What the configuration requires of its servers.
+/// The requirements of the configuration on its servers.
 #[derive(Debug)]
 pub struct Requirements {
     /// First part of every key (`store.prefix`).
@@ -98,14 +98,14 @@ pub struct Check {
     pub status: Status,
     /// The finding, with units.
     pub message: String,
-    /// What to do. None: nothing.
+    /// The advice to the operator. None: nothing.
     pub advice: Option<String>,
 }
 
 /// Status of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum Status {
-    /// Nothing to do.
+    /// There is nothing to do.
     #[serde(rename = "ok")]
     Ok,
     /// Works now, but is at risk.
@@ -216,7 +216,7 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     let connection: &mut DiagnosticConnection = &mut connection;
     report.record("version", server::check_version(connection, hello.as_ref()).await)?;
     if let Some(found) = hello.as_ref().and_then(|hello| hello.mismatch(server.endpoint.mode(), address)) {
-        // The other checks say nothing about a server of the wrong kind.
+        // The results of the other checks are meaningless for a server of the wrong kind.
         report.checks.push(Check { name: "role", status: Status::Failed, message: found, advice: None });
         return Err(Abort);
     }
@@ -241,7 +241,8 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
 
 // Diagnostic connection: every call has a timeout, and errors say whether the connection is lost.
 
-/// Timeout of connecting and of each reply. Much longer than `store.timeout`, to tell a slow server from a dead one.
+/// Timeout of connecting and of each reply. Much longer than `store.timeout`, to distinguish a slow server from a dead
+/// server.
 pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A connection that runs one command at a time.
@@ -277,7 +278,7 @@ impl DiagnosticConnection {
         redis::from_redis_value(reply).map_err(|error| CallError::ErrorReply(error.into()))
     }
 
-    /// Tell lost connections from error replies.
+    /// Distinguish lost connections from error replies.
     pub(crate) fn classify_error(&self, error: RedisError) -> CallError {
         if error.is_timeout() {
             CallError::ConnectionLost(diagnose_timeout(&self.address))

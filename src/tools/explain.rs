@@ -38,7 +38,7 @@ pub struct Explainer<'a, C: ?Sized> {
     pub max_other_routes: usize,
 }
 
-/// What the steps found before they ended.
+/// The results of the steps so far.
 #[derive(Default)]
 struct Found<'c> {
     route: Option<&'c Route>,
@@ -58,7 +58,7 @@ fn variables<'v>(
 }
 
 impl<C: Counters + ?Sized> Explainer<'_, C> {
-    /// Explain what the gateway would do with a request from this peer.
+    /// Explain how the gateway would handle a request from this peer.
     pub fn explain(&self, request: &Request<()>, peer: &Peer) -> Explanation {
         let client = peer.client_address(request.headers());
         let mut explanation = Explanation {
@@ -115,7 +115,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let route = preflight_route.map_or_else(|| target.find_route(config, request, peer.listener), Ok);
         found.route = route.as_ref().ok().copied();
         let is_preflight = preflight_route.is_some();
-        // A preflight is for the route of the method that it asks for.
+        // A preflight matches the route of the method that it requests.
         let requested_method =
             preflight_route.and_then(|_| cors::requested_method(request.method(), request.headers()));
         let mut route_request = target.route_request(request, peer.listener);

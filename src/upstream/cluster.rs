@@ -147,7 +147,8 @@ impl UpstreamCluster {
         let endpoint = |address| {
             let known = own.iter().find(|endpoint| endpoint.address == Some(address)).cloned();
             known.unwrap_or_else(|| {
-                // The first addresses of a server skip slow start: no other address of it takes the load meanwhile.
+                // The first addresses of a server skip slow start, because the server has no other addresses that could
+                // take the load.
                 let health_state =
                     if own.is_empty() { HealthState::default() } else { HealthState::joined_at(monotonic()) };
                 Arc::new(Endpoint::new(&self.settings, index, Some(address), health_state, self.queue.clone()))
@@ -364,7 +365,7 @@ impl UpstreamCluster {
 }
 
 impl Upstream {
-    /// Create the upstream for a cluster that replaces another. Connections to endpoints in both are kept if
+    /// Create the upstream for a cluster that replaces another cluster. Connections to endpoints in both are kept if
     /// protocol, `proxy_protocol`, `pool_idle_timeout` and TLS server name are equal.
     pub fn from_previous(cluster: Arc<UpstreamCluster>, previous: &Upstream) -> Self {
         let speaks = |cluster: &UpstreamCluster| {

@@ -76,8 +76,8 @@ impl EndpointPool {
         self.endpoint.is_same_as(endpoint)
     }
 
-    /// Return a pool with the same connections for the endpoint of another snapshot. `None` if it is another
-    /// endpoint or its TLS server name differs.
+    /// Return a pool with the same connections for the endpoint of another snapshot. `None` if the endpoint or its TLS
+    /// server name differs.
     pub(super) fn reuse_for(&self, endpoint: &Arc<Endpoint>) -> Option<Self> {
         let name = |endpoint: &Endpoint| endpoint.server.tls.as_ref().map(|tls| tls.server_name.clone());
         let fits = self.endpoint.is_same_as(endpoint) && name(&self.endpoint) == name(endpoint);
@@ -95,9 +95,9 @@ impl EndpointPool {
         }
     }
 
-    /// Connect to the endpoint. With HTTP/2, share the connection that a concurrent request has opened meanwhile;
-    /// then the second value is `true`. The PROXY header, if the upstream gets one, names `client`, or the gateway
-    /// itself without one.
+    /// Connect to the endpoint. With HTTP/2, share the connection that a concurrent request has opened in the meantime;
+    /// the second value is then `true`. If the upstream gets a PROXY header, it names `client`, or the gateway itself
+    /// if `client` is `None`.
     ///
     /// # Errors
     /// Errors of [`Endpoint::connect`] and of the HTTP/2 or HTTP/1.1 setup.
@@ -164,7 +164,7 @@ impl Connection {
         }
     }
 
-    /// Return what `error` says about the request. Exclude the connection from reuse if it is broken.
+    /// Return the meaning of `error` for the request. Exclude the connection from reuse if it is broken.
     pub(super) fn classify_error(&self, error: &hyper::Error) -> StreamOutcome {
         match self {
             // The upstream did respond, although not with valid HTTP.
@@ -208,7 +208,7 @@ const MAX_BUFFER_SIZE: usize = 64 * 1024;
 /// same client may never come.
 const MAX_IDLE_BY_CLIENT: usize = 64;
 
-/// Error of an exchange, with the request if nothing of it was written.
+/// Error of an exchange, with the request if no part of it was written.
 pub(super) type SendError = TrySendError<Request<RequestBody>>;
 
 /// An HTTP/1.1 connection. It serves one request at a time.

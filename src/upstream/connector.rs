@@ -113,7 +113,7 @@ impl AsyncWrite for UpstreamStream {
     }
 }
 
-// Connecting to the picked endpoint, and to others if it is slow or refuses the connection.
+// Connecting to the picked endpoint, and to other endpoints if it is slow or refuses the connection.
 
 /// Delay before the next endpoint is tried in parallel (Connection Attempt Delay, RFC 8305 §5).
 const CONNECTION_ATTEMPT_DELAY: Duration = Duration::from_millis(250);
@@ -130,8 +130,8 @@ pub(super) struct EndpointConnection {
 }
 
 impl Upstream {
-    /// Connect to the picked endpoint, or to others if that fails or takes long. Nothing has been written yet, so
-    /// this is safe for every request. If `allow_idle` is set, idle connections of the other endpoints are used,
+    /// Connect to the picked endpoint, or to other endpoints if this fails or takes long. Nothing has been written yet,
+    /// so this is safe for every request. If `allow_idle` is set, idle connections of the other endpoints are used,
     /// too.
     ///
     /// # Errors
@@ -203,7 +203,7 @@ impl Upstream {
         }
     }
 
-    /// Pick an endpoint that has not been tried, of the other address family if there is one.
+    /// Pick an endpoint that has not been tried, preferably of the other address family.
     pub(super) fn pick_other(&self, pick_state: &PickState) -> Option<(Arc<EndpointPool>, RequestPermit)> {
         if pick_state.tried.len() >= MAX_CONNECT_ATTEMPTS {
             return None;
@@ -329,7 +329,7 @@ pub(super) struct TlsDiagnosis {
     failure: TlsFailure,
 }
 
-/// What failed in a TLS handshake.
+/// The failure of a TLS handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TlsFailure {
     /// The gateway rejected the certificate of the server.
@@ -341,7 +341,7 @@ pub enum TlsFailure {
 }
 
 impl TlsFailure {
-    /// Return what failed in TLS, or `None` if an I/O error has another cause.
+    /// Return the TLS failure, or `None` if the I/O error has another cause.
     pub fn from_error(error: &io::Error) -> Option<TlsFailure> {
         error.get_ref()?.downcast_ref::<TlsDiagnosis>().map(|diagnosis| diagnosis.failure)
     }
@@ -442,7 +442,7 @@ fn describe_certificate_error(error: &CertificateError) -> String {
             "the server's certificate is not valid for servers; issue one with the extended key usage serverAuth"
                 .to_owned()
         }
-        // Error of webpki that rustls passes on only as text.
+        // Error of webpki that rustls returns only as text.
         CertificateError::Other(why) if why.to_string().contains("CaUsedAsEndEntity") => {
             "the server presents a CA certificate (CA:TRUE, the default of `openssl req -x509`); issue a \
              certificate for the server that this CA signs"

@@ -125,7 +125,7 @@ impl HostEntry {
         }
     }
 
-    /// Store the addresses of a successful lookup. Return the time until the next one.
+    /// Store the addresses of a successful lookup. Return the time until the next lookup.
     fn record_answer(&mut self, mut resolved: ResolvedAddresses) -> Duration {
         resolved.addresses.sort_unstable();
         resolved.addresses.dedup();
@@ -174,7 +174,7 @@ impl HostEntry {
 
 // Lookup in the hosts file and in DNS.
 
-/// TTL of entries of the hosts file, which has none. Reading it costs little.
+/// TTL of entries of the hosts file, which does not contain TTLs. Reading it costs little.
 const HOSTS_TTL: Duration = Duration::from_secs(5);
 
 /// Source of addresses.
@@ -232,7 +232,8 @@ impl DnsResolver {
         for (record_type, is_v6) in [(RecordType::A, false), (RecordType::AAAA, true)] {
             let of_family = |address: &&IpAddr| address.is_ipv6() == is_v6;
             let lost = known.iter().any(|address| of_family(&address)) && !addresses.iter().any(|a| of_family(&a));
-            // hickory succeeds if one of both families does: query the missing one again for its error.
+            // hickory succeeds if the lookup of one address family succeeds: query the missing family again for its
+            // error.
             if lost
                 && resolver
                     .lookup(found.query().name().clone(), record_type)

@@ -65,7 +65,7 @@ impl Endpoint {
         Endpoint { server_index: index, server: settings.servers[index].clone(), address, state: Arc::new(state) }
     }
 
-    /// Create an endpoint with other settings that shares the state of this one.
+    /// Create an endpoint with other settings that shares the state of this endpoint.
     pub(super) fn with_settings(&self, settings: &UpstreamSettings, index: usize) -> Self {
         let state = self.state.clone();
         state.max_requests.store(settings.max_requests, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Single HTTP/1.1 exchanges on a connection of their own: the trace exporter, and the key sets of token issuers.
+//! Single HTTP/1.1 exchanges, each on its own connection: the trace exporter, and the key sets of token issuers.
 
 use std::error::Error;
 use std::io;
@@ -96,7 +96,7 @@ impl Drop for AbortOnDrop {
 fn body_error(error: Box<dyn Error + Send + Sync>, max_body: usize) -> FetchError {
     match error.downcast::<hyper::Error>() {
         Ok(error) => FetchError::Http(*error),
-        // The only other error is that of `Limited`.
+        // The only other error is the error of `Limited`.
         Err(_) => FetchError::TooLarge(max_body),
     }
 }

@@ -123,7 +123,7 @@ const CONNECT_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum duration of an ejection, in multiples of `base_ejection_time`.
 const MAX_EJECTION_MULTIPLIER: u32 = 10;
 
-/// Weight steps of slow start. A recovered endpoint starts with `SLOW_START_FIRST_STEP` of them.
+/// Weight steps of slow start. A recovered endpoint starts with `SLOW_START_FIRST_STEP` of these steps.
 pub(super) const SLOW_START_STEPS: u32 = 20;
 const SLOW_START_FIRST_STEP: u32 = 2;
 
@@ -217,7 +217,7 @@ impl HealthState {
         Some(time)
     }
 
-    /// End an ejection that has expired. Return whether there was one.
+    /// End an ejection that has expired. Return whether an ejection ended.
     pub(super) fn end_ejection_if_due(&mut self, now: Instant) -> bool {
         let due = self.ejected_until.filter(|until| *until <= now);
         if due.is_some() {

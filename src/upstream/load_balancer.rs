@@ -28,7 +28,7 @@ pub(super) struct LoadBalancer {
     pub(super) endpoints: Arc<Vec<Arc<Endpoint>>>,
     /// Indexes of endpoints that get requests.
     pub(super) usable: Box<[usize]>,
-    /// Indexes of endpoints in connect backoff. They serve retries for which no usable endpoint is left.
+    /// Indexes of endpoints in connect backoff. They serve retries if no usable endpoint is left.
     backup: Box<[usize]>,
     weighted_slots: WeightedSlots,
     pub(super) rendezvous: Option<Arc<RendezvousTable>>,
@@ -159,7 +159,7 @@ impl LoadBalancer {
         Some(if of_one <= of_other { one } else { other })
     }
 
-    /// Return a random usable endpoint other than `one`. At least two endpoints are usable.
+    /// Return a random usable endpoint, but not `one`. At least two endpoints are usable.
     fn any_other(&self, one: usize, rng: &Rng) -> usize {
         let position = rng.next_u64() as usize % self.usable.len();
         if self.usable[position] == one {
@@ -218,7 +218,7 @@ impl WeightedSlots {
             share => (u128::from(share) * u128::from(MAX_SLOTS) / u128::from(sum)).max(1) as u64,
         };
         let shares: Box<[_]> = weights.iter().map(|weight| share(weight) as u32).collect();
-        // Slot k of an endpoint with n slots belongs in the middle of the k-th of n equal parts of the schedule.
+        // Slot k of an endpoint with n slots is in the middle of the k-th of n equal parts of the schedule.
         let turns = |(index, share): (usize, &u32)| {
             let share = u64::from(*share);
             (0..share).map(move |k| (((2 * k + 1) << 32) / (2 * share), index as u32))

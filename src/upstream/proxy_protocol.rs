@@ -16,7 +16,7 @@ const TCP4: u8 = 0x11;
 /// TCP over IPv6.
 const TCP6: u8 = 0x21;
 
-/// The connection of a client, as the upstream is told.
+/// The connection of a client, as sent to the upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProxiedConnection {
     /// Address and port of the client. The port is 0 if it is unknown.
@@ -40,7 +40,7 @@ impl ProxiedConnection {
     }
 }
 
-/// Return the header of a connection for a client, or of one of the gateway itself.
+/// Return the header of a connection for a client, or of a connection of the gateway itself.
 pub(super) fn header(client: Option<&ProxiedConnection>) -> Vec<u8> {
     let mut addresses = Vec::new();
     let (command, family) = match client {
@@ -52,7 +52,7 @@ pub(super) fn header(client: Option<&ProxiedConnection>) -> Vec<u8> {
                     addresses.extend_from_slice(&destination.octets());
                     TCP4
                 }
-                // Both addresses have one family: the other one is mapped, as HAProxy does.
+                // Both addresses must have the same family: an IPv4 address is mapped to IPv6, as HAProxy does.
                 (source, destination) => {
                     addresses.extend_from_slice(&mapped(source).octets());
                     addresses.extend_from_slice(&mapped(destination).octets());

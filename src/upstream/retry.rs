@@ -25,9 +25,9 @@ use crate::upstream::http2::{StreamOutcome, classify_error};
 use crate::upstream::proxy_protocol::ProxiedConnection;
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError, UpstreamSettings};
 
-/// Remaining ways to send a request again.
+/// The ways to send a request again that remain.
 struct RetryState {
-    /// Whether it may be sent once more to the same endpoint on another connection.
+    /// Whether the request may be sent once more to the same endpoint on another connection.
     can_reconnect: bool,
     /// Remaining retries on other endpoints.
     retries_left: u32,
@@ -40,7 +40,7 @@ struct RetryState {
 enum RetryTarget {
     /// To the same endpoint, on another connection.
     SameEndpoint(Request<RequestBody>),
-    /// To another endpoint: nothing of the request was written.
+    /// To another endpoint, because no part of the request was written.
     OtherEndpoint(Request<RequestBody>),
     /// To another endpoint, if the retry budget allows it.
     OtherEndpointWithBudget(Request<RequestBody>),
@@ -49,7 +49,7 @@ enum RetryTarget {
 impl Upstream {
     /// Send a request and wait for the response headers. Dropping the future cancels the request.
     ///
-    /// A request of which nothing was written is sent on another connection or to other endpoints. Otherwise only
+    /// If no part of a request was written, it is sent on another connection or to other endpoints. Otherwise only
     /// requests without a body are sent again: GET, HEAD and OPTIONS, and any method that an HTTP/2 server declares
     /// unprocessed (RFC 9113 §8.7). They are sent once to the same endpoint if a reused connection was closed before
     /// the response (RFC 9110 §9.2.2) or the HTTP/2 server did not process them, and to other endpoints within
@@ -322,7 +322,7 @@ pub enum RetryReason {
     /// A reused connection was closed, or an HTTP/2 server did not process the request: sent again to the same
     /// endpoint.
     Reconnected,
-    /// Nothing was written: sent to another endpoint.
+    /// No part of the request was written: sent to another endpoint.
     Unwritten,
     /// Safe to repeat and within the retry budget: sent to another endpoint.
     Retried,
@@ -349,7 +349,7 @@ pub struct AttemptLog {
     endpoint: Option<Arc<Endpoint>>,
     /// Whether the endpoint is recorded. Disabled unless needed, because all workers share its reference count.
     records_endpoint: bool,
-    /// Whether the request is sent again only if nothing of it was written.
+    /// Whether the request is sent again only if no part of it was written.
     is_single_attempt: bool,
 }
 

@@ -25,7 +25,7 @@ struct CertificateView {
     issuer: Option<String>,
     not_before: Option<String>,
     not_after: Option<String>,
-    /// When the next order is planned. `None` for files.
+    /// When the next order is planned. `None` for certificates from files.
     next_renewal: Option<String>,
     /// Failed attempts since the last success.
     failures: u32,

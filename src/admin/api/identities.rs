@@ -106,10 +106,10 @@ fn consumer_of_hash(
     consumer.map_or(Caller::Missing, Caller::Consumer)
 }
 
-/// Find a limit by name.
+/// Find a limit by its name.
 ///
 /// # Errors
-/// 404 if there is none.
+/// 404 if no limit has this name.
 pub(super) fn find_limit<'a>(context: &'a ApiContext<'_>, name: &str) -> Result<&'a CompiledLimit> {
     context
         .config

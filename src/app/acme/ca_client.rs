@@ -55,7 +55,7 @@ impl CaClient {
 
     async fn send(self, request: Request<BodyWrapper<Bytes>>) -> Result<Response<Bytes>, BoxError> {
         let (mut parts, body) = request.into_parts();
-        // The directory is the source of all URLs: none may lead out of TLS.
+        // All URLs come from the directory of the CA. Each must use https.
         if parts.uri.scheme_str() != Some("https") {
             return Err(format!("the CA sent the URL {}, which does not begin with https", parts.uri).into());
         }

@@ -69,7 +69,7 @@ impl Directory {
     /// The file cannot be written. The old content remains.
     pub(super) fn write(&self, name: &str, content: &[u8]) -> io::Result<()> {
         let temporary = self.path.join(format!("{name}{TEMPORARY_SUFFIX}"));
-        // A file of a process that was killed may have been made with another mode.
+        // The file may be left by a process that was killed, with another mode.
         let _ = std::fs::remove_file(&temporary);
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
         file.write_all(content)?;

@@ -36,7 +36,7 @@ pub(super) enum OrderError {
     /// The CA rejects a request, or cannot be reached.
     #[error("{step}: {error}")]
     Ca {
-        /// What was requested.
+        /// The request to the CA that failed.
         step: &'static str,
         /// The error of the CA or of the connection.
         error: Error,
@@ -62,7 +62,8 @@ pub(super) enum OrderError {
 }
 
 impl OrderError {
-    /// Return whether the CA has judged the order. Otherwise the next attempt costs nothing of its rate limits.
+    /// Return whether the CA has judged the order. Otherwise the attempt did not count against the rate limits of the
+    /// CA.
     pub(super) fn is_verdict(&self) -> bool {
         matches!(self, OrderError::Ca { error: Error::Api(_), .. } | OrderError::Invalid(_))
     }
@@ -79,7 +80,7 @@ impl<T> AtStep<T> for Result<T, Error> {
     }
 }
 
-/// Repeat a request while the CA rejects its nonce: the CA has done nothing then.
+/// Repeat a request while the CA rejects its nonce. A request with a rejected nonce has no effect.
 async fn with_nonces<T>(mut request: impl AsyncFnMut() -> Result<T, Error>) -> Result<T, Error> {
     for _ in 0..MAX_NONCE_RETRIES {
         match request().await {
@@ -150,7 +151,7 @@ async fn forget_unknown_account<T>(result: &Result<T, Error>, storage: &mut Stor
 /// Return the window in which the CA suggests to renew a certificate (RFC 9773), and when to ask next.
 ///
 /// # Errors
-/// The CA has no such information, or cannot be reached.
+/// The CA has no renewal information, or cannot be reached.
 pub(super) async fn renewal_window(
     account: &Account,
     certificate: &Certificate,
@@ -163,7 +164,7 @@ pub(super) async fn renewal_window(
     Ok(((start, end.max(start)), retry_after))
 }
 
-/// What an order needs.
+/// The inputs of an order.
 pub(super) struct OrderContext<'a> {
     pub(super) account: &'a Account,
     pub(super) storage: &'a mut Storage,
@@ -237,7 +238,7 @@ impl OrderContext<'_> {
             interval = (interval * 2).min(POLL_INTERVALS.1);
             with_nonces(async || order.refresh().await.map(drop)).await.at("cannot read the order")?;
         };
-        // Never store what could not be served.
+        // Never store a certificate that could not be served.
         let key = key.serialize_pem();
         Certificate::from_pem(chain.as_bytes(), key.as_bytes())?;
         match self.storage.put(&certificate_record(name), format!("{key}{chain}").into_bytes()).await {

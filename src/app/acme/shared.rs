@@ -43,7 +43,7 @@ impl LockKeeper {
         Ok(self.store.lock_fenced(&self.key, &self.owner, LOCK_TTL).await?)
     }
 
-    /// Renew the lock until the future is dropped. A write tells if it was lost.
+    /// Renew the lock until the future is dropped. A write fails if the lock was lost.
     pub(super) async fn run(&self) {
         loop {
             sleep(RENEW_INTERVAL).await;
@@ -65,7 +65,7 @@ impl SharedRecords {
         Ok(SharedRecords { keeper, cipher, version: 0, token: None })
     }
 
-    /// Return what renews the lock.
+    /// Return the future that renews the lock.
     pub(super) fn keeper(&self) -> LockKeeper {
         self.keeper.clone()
     }

@@ -57,7 +57,7 @@ pub(super) struct Storage {
     shared: Option<SharedRecords>,
     /// All records as last read or written.
     records: Records,
-    /// Records that the shared store has lost, and certificates of which it has only older ones.
+    /// Records that the shared store has lost, and certificates that are newer than those in the shared store.
     unshared: Vec<String>,
 }
 
@@ -97,7 +97,7 @@ pub(super) struct StoredChallenge {
 pub(super) struct RenewalRecord {
     /// SHA-256 of the certificate that it is for, in hex.
     pub(super) fingerprint: String,
-    /// Start and end of the window in which to renew, seconds since the Unix epoch. `None`: the CA suggests none.
+    /// Start and end of the window in which to renew, seconds since the Unix epoch. `None`: the CA suggests no window.
     pub(super) window: Option<(u64, u64)>,
     /// When to read it again, seconds since the Unix epoch.
     pub(super) next_read_s: u64,
@@ -192,7 +192,7 @@ impl Storage {
         let has_lost_all = read.is_empty();
         for (record, content) in std::mem::take(&mut self.records) {
             let is_certificate = record.ends_with(CERTIFICATE);
-            // Redis has lost everything: the account, too.
+            // Redis has lost all records, including the account.
             let is_lost = has_lost_all && record == ACCOUNT;
             if is_lost || is_certificate && read.get(&record).is_none_or(|other| is_older(other, &content)) {
                 self.unshared.push(record.clone());
@@ -234,7 +234,7 @@ impl Storage {
         Ok(is_locked)
     }
 
-    /// Release the lock of the shared store. That of the directory is kept.
+    /// Release the lock of the shared store. The certificate in the directory is kept.
     pub(super) async fn unlock(&mut self) {
         if let Some(shared) = &mut self.shared {
             shared.unlock().await;
@@ -324,7 +324,7 @@ impl Storage {
     }
 }
 
-/// Return whether the certificate in `one` was issued before that in `other`. Unusable ones are oldest.
+/// Return whether the certificate in `one` was issued before that in `other`. Unusable certificates count as oldest.
 fn is_older(one: &[u8], other: &[u8]) -> bool {
     let issued_s = |pem: &[u8]| Certificate::from_pem(pem, pem).map_or(i64::MIN, |found| found.validity_s().0);
     issued_s(one) < issued_s(other)

@@ -13,7 +13,7 @@ use crate::upstream::UpstreamSettings;
 /// Why a valid configuration cannot replace the active one.
 #[derive(Debug, thiserror::Error)]
 pub enum CarryOverError {
-    /// These keys changed, and a change of them needs a restart.
+    /// These keys changed, but a change of these keys requires a restart.
     #[error("{} cannot change while the gateway runs: restart it, or leave {} as before", .0.join(", "), pronoun(.0))]
     RestartRequired(Vec<String>),
     /// These new certificates are expired or not yet valid: file and reason.

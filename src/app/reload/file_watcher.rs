@@ -18,7 +18,7 @@ use crate::config::file::FileSnapshot;
 /// Delay from the first event to the comparison, so that a write in progress and its many events count as one change.
 const DEBOUNCE: Duration = Duration::from_millis(100);
 
-/// Callback for a group of files of which at least one has new content.
+/// Callback for a group of files. It is called when at least one of them has new content.
 pub(crate) type OnChange = Box<dyn Fn(&[FileSnapshot]) + Send>;
 
 /// Reads the files of a group. The error has the path of the file that cannot be read.
@@ -28,7 +28,7 @@ pub(crate) type ReadFiles = Box<dyn Fn(&[FileSnapshot]) -> Result<Vec<FileSnapsh
 pub(crate) struct FileGroup {
     /// The files as last read.
     pub(crate) files: Vec<FileSnapshot>,
-    /// Reads them again. Other files may belong to the group then.
+    /// Reads them again. The group may then consist of other files.
     pub(crate) read: ReadFiles,
     /// Directories in which further files of the group may appear.
     pub(crate) directories: BTreeSet<PathBuf>,

@@ -25,8 +25,8 @@ pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatch
     watcher.ok()
 }
 
-/// Return the configuration file and those that it includes. They come first: a successful reload reads the other files
-/// as well and ends this watch.
+/// Return the configuration file and the files that it includes. They come first: a successful reload reads the other
+/// files as well and ends this watch.
 fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
     // The directories belong to it: a new one must be watched, even if it is empty.
     let all = |ConfigFiles { main, included, directories }| -> Vec<FileSnapshot> {

@@ -130,7 +130,8 @@ impl AdminClient {
         self.parse_response(status, &body)
     }
 
-    /// Send a request to a gateway that may not be running. None if none responds in time, or not as expected.
+    /// Send a request to a gateway that may not be running. None if no gateway responds in time, or the response is not
+    /// as expected.
     ///
     /// # Errors
     /// The gateway rejects the token.
@@ -240,7 +241,7 @@ pub(crate) fn token_from_env() -> Option<String> {
     std::env::var("SLUICEGATE_ADMIN_TOKEN").ok().filter(|text| !text.is_empty())
 }
 
-/// The Authorization header: with the token of the environment, else the configured one.
+/// The Authorization header, with the token from the environment, otherwise from the configuration.
 fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>> {
     let Some(token) = token_from_env().map(String::into_bytes).or_else(|| configured.map(<[u8]>::to_vec)) else {
         return Ok(None);
@@ -251,7 +252,8 @@ fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>>
     Ok(Some(value))
 }
 
-/// Return `admin.socket` of a configuration that may be invalid otherwise: a reload of it must reach the gateway.
+/// Return `admin.socket` of a configuration. The rest of it may be invalid: the command that reloads it must reach the
+/// gateway nevertheless.
 fn configured_socket(config_path: &Path) -> Option<PathBuf> {
     let text = std::fs::read_to_string(config_path).ok()?;
     let table: toml::Table = toml::from_str(&text).ok()?;

@@ -80,8 +80,9 @@ impl Counters for AdminCounters {
             let cost = check.required().max(1);
             let target = format!("/api/identities?limit={}&identity={}&cost={cost}", check.limit.name, check.identity);
             let response = client.request(Method::GET, &target, None).map_err(|error| counters_unavailable(&error))?;
-            let outcome = parse_outcome(&response["limits"][0])
-                .ok_or_else(|| CountersUnavailable("the running gateway has another version than this command".to_owned()))?;
+            let outcome = parse_outcome(&response["limits"][0]).ok_or_else(|| {
+                CountersUnavailable("the running gateway has another version than this command".to_owned())
+            })?;
             if outcome.status != Status::Ok && !check.limit.shadow {
                 granted = 0;
             }

@@ -87,7 +87,7 @@ fn write_examples(page: &mut Roff, command: &Command) {
     page.control("fi", []);
 }
 
-/// Refer to the page above this one and to the pages below it.
+/// Refer to the parent page and to the child pages.
 fn write_see_also(page: &mut Roff, command: &Command) {
     let parent = name(command).rsplit_once('-').map(|(parent, _)| parent);
     let pages: Vec<_> = parent.into_iter().chain(visible_subcommands(command).map(name)).collect();

@@ -48,13 +48,13 @@ pub(super) struct KeyRow {
     pub(super) routes: Option<Vec<String>>,
 }
 
-/// What the consumers file says about a new key besides its hash.
+/// The details of a new key in the consumers file, besides its hash.
 #[derive(Debug, Default)]
 pub(super) struct KeyDetails {
     pub(super) name: Option<String>,
     pub(super) expires: Option<Datetime>,
     pub(super) routes: Vec<String>,
-    /// Time of the creation, if there is another detail.
+    /// Time of the creation. Only written if there is another detail.
     pub(super) created: Option<Datetime>,
 }
 
@@ -369,8 +369,8 @@ pub(super) struct ConsumersFile {
 }
 
 impl ConsumersFile {
-    /// Open and lock the file that a configuration names. Create an empty one if it is missing. `provider` selects one of
-    /// several files: that of `[auth.NAME]`.
+    /// Open and lock the file that a configuration names. Create an empty file if it is missing. `provider` selects one
+    /// of several files: that of `[auth.NAME]`.
     ///
     /// # Errors
     /// The configuration or the consumers file is invalid, or the file cannot be opened, created or locked.

@@ -29,7 +29,7 @@ impl Concurrency {
         };
         let first_live = permits.partition_point(|permit| permit.expires_at <= now);
         let live = (permits.len() - first_live) as u64;
-        // A charge is one permit, whatever its cost.
+        // A charge takes one permit, also if its cost is higher.
         let cost = cost.min(1);
         let free = self.limit.saturating_sub(live);
         let free_reset_us = if live > 0 { self.ttl } else { 0 };
@@ -47,7 +47,7 @@ impl Concurrency {
             StepKind::Check if live + cost > self.limit => {
                 let blocking = permits[first_live + (live + cost - self.limit) as usize - 1];
                 let retry_us = (blocking.expires_at - now).min(self.ttl);
-                // A permit that expires later than a new one was made before the clock was set back.
+                // A permit that expires later than a new permit would was created before the clock was set back.
                 let clock_went_back = permits.last().is_some_and(|last| last.expires_at > now + self.ttl);
                 let repair = if clock_went_back { edit(PermitAction::RepairClockSkew) } else { Change::None };
                 step(Outcome { status: Status::Saturated, remaining: free, reset_us: free_reset_us, retry_us }, repair)
@@ -67,11 +67,11 @@ impl Concurrency {
 pub enum PermitAction {
     /// Add a permit.
     Acquire,
-    /// Extend a permit. A missing one is added, even over the limit, because its request is running.
+    /// Extend a permit. A missing permit is added even if that exceeds the limit, because its request is in flight.
     Renew,
     /// Remove a permit.
     Release,
-    /// Limit the expiry of all permits to that of a new one.
+    /// Limit the expiry of all permits to the expiry of a new permit.
     RepairClockSkew,
 }
 

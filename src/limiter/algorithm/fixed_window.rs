@@ -127,7 +127,7 @@ impl FixedWindow {
             return step(Outcome { status, remaining: free, reset_us: free_reset_us, retry_us }, repair);
         }
         match charged.min(MAX_STATE) {
-            // Without a count and a charge there is nothing to write.
+            // If the count is 0 and nothing is charged, nothing is written.
             0 => Step { change: Change::None, ..with_count(0) },
             charged => with_count(charged),
         }

@@ -68,7 +68,7 @@ impl TokenBucket {
             let left = repay_time.saturating_sub(elapsed);
             let refilled_debt = debt.saturating_sub(elapsed.saturating_mul(self.refill));
             (debt, rate_lowered) = match !clock_went_back && debt.div_ceil(self.refill) > repay_time {
-                // The rate was lowered: the debt that the old rate has repaid by now is not owed again.
+                // The rate was lowered. What the old rate has repaid until now counts as repaid.
                 true if left == 0 => (0, false),
                 true => (refilled_debt.min(scale_rounding_up(debt, left, repay_time)), true),
                 false => (refilled_debt, false),
@@ -97,7 +97,8 @@ impl TokenBucket {
             |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
 
         if let StepKind::Refund { charged_at, debt_before_us } = kind {
-            // Refill since the charge first pays the debt before it. Later refill pays the charge and is subtracted.
+            // The refill since the charge first repaid the debt from before the charge. The rest has repaid a part of
+            // the charge, and is subtracted.
             let repaid_us = now.saturating_sub(charged_at).saturating_sub(debt_before_us);
             let credit =
                 cost.saturating_mul(self.parts).min(MAX_STATE).saturating_sub(repaid_us.saturating_mul(self.refill));
@@ -116,7 +117,7 @@ impl TokenBucket {
             return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, repair);
         }
         let charged = charged.min(MAX_STATE);
-        // Without a debt and a charge there is nothing to write.
+        // If there is no debt and nothing is charged, nothing is written.
         let change = if charged == 0 { Change::None } else { put(charged) };
         step(charged_outcome(charged), change)
     }
@@ -135,7 +136,8 @@ fn scale_rounding_up(value: u64, to: u64, from: u64) -> u64 {
     if product < u128::from(EXACT_INTEGER_LIMIT) {
         return exact;
     }
-    // `exact` can be the larger one: the numbers of a local share may exceed the exact integers of doubles.
+    // `exact` can be larger than the result with doubles: the numbers of a local share may exceed the exact integers of
+    // doubles.
     exact.max((value as f64 / from as f64 * to as f64).ceil() as u64 + 1)
 }
 

@@ -13,8 +13,8 @@ use crate::limiter::redis::script;
 use crate::limiter::redis::script::{AlgorithmSet, LimitArgs, Script, ScriptReply, ScriptVariant, script};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// Maximum number of keys of a call. Redis runs a script without interruption, and other commands must not wait for it
-/// longer than for a few hundred single commands.
+/// Maximum number of keys of a call. Redis runs a script without interruption. Other commands must not wait longer for
+/// it than for a few hundred single commands.
 pub(super) const MAX_KEYS: usize = 128;
 
 /// The reason why a request has no verdict.
@@ -62,11 +62,11 @@ impl ProbeCall {
 /// The reason for a call.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// Requests wait for it.
+    /// Checks of requests, which wait for the result.
     #[default]
     Checks,
-    /// Requests wait for it, and another node of the cluster redirected them to this one, which is importing their
-    /// slot. The call is preceded by `ASKING`.
+    /// Checks of requests that another cluster node redirected to this node, which is importing their slot. The call is
+    /// preceded by `ASKING`.
     Asking,
     /// A probe of a server whose breaker is open or that did not reply. It does not count for the breaker.
     Probe,
@@ -78,7 +78,7 @@ pub(super) struct BatchOutcome {
     pub(super) is_valid: bool,
     /// Whether at least one request has a verdict.
     pub(super) has_verdict: bool,
-    /// Refunds of what was charged for requests that do not wait any more.
+    /// Refunds of charges whose requests have stopped waiting.
     pub(super) refunds: Option<(Batch, Vec<Receiver<BatchResult>>)>,
 }
 
@@ -245,7 +245,8 @@ impl Batch {
         }
     }
 
-    /// Fail all requests that wait, before their reply has arrived. What a late reply grants them is refunded.
+    /// Fail all requests that wait, before their reply has arrived. Tokens that a late reply grants to them are
+    /// refunded.
     pub(super) fn fail_waiters(&mut self, error: &BatchError) {
         for waiter in self.groups.iter_mut().flat_map(|group| &mut group.waiters) {
             let (closed, _) = oneshot::channel();
@@ -286,7 +287,7 @@ impl Batch {
         BatchOutcome { is_valid, has_verdict, refunds }
     }
 
-    /// Add the refund of what a request of `group` was charged.
+    /// Add the refund of the charges of a request of `group`.
     fn push_refund(&mut self, group: &BatchGroup, request: usize, verdict: &Verdict) -> Option<Receiver<BatchResult>> {
         if !matches!(group.operation, Operation::Check | Operation::TakeUpTo) || verdict.granted == 0 {
             return None;
@@ -349,8 +350,8 @@ fn key_at<'a>(keys: &'a [u8], ends: &[usize], index: usize) -> &'a [u8] {
     &keys[begin..ends[index]]
 }
 
-// The limit of what one worker has in flight to one server. As in TCP Vegas, the window grows additively and shrinks
-// multiplicatively, by the delay that its own load adds.
+// The limit on the requests that one worker has in flight to one server. As in TCP Vegas, the window grows additively
+// and shrinks multiplicatively, by the delay that its own load adds.
 
 /// Weight of a call without keys, in keys: the cost to Redis of running the smallest script.
 const CALL_WEIGHT: usize = 8;
@@ -368,7 +369,7 @@ const ROUND_TRIP_RESET_REPLIES: u32 = 10_000;
 #[derive(Debug)]
 pub(super) struct InFlightWindow {
     size: usize,
-    /// Whether no reply was slow yet. Until then the window grows by the weight of each reply (slow start).
+    /// Whether no reply has been slow so far. Until then the window grows by the weight of each reply (slow start).
     slow_start: bool,
     /// The minimum of the recent round trips.
     min_round_trip: Duration,
@@ -393,7 +394,8 @@ impl InFlightWindow {
     }
 
     /// Record a reply. Compare the delay over the minimum round trip with the rest of the timeout: above a quarter, the
-    /// window is halved. Below, it grows if it `is_limited`, that is if it limited what was in flight.
+    /// window is halved. Below the target, the window grows if it `is_limited`: if it limited the number of requests in
+    /// flight.
     pub(super) fn record_reply(&mut self, weight: usize, round_trip: Duration, timeout: Duration, is_limited: bool) {
         self.replies += 1;
         if self.replies == ROUND_TRIP_RESET_REPLIES {

@@ -52,7 +52,7 @@ pub(super) struct Batcher {
     pub(super) connections: Connections,
     /// First part of every key.
     pub(super) prefix: String,
-    /// The clock that decides: that of Redis or, in tests, another one.
+    /// The clock of decisions: the clock of Redis or, in tests, another clock.
     pub(super) clock: Clock,
     /// The algorithms whose scripts every connection has loaded.
     pub(super) algorithms: AlgorithmSet,
@@ -77,7 +77,7 @@ pub(super) struct Batcher {
 /// The batches that wait to be sent.
 #[derive(Debug, Default)]
 pub(super) struct BatchQueue {
-    /// Oldest first. New checks join the last one.
+    /// Oldest first. New checks join the last batch.
     batches: VecDeque<PendingBatch>,
     /// Number of requests and bytes of keys in `batches`.
     requests: usize,
@@ -168,7 +168,8 @@ impl Batcher {
         operation: Operation,
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
-        // Only calendar windows need the time. Redis replies with its own time if this one is too far from it.
+        // Only calendar windows need the time. If this time differs too much from the time of Redis, Redis replies with
+        // its own time.
         let has_calendar = charges.iter().any(|charge| charge.rule.kind() == AlgorithmKind::Calendar);
         let assumed_now_us = if has_calendar { self.clock.now_us() } else { 0 };
         let item = BatchItem { operation, charges, assumed_now_us, sends_source: false, purpose, deadline };
@@ -239,7 +240,7 @@ impl Batcher {
                 return;
             }
             claimed_at = monotonic();
-            // Let checks join whose requests the worker has received but not yet read.
+            // Wait for checks of requests that the worker has received but not yet read.
             yield_now().await;
         }
     }
@@ -285,7 +286,7 @@ impl Batcher {
             }
         };
         if began >= due {
-            // Nothing was sent.
+            // The call was not sent.
             return batch.fail(&BatchError::Store(StoreError::Overloaded));
         }
         if !batch.drop_cancelled() {
@@ -383,7 +384,7 @@ impl Batcher {
         Ok(self.wait_for_reply(call.as_mut(), batch, deadline, *written_at).await.map(|reply| (reply, connection)))
     }
 
-    /// Return a connection. Open one if there is none.
+    /// Return a connection. Open a connection if there is none.
     async fn checkout_connection(&self, deadline: Instant) -> Result<Connection, StoreError> {
         let checkout = timeout_at(deadline.into(), checkout(&self.connections)).await;
         checkout.unwrap_or_else(|_| Err(self.connections.checkout_timeout()))
@@ -415,7 +416,7 @@ impl Batcher {
         self.spawn_next();
     }
 
-    /// Refund what a late reply charged for checks that were rejected meanwhile.
+    /// Refund the charges of a late reply whose checks were already rejected.
     fn send_refunds(self: &Arc<Self>, refunds: Batch, receivers: Vec<Receiver<BatchResult>>) {
         self.lock_queue().push_batch(PendingBatch { batch: refunds, deadline: Some(monotonic() + self.timeout) });
         self.spawn_next();
@@ -503,7 +504,7 @@ impl BatchQueue {
 
     /// Claim the first batch if it is to be sent now and no task has claimed it. The caller must send it.
     fn try_claim(&mut self, shares_calls: bool) -> bool {
-        // A full batch, and one that cannot grow, has nothing to wait for.
+        // A batch that is full or cannot grow does not wait.
         let ready =
             self.is_slow || !shares_calls || self.batches.len() > 1 || self.in_flight.requests < MIN_IN_FLIGHT_TO_WAIT;
         let is_claimed = !self.is_send_claimed && !self.batches.is_empty() && ready && self.has_room();

@@ -47,7 +47,7 @@ impl RecoverySignal {
     }
 }
 
-/// The state of a circuit breaker. All workers share it, so that only one of them probes.
+/// The state of a circuit breaker. All workers share the breaker, so that only one worker probes.
 #[derive(Debug)]
 pub struct CircuitBreaker {
     /// Number of changes. Odd: the breaker is open. Results of calls of an earlier epoch are ignored.
@@ -60,10 +60,10 @@ pub struct CircuitBreaker {
     created_at: Instant,
 }
 
-/// What a failed call means for the store.
+/// The assessment of a failed call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Assessment {
-    /// Nothing: the breaker has changed since the call was sent.
+    /// The call has no effect on the breaker, which has changed since the call was sent.
     Outdated,
     /// The store may be failing.
     Suspect,
@@ -122,8 +122,8 @@ impl CircuitBreaker {
         }
     }
 
-    /// Record a call of this epoch that had no reply in time, while other calls had one. Return whether the breaker
-    /// must open.
+    /// Record a call of this epoch that got no reply in time, although other calls got a reply. Return whether the
+    /// breaker must open.
     pub(super) fn record_late_reply(&self, epoch: u32) -> bool {
         self.is_current(epoch) && self.failures.record_late_reply(self.age())
     }
@@ -165,7 +165,7 @@ impl CircuitBreaker {
         !self.is_probing.swap(true, Ordering::Relaxed)
     }
 
-    /// End what [`CircuitBreaker::begin_probing`] began.
+    /// End the probing that [`CircuitBreaker::begin_probing`] began.
     pub(super) fn end_probing(&self) {
         self.is_probing.store(false, Ordering::Relaxed);
     }
@@ -194,14 +194,14 @@ const MAX_CONSECUTIVE_FAILURES: u32 = MAX_UNANSWERED_CALLS;
 const WINDOW: Duration = Duration::from_secs(1);
 const MIN_CALLS: u64 = 20;
 
-/// The recent failures. While none has occurred, a successful call costs three atomic loads.
+/// The recent failures. Until the first failure, a successful call costs three atomic loads.
 #[derive(Debug)]
 pub(crate) struct FailureWindow {
     consecutive: AtomicU32,
     /// Opens at half of the calls failed.
     failed_ratio: FailureRatio,
-    /// Opens at nine of ten calls failed or late. An overloaded store, or one on a busy machine, answers some calls in
-    /// time. A store that answers none in time is too slow.
+    /// Opens at nine of ten calls failed or late. A store that is overloaded or on a busy machine answers some calls in
+    /// time. A store that answers no call in time is too slow.
     late_ratio: FailureRatio,
 }
 
@@ -240,7 +240,7 @@ impl FailureWindow {
         consecutive >= MAX_CONSECUTIVE_FAILURES || is_failed_exceeded || late
     }
 
-    /// Record a call that had no reply in time while other calls had one. Return whether the breaker must open.
+    /// Record a call that got no reply in time, although other calls got a reply. Return whether the breaker must open.
     pub(crate) fn record_late_reply(&self, now: Duration) -> bool {
         self.failed_ratio.record_other(&|| now);
         self.late_ratio.record_matching(now)

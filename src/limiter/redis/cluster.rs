@@ -44,7 +44,7 @@ struct Inner {
 /// The nodes that this worker has called.
 #[derive(Debug, Default)]
 struct KnownNodes {
-    /// The slots for which `guards` was cleaned. Nodes that are not in them are removed.
+    /// The slots for which `guards` was cleaned. Nodes that own none of these slots are removed.
     slots: Option<Arc<SlotMap>>,
     guards: HashMap<Address, ServerStore>,
 }
@@ -179,11 +179,11 @@ impl ClusterStore {
         discovered.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Query the slots from one node after the other, until one replies.
+    /// Query the slots from one node after the other until a node replies.
     async fn discover(&self) -> Result<SlotMap, StoreError> {
         let slots = self.0.cluster_map.slots();
         let (masters, all_nodes) = slots.as_ref().map_or((&[][..], &[][..]), |slots| (slots.masters(), slots.nodes()));
-        // Begin with another master each time: its slots may be outdated. Query replicas last.
+        // Begin with another master each time: a single master may have outdated slots. Query replicas last.
         let first = self.0.cluster_map.next_refresh_number() % masters.len().max(1);
         let nodes = masters[first..].iter().chain(&masters[..first]).chain(&self.0.seeds);
         let replicas = all_nodes.iter().filter(|node| !masters.contains(node));
@@ -281,7 +281,7 @@ fn parse_redirection(error: &StoreError, asked_node: &Address) -> Option<Redirec
     let StoreError::Redirected(reply) = error else { return None };
     let mut node = Address::parse(reply.detail().split_ascii_whitespace().nth(1)?)?;
     if node.host.is_empty() {
-        // A node that does not know its own host means the host of the node that replied.
+        // If a node does not know its own host, the host of the node that replied is meant.
         node.host = asked_node.host.clone();
     }
     match reply.code() {

@@ -122,8 +122,8 @@ impl Connections {
         }
     }
 
-    /// Open missing connections. Replace idle connections that the server has closed, and those to a server that is not
-    /// the master any more. Requests use the previous connections until the new ones are open.
+    /// Open missing connections. Replace idle connections that the server has closed, and connections to a server that
+    /// has lost its role as master. Requests use the previous connections until the new ones are open.
     pub async fn maintain(&self) {
         let master = self.manager.server.current_master(self.manager.connect_timeout).await;
         let is_outdated = |connection: &Connection| {
@@ -293,7 +293,7 @@ impl Connection {
         }
     }
 
-    /// Return whether the server closed the connection. Nothing is sent.
+    /// Return whether the server closed the connection. No command is sent.
     fn is_closed(&self) -> bool {
         let mut multiplexed = self.multiplexed.clone();
         let ping = redis::cmd("PING");
@@ -311,7 +311,8 @@ impl Connection {
         if asking { self.send_asking(&command).await } else { self.send(&command).await }
     }
 
-    /// Send a command and return its reply. An error reply is an error, but not one inside an array.
+    /// Send a command and return its reply. An error reply is returned as an error. An error inside an array is part of
+    /// the value.
     pub async fn send(&mut self, command: &Cmd) -> RedisResult<Value> {
         let multiplexed = &mut self.multiplexed;
         into_reply(track_reply(&self.health.unanswered_calls, multiplexed.send_packed_command(command)).await?)
@@ -460,7 +461,7 @@ pub struct HelloReply {
     pub version: String,
     /// Mode.
     pub mode: ServerMode,
-    /// Role. A Sentinel has none.
+    /// Role. A Sentinel has no role.
     pub role: Option<ServerRole>,
 }
 
@@ -491,7 +492,7 @@ impl HelloReply {
         Some(HelloReply { server: field("server")?.to_owned(), version: field("version")?.to_owned(), mode, role })
     }
 
-    /// Return why a server cannot be used where `expected` is needed, and what to do. Return `None` if it can.
+    /// Return why a server cannot be used as `expected`, and what to do. Return `None` if it can.
     pub fn mismatch(&self, expected: ServerMode, address: &ConnectionAddr) -> Option<String> {
         Some(match (self.mode, expected) {
             (ServerMode::Standalone, ServerMode::Standalone) if self.role == Some(ServerRole::Replica) => format!(

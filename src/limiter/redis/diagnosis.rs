@@ -59,7 +59,7 @@ pub fn diagnose_reply(reply: &ErrorReply) -> String {
 
 const WRONG_PASSWORD: &str = "Redis rejects this user or password; correct them in store.url";
 
-/// Diagnose an error reply. Return `None` if it is not a known one.
+/// Diagnose an error reply. Return `None` if the error is not a known one.
 fn diagnose_code(code: &str, detail: &str) -> Option<String> {
     if let Some(permission) = permission_in_reply(code, detail) {
         return Some(format!(

@@ -1,4 +1,4 @@
-//! Classification of Redis error replies: what they mean for the call, the identity and the store.
+//! Classification of Redis error replies by their effect on the call, the identity and the store.
 
 use std::time::{Duration, Instant};
 
@@ -8,16 +8,16 @@ use crate::limiter::clock::monotonic;
 use crate::limiter::redis::diagnosis;
 use crate::limiter::verdict::{ErrorReply, StoreError};
 
-/// Delay before a rejected call is sent again. Each later one is twice as long, up to [`MAX_BACKOFF`].
+/// Delay before a rejected call is sent again. Each later delay is twice as long, up to [`MAX_BACKOFF`].
 const INITIAL_BACKOFF: Duration = Duration::from_millis(5);
 const MAX_BACKOFF: Duration = Duration::from_millis(100);
 
 /// The meaning of an error reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RedisErrorKind {
-    /// Nothing ran, and the same call may succeed soon.
+    /// The call did not run, and may succeed soon.
     Retryable,
-    /// Nothing ran: another server keeps the state, or will.
+    /// The call did not run: another server keeps the state, or will keep it after a migration.
     Redirect,
     /// All calls fail: a permission is missing, or the server has no scripts.
     Fatal,

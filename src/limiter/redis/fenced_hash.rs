@@ -17,7 +17,8 @@ pub fn read_command(key: &str, known_version: u64) -> Cmd {
     command(key, "read", known_version)
 }
 
-/// Return the command that takes the lock, or renews it. The reply is a fencing token, or 0 if another owner has it.
+/// Return the command that takes the lock, or renews it. The reply is a fencing token, or 0 if another owner holds the
+/// lock.
 pub fn lock_command(key: &str, owner: &str, ttl: Duration) -> Cmd {
     let mut command = command(key, "lock", owner);
     command.arg(ttl.as_micros() as u64);
@@ -42,7 +43,7 @@ fn command(key: &str, operation: &str, argument: impl redis::ToRedisArgs) -> Cmd
     command
 }
 
-/// Parse the reply to [`read_command`]: the version, and the fields if it is not the known one.
+/// Parse the reply to [`read_command`]: the version, and the fields if it differs from the known version.
 ///
 /// # Errors
 /// The reply is malformed.

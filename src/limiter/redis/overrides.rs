@@ -87,7 +87,7 @@ impl OverrideWrite<'_> {
     }
 }
 
-/// Return the command that restores records that Redis lost. Redis keeps its own records if they are not older.
+/// Return the command that restores records that Redis lost. Redis keeps its own record if it is not older.
 /// [`parse_restore_reply`] parses the reply.
 pub fn restore_command(key: &str, records: &[OverrideEntry], max_entries: usize) -> Cmd {
     let arguments = records.iter().map(|record| {
@@ -117,7 +117,7 @@ fn overrides_command<'a>(
 pub enum WriteStatus {
     /// The record is written.
     Written,
-    /// There is nothing to remove, or nothing to restore.
+    /// No record had to be removed or restored.
     Unchanged,
     /// The maximum number of records is reached.
     TooMany,

@@ -14,7 +14,7 @@ use crate::limiter::redis::connection::checkout;
 use crate::limiter::redis::error::RedisErrorKind;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError};
 
-/// Delay of the first probe after the breaker opened. Each later one is twice as long, up to [`MAX_PROBE_DELAY`].
+/// Delay of the first probe after the breaker opened. Each later delay is twice as long, up to [`MAX_PROBE_DELAY`].
 const INITIAL_PROBE_DELAY: Duration = Duration::from_millis(100);
 const MAX_PROBE_DELAY: Duration = Duration::from_secs(1);
 

@@ -382,7 +382,7 @@ impl ScriptReply {
     }
 }
 
-/// Return the number as an integer, if it is one that the exact arithmetic of the scripts can result in.
+/// Return the number as an integer, if the exact arithmetic of the scripts can produce it.
 fn decode_integer(number: f64) -> Option<u64> {
     let whole = number as u64;
     (whole as f64 == number && whole <= 1 << 53).then_some(whole)

@@ -135,7 +135,7 @@ impl RedisEndpoint {
         }
     }
 
-    /// Return what opens the streams, if the redis crate does not.
+    /// Return the dialer that opens the streams, if the redis crate does not open them.
     pub(super) fn dial(&self) -> Option<&Arc<dyn Dial>> {
         match self {
             RedisEndpoint::Dialed { dial, .. } => Some(dial),

@@ -20,8 +20,8 @@ use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 /// Interval for looking whether the server has closed idle connections.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
-/// A Redis server as one worker calls it: its connections, its batcher and its circuit breaker. Clones share all of
-/// them. Connections belong to the runtime that opened them, so create one for each runtime.
+/// A Redis server as one worker calls it: its connections, its batcher and its circuit breaker. Clones share all three.
+/// Connections belong to the runtime that opened them, so create one for each runtime.
 #[derive(Debug, Clone)]
 pub struct ServerStore {
     batcher: Arc<Batcher>,
@@ -38,7 +38,7 @@ impl ServerStore {
         ServerStore { batcher: Arc::new(Batcher::new(settings, server, breaker, None, metrics)) }
     }
 
-    /// Create the client of the cluster node at `address`. A redirection to another node is no failure of this one.
+    /// Create the client of the cluster node at `address`. A redirection to another node is not a failure of this node.
     pub fn for_node(
         settings: &RedisSettings,
         server: RedisEndpoint,
@@ -94,7 +94,7 @@ impl ServerStore {
     }
 
     /// Decide all of `charges` at one instant, before `deadline`. `asking`: another node of the cluster redirected the
-    /// call to this one, which is importing the slot.
+    /// call to this node, which is importing the slot.
     ///
     /// # Errors
     /// See [`StoreError`]. A call is sent again only if an error reply proves that it did not run.
@@ -140,7 +140,7 @@ impl ServerStore {
         timeout(time_limit, reply).await.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Return which node of the cluster owns which slot, as this node at `address` knows it.
+    /// Return the owner of each slot of the cluster, as known to this node at `address`.
     ///
     /// # Errors
     /// See [`StoreError`].

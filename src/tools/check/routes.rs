@@ -158,7 +158,7 @@ fn found_routes<'r>(config: &'r CompiledConfig, candidate: &RouteCandidate<'_>, 
     listeners.filter_map(|listener| find(config, &sample.host, &request, listener)).collect()
 }
 
-/// What protects the upstream on a route.
+/// The protection of the upstream by a route.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Protection<'r> {
     /// A limit that denies.
@@ -187,7 +187,7 @@ fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<Protection<'r>>
 
 // Sample requests.
 
-/// Return the candidates of each route, by route. A route has one for each host and trailing slash.
+/// Return the candidates of each route, by route. A route has one candidate for each host and trailing slash.
 fn candidates_by_route(config: &CompiledConfig) -> impl Iterator<Item = Vec<RouteCandidate<'_>>> {
     let (uri, headers) = (Uri::default(), HeaderMap::new());
     let request = RouteRequest { host: "", path: "/", uri: &uri, method: &Method::GET, headers: &headers, listener: 0 };

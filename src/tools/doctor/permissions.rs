@@ -1,4 +1,5 @@
-//! Checks of permissions, scripts and decisions: whether the Redis user may run what these limits need, and it works.
+//! Checks of permissions, scripts and decisions: whether the Redis user may run the commands that these limits need,
+//! and whether they work.
 
 use std::sync::Arc;
 
@@ -17,8 +18,8 @@ use crate::telemetry::pluralize;
 use crate::tools::doctor::server::format_elapsed;
 use crate::tools::doctor::{CALL_TIMEOUT, CallError, Check, DiagnosticConnection, RedisServer, Requirements, Status};
 
-/// Return the indices of the commands in ARGV that the user may not call; KEY in them stands for KEYS[1].
-/// False if the server lacks `redis.acl_check_cmd`, which needs Redis 7.0.
+/// Return the indices of the commands in ARGV that the user may not call; KEY is a placeholder for KEYS[1]. False if
+/// the server lacks `redis.acl_check_cmd`, which needs Redis 7.0.
 const ACL_CHECK_SCRIPT: &str = "if not redis.acl_check_cmd then return false end
 local refused = {}
 for i = 1, #ARGV do
@@ -28,7 +29,7 @@ for i = 1, #ARGV do
 end
 return refused";
 
-/// The commands that the gateway calls for every limit. Those that the scripts call are in the lists below.
+/// The commands that the gateway calls for every limit. The commands that the scripts call are in the lists below.
 const BASE_COMMANDS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
 /// The commands for overrides.
 const OVERRIDE_COMMANDS: &[&str] = &["hgetall KEY", "hset KEY x x", "hdel KEY x", "pexpire KEY 1", "del KEY"];
@@ -123,7 +124,7 @@ fn acl_rule(command_words: &str) -> String {
     }
 }
 
-// Scripts and decisions: run what the gateway runs for a request, on keys that expire.
+// Scripts and decisions: run the same commands as the gateway for a request, on keys that expire.
 
 /// A SHA-1 that no script has.
 const UNKNOWN_SCRIPT_SHA: &str = "0000000000000000000000000000000000000000";

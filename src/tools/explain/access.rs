@@ -31,7 +31,7 @@ fn reason(decision: AccessDecision<'_>, client: IpAddr) -> String {
     }
 }
 
-/// Report what the CORS policy says of a request.
+/// Report the decision of the CORS policy about a request.
 pub(super) fn cors_report(cors: &CorsDecision<'_>, request: &Request<()>, is_preflight: bool) -> CorsReport {
     let origin = request.headers().get(ORIGIN);
     CorsReport {

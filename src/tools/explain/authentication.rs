@@ -1,4 +1,4 @@
-//! The authentication of a request: what each provider of the route found.
+//! The authentication of a request: the result of each provider of the route.
 
 use http::HeaderMap;
 use tokio::runtime::Builder;
@@ -14,7 +14,7 @@ use crate::snapshot::routes::Route;
 use crate::tools::explain::report::AuthReport;
 
 /// Verify the credentials of a request as a gateway does. Passwords are hashed. Keys of issuers are not fetched, and
-/// authentication servers are not asked: the error is then [`AuthError::Pending`].
+/// authentication servers are not called: the error is then [`AuthError::Pending`].
 pub(super) fn verify<'a>(
     config: &'a CompiledConfig,
     route: &'a Route,

@@ -154,7 +154,7 @@ fn api_key_source(attributes: &RequestAttributes<'_>) -> String {
     }
 }
 
-/// The quota that applies to a check, and where it comes from.
+/// The quota that applies to a check, and the source of the quota.
 fn effective_quota(check: &LimitCheck<'_, '_>, attributes: &RequestAttributes<'_>) -> EffectiveQuota {
     let LimitCheck { limit, variant, .. } = check;
     let caller = attributes.credentials.caller();

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use serde::Serialize;
 
-/// What the gateway would do with a request. The fields are those of `explain --json`.
+/// The report about a request: how the gateway would handle it. The fields are those of `explain --json`.
 #[derive(Debug, Serialize)]
 pub struct Explanation {
     /// The method.
@@ -25,9 +25,9 @@ pub struct Explanation {
     pub other_routes: Vec<OtherRoute>,
     /// Number of further routes that are not listed.
     pub other_routes_omitted: usize,
-    /// The access rules that apply: those of the listener, then those of the route.
+    /// The access rules that apply: the rules of the listener, then the rules of the route.
     pub access: Vec<AccessReport>,
-    /// The CORS policy of the route. None: it has none.
+    /// The CORS policy of the route. None: the route has no policy.
     pub cors: Option<CorsReport>,
     /// Name of the store.
     pub store: String,
@@ -54,7 +54,7 @@ pub struct ClientReport {
     pub peer: IpAddr,
     /// Whether the peer is a trusted proxy.
     pub trusted: bool,
-    /// The header that the client address comes from. None: it is the peer's address.
+    /// The header that contains the client address. None: it is the peer's address.
     pub header: Option<String>,
 }
 
@@ -103,7 +103,7 @@ pub struct AccessReport {
 /// The CORS policy of the route for the request.
 #[derive(Debug, Serialize)]
 pub struct CorsReport {
-    /// The origin of the request. None: it has none.
+    /// The origin of the request. None: the request has no origin.
     pub origin: Option<String>,
     /// Whether scripts of the origin may read the response.
     pub allowed: bool,
@@ -111,7 +111,7 @@ pub struct CorsReport {
     pub preflight: bool,
 }
 
-/// What a provider of the route found.
+/// The result of a provider of the route.
 #[derive(Debug, Serialize)]
 pub struct AuthReport {
     /// The name of the provider.
@@ -132,7 +132,7 @@ pub struct LimitReport {
     pub limit: String,
     /// Whether the limit runs in shadow mode.
     pub shadow: bool,
-    /// Whether clients are told about the limit.
+    /// Whether the limit is announced to clients.
     pub announce: bool,
     /// Why the limit does not apply. None: it applies.
     pub skipped: Option<String>,
@@ -166,13 +166,13 @@ pub struct IdentityPartReport {
 /// The quota of a limit for a request.
 #[derive(Debug, Serialize)]
 pub struct EffectiveQuota {
-    /// Where the quota comes from: `standard`, `tier NAME`, `consumer NAME` or `override`.
+    /// The source of the quota: `standard`, `tier NAME`, `consumer NAME` or `override`.
     pub source: String,
     /// Tokens per time.
     pub quota: String,
     /// Quota unit, such as `requests`.
     pub unit: String,
-    /// The largest cost that can ever fit.
+    /// The largest cost that the limit can ever allow.
     pub capacity: u64,
 }
 
@@ -196,9 +196,10 @@ pub struct LimitUsage {
 /// The response to the request.
 #[derive(Debug, Default, Serialize)]
 pub struct ResponseReport {
-    /// Origin of the response: `gateway`, `upstream`, or `authentication-server` if that decides and was not asked.
+    /// Origin of the response: `gateway`, `upstream`, or `authentication-server` if the latter decides and was not
+    /// called.
     pub source: &'static str,
-    /// The status. None: the upstream's.
+    /// The status. None: the upstream determines it.
     pub status: Option<u16>,
     /// The outcome, as in the access log; `undecided` if an authentication server decides.
     pub outcome: &'static str,
@@ -206,7 +207,7 @@ pub struct ResponseReport {
     pub headers: Vec<HeaderReport>,
     /// Headers that the route removes.
     pub removed_headers: Vec<String>,
-    /// The body. None: the upstream's.
+    /// The body. None: the upstream determines it.
     pub body: Option<String>,
 }
 

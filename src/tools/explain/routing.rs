@@ -232,7 +232,7 @@ fn is_configured(mutations: &HeaderMutations, name: &str) -> bool {
     mutations.set.iter().any(|(set, _)| *set == *name)
 }
 
-/// Report the response to a rejected request. `variables` are those of its route, if one matched.
+/// Report the response to a rejected request. `variables` are the variables of the matching route, if there is one.
 pub(super) fn rejection_response(
     rejection: Rejection<'_>,
     variables: Option<&RequestVariables<'_, ()>>,
@@ -318,7 +318,7 @@ fn gateway_response(
     }
 }
 
-/// Report headers; without the values of those that the configuration sets.
+/// Report headers, without the values that the configuration sets.
 pub(super) fn header_reports(headers: &HeaderMap, is_configured: impl Fn(&str) -> bool) -> Vec<HeaderReport> {
     let to_report = |(name, value): (&http::HeaderName, &http::HeaderValue)| HeaderReport {
         name: name.to_string(),

@@ -153,7 +153,8 @@ impl Format {
         }
     }
 
-    /// Detect the format: the one that parses most of these lines, and more than half of them. Return its name as well.
+    /// Detect the format: the format that parses most of these lines, but at least more than half of them. Return its
+    /// name as well.
     pub fn detect(lines: &[&[u8]]) -> Option<(&'static str, Format)> {
         // Combined before common, which parses combined lines as well.
         let order = ["sluicegate", "caddy", "cloudfront", "alb", "combined", "common"];
@@ -225,7 +226,7 @@ impl<'l> LogEntry<'l> {
                 self.target = Cow::Borrowed(&line[target]);
             }
             Cow::Owned(mut line) => {
-                // Only the target can have escapes. Methods must outlive `line`, hence known ones only.
+                // Only the target can have escapes. Methods must outlive `line`, so only known methods are returned.
                 let Some(method) = known_method(&line[..method]) else { return };
                 self.method = method;
                 line.truncate(target.end);

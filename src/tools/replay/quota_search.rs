@@ -1,4 +1,5 @@
-//! Quota search: replays recorded requests with different quotas to find the smallest one below a share of denials.
+//! Quota search: replays recorded requests with different quotas, to find the smallest quota that denies less than a
+//! given share.
 
 use std::sync::Arc;
 
@@ -117,7 +118,7 @@ impl Recording {
         resized_variant(&config.compiled, limit, configured.quota, count, burst)
     }
 
-    /// Count the requests that a limit denies with this variant. None if more than `max_denied`.
+    /// Count the requests that a limit denies with this variant. None if more than `max_denied` requests are denied.
     fn count_denied(
         &self,
         config: &ReplayConfig,
@@ -145,7 +146,7 @@ impl Recording {
     }
 }
 
-// Variants of limits: proposed ones, and those of the search.
+// Variants of limits: the proposed variants, and the variants of the search.
 
 /// Permit TTL in a replay: ten years. The gateway renews permits until a request ends, so they must not expire.
 const REPLAY_PERMIT_TTL_US: u64 = 3650 * 86_400 * 1_000_000;
@@ -157,7 +158,7 @@ pub struct QuotaProposal {
     pub limit: String,
     /// The quota in the syntax of the configuration.
     pub quota: String,
-    /// The burst. None: the configured one, or the count of the quota if none is configured.
+    /// The burst. None: the configured burst, or the count of the quota if no burst is configured.
     pub burst: Option<u64>,
 }
 

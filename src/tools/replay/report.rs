@@ -82,7 +82,7 @@ pub struct LimitSummary {
     /// The burst, if it differs from the count of the quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
-    /// The configured quota, if another one is proposed.
+    /// The configured quota, if another quota is proposed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub configured_quota: Option<String>,
     /// Whether the limit runs in shadow mode.
@@ -108,7 +108,7 @@ pub struct LimitSummary {
     pub step_seconds: u64,
     /// Requests and denials over time.
     pub series: Vec<SeriesPoint>,
-    /// The smallest quota below the target; null if there is none.
+    /// The smallest quota that denies less than the target; null if there is no such quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub suggestion: Option<Option<SuggestedQuota>>,
     /// Notes about this limit.

@@ -80,7 +80,7 @@ pub enum RejectReason {
     Forbidden,
 }
 
-/// The identities that one limit has seen.
+/// The identities of one limit in the log.
 #[derive(Debug, Default)]
 pub struct SeenIdentities {
     indices: HashMap<Identity, u32>,
@@ -110,7 +110,8 @@ pub struct LineResolver<'v> {
     /// Variants by limit.
     pub variants: Vec<Vec<Arc<LimitVariant>>>,
     host_cache: (Vec<u8>, Option<HeaderValue>),
-    /// The listener of requests whose log does not name the route: the first one with TLS, otherwise the first one.
+    /// The listener of requests whose log does not name the route: the first listener with TLS, otherwise the first
+    /// listener.
     listener: usize,
     /// Number of lines from trusted proxies without the client address header.
     pub missing_client_count: u64,
@@ -324,7 +325,7 @@ pub struct ReplayLimit {
     pub limit: Arc<LimitSpec>,
     /// The default variant: the proposed quota, or the configured one.
     pub variant: Arc<LimitVariant>,
-    /// The configured quota, if another one is proposed.
+    /// The configured quota, if another quota is proposed.
     pub configured_quota: Option<Quota>,
     /// The information that the log lacks, so that the limit is not replayed. None: replayed.
     pub skip_reason: Option<String>,
@@ -372,8 +373,8 @@ pub struct ReplayConfig {
     pub routes: Vec<ReplayRoute>,
 }
 
-/// Map log fields to the identities of limits: those of `identity_fields`, and the identity hashes of the log where
-/// it lacks the parts of an identity. Each is mapped to a header of its own (see `mapped_header`).
+/// Map log fields to the identities of limits: the fields of `identity_fields`, and the identity hashes of the log if
+/// it lacks the parts of an identity. Each field is mapped to its own header (see `mapped_header`).
 ///
 /// # Errors
 /// An option names an unknown limit.
@@ -506,7 +507,7 @@ impl ReplayConfig {
 
 // Which information a log has for the limits of a configuration.
 
-/// The first part of a limit's identity that the log lacks. None if it has all of them.
+/// The first part of a limit's identity that the log lacks. None if the log has all parts.
 pub(super) fn missing_identity_input(
     compiled: &CompiledLimit,
     config: &CompiledConfig,
@@ -532,7 +533,7 @@ pub(super) fn missing_identity_input(
     compiled.identity_spec.descriptors.iter().find_map(missing_input)
 }
 
-/// The headers that may contain the API keys of a limit: those of the providers of its routes.
+/// The headers that may contain the API keys of a limit: the headers that the providers of its routes read.
 fn api_key_headers<'c>(
     config: &'c CompiledConfig,
     compiled: &'c CompiledLimit,

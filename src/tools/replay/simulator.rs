@@ -25,7 +25,7 @@ pub enum ReplayDecision {
     Allowed,
     /// The limit denied the request, or would have denied it in shadow mode.
     Denied,
-    /// Another limit denied the request: this one was not charged.
+    /// Another limit denied the request, so this limit was not charged.
     DeniedByOther,
 }
 
@@ -181,7 +181,7 @@ impl<'a> Simulation<'a> {
         &self.decisions
     }
 
-    /// Run the scheduled operations that are due until `until_us`, each at its own time.
+    /// Run the scheduled operations that are due until `until_us`, each at its scheduled time.
     fn run_scheduled(&mut self, until_us: u64) {
         while let Some(Reverse(entry)) =
             self.scheduled.peek().copied().filter(|Reverse(entry)| entry.due_at_us <= until_us)
@@ -219,7 +219,7 @@ impl<'a> Simulation<'a> {
 
 // Statistics of the decisions of a limit.
 
-/// Step lengths of a time series, seconds. Each is a multiple of the previous one.
+/// Step lengths of a time series, seconds. Each step is a multiple of the previous step.
 const STEP_SECONDS: [u64; 13] = [1, 5, 15, 60, 300, 900, 3600, 10_800, 21_600, 43_200, 86_400, 604_800, 31_449_600];
 
 /// Maximum number of steps of a time series.

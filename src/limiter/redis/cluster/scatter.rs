@@ -91,7 +91,8 @@ impl ClusterStore {
         verdict.await.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Check that the owners of all groups can be called. Without one of them, calls to the others would be in vain.
+    /// Check that the owners of all groups can be called. If one of them fails, calls to the others would have no
+    /// effect.
     async fn check_available(&self, groups: &[ShardCall]) -> Result<(), StoreError> {
         for group in groups {
             if self.guarded_node(&self.owner(identity_slot(group[0].1.identity)).await?)?.is_open() {
@@ -191,7 +192,7 @@ impl ClusterStore {
         let Some(verdict) = result.as_ref().ok().filter(|verdict| verdict.granted > granted) else { return };
         let refund = Operation::Refund { charged_at: verdict.now_us };
         let charged = group.iter().zip(&verdict.outcomes).filter(|((_, owned), outcome)| {
-            // A shadow limit may have denied, and a deferred cost is not charged yet.
+            // A shadow limit that denied charged nothing, and a deferred cost is not charged yet.
             outcome.status == Status::Ok && !owned.mode.is_deferred()
         });
         join_all(charged.map(async |((_, owned), outcome)| {

@@ -102,7 +102,7 @@ impl ClusterMap {
         self.refreshes.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Return the permit to refresh the slots, unless a task has it.
+    /// Return the permit to refresh the slots, unless another task holds it.
     pub fn try_refresh(self: &Arc<Self>) -> Option<RefreshPermit> {
         (!self.is_refreshing.swap(true, Ordering::AcqRel)).then(|| RefreshPermit(self.clone()))
     }
@@ -144,7 +144,7 @@ pub fn key_slot(key: &[u8]) -> u16 {
 #[derive(Debug)]
 pub struct SlotMap {
     masters: Vec<Address>,
-    /// All masters and replicas. Each of them knows the slots.
+    /// All masters and replicas. Each node knows the slots of all nodes.
     nodes: Vec<Address>,
     /// For each slot, the index of its master.
     master_by_slot: Vec<Option<u16>>,
@@ -200,7 +200,7 @@ fn as_array(value: &Value) -> Option<&Vec<Value>> {
     }
 }
 
-/// Parse `[host, port, …]`. A node that does not know its own host has the host that was queried.
+/// Parse `[host, port, …]`. If a node does not know its own host, the host that was queried is used.
 fn parse_address(node: &Value, asked_node: &Address) -> Option<Address> {
     let [host, Value::Int(port), ..] = &as_array(node)?[..] else { return None };
     let host = match host {

@@ -18,13 +18,13 @@ pub(super) const COMBINED: &str = r#"$remote_addr $ident $remote_user [$time_loc
 
 /// Access logs of AWS Application Load Balancers:
 /// <https://docs.aws.amazon.com/elasticloadbalancing/latest/application/load-balancer-access-logs.html>.
-/// `$rest` takes the remaining fields: AWS adds new ones at the end.
+/// `$rest` takes the remaining fields: AWS adds new fields at the end.
 pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_port $request_processing_time $target_processing_time $response_processing_time $elb_status_code $target_status_code $received_bytes $sent_bytes "$request" "$http_user_agent" $ssl_cipher $ssl_protocol $target_group_arn "$trace_id" "$domain_name" "$chosen_cert_arn" $matched_rule_priority $request_creation_time $rest"#;
 
 /// Why a text is not a format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
-    /// Neither the name of a format nor a template with variables.
+    /// The text is neither the name of a format nor a template with variables.
     #[error(
         "`{0}` is not a format: use one of {names}, or an nginx log_format such as '$remote_addr …'",
         names = crate::tools::replay::format::FORMAT_NAMES.join(", ")

@@ -14,7 +14,7 @@ pub(super) enum TimestampFormat {
     Unix,
 }
 
-/// The last parsed time. Consecutive lines usually have the same one.
+/// The last parsed time. Consecutive lines usually have the same date.
 #[derive(Debug, Clone, Default)]
 pub(super) struct TimestampCache {
     text: Vec<u8>,

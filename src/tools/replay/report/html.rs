@@ -166,7 +166,7 @@ fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
         }
         let height = |count: u64| CHART_HEIGHT * count as f64 / highest as f64;
         let (all, denied) = (height(point.requests), height(point.denied));
-        // No gap between bars that are too narrow for one.
+        // Bars that are too narrow for a gap have no gap.
         let (left, bar_width) = (index as f64 * width, if width > 4.0 { width - 1.0 } else { width });
         writeln!(
             out,
