@@ -17,7 +17,7 @@ simulation:
 # every combination of the overload test, the soak (SOAK_SECONDS, 900) and the fuzz targets for 10 minutes each: about 75 minutes.
 test-long: tools
 	OPERATIONS=1000000 cargo test --locked --test it -- invariants:: permits:: lua54:: bounds::
-	SCHEDULES=100000 $(MAKE) simulation
+	SCHEDULES=100000 cargo test --locked --profile checked --test simulation -- --nocapture
 	LONG=1 cargo test --locked --test long_edges --test long_streams -- --nocapture --test-threads 1
 	LONG=1 cargo test --locked --test it -- overload:: --nocapture --test-threads 1
 	cargo test --locked --test soak -- --nocapture
