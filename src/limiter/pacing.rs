@@ -1,4 +1,4 @@
-//! Pacing of store calls: the bounds and delays that the coalescer and the batcher share.
+//! Pacing of store calls: the bounds and delays that singleflight and the batcher share.
 
 use std::pin::Pin;
 use std::time::{Duration, Instant};
