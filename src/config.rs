@@ -432,8 +432,8 @@ pub struct AuthCache {
 #[serde(default)]
 pub struct Tiers {
     /// Where the tier of a request comes from. `"api-key"`: the `tier` of the consumer. `"jwt:CLAIM"`: a claim of the
-    /// bearer token. `"auth:HEADER"`: one of the `response_headers` of an authentication server. A value that is no tier
-    /// of a limit selects its default quota.
+    /// bearer token. `"auth:HEADER"`: one of the `response_headers` of an authentication server. A value that is
+    /// not a tier of a limit selects the default quota of the limit.
     #[schemars(schema_with = "schema::tier_source", extend("default" = "api-key"))]
     pub from: Option<Text>,
 }

@@ -1,5 +1,5 @@
-//! HTTP as such: canonical paths, header rules, bodies, response fields. It does not depend on limits or the
-//! configuration.
+//! HTTP without routing and limits: canonical paths, header rules, bodies, response headers. It does not depend on
+//! limits or the configuration.
 
 pub mod body;
 pub mod body_limits;

@@ -76,7 +76,7 @@ impl Limiter {
     /// names and identity secret. Call it on the tokio runtime that checks requests: connections belong to this
     /// runtime. Create one per process and share it in an [`Arc`].
     ///
-    /// Wait for the first connection for at most `settings.connect_timeout`. An unreachable Redis is no error: each
+    /// Wait for the first connection for at most `settings.connect_timeout`. An unreachable Redis is not an error: each
     /// limit then follows its [`OnStoreError`] until Redis answers. In this process the limiter keeps at most about
     /// `max_states` denials and states of local shares.
     pub async fn redis(deployment: RedisDeployment, settings: RedisSettings, max_states: usize) -> Self {
@@ -121,7 +121,7 @@ impl Limiter {
     /// # Errors
     /// Shadow limits cause no errors. An enforced limit causes one in these cases:
     /// - The store is in an outage, and the limit fails closed (`on_store_error = "deny"`).
-    /// - The check is late because of overload, or the stored state is corrupt. Both are no outages, so
+    /// - The check is late because of overload, or the stored state is corrupt. Neither is an outage, so
     ///   `on_store_error` does not apply.
     /// - The limit has no room in the memory store, and its `on_store_error` is not `"allow"`.
     pub async fn check<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {

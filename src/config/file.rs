@@ -417,7 +417,7 @@ impl Environment<'_> {
                 None => match default {
                     Some(default) => out.push_str(default),
                     None => {
-                        // The placeholders differ, so that they are no duplicates of each other.
+                        // The placeholders differ, so that they are not duplicates of each other.
                         out.push_str(&format!("unset{}", self.unresolved.len()));
                         let issue = Issue::new(span.clone(), format!("environment variable `{name}` is not set"))
                             .with_hint(format!("set it, or give a default: ${{{name}:-value}}"));

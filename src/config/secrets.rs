@@ -61,7 +61,7 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         return !text.starts_with("sha256:");
     }
     if let [.., "keys", "created" | "expires"] = path {
-        // An API key that was pasted instead of a time. Values that are no strings have no text.
+        // An API key that was pasted instead of a time. Values that are not strings have no text.
         return !text.is_empty() && text.parse::<Datetime>().is_err();
     }
     let misspelled = |key: &str| FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);

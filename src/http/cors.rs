@@ -161,7 +161,7 @@ impl AllowedNames {
     }
 }
 
-/// Return the method that a preflight asks for, or `None` if the request is no preflight: not OPTIONS, or without
+/// Return the method that a preflight asks for, or `None` if the request is not a preflight: not OPTIONS, or without
 /// `Origin` or `Access-Control-Request-Method`.
 pub fn requested_method(method: &Method, headers: &HeaderMap) -> Option<Method> {
     if *method != Method::OPTIONS || !headers.contains_key(ORIGIN) {

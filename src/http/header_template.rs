@@ -44,7 +44,7 @@ impl Variable {
     }
 }
 
-/// Why a value is no template.
+/// Why a value is not a template.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TemplateError {
     /// `{` without `}`.

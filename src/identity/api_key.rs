@@ -23,7 +23,7 @@ pub type KeyHash = [u8; 32];
 pub struct ApiKeyProvider {
     /// Headers that may contain the key: 1 to [`MAX_PLACES`].
     pub places: Vec<KeyPlace>,
-    /// The consumers. Replaced when their file changes. Providers with the same file share them.
+    /// The consumers. Replaced when their file changes. Providers with the same file share these consumers.
     pub consumers: Arc<ArcSwap<Consumers>>,
     /// `identify`: whether requests without a key are anonymous.
     pub anonymous_if_missing: bool,

@@ -48,7 +48,7 @@ pub(super) fn decide_without_store<'a>(
     first_permit_id: u64,
 ) -> Result<Decision<'a>, StoreUnavailable> {
     if let StoreError::CorruptState(_) = &error {
-        // Corrupt state affects a single identity and is no outage, so `on_store_error` does not apply. The circuit
+        // Corrupt state affects a single identity and is not an outage, so `on_store_error` does not apply. The circuit
         // breaker does not report it.
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         if LOG_THROTTLE.should_log(CORRUPT_STATE_LOG_INTERVAL) {

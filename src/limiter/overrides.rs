@@ -224,7 +224,7 @@ impl Overrides {
     /// Read the records that all gateways share, and write back those that Redis lost.
     ///
     /// # Errors
-    /// See [`StoreError`]. Records that cannot be written back stay in force in this process and are no error.
+    /// See [`StoreError`]. Records that cannot be written back stay in force in this process; this is not an error.
     pub async fn refresh(&self, store: &RedisStore, key: &str) -> Result<(), StoreError> {
         let asked_at = monotonic();
         let snapshot = store.read_overrides(key).await?;

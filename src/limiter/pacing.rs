@@ -1,4 +1,4 @@
-//! Pacing of store calls: the bounds and delays that the coalescer and the batcher share.
+//! Pacing of store calls: the bounds and delays that singleflight and the batcher share.
 
 use std::pin::Pin;
 use std::time::{Duration, Instant};
@@ -29,7 +29,7 @@ pub fn latency_target(store_timeout: Duration) -> Duration {
     store_timeout / LATENCY_TARGET_DIVISOR
 }
 
-/// Return for how long a task has waited for the worker since `ready_at`. This time is no delay of the store, so it
+/// Return for how long a task has waited for the worker since `ready_at`. The store does not cause this delay, so it
 /// does not count towards the timeout.
 pub fn worker_delay(ready_at: Instant) -> Duration {
     elapsed_since(ready_at).min(MAX_WORKER_DELAY)

@@ -74,7 +74,7 @@ fn template_issue(span: Range<usize>, error: &TemplateError) -> Issue {
     };
     let is_word = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.');
     if name.len() > MAX_QUOTED_NAME || !name.bytes().all(is_word) {
-        let issue = Issue::new(span, "the text in braces is no variable");
+        let issue = Issue::new(span, "the text in braces is not a variable");
         return issue.with_hint(format!("known: {}; {literal}", names.join(", ")));
     }
     let folded = name.to_ascii_lowercase().replace(['-', '.'], "_");

@@ -240,7 +240,7 @@ fn check_conflicts(limit: &config::tables::Limit, cost: Option<&Cost>, rule: &Ru
     let wait = limit.max_wait.as_ref().map(|wait| wait.span());
     let refund = limit.refund_on.first().map(|status| status.span());
     let unit = limit.unit.as_ref().map(|unit| unit.span());
-    let prefetch = limit.prefetch.as_ref().filter(|prefetch| *prefetch.get_ref() > 0).map(|lease| lease.span());
+    let prefetch = limit.prefetch.as_ref().filter(|prefetch| *prefetch.get_ref() > 0).map(|prefetch| prefetch.span());
     let pairs = [
         (
             unit,

@@ -87,7 +87,7 @@ impl Challenge {
     /// Create a challenge, for TLS-ALPN-01 with its certificate (RFC 8737 §3).
     ///
     /// # Errors
-    /// The name is no DNS name, or rustls rejects the configuration.
+    /// The name is not a DNS name, or rustls rejects the configuration.
     pub fn new(kind: ChallengeKind, name: &str, token: &str, key_authorization: &str) -> Result<Self, TlsError> {
         let tls = match kind {
             ChallengeKind::Http01 => None,

@@ -89,7 +89,7 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     let mut notes = route_notes(&LintInput { parsed, config });
     if let Some(from) = parsed.tiers.from.as_ref().filter(|from| from.get_ref() != "api-key") {
         let issue =
-            Issue::new(from.span(), "a value that is no tier of a limit selects the default quota of the limit");
+            Issue::new(from.span(), "a value that is not a tier of a limit selects the default quota of the limit");
         notes.push(issue.with_hint("give `quota` of the limits the lowest tier"));
     }
     if let Some(acme) = config.acme.as_ref().filter(|acme| !acme.names.is_empty()) {
@@ -126,7 +126,8 @@ pub fn resolve_names(parsed: &Config, config: &CompiledConfig) -> (Vec<Issue>, V
         let other = addresses.iter().find(|address| UdpSocket::bind((**address, 0)).is_err());
         let message = match other {
             Some(other) => format!(
-                "`{name}` resolves to {other}, which is no address of this machine: right behind NAT or a load balancer"
+                "`{name}` resolves to {other}, which is not an address of this machine; this is correct behind NAT or a \
+                 load balancer"
             ),
             None => format!("`{name}` resolves to this machine"),
         };
@@ -320,7 +321,7 @@ fn literal_wildcards(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     };
     let values = exact_headers(parsed).filter(|(name, value)| value.get_ref().contains('*') && !has_wildcards(name));
     let issue = |(name, value): (&String, &Text)| {
-        let message = format!("`{}` requires this value of `{name}` literally: `*` is no wildcard", route.name);
+        let message = format!("`{}` requires this value of `{name}` literally: `*` is not a wildcard", route.name);
         Issue::new(value.span(), message)
             .with_hint("write prefix = \"…\", regex = '…', or present = true for any value")
     };

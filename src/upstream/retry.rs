@@ -146,7 +146,7 @@ impl Upstream {
             };
             let outcome = connection.classify_error(failure.error());
             let unsent = failure.take_message();
-            // A server may close an idle connection at any time: that is no failure of the endpoint.
+            // A server may close an idle connection at any time: this is not a failure of the endpoint.
             let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
                 || outcome == StreamOutcome::PeerError;
             let retry = retry_state.retry_target(unsent, copy, outcome, reused);

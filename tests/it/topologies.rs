@@ -338,10 +338,10 @@ fn check_and_doctor_examine_every_master() {
         (format!("redis://127.0.0.1:{node}"), format!("is a node of a cluster; use redis+cluster://127.0.0.1:{node}")),
         (
             format!("redis+cluster://127.0.0.1:{single}"),
-            format!("is no node of a cluster; use redis://127.0.0.1:{single}"),
+            format!("is not a node of a cluster; use redis://127.0.0.1:{single}"),
         ),
         (format!("redis+cluster://127.0.0.1:{sentinel}"), "is a Sentinel; use redis+sentinel://".to_owned()),
-        (format!("redis+sentinel://127.0.0.1:{single}/mymaster"), "is no Sentinel; use redis://".to_owned()),
+        (format!("redis+sentinel://127.0.0.1:{single}/mymaster"), "is not a Sentinel; use redis://".to_owned()),
         (unknown, "the Sentinels know no master `nomaster`".to_owned()),
     ] {
         let text = config(&url, "500ms", &[one]);

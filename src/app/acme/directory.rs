@@ -81,7 +81,7 @@ impl Directory {
     /// Remove a record.
     ///
     /// # Errors
-    /// The file cannot be removed. A missing file is no error.
+    /// The file cannot be removed. A missing file is not an error.
     pub(super) fn remove(&self, name: &str) -> io::Result<()> {
         match std::fs::remove_file(self.path.join(name)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),

@@ -113,7 +113,7 @@ pub fn new_pool(server: RedisEndpoint, algorithms: AlgorithmSet, size: u32, conn
 
 impl Connections {
     /// Return the error for a checkout that timed out without a failed attempt. If the server was connected before, the
-    /// new connection is still being opened, which takes several round trips and is no outage.
+    /// new connection is still being opened, which takes several round trips and is not an outage.
     pub fn checkout_timeout(&self) -> StoreError {
         if self.has_connected.load(Ordering::Relaxed) {
             StoreError::Overloaded
@@ -506,10 +506,10 @@ impl HelloReply {
             }
             (ServerMode::Cluster, _) => format!("{address} is a node of a cluster; use redis+cluster://{address}"),
             (ServerMode::Standalone, ServerMode::Cluster) => {
-                format!("{address} is no node of a cluster; use redis://{address}")
+                format!("{address} is not a node of a cluster; use redis://{address}")
             }
             (ServerMode::Standalone, ServerMode::Sentinel) => {
-                format!("{address} is no Sentinel; use redis://{address}")
+                format!("{address} is not a Sentinel; use redis://{address}")
             }
         })
     }
@@ -616,8 +616,8 @@ mod hello_tests {
         let sentinel = hello("sentinel", None);
         for (hello, wanted, expected) in [
             (&single, ServerMode::Standalone, None),
-            (&single, ServerMode::Cluster, Some("h:1 is no node of a cluster; use redis://h:1")),
-            (&single, ServerMode::Sentinel, Some("h:1 is no Sentinel; use redis://h:1")),
+            (&single, ServerMode::Cluster, Some("h:1 is not a node of a cluster; use redis://h:1")),
+            (&single, ServerMode::Sentinel, Some("h:1 is not a Sentinel; use redis://h:1")),
             (&replica, ServerMode::Standalone, Some("h:1 is a replica; give the address of its master")),
             (&node, ServerMode::Cluster, None),
             (&node, ServerMode::Standalone, Some("h:1 is a node of a cluster; use redis+cluster://h:1")),
