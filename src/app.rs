@@ -49,7 +49,7 @@ use crate::snapshot::current::{ConfigHandle, ReloadRequest};
 use crate::snapshot::routes::RouteAction;
 use crate::snapshot::settings::{AccessLogTarget, AdminSettings, WorkerModel};
 use crate::snapshot::{CompiledConfig, Listener, settings};
-use crate::telemetry::access_log::{AccessLog, TelemetrySinks};
+use crate::telemetry::access_log::{AccessLog, LogDestination, TelemetrySinks};
 use crate::telemetry::log::LogFile;
 use crate::telemetry::pluralize;
 use crate::{admin, limiter};
@@ -349,13 +349,18 @@ impl App {
 }
 
 fn open_access_log(config: &CompiledConfig) -> Result<Option<AccessLog>, AppError> {
-    let (path, out): (_, Box<dyn io::Write + Send>) = match &config.log.access_log {
+    let log = &config.log;
+    let (path, destination) = match &log.access_log {
         AccessLogTarget::Off => return Ok(None),
-        AccessLogTarget::Stdout => (PathBuf::from("standard output"), Box::new(io::stdout())),
+        AccessLogTarget::Stdout => (PathBuf::from("standard output"), LogDestination::Stream(Box::new(io::stdout()))),
         AccessLogTarget::File(path) => {
             let file = LogFile::open(path.clone());
-            (path.clone(), Box::new(file.map_err(|source| AppError::AccessLog { path: path.clone(), source })?))
+            let file = file.map_err(|source| AppError::AccessLog { path: path.clone(), source })?;
+            (path.clone(), LogDestination::Stream(Box::new(file)))
         }
+        AccessLogTarget::Syslog(syslog) => (syslog.socket.clone(), LogDestination::Syslog(syslog.clone())),
+        AccessLogTarget::Journald(journald) => (journald.socket.clone(), LogDestination::Journald(journald.clone())),
     };
-    AccessLog::start(config.log.access_format, out).map(Some).map_err(|source| AppError::AccessLog { path, source })
+    let access_log = AccessLog::start(log.access_format, log.access_sample, destination);
+    access_log.map(Some).map_err(|source| AppError::AccessLog { path, source })
 }

@@ -20,7 +20,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::config::error::Spanned;
-use crate::config::shorthand::{ConsumerKey, HeaderNames};
+use crate::config::shorthand::{AccessLog, ConsumerKey, HeaderNames};
 use crate::config::tables::{Limit, LimitVariant, Route, Upstream};
 
 /// A string with its span.
@@ -246,16 +246,18 @@ pub struct Admin {
 #[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct Log {
-    /// Format of both logs. Default: `"text"` for a log that goes to a terminal, `"json"` for a file or a pipe.
+    /// Format of both logs. Default: `"text"` for a log that goes to a terminal, `"json"` for a file or a pipe, and
+    /// for syslog. Journal entries have the fields of the record instead.
     #[schemars(extend("enum" = ["text", "json"]))]
     pub format: Option<Text>,
     /// Level of the process log, which is written to standard error.
     #[schemars(extend("enum" = ["error", "warn", "info", "debug", "trace"], "default" = "info"))]
     pub level: Option<Text>,
-    /// Destination of the access log: `"stdout"`, `"off"`, or a file to append to. The file may be renamed at any time
-    /// ([access log fields](access-log.md#fields)).
+    /// Destination of the access log: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or a file to append to, which may
+    /// be renamed at any time; or a table: `{ to = "syslog", facility = "local1", sample = 0.1 }`
+    /// ([access log](access-log.md)).
     #[schemars(extend("default" = "stdout"))]
-    pub access: Option<Text>,
+    pub access: Option<Spanned<AccessLog>>,
     /// URL of an OpenTelemetry collector that receives spans (OTLP over HTTP), such as `"http://127.0.0.1:4318"`.
     /// Default: no traces ([traces](traces.md)).
     pub trace_endpoint: Option<Text>,

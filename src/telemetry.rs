@@ -3,6 +3,7 @@
 pub mod access_log;
 pub mod batch_writer;
 pub mod log;
+pub mod log_socket;
 pub mod prometheus;
 pub mod trace;
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use sluicegate::telemetry::access_log::{
-    AccessLog, AccessRecord, DecisionInfo, EffectiveLimit, LimitInfo, UpstreamInfo,
+    AccessLog, AccessRecord, DecisionInfo, EffectiveLimit, LimitInfo, LogDestination, UpstreamInfo,
 };
 use sluicegate::telemetry::log::LogFormat;
 use support::client::Client;
@@ -220,7 +220,7 @@ fn access_log_line(format: LogFormat, record: &AccessRecord<'_>) -> String {
         }
     }
     let buffer = Buffer::default();
-    let log = AccessLog::start(format, Box::new(buffer.clone())).unwrap();
+    let log = AccessLog::start(format, 1.0, LogDestination::Stream(Box::new(buffer.clone()))).unwrap();
     log.write(record);
     log.flush();
     let bytes = buffer.0.lock().unwrap().clone();
@@ -296,12 +296,14 @@ fn manual_lists_exactly_the_access_log_fields() {
         upstream: None,
         request_id: "id",
         trace_id: None,
+        sample_rate: None,
     };
     let all = AccessRecord {
         route: Some("a"),
         decision: Some(&decision),
         upstream: Some(&upstream),
         trace_id: Some(1),
+        sample_rate: Some(0.25),
         ..minimal
     };
     let page = pages::read("docs/reference/access-log.md");

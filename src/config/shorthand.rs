@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use jiff::Timestamp;
 use schemars::JsonSchema;
-use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
+use serde::{Deserialize, Serialize};
 use toml::value::Datetime;
 
 use crate::config::error::Spanned;
@@ -33,6 +33,42 @@ pub struct CostTable {
     /// Maximum cost. Larger values count as this.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub max: Option<Spanned<i64>>,
+}
+
+/// `"stdout"` or `{ to = "syslog", … }`.
+#[derive(Debug, Serialize, JsonSchema)]
+#[serde(untagged)]
+pub enum AccessLog {
+    /// The destination.
+    To(String),
+    /// The destination with settings.
+    Table(AccessLogTable),
+}
+
+/// `{ to = "syslog", … }`
+#[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["to"]))]
+pub struct AccessLogTable {
+    /// Destination: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or a file to append to.
+    pub to: Option<Text>,
+    /// syslog and journald: path of the socket of the daemon. Default: `"/dev/log"` for syslog,
+    /// `"/run/systemd/journal/socket"` for journald.
+    pub socket: Option<Text>,
+    /// syslog: header of the messages. `"rfc3164"`: that of syslog(3), which rsyslog with its default parser and
+    /// journald read on `/dev/log` ([syslog](access-log.md#syslog)).
+    #[schemars(extend("enum" = ["rfc5424", "rfc3164"], "default" = "rfc5424"))]
+    pub protocol: Option<Text>,
+    /// syslog: facility of the messages.
+    #[schemars(extend("enum" = ["user", "mail", "daemon", "auth", "syslog", "lpr", "news", "uucp", "cron", "authpriv", "ftp", "local0", "local1", "local2", "local3", "local4", "local5", "local6", "local7"], "default" = "local0"))]
+    pub facility: Option<Text>,
+    /// syslog and journald: name of the program in the messages (`APP-NAME`, `SYSLOG_IDENTIFIER`).
+    #[schemars(extend("default" = "sluicegate"))]
+    pub tag: Option<Text>,
+    /// Share of the requests without an error whose records are written, above 0 and up to 1, such as 0.01. Errors and
+    /// denials are always written ([sampling](access-log.md#sampling)).
+    #[schemars(extend("exclusiveMinimum" = 0, "maximum" = 1, "default" = 1))]
+    pub sample: Option<Spanned<f64>>,
 }
 
 /// `"/healthz"` or `{ path = "/healthz", … }`.
@@ -129,6 +165,25 @@ pub struct UpstreamServer {
 enum ServerForms {
     Url(String),
     Table(ServerTable),
+}
+
+impl<'de> Deserialize<'de> for AccessLog {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = AccessLog;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a destination or a table with `to`")
+            }
+            fn visit_str<E>(self, to: &str) -> Result<AccessLog, E> {
+                Ok(AccessLog::To(to.to_owned()))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<AccessLog, A::Error> {
+                AccessLogTable::deserialize(value::MapAccessDeserializer::new(map)).map(AccessLog::Table)
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
 }
 
 impl<'de> Deserialize<'de> for HealthCheck {

@@ -3,7 +3,9 @@
 use std::fmt;
 use std::io::IsTerminal;
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::ops::Range;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,13 +16,29 @@ use tracing::Level;
 use crate::config;
 use crate::config::Text;
 use crate::config::error::{Issue, Spanned};
+use crate::config::shorthand::{AccessLog, AccessLogTable};
 use crate::snapshot::Listener;
 use crate::snapshot::listeners::addresses_conflict;
 use crate::snapshot::validator::Validator;
 use crate::telemetry::log::LogFormat;
+use crate::telemetry::log_socket::{FACILITIES, Journald, Syslog, SyslogProtocol};
 
 /// Minimum of `max_header_size`: hyper needs a buffer of at least this size.
 const MIN_HEADER_SIZE: usize = 8 << 10;
+
+/// Maximum length of the path of a unix socket on Linux, bytes (unix(7)).
+const MAX_SOCKET_PATH: usize = 107;
+
+/// Default sockets of the log daemons.
+const SYSLOG_SOCKET: &str = "/dev/log";
+const JOURNALD_SOCKET: &str = "/run/systemd/journal/socket";
+
+/// Default facility: `local0`, which the site may use as it likes, so that a rule can select the access log.
+const DEFAULT_FACILITY: u8 = 16;
+
+/// Default tag of log messages, and the maximum length (APP-NAME, RFC 5424 §6).
+const DEFAULT_TAG: &str = "sluicegate";
+const MAX_TAG: usize = 48;
 
 /// `[server]`
 #[derive(Debug, Clone)]
@@ -101,6 +119,8 @@ pub struct LogSettings {
     pub level: Level,
     /// Destination of the access log.
     pub access_log: AccessLogTarget,
+    /// Share of the access log records of successes that are written, above 0. 1 = all.
+    pub access_sample: f64,
     /// OTLP endpoint for spans. `None` = no traces.
     pub trace_endpoint: Option<Uri>,
 }
@@ -114,6 +134,21 @@ pub enum AccessLogTarget {
     Stdout,
     /// A file, opened for appending.
     File(PathBuf),
+    /// A syslog daemon.
+    Syslog(Syslog),
+    /// The journal of systemd.
+    Journald(Journald),
+}
+
+impl AccessLogTarget {
+    /// Return the socket, if the target is one.
+    pub fn socket(&self) -> Option<&Path> {
+        match self {
+            AccessLogTarget::Off | AccessLogTarget::Stdout | AccessLogTarget::File(_) => None,
+            AccessLogTarget::Syslog(syslog) => Some(&syslog.socket),
+            AccessLogTarget::Journald(journald) => Some(&journald.socket),
+        }
+    }
 }
 
 /// Compile `[server]`.
@@ -173,11 +208,7 @@ pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings 
         ("debug", Level::DEBUG),
         ("trace", Level::TRACE),
     ];
-    let access = match log.access.as_ref().map(|access| (access, access.get_ref().as_str())) {
-        None | Some((_, "stdout")) => AccessLogTarget::Stdout,
-        Some((_, "off")) => AccessLogTarget::Off,
-        Some((path, _)) => AccessLogTarget::File(reader.resolve_path(path)),
-    };
+    let (access, access_sample) = access_log(log.access.as_ref(), reader);
     let formats = [("text", LogFormat::Text), ("json", LogFormat::Json)];
     let format = reader.one_of(log.format.as_ref(), by_terminal(std::io::stderr().is_terminal()), &formats);
     LogSettings {
@@ -189,8 +220,91 @@ pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings 
         },
         level: reader.one_of(log.level.as_ref(), Level::INFO, &levels),
         access_log: access,
+        access_sample,
         trace_endpoint: log.trace_endpoint.as_ref().and_then(|url| trace_endpoint(url, reader)),
     }
+}
+
+/// Compile `access` of `[log]`: the destination, and the share of the records of successes.
+fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) -> (AccessLogTarget, f64) {
+    let Some(written) = written else { return (AccessLogTarget::Stdout, 1.0) };
+    let no_settings = AccessLogTable::default();
+    let (to, table) = match written.get_ref() {
+        AccessLog::To(to) => (Some((to, written.span())), &no_settings),
+        AccessLog::Table(table) => {
+            let to = reader.required(table.to.as_ref(), &written.span(), "to", "\"syslog\"");
+            (to.map(|to| (to.get_ref(), to.span())), table)
+        }
+    };
+    let sample = match &table.sample {
+        Some(sample) if *sample.get_ref() > 0.0 && *sample.get_ref() <= 1.0 => *sample.get_ref(),
+        Some(sample) => {
+            let issue = Issue::new(sample.span(), format!("{} is out of range", sample.get_ref()));
+            reader.push_issue(issue.with_hint("above 0 and up to 1, such as 0.01 for 1 % of the successes"));
+            1.0
+        }
+        None => 1.0,
+    };
+    let protocols = [("rfc5424", SyslogProtocol::Rfc5424), ("rfc3164", SyslogProtocol::Rfc3164)];
+    let protocol = reader.one_of(table.protocol.as_ref(), SyslogProtocol::Rfc5424, &protocols);
+    let facility = reader.one_of(table.facility.as_ref(), DEFAULT_FACILITY, &FACILITIES);
+    let tag = syslog_tag(table.tag.as_ref(), reader);
+    let Some((to, span)) = to else { return (AccessLogTarget::Stdout, sample) };
+    let (is_syslog, is_journald) = (to == "syslog", to == "journald");
+    let settings = [
+        ("socket", &table.socket, is_syslog || is_journald, "\"syslog\" and \"journald\""),
+        ("tag", &table.tag, is_syslog || is_journald, "\"syslog\" and \"journald\""),
+        ("protocol", &table.protocol, is_syslog, "\"syslog\""),
+        ("facility", &table.facility, is_syslog, "\"syslog\""),
+    ];
+    for (key, value, is_valid, destinations) in settings {
+        if let Some(value) = value.as_ref().filter(|_| !is_valid) {
+            let issue = Issue::new(value.span(), format!("`{key}` is valid only with to = {destinations}"));
+            reader.push_issue(issue.with_hint("leave it out, or write another destination in `to`"));
+        }
+    }
+    let target = match to.as_str() {
+        "stdout" => AccessLogTarget::Stdout,
+        "off" => AccessLogTarget::Off,
+        "syslog" => {
+            let socket = log_socket(table.socket.as_ref(), SYSLOG_SOCKET, &span, reader);
+            AccessLogTarget::Syslog(Syslog { socket, protocol, facility, tag })
+        }
+        "journald" => {
+            let socket = log_socket(table.socket.as_ref(), JOURNALD_SOCKET, &span, reader);
+            AccessLogTarget::Journald(Journald { socket, tag })
+        }
+        path => AccessLogTarget::File(reader.resolve_relative(path, span)),
+    };
+    (target, sample)
+}
+
+/// Return the path of a log socket. It need not exist: the daemon may start later. `span` is that of the destination.
+fn log_socket(text: Option<&Text>, default: &str, span: &Range<usize>, reader: &mut Validator<'_>) -> PathBuf {
+    let path = text.map_or_else(|| PathBuf::from(default), |text| reader.resolve_path(text));
+    let span = text.map_or_else(|| span.clone(), |text| text.span());
+    if path.as_os_str().len() > MAX_SOCKET_PATH {
+        let message = format!("the path of a unix socket has at most {MAX_SOCKET_PATH} bytes");
+        reader.push_issue(Issue::new(span, message).with_hint(format!("such as \"{default}\"")));
+    } else if path.metadata().is_ok_and(|found| !found.file_type().is_socket()) {
+        let issue = Issue::new(span, format!("{} is not a socket", path.display()));
+        let hint = format!("the socket of the daemon, such as \"{default}\"; a file to append to belongs in `to`");
+        reader.push_issue(issue.with_hint(hint));
+    }
+    path
+}
+
+/// Return the tag of log messages. Daemons end a tag at the first character that no program name has.
+fn syslog_tag(text: Option<&Text>, reader: &mut Validator<'_>) -> Box<str> {
+    let Some(text) = text else { return DEFAULT_TAG.into() };
+    let tag = text.get_ref().as_str();
+    let is_valid = (1..=MAX_TAG).contains(&tag.len())
+        && tag.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_./".contains(&byte));
+    if !is_valid {
+        let issue = Issue::new(text.span(), format!("`{tag}` is not a valid tag"));
+        reader.push_issue(issue.with_hint("1 to 48 letters, digits, `-`, `_`, `.` or `/`, such as \"gateway\""));
+    }
+    tag.into()
 }
 
 /// Parse the URL of an OTLP collector. An empty URL disables traces. The default path is defined by the specification
@@ -238,9 +352,9 @@ pub enum AdminSocket {
     Path(PathBuf),
 }
 
-/// Maximum length of the path of a unix socket on Linux, bytes (unix(7)). The temporary name of the socket is longer
-/// than its path by the extension with the process id.
-const MAX_SOCKET_PATH: usize = 107 - ".4194304.new".len();
+/// Maximum length of the path of the admin socket, bytes. Its temporary name is longer than its path by the extension
+/// with the process id.
+const MAX_ADMIN_SOCKET_PATH: usize = MAX_SOCKET_PATH - ".4194304.new".len();
 
 /// Compile `socket` of `[admin]`.
 pub(super) fn admin_socket(admin: Option<&Spanned<config::Admin>>, reader: &mut Validator<'_>) -> AdminSocket {
@@ -254,8 +368,8 @@ pub(super) fn admin_socket(admin: Option<&Spanned<config::Admin>>, reader: &mut 
         }
         _ => {
             let path = reader.resolve_path(text);
-            if path.as_os_str().len() > MAX_SOCKET_PATH {
-                let message = format!("the path of a unix socket has at most {MAX_SOCKET_PATH} bytes");
+            if path.as_os_str().len() > MAX_ADMIN_SOCKET_PATH {
+                let message = format!("the path of a unix socket has at most {MAX_ADMIN_SOCKET_PATH} bytes");
                 reader.push_issue(Issue::new(text.span(), message).with_hint("such as \"/run/sluicegate/admin.sock\""));
             }
             AdminSocket::Path(path)

@@ -5,6 +5,7 @@ use std::io;
 use std::io::Write;
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use http::{HeaderMap, Method};
@@ -15,6 +16,7 @@ use tracing::warn;
 use crate::limiter::clock::unix_us;
 use crate::telemetry::batch_writer::{BatchConfig, BatchWriter};
 use crate::telemetry::log::LogFormat;
+use crate::telemetry::log_socket::{Journald, LogSocket, Syslog, SyslogHeader, push_framed};
 use crate::telemetry::trace;
 use crate::telemetry::trace::{TraceContext, TraceExporter, TraceParent};
 
@@ -28,9 +30,13 @@ const CLIENT_CLOSED_REQUEST: u16 = 499;
 /// Maximum time to write the last records at shutdown.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// The fractional part of the golden ratio times 2^64. Its multiples are evenly distributed, also every n-th one (Weyl,
+/// 1916), so that periodic traffic does not bias a sample.
+const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
+
 /// The access log record of a request. It never contains an API key, a token or a query string. Programs read the
 /// fields: `docs/reference/access-log.md` defines them.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Clone, Copy, Serialize)]
 pub struct AccessRecord<'a> {
     /// Arrival of the request, µs since the Unix epoch. Written in seconds.
     #[serde(serialize_with = "seconds")]
@@ -66,6 +72,9 @@ pub struct AccessRecord<'a> {
     /// Id of the trace. Written as 32 hexadecimal digits.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "trace_id")]
     pub trace_id: Option<u128>,
+    /// Share of the records of successes that are written, if this is one of them and not all are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sample_rate: Option<f64>,
 }
 
 /// Result of the rate limit check of a request.
@@ -151,41 +160,107 @@ pub struct UpstreamInfo {
     pub start_offset: Duration,
 }
 
+/// Destination of the access log.
+pub enum LogDestination {
+    /// Lines for a file or a stream.
+    Stream(Box<dyn Write + Send>),
+    /// Messages for a syslog daemon.
+    Syslog(Syslog),
+    /// Entries of the journal.
+    Journald(Journald),
+}
+
 /// Queue of access log records for the writer thread. Clones share the queue.
 #[derive(Debug, Clone)]
 pub struct AccessLog {
     writer: BatchWriter<u8>,
-    format: LogFormat,
+    encoding: Encoding,
+    /// `None` if all records are written.
+    sampler: Option<Arc<Sampler>>,
+}
+
+/// Form of the records in the queue.
+#[derive(Debug, Clone)]
+enum Encoding {
+    /// Lines.
+    Line(LogFormat),
+    /// Framed syslog messages.
+    Syslog(LogFormat, Arc<SyslogHeader>),
+    /// Framed JSON. The writer thread makes journal entries of it.
+    Journald,
+}
+
+/// Selects the records of successes that are written.
+#[derive(Debug)]
+struct Sampler {
+    /// Share of the records, above 0 and below 1.
+    rate: f64,
+    counter: AtomicU64,
+}
+
+impl Sampler {
+    /// Return whether the next record is written. The written records are evenly distributed.
+    fn picks_next(&self) -> bool {
+        // The multiplication by a power of two is exact.
+        let share = (self.rate * 2.0_f64.powi(64)) as u64;
+        self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO) < share
+    }
 }
 
 impl AccessLog {
-    /// Start the writer thread.
+    /// Start the writer thread. `sample` is the share of the records of successes that are written, above 0; 1 = all.
+    /// `format` does not apply to journald.
     ///
     /// # Errors
-    /// The thread cannot be started.
-    pub fn start(format: LogFormat, mut out: Box<dyn Write + Send>) -> io::Result<Self> {
-        let writer = BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<u8>| {
-            let Err(error) = out.write_all(batch).and_then(|()| out.flush()) else { return 0 };
-            warn!(%error, "cannot write the access log");
-            batch.iter().filter(|byte| **byte == b'\n').count() as u64
-        })?;
-        Ok(AccessLog { writer, format })
+    /// The destination cannot be used, or the thread cannot be started.
+    pub fn start(format: LogFormat, sample: f64, destination: LogDestination) -> io::Result<Self> {
+        let (encoding, writer) = match destination {
+            LogDestination::Stream(mut out) => {
+                let writer = BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<u8>| {
+                    let Err(error) = out.write_all(batch).and_then(|()| out.flush()) else { return 0 };
+                    warn!(%error, "cannot write the access log");
+                    batch.iter().filter(|byte| **byte == b'\n').count() as u64
+                });
+                (Encoding::Line(format), writer?)
+            }
+            LogDestination::Syslog(syslog) => {
+                let header = Arc::new(SyslogHeader::new(&syslog));
+                (Encoding::Syslog(format, header), socket_writer(LogSocket::syslog(&syslog)?)?)
+            }
+            LogDestination::Journald(journald) => (Encoding::Journald, socket_writer(LogSocket::journald(&journald)?)?),
+        };
+        let sampler = (sample < 1.0).then(|| Arc::new(Sampler { rate: sample, counter: AtomicU64::new(0) }));
+        Ok(AccessLog { writer, encoding, sampler })
     }
 
-    /// Queue a record.
+    /// Queue a record, unless it is that of a success that is left out of the sample.
     pub fn write(&self, record: &AccessRecord<'_>) {
         thread_local! {
             // Format before `push` takes the lock that workers share.
             static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
+        let mut record = *record;
+        if let Some(sampler) = self.sampler.as_ref().filter(|_| record.is_success()) {
+            if !sampler.picks_next() {
+                return;
+            }
+            record.sample_rate = Some(sampler.rate);
+        }
         TEXT.with_borrow_mut(|text| {
             text.clear();
-            // Writing to a `Vec` does not fail.
-            let _ = match self.format {
-                LogFormat::Json => serde_json::to_writer(&mut *text, record).map_err(io::Error::from),
-                LogFormat::Text => record.write_text(text),
-            };
-            text.push(b'\n');
+            match &self.encoding {
+                Encoding::Line(format) => {
+                    record.write(*format, text);
+                    text.push(b'\n');
+                }
+                Encoding::Syslog(format, header) => push_framed(text, |text| {
+                    let written_at_us = record.time.saturating_add(record.duration_ms.as_micros() as u64);
+                    // Writing to a `Vec` does not fail.
+                    let _ = header.write(text, record.status, written_at_us);
+                    record.write(*format, text);
+                }),
+                Encoding::Journald => push_framed(text, |text| record.write(LogFormat::Json, text)),
+            }
             self.writer.push(|pending| pending.extend_from_slice(text));
         });
     }
@@ -201,7 +276,26 @@ impl AccessLog {
     }
 }
 
+fn socket_writer(mut socket: LogSocket) -> io::Result<BatchWriter<u8>> {
+    BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<u8>| socket.deliver(batch))
+}
+
 impl AccessRecord<'_> {
+    /// Return whether the record may be left out of a sample: the whole response was sent, it is not an error, and no
+    /// limit denied the request, not even in shadow mode.
+    fn is_success(&self) -> bool {
+        let is_ok = self.status < 400 && self.complete && matches!(self.outcome, "ok" | "preflight");
+        is_ok && self.decision.is_none_or(|decision| decision.shadow_denied.is_empty())
+    }
+
+    fn write(&self, format: LogFormat, out: &mut Vec<u8>) {
+        // Writing to a `Vec` does not fail.
+        let _ = match format {
+            LogFormat::Json => serde_json::to_writer(out, self).map_err(io::Error::from),
+            LogFormat::Text => self.write_text(out),
+        };
+    }
+
     fn write_text(&self, out: &mut Vec<u8>) -> io::Result<()> {
         let AccessRecord { client, method, path, status, bytes, outcome, request_id, .. } = self;
         // µs in an `i64` reach about 290,000 years; a time out of range becomes the epoch.
@@ -241,6 +335,9 @@ impl AccessRecord<'_> {
         write!(out, " request_id={request_id}")?;
         if let Some(trace) = self.trace_id {
             write!(out, " trace_id={trace:032x}")?;
+        }
+        if let Some(rate) = self.sample_rate {
+            write!(out, " sample_rate={rate}")?;
         }
         if !self.complete {
             write!(out, " incomplete")?;
@@ -413,6 +510,7 @@ impl RequestRecord {
             upstream: self.upstream.as_ref(),
             request_id: &self.request_id,
             trace_id: self.trace_id,
+            sample_rate: None,
         };
         if let Some(access) = &self.sinks.access_log {
             access.write(&record);
@@ -474,6 +572,7 @@ mod tests {
             upstream: Some(&upstream),
             request_id: "id",
             trace_id: Some(1),
+            sample_rate: Some(0.25),
         };
         let hash = "00000000000000000000000000000abc";
         assert_eq!(
@@ -485,7 +584,8 @@ mod tests {
                  \"decided_at\":1764000000.1235,\"shadow_denied\":[\"trial\"],\"limits\":[{{\"limit\":\"hour\",\"identity\":\"{hash}\",\"cost\":2,\
                  \"decision\":\"denied\",\"remaining\":0}},{{\"limit\":\"day\",\"identity\":\"{hash}\",\"cost\":2}}],\
                  \"upstream\":\"api\",\"server\":\"api.test:80 (127.0.0.1:80)\",\"upstream_status\":200,\"upstream_ms\":7.0,\
-                 \"retries\":1,\"request_id\":\"id\",\"trace_id\":\"00000000000000000000000000000001\"}}"
+                 \"retries\":1,\"request_id\":\"id\",\"trace_id\":\"00000000000000000000000000000001\",\
+                 \"sample_rate\":0.25}}"
             )
         );
         let mut text = Vec::new();
@@ -496,8 +596,65 @@ mod tests {
                 "2025-11-24T16:00:00.123456Z 127.0.0.1 GET /a 429 3 12.345ms route=a rate-limited decision=denied limit=hour remaining=0 \
                  identity={hash} decided_by=store shadow_denied=trial decision_ms=1.25 upstream=api upstream_ms=7 \
                  server=api.test:80(127.0.0.1:80) upstream_status=200 retries=1 request_id=id \
-                 trace_id=00000000000000000000000000000001 incomplete"
+                 trace_id=00000000000000000000000000000001 sample_rate=0.25 incomplete"
             )
         );
+    }
+
+    #[test]
+    fn only_whole_responses_without_error_and_denial_may_be_left_out() {
+        let ok = AccessRecord {
+            time: 0,
+            client: [127, 0, 0, 1].into(),
+            method: "GET",
+            path: "/",
+            status: 200,
+            bytes: 0,
+            complete: true,
+            duration_ms: Duration::ZERO,
+            route: None,
+            outcome: "ok",
+            decision: None,
+            upstream: None,
+            request_id: "-",
+            trace_id: None,
+            sample_rate: None,
+        };
+        let decision = |shadow_denied: &[&str]| DecisionInfo {
+            decision: "allowed",
+            decided_by: None,
+            effective_limit: None,
+            duration: Duration::ZERO,
+            decided_at: None,
+            shadow_denied: shadow_denied.iter().map(|limit| (*limit).into()).collect(),
+            limits: Vec::new(),
+            start_offset: Duration::ZERO,
+        };
+        let (allowed, shadow_denied) = (decision(&[]), decision(&["trial"]));
+        for (record, expected) in [
+            (ok, true),
+            (AccessRecord { status: 399, decision: Some(&allowed), ..ok }, true),
+            (AccessRecord { status: 204, outcome: "preflight", ..ok }, true),
+            (AccessRecord { status: 400, ..ok }, false),
+            (AccessRecord { complete: false, ..ok }, false),
+            (AccessRecord { decision: Some(&shadow_denied), ..ok }, false),
+            // gRPC has its own status.
+            (AccessRecord { outcome: "rate-limited", ..ok }, false),
+        ] {
+            assert_eq!(record.is_success(), expected, "{record:?}");
+        }
+    }
+
+    #[test]
+    fn sampled_records_are_the_share_at_any_time() {
+        for rate in [0.000_1, 0.001, 0.01, 0.1, 1.0 / 3.0, 0.5, 0.999] {
+            let sampler = Sampler { rate, counter: AtomicU64::new(0) };
+            let mut written = 0_u32;
+            for requests in 1..=20_000 {
+                written += u32::from(sampler.picks_next());
+                let due = f64::from(requests) * rate;
+                assert!((f64::from(written) - due).abs() <= 4.0, "{rate}: {written} of {requests}, due {due:.1}");
+            }
+        }
     }
 }

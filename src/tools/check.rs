@@ -87,6 +87,13 @@ fn port_of_other_scheme<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
 /// Return notes: properties of a correct configuration that operators should know.
 pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     let mut notes = route_notes(&LintInput { parsed, config });
+    if let (Some(socket), Some(access)) = (config.log.access_log.socket(), &parsed.log.access)
+        && !socket.exists()
+    {
+        let message = format!("there is no socket at {} on this machine", socket.display());
+        let issue = Issue::new(access.span(), message);
+        notes.push(issue.with_hint("access log records are lost while the daemon does not run"));
+    }
     if let Some(from) = parsed.tiers.from.as_ref().filter(|from| from.get_ref() != "api-key") {
         let issue =
             Issue::new(from.span(), "a value that is not a tier of a limit selects the default quota of the limit");

@@ -48,6 +48,7 @@ mod key_command;
 mod limits;
 mod listener_limits;
 mod load_balancing;
+mod log_sockets;
 mod lua54;
 mod manual;
 mod mirroring;

@@ -118,7 +118,7 @@ fn invalid_values_fail_the_schema() {
 /// A file in which every key of the schema can be set.
 fn every_key() -> Value {
     json!({
-        "server": {}, "log": {}, "client_ip": {}, "tiers": {}, "auth": { "keys": { "kind": "api-key", "on_unknown": "accept" } },
+        "server": {}, "log": { "access": { "to": "syslog" } }, "client_ip": {}, "tiers": {}, "auth": { "keys": { "kind": "api-key", "on_unknown": "accept" } },
         "store": { "url": "redis://127.0.0.1:1", "secret": "s" },
         "listener": [{
             "address": "127.0.0.1:0",
@@ -247,6 +247,7 @@ fn file_with(path: &str) -> Value {
             set("route", json!([{ "name": "m", "path": "/m", "upstream": "u", "mirror": { "upstream": "u" } }]));
         }
         "route.*.response_headers.on_errors" => set("route.r.response_headers", json!({})),
+        "log.access" => set("log", json!({})),
         "store.url" => set("store", json!({})),
         "auth.*.on_unknown" => set("auth.keys", json!({ "kind": "api-key", "consumers": "consumers.toml" })),
         "auth.*.scheme" => set("auth.keys.header", json!("authorization")),

@@ -17,7 +17,7 @@ use crate::tools::replay::format::native::NativeFormat;
 use crate::tools::replay::format::nginx::{FormatError, NginxFormat};
 
 /// A parsed log line. Parts that the line lacks are empty.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq)]
 pub struct LogEntry<'l> {
     /// Start of the request or time of its decision, µs since the Unix epoch.
     pub time_us: u64,
@@ -45,6 +45,8 @@ pub struct LogEntry<'l> {
     pub costs: Vec<(Cow<'l, str>, u64)>,
     /// Whether the gateway responded without a check of limits.
     pub is_unchecked: bool,
+    /// Share of such requests that were logged. `None`: all.
+    pub sample_rate: Option<f64>,
 }
 
 /// A log field that becomes a header of the replayed request.

@@ -166,7 +166,7 @@ pub fn file_size(path: &Path) -> Option<u64> {
 pub const REORDER_WINDOW_LINES: usize = 32_768;
 
 /// Statistics about the lines of the logs.
-#[derive(Debug, Default, Clone, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, PartialEq)]
 pub struct LogStatistics {
     /// Lines with a request.
     pub requests: u64,
@@ -186,6 +186,10 @@ pub struct LogStatistics {
     pub time_range: Option<(u64, u64)>,
     /// Whether a time has a fraction of a second.
     pub has_subsecond: bool,
+    /// Requests of which the gateway logged only a sample.
+    pub sampled: u64,
+    /// Estimated number of requests that `sampled` stands for: the sum of the inverse sample rates.
+    pub sampled_total: f64,
 }
 
 /// A log and the heap of its requests that were read ahead.
@@ -298,6 +302,10 @@ impl LogStream {
         let (first, last) = statistics.time_range.unwrap_or((time_us, time_us));
         statistics.time_range = Some((first.min(time_us), last.max(time_us)));
         statistics.has_subsecond |= !time_us.is_multiple_of(1_000_000);
+        if let Some(rate) = entry.sample_rate.filter(|rate| *rate > 0.0 && *rate < 1.0) {
+            statistics.sampled += 1;
+            statistics.sampled_total += 1.0 / rate;
+        }
         self.line_count += 1;
         match resolver.resolve(&entry) {
             ResolvedLine::Limited(request) => self.heap.push(Reverse(HeapEntry { request, line: self.line_count })),

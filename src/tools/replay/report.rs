@@ -307,6 +307,14 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
     for (log, error) in &statistics.read_errors {
         notes.push(format!("{log} cannot be read to its end: {error}"));
     }
+    if statistics.sampled > 0 {
+        let sampled = format_count(statistics.sampled, "request stands", "requests stand");
+        let total = format_count(statistics.sampled_total.round() as u64, "request", "requests");
+        notes.push(format!(
+            "the log is a sample: {sampled} for about {total}; limits deny less here than they would. Replay a log \
+             without `sample`"
+        ));
+    }
     if statistics.out_of_order > 0 {
         let out_of_order = format_count(statistics.out_of_order, "request", "requests");
         notes.push(format!(

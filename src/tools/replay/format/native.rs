@@ -37,6 +37,8 @@ struct NativeLine<'l> {
     outcome: Option<Cow<'l, str>>,
     #[serde(borrow, default)]
     limits: Vec<NativeLimit<'l>>,
+    /// Share of such requests that were logged. `None`: all.
+    sample_rate: Option<f64>,
 }
 
 #[derive(Deserialize)]
@@ -57,8 +59,19 @@ const UNCHECKED_OUTCOMES: [&str; 2] = ["forbidden", "preflight"];
 impl NativeFormat {
     pub(super) fn parse<'l>(&mut self, line: &'l [u8]) -> Result<LogEntry<'l>, LineError> {
         let native_line: NativeLine<'l> = serde_json::from_slice(line).map_err(|_| LineError::Malformed)?;
-        let NativeLine { time, decided_at, duration_ms, client, method, path, status, route, outcome, limits } =
-            native_line;
+        let NativeLine {
+            time,
+            decided_at,
+            duration_ms,
+            client,
+            method,
+            path,
+            status,
+            route,
+            outcome,
+            limits,
+            sample_rate,
+        } = native_line;
         let received_us = seconds_to_us(time).ok_or(LineError::InvalidTime)?;
         let mut headers = Vec::new();
         if !self.mappings.is_empty() {
@@ -91,6 +104,7 @@ impl NativeFormat {
             route,
             costs,
             is_unchecked,
+            sample_rate,
         })
     }
 }
