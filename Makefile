@@ -26,7 +26,7 @@ test-long: tools
 # Independent clients and parsers against the real binary, from Debian, and pinned from PyPI and npm in target/.
 test-clients:
 	@$(call ensure,npm,nodejs npm)
-	@$(call ensure,python3 node curl h2load slowhttptest sslscan,python3-venv nodejs curl nghttp2-client slowhttptest sslscan)
+	@$(call ensure,python3 node curl h2load slowhttptest sslscan lego pebble openssl,python3-venv nodejs curl nghttp2-client slowhttptest sslscan lego pebble openssl)
 	cargo build --locked
 	mkdir -p target/clients
 	python3 -m venv target/clients
@@ -34,6 +34,7 @@ test-clients:
 	cp tests/clients/package.json tests/clients/package-lock.json tests/clients/*.mjs target/clients/
 	npm ci --prefix target/clients --silent --no-audit --no-fund
 	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate
+	target/clients/bin/python -B tests/clients/acme.py target/debug/sluicegate
 
 # Mutated HTTP/1.1 requests through Sluicegate, nginx, HAProxy and Envoy to Django, Node, nginx and Go: compares the decisions with
 # what the applications saw. Then forward authentication through Sluicegate, nginx and Traefik. About a minute. Envoy, Traefik,

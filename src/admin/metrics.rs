@@ -329,6 +329,11 @@ impl AdminState {
         for (result, count) in ["ok", "error"].iter().zip(results) {
             writer.write_counter(&[("result", result)], count)?;
         }
+        let mut writer = exposition
+            .gauge("acme_failed_attempts", "Failed attempts to obtain a certificate since the last success")?;
+        for (acme, name) in active.config.acme.iter().flat_map(|acme| acme.names.iter().map(move |name| (acme, name))) {
+            writer.write_gauge(&[("name", name)], u64::from(acme.certificates.get(name).failures))?;
+        }
         Ok(())
     }
 

@@ -24,7 +24,7 @@ use tracing::{debug, info, warn};
 use crate::app::AppError;
 use crate::app::acme::ca_client::CaClient;
 use crate::app::acme::directory::Directory;
-use crate::app::acme::order::{OrderContext, OrderError, publish_challenges};
+use crate::app::acme::order::{OrderContext, OrderError, SuggestedRenewal, publish_challenges};
 use crate::app::acme::shared::SharedRecords;
 use crate::app::acme::storage::{
     ACCOUNT, Attempts, RenewalRecord, Storage, StorageError, attempts_record, certificate_record, renewal_record,
@@ -52,6 +52,9 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 const RENEWAL_POINT: (u64, u64) = (2, 3);
 const RENEWAL_JITTER_DIVISOR: u64 = 20;
 
+/// Renew when this part of the lifetime is left, even if the CA suggests a later time: a twentieth.
+const LATEST_RENEWAL_DIVISOR: u64 = 20;
+
 /// Wait after the first failed attempt that the CA has judged, in seconds. It doubles with each failure. Let's Encrypt
 /// permits five failed validations per name and hour.
 const VERDICT_BACKOFF_S: u64 = 300;
@@ -63,10 +66,12 @@ const FAILURE_BACKOFF_S: u64 = 10;
 const MAX_VERDICT_BACKOFF_S: u64 = 86_400;
 const MAX_FAILURE_BACKOFF_S: u64 = 3600;
 
-/// Interval in which the renewal information of a certificate is read if the CA states no interval, and bounds for the
-/// interval of the CA (RFC 9773 §4.3).
-const RENEWAL_INFO_INTERVAL: Duration = Duration::from_secs(6 * 3600);
+/// Bounds for the interval in which the renewal information is read, which the CA states (RFC 9773 §4.3.2).
 const RENEWAL_INFO_BOUNDS: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(86_400));
+
+/// First and longest wait after the renewal information could not be read. It doubles with each failure
+/// (RFC 9773 §4.3.3).
+const RENEWAL_INFO_BACKOFF: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(6 * 3600));
 
 /// Why the ACME client cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -136,7 +141,7 @@ impl AcmeClient {
         let storage = Directory::open(&settings.storage, &settings.directory).and_then(Storage::open);
         let storage = storage.map_err(|source| AcmeError::Storage { path: settings.storage.clone(), source })?;
         let client = CaClient::new(settings.trust_roots.clone())?;
-        let client = AcmeClient { client, storage, account: None, attempts: BTreeMap::new() };
+        let mut client = AcmeClient { client, storage, account: None, attempts: BTreeMap::new() };
         client.serve_stored(acme);
         Ok(client)
     }
@@ -201,7 +206,7 @@ impl AcmeClient {
     }
 
     /// Serve the certificates and answer the challenges that are stored.
-    fn serve_stored(&self, acme: &Acme) {
+    fn serve_stored(&mut self, acme: &Acme) {
         for name in &acme.names {
             let Some(pem) = self.storage.get(&certificate_record(name)) else { continue };
             let served = acme.certificates.get(name).certificate;
@@ -210,6 +215,8 @@ impl AcmeClient {
                 Ok(stored) => {
                     let stored = Arc::new(stored);
                     acme.certificates.update(name, |entry| entry.certificate = Some(stored.clone()));
+                    // Another gateway may have obtained it after this one failed.
+                    self.attempts.remove(name);
                 }
                 Err(error) => debug!(%name, %error, "the stored certificate cannot be used"),
             }
@@ -223,7 +230,8 @@ impl AcmeClient {
         let attempts = self.attempts(name);
         let known = acme.certificates.get(name);
         let renewal_s = known.certificate.as_ref().map_or(0, |certificate| self.renewal_time_s(name, certificate));
-        let next_order_s = renewal_s.max(attempts.retry_at_s);
+        // A renewal that an administrator requested and that failed is due before the planned one.
+        let next_order_s = if attempts.failures > 0 { attempts.retry_at_s } else { renewal_s };
         if known.next_order_s != Some(next_order_s) || known.failures != attempts.failures {
             acme.certificates.update(name, |entry| {
                 entry.next_order_s = Some(next_order_s);
@@ -233,7 +241,8 @@ impl AcmeClient {
         }
         let needs_info = known.certificate.is_some_and(|certificate| {
             let info = self.renewal_info(name, &certificate);
-            self.storage.get(ACCOUNT).is_some() && info.is_none_or(|info| now_s >= info.next_read_s)
+            let has_expired = now_s > certificate.not_after_s();
+            !has_expired && self.storage.get(ACCOUNT).is_some() && info.is_none_or(|info| now_s >= info.next_read_s)
         });
         match (needs_info, now_s >= next_order_s) {
             (true, _) => Some(Step::ReadRenewalInfo),
@@ -252,7 +261,8 @@ impl AcmeClient {
             Some((from, to)) => (from, to.saturating_sub(from)),
             None => (start + lifetime * RENEWAL_POINT.0 / RENEWAL_POINT.1, lifetime / RENEWAL_JITTER_DIVISOR),
         };
-        from + random_part(fingerprint(certificate).as_bytes(), width)
+        let time_s = from + random_part(fingerprint(certificate).as_bytes(), width);
+        time_s.min(end - lifetime / LATEST_RENEWAL_DIVISOR)
     }
 
     /// Return the renewal information of a certificate, if it was read.
@@ -264,21 +274,33 @@ impl AcmeClient {
     /// Read the renewal information of a certificate and store it for all gateways.
     async fn read_renewal_info(&mut self, acme: &Acme, name: &str) {
         let Some(certificate) = acme.certificates.get(name).certificate else { return };
+        let known = self.renewal_info(name, &certificate);
         let read = match self.account(&acme.settings).await {
-            Ok(account) => order::renewal_window(&account, &certificate).await,
+            Ok(account) => order::suggested_renewal(&account, &certificate).await,
             Err(error) => Err(error),
         };
-        let (window, wait) = match read {
-            Ok((window, wait)) => (Some(window), wait.clamp(RENEWAL_INFO_BOUNDS.0, RENEWAL_INFO_BOUNDS.1)),
-            Err(OrderError::Ca { error: Error::Unsupported(_), .. }) => (None, RENEWAL_INFO_BOUNDS.1),
+        let (fingerprint, known_window) = (fingerprint(&certificate), known.as_ref().and_then(|known| known.window));
+        let mut record = RenewalRecord { fingerprint, window: known_window, next_read_s: 0, failures: 0 };
+        let wait = match read {
+            Ok(SuggestedRenewal { window, explanation_url, retry_after }) => {
+                if known_window != Some(window) {
+                    let explanation = explanation_url.unwrap_or_default();
+                    info!(name, from_s = window.0, to_s = window.1, explanation, "the CA suggests when to renew");
+                }
+                record.window = Some(window);
+                retry_after.clamp(RENEWAL_INFO_BOUNDS.0, RENEWAL_INFO_BOUNDS.1)
+            }
+            Err(OrderError::Ca { error: Error::Unsupported(_), .. }) => RENEWAL_INFO_BOUNDS.1,
             Err(error) => {
-                debug!(name, %error, "no renewal information");
                 // The window stays as it was.
-                (self.renewal_info(name, &certificate).and_then(|info| info.window), RENEWAL_INFO_INTERVAL)
+                let failures = known.map_or(0, |known| known.failures);
+                let wait = RENEWAL_INFO_BACKOFF.0.saturating_mul(1 << failures.min(20)).min(RENEWAL_INFO_BACKOFF.1);
+                record.failures = failures.saturating_add(1);
+                warn!(name, %error, retry_in_s = wait.as_secs(), "cannot read when the CA suggests to renew");
+                wait
             }
         };
-        let next_read_s = unix_us() / 1_000_000 + wait.as_secs();
-        let record = RenewalRecord { fingerprint: fingerprint(&certificate), window, next_read_s };
+        record.next_read_s = unix_us() / 1_000_000 + wait.as_secs();
         if let Err(error) = self.storage.put_json(&renewal_record(name), &record).await {
             debug!(name, %error, "cannot store renewal information");
         }
@@ -350,8 +372,13 @@ impl AcmeClient {
         let previous = acme.certificates.get(name).certificate;
         let _ = self.client.take_retry_after();
         let result = self.order(acme, name, attempts.failures, previous.as_deref()).await;
-        acme.certificates.count_result(result.is_ok());
         self.serve_stored(acme);
+        if let Err(OrderError::Storage(StorageError::LockLost)) = result {
+            // That gateway continues the order or places another one: this is no failure.
+            info!(name, "lost the lock for ACME orders: another gateway has taken over");
+            return;
+        }
+        acme.certificates.count_result(result.is_ok());
         let stored = match result {
             Ok(()) => {
                 let not_after_s = acme.certificates.get(name).certificate.map_or(0, |found| found.validity_s().1);
@@ -364,6 +391,8 @@ impl AcmeClient {
                 let wait_s = self.backoff_s(&error, attempts.failures, name);
                 attempts.retry_at_s = unix_us() / 1_000_000 + wait_s;
                 attempts.error = error.to_string();
+                // Read the directory of the CA again: it may have other URLs.
+                self.account = None;
                 warn!(name, %error, failures = attempts.failures, retry_in_s = wait_s, "cannot obtain a certificate");
                 self.attempts.insert(name.into(), attempts.clone());
                 self.storage.put_json(&attempts_record(name), &attempts).await

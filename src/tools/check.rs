@@ -17,6 +17,7 @@ use crate::config::error::{Issue, Spanned};
 use crate::config::file::ParsedFile;
 use crate::config::{Config, Text};
 use crate::http::header_template::Variable;
+use crate::http::target::canonical_host;
 use crate::identity::access::{AccessRules, parse_network};
 use crate::identity::auth::ProviderKind;
 use crate::identity::{Descriptor, OnMissing};
@@ -124,7 +125,8 @@ pub fn resolve_names(parsed: &Config, config: &CompiledConfig) -> (Vec<Issue>, V
             Ok(Err(error)) => {
                 let message = format!("`{name}` does not resolve, and the CA cannot validate it: {error}");
                 let hint = "add A or AAAA records with the addresses of the gateways or of their load balancer";
-                warnings.push(Issue::new(table.span(), message).with_hint(hint));
+                let span = name_span(parsed, name).unwrap_or(table.span());
+                warnings.push(Issue::new(span, message).with_hint(hint));
                 continue;
             }
             Err(_) => continue,
@@ -141,6 +143,14 @@ pub fn resolve_names(parsed: &Config, config: &CompiledConfig) -> (Vec<Issue>, V
         notes.push(Issue { span: None, message, hint: None });
     }
     (warnings, notes)
+}
+
+/// The span of a name in `names` of a listener, or in `hosts` of a route.
+fn name_span(parsed: &Config, name: &str) -> Option<Range<usize>> {
+    let tls = parsed.listener.iter().filter_map(|listener| listener.get_ref().tls.as_ref());
+    let names = tls.flat_map(|tls| tls.get_ref().names.iter().flatten());
+    let hosts = parsed.route.iter().flat_map(|route| route.get_ref().hosts.iter().flatten());
+    names.chain(hosts).find(|text| canonical_host(text.get_ref()) == name).map(|text| text.span())
 }
 
 impl<'a> LintInput<'a> {

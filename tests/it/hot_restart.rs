@@ -13,7 +13,7 @@ use crate::support::server::{Behaviour, Server};
 use crate::support::{MAX_WAIT, SetOnDrop, eventually, signal};
 
 /// A process that the test did not start itself. It is killed at the end of the test.
-struct Successor(String);
+pub(crate) struct Successor(String);
 
 impl Successor {
     /// Return the process that has replaced a gateway.
@@ -41,7 +41,7 @@ impl Drop for Successor {
 }
 
 /// Replace the process of a gateway by hot restart, and wait until the old process has ended.
-fn hot_restart(gateway: &mut Gateway) -> Successor {
+pub(crate) fn hot_restart(gateway: &mut Gateway) -> Successor {
     signal(&gateway.child, "USR2");
     let successor = Successor::of(gateway);
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());

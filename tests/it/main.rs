@@ -6,6 +6,8 @@ mod support;
 mod access_log;
 mod access_rules;
 mod acme;
+mod acme_renewal;
+mod acme_shared;
 mod admin;
 mod admin_api;
 mod admin_commands;

@@ -2,7 +2,9 @@
 #![allow(dead_code, unreachable_pub)] // each test crate uses a part
 #![allow(clippy::disallowed_methods)] // waits need the system clock
 
+pub mod acme;
 pub mod admin_listener;
+pub mod ca_proxy;
 pub mod certificates;
 pub mod client;
 pub mod cluster;

@@ -1,6 +1,7 @@
 //! Pebble, Let's Encrypt's test CA, with the DNS server of `pebble-challtestsrv`, in which every name is 127.0.0.1.
 
 use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -11,7 +12,11 @@ use super::redis::free_port;
 pub struct Pebble {
     /// URL of the directory.
     pub directory: String,
-    /// PEM of the CA certificate of the directory's own server.
+    /// Address of the directory's own server.
+    pub address: SocketAddr,
+    /// Has issued the certificate of that server.
+    pub authority: Authority,
+    /// PEM of its CA certificate.
     pub ca: String,
     /// Port that it validates HTTP-01 at.
     pub http_port: u16,
@@ -82,7 +87,9 @@ impl Pebble {
         );
         Pebble {
             directory: format!("https://127.0.0.1:{port}/dir"),
+            address: ([127, 0, 0, 1], port).into(),
             ca: authority.pem(),
+            authority,
             http_port,
             tls_port,
             management: format!("https://127.0.0.1:{management}"),
@@ -98,15 +105,23 @@ impl Pebble {
 
     /// Return how many orders were placed.
     pub fn orders(&self) -> usize {
-        self.log().lines().filter(|line| line.contains("Added order ")).count()
+        self.count("Added order ")
+    }
+
+    /// Return how many certificates were issued.
+    pub fn issued(&self) -> usize {
+        self.count("Issued certificate ")
+    }
+
+    /// Return how many lines of the log contain a text.
+    pub fn count(&self, text: &str) -> usize {
+        self.log().lines().filter(|line| line.contains(text)).count()
     }
 
     /// Return an `[acme]` table for this CA, whose certificate is in the file `ca.pem` next to the configuration.
     pub fn table(&self) -> String {
-        format!(
-            "[acme]\naccept_terms = true\ndirectory = \"{}\"\nca = \"ca.pem\"\nstorage = \"acme\"\n",
-            self.directory
-        )
+        let directory = &self.directory;
+        format!("[acme]\naccept_terms = true\ndirectory = \"{directory}\"\nca = \"ca.pem\"\nstorage = \"acme\"\n")
     }
 
     /// Return the PEM of the root that certificates of this CA are to be verified with.

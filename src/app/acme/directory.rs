@@ -8,6 +8,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use http::Uri;
+use tracing::warn;
 
 /// Contents by file name.
 pub(super) type Records = BTreeMap<String, Vec<u8>>;
@@ -76,6 +77,14 @@ impl Directory {
         file.sync_all()?;
         std::fs::rename(&temporary, self.path.join(name))?;
         File::open(&self.path)?.sync_all()
+    }
+
+    /// Write a copy of a record that a shared store has. An error is logged.
+    pub(super) fn keep_copy(&self, name: &str, content: &[u8]) {
+        if let Err(error) = self.write(name, content) {
+            let directory = self.path.display();
+            warn!(%directory, record = name, %error, "cannot copy a certificate: a restart needs Redis to serve it");
+        }
     }
 
     /// Remove a record.

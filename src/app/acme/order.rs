@@ -50,6 +50,9 @@ pub(super) enum OrderError {
     /// The CA did not finish in time.
     #[error("the CA did not finish the order within {ORDER_TIMEOUT:?}; it is resumed later")]
     Timeout,
+    /// The CA suggests to renew a certificate at no time (RFC 9773 §4.2).
+    #[error("the CA suggests a window that ends before it starts")]
+    Window,
     /// The state cannot be stored.
     #[error(transparent)]
     Storage(#[from] StorageError),
@@ -148,20 +151,33 @@ async fn forget_unknown_account<T>(result: &Result<T, Error>, storage: &mut Stor
     }
 }
 
-/// Return the window in which the CA suggests to renew a certificate (RFC 9773), and when to ask next.
+/// When the CA suggests to renew a certificate (RFC 9773).
+pub(super) struct SuggestedRenewal {
+    /// Start and end of the window, seconds since the Unix epoch.
+    pub(super) window: (u64, u64),
+    /// Page that explains the window.
+    pub(super) explanation_url: Option<String>,
+    /// When to read it again.
+    pub(super) retry_after: Duration,
+}
+
+/// Return when the CA suggests to renew a certificate.
 ///
 /// # Errors
-/// The CA has no renewal information, or cannot be reached.
-pub(super) async fn renewal_window(
+/// The CA has no renewal information, cannot be reached, or suggests an empty window.
+pub(super) async fn suggested_renewal(
     account: &Account,
     certificate: &Certificate,
-) -> Result<((u64, u64), Duration), OrderError> {
+) -> Result<SuggestedRenewal, OrderError> {
     let step = "cannot read the renewal information";
     let id = certificate.certified_key.cert.first().and_then(|leaf| CertificateIdentifier::try_from(leaf).ok());
     let id = id.ok_or(Error::Unsupported("certificates without authority key identifier")).at(step)?;
-    let (RenewalInfo { suggested_window: window, .. }, retry_after) = account.renewal_info(&id).await.at(step)?;
-    let [start, end] = [window.start, window.end].map(|time| time.unix_timestamp().max(0) as u64);
-    Ok(((start, end.max(start)), retry_after))
+    let (RenewalInfo { suggested_window, explanation_url }, retry_after) = account.renewal_info(&id).await.at(step)?;
+    if suggested_window.end <= suggested_window.start {
+        return Err(OrderError::Window);
+    }
+    let [start, end] = [suggested_window.start, suggested_window.end].map(|time| time.unix_timestamp().max(0) as u64);
+    Ok(SuggestedRenewal { window: (start, end), explanation_url, retry_after })
 }
 
 /// The inputs of an order.

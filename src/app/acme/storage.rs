@@ -101,6 +101,9 @@ pub(super) struct RenewalRecord {
     pub(super) window: Option<(u64, u64)>,
     /// When to read it again, seconds since the Unix epoch.
     pub(super) next_read_s: u64,
+    /// Number of times that it could not be read since the last success.
+    #[serde(default)]
+    pub(super) failures: u32,
 }
 
 /// File name of the account.
@@ -169,10 +172,11 @@ impl Storage {
     async fn try_sync(&mut self) -> Result<(), StorageError> {
         self.read().await?;
         if !self.unshared.is_empty() && self.lock().await? {
-            for record in std::mem::take(&mut self.unshared) {
+            for record in self.unshared.clone() {
                 if let Some(content) = self.records.get(&record).cloned() {
                     self.put(&record, content).await?;
                 }
+                self.unshared.retain(|other| *other != record);
             }
             self.unlock().await;
         }
@@ -190,6 +194,7 @@ impl Storage {
         let Some(mut read) = shared.read().await? else { return Ok(()) };
         self.unshared.clear();
         let has_lost_all = read.is_empty();
+        let mut copied = Records::new();
         for (record, content) in std::mem::take(&mut self.records) {
             let is_certificate = record.ends_with(CERTIFICATE);
             // Redis has lost all records, including the account.
@@ -197,14 +202,13 @@ impl Storage {
             if is_lost || is_certificate && read.get(&record).is_none_or(|other| is_older(other, &content)) {
                 self.unshared.push(record.clone());
                 read.insert(record, content);
-            } else if is_certificate && read.get(&record) == Some(&content) {
-                // The copy is up to date: do not write it again.
-                self.records.insert(record, content);
+            } else if is_certificate {
+                copied.insert(record, content);
             }
         }
         for (record, content) in read.iter().filter(|(record, _)| record.ends_with(CERTIFICATE)) {
-            if self.records.get(record) != Some(content) && !self.unshared.contains(record) {
-                self.directory.write(record, content)?;
+            if copied.get(record) != Some(content) && !self.unshared.contains(record) {
+                self.directory.keep_copy(record, content);
             }
         }
         self.records = read;
@@ -276,25 +280,28 @@ impl Storage {
         })
     }
 
-    /// Write a record. A certificate is written to the directory as well, and before the shared store: it is in use even
-    /// if that fails.
+    /// Write a record. With a shared store, the directory gets a copy of a certificate. It gets one, and the certificate
+    /// is in use, also if the store cannot be reached, but not if another gateway has taken the lock.
     ///
     /// # Errors
     /// It cannot be written, or another gateway has taken the lock.
     pub(super) async fn put(&mut self, record: &str, content: Vec<u8>) -> Result<(), StorageError> {
-        let is_certificate = record.ends_with(CERTIFICATE);
-        if self.shared.is_none() || is_certificate {
+        let Some(shared) = &mut self.shared else {
             self.directory.write(record, &content)?;
-        }
-        let result = match &mut self.shared {
-            Some(shared) => shared.write(record, Some(&content)).await,
-            None => Ok(()),
-        };
-        if result.is_ok() || is_certificate {
             self.records.insert(record.to_owned(), content);
-        }
-        if result.is_err() && is_certificate && !self.unshared.iter().any(|other| other == record) {
+            return Ok(());
+        };
+        let result = shared.write(record, Some(&content)).await;
+        let is_certificate = record.ends_with(CERTIFICATE);
+        let is_unshared = is_certificate && matches!(result, Err(StorageError::Store(_)));
+        if is_unshared && !self.unshared.iter().any(|other| other == record) {
             self.unshared.push(record.to_owned());
+        }
+        if is_certificate && (result.is_ok() || is_unshared) {
+            self.directory.keep_copy(record, &content);
+        }
+        if result.is_ok() || is_unshared {
+            self.records.insert(record.to_owned(), content);
         }
         result
     }

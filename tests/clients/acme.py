@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Another ACME client, lego, and Sluicegate on the same Pebble: `make test-clients`.
+
+    acme.py BINARY
+
+lego obtains certificates from the same CA at the same ports, so a Pebble that validates nothing or is set up wrong fails here.
+Then lego obtains one through the gateway. Exits with 1 if anything fails.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from gateway import CERTIFICATE, KEY, Gateway, expect
+
+# Longest time to wait for a certificate, in seconds.
+MAX_WAIT = 60
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(command, ready, **environment):
+    """Run a program while the block lasts, which begins when the program has written a line with `ready`."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment}
+    )
+    try:
+        log = []
+        for line in process.stdout:
+            log.append(line)
+            if ready in line:
+                break
+        else:
+            raise SystemExit(f"{command[0]} did not start:\n{''.join(log)}")
+        # Keep reading, so that the pipe never fills.
+        threading.Thread(target=lambda: log.extend(process.stdout), daemon=True).start()
+        yield log
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Pebble:
+    """The addresses of a CA that finds every name at 127.0.0.1."""
+
+    def __init__(self, folder, stack):
+        self.http, self.tls, port, management, dns, dns_management = (free_port() for _ in range(6))
+        self.directory = f"https://127.0.0.1:{port}/dir"
+        self.management = f"https://127.0.0.1:{management}"
+        settings = {
+            "listenAddress": f"127.0.0.1:{port}",
+            "managementListenAddress": f"127.0.0.1:{management}",
+            "certificate": str(CERTIFICATE),
+            "privateKey": str(KEY),
+            "httpPort": self.http,
+            "tlsPort": self.tls,
+        }
+        path = Path(folder) / "pebble.json"
+        path.write_text(json.dumps({"pebble": settings}))
+        servers = ["-http01", "", "-https01", "", "-tlsalpn01", "", "-management", f"127.0.0.1:{dns_management}"]
+        names = ["-defaultIPv4", "127.0.0.1", "-defaultIPv6", "", "-dns01", f"127.0.0.1:{dns}"]
+        stack.enter_context(running(["pebble-challtestsrv", *names, *servers], "Starting challenge servers"))
+        command = ["pebble", "-config", str(path), "-dnsserver", f"127.0.0.1:{dns}", "-strict"]
+        ready = "ACME directory available at"
+        self.log = stack.enter_context(running(command, ready, PEBBLE_VA_NOSLEEP="1", PEBBLE_AUTHZREUSE="0"))
+
+    def root(self):
+        """Return the root of the certificates that it issues, PEM."""
+        trust = ssl.create_default_context(cafile=CERTIFICATE)
+        return urllib.request.urlopen(f"{self.management}/roots/0", context=trust, timeout=MAX_WAIT).read().decode()
+
+    def issued(self):
+        return sum("Issued certificate " in line for line in self.log)
+
+
+def lego(pebble, folder, name, *challenge):
+    """Obtain a certificate with lego. Return its file."""
+    command = ["lego", "--server", pebble.directory, "--email", "a@example.com", "--accept-tos", "--path", folder]
+    run = subprocess.run(
+        [*command, "--domains", name, *challenge, "run"],
+        capture_output=True,
+        text=True,
+        timeout=MAX_WAIT,
+        env={**os.environ, "LEGO_CA_CERTIFICATES": str(CERTIFICATE)},
+    )
+    expect(run.returncode == 0, f"lego {name}: {run.stdout}{run.stderr}")
+    return Path(folder) / f"certificates/{name}.crt"
+
+
+def subject(certificate, issuer, root):
+    """Verify a certificate with openssl. Return its names."""
+    verify = ["openssl", "verify", "-CAfile", root, "-untrusted", issuer, certificate]
+    run = subprocess.run(verify, capture_output=True, text=True, timeout=MAX_WAIT)
+    expect(run.returncode == 0, f"{certificate}: {run.stdout}{run.stderr}")
+    show = ["openssl", "x509", "-in", certificate, "-noout", "-ext", "subjectAltName"]
+    return subprocess.run(show, capture_output=True, text=True, check=True).stdout.split()[-1]
+
+
+def served(address, name, root):
+    """Complete a TLS handshake. Return the names of the certificate, or `None` if it is not trusted yet."""
+    trust = ssl.create_default_context(cadata=root)
+    try:
+        with socket.create_connection(address, MAX_WAIT) as plain, trust.wrap_socket(plain, server_hostname=name) as tls:
+            return [value for _, value in tls.getpeercert()["subjectAltName"]]
+    except ssl.SSLCertVerificationError:
+        return None
+
+
+def configuration(pebble, behind):
+    """A gateway at the ports that the CA validates at, with another ACME client behind it."""
+    return f"""
+[admin]
+address = "127.0.0.1:0"
+[log]
+access = "off"
+[acme]
+accept_terms = true
+directory = "{pebble.directory}"
+ca = "{CERTIFICATE}"
+storage = "acme"
+[[listener]]
+address = "127.0.0.1:{pebble.http}"
+[[listener]]
+address = "127.0.0.1:{pebble.tls}"
+tls = {{ acme = true, names = ["gateway.test"] }}
+[upstream.other-client]
+servers = ["http://127.0.0.1:{behind}"]
+[[route]]
+name = "other-client"
+path = "/.well-known/acme-challenge/{{token}}"
+upstream = "other-client"
+"""
+
+
+def main():
+    (binary,) = sys.argv[1:]
+    version = subprocess.run(["dpkg-query", "-W", "-f", "${Version}", "lego"], capture_output=True, text=True).stdout
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        pebble = Pebble(folder, stack)
+        root = Path(folder) / "root.pem"
+        root.write_text(pebble.root())
+        for name, challenge in [("http.test", "http"), ("alpn.test", "tls")]:
+            port = pebble.http if challenge == "http" else pebble.tls
+            obtained = lego(pebble, folder, name, f"--{challenge}", f"--{challenge}.port", f"127.0.0.1:{port}")
+            expect(subject(obtained, obtained.with_suffix(".issuer.crt"), root) == f"DNS:{name}", name)
+        expect(pebble.issued() == 2, pebble.log)
+        behind = free_port()
+        with Gateway(binary, configuration(pebble, behind)) as gateway:
+            deadline = time.monotonic() + MAX_WAIT
+            address = ("127.0.0.1", urlsplit(gateway.urls[1]).port)
+            while (names := served(address, "gateway.test", root.read_text())) is None:
+                expect(time.monotonic() < deadline, "the gateway obtains no certificate")
+                time.sleep(0.1)
+            expect(names == ["gateway.test"], names)
+            obtained = lego(pebble, folder, "behind.test", "--http", "--http.port", f"127.0.0.1:{behind}")
+            expect(subject(obtained, obtained.with_suffix(".issuer.crt"), root) == "DNS:behind.test", "behind.test")
+        expect(pebble.issued() == 4, pebble.log)
+    print(f"lego {version or '(unknown version)'}: HTTP-01, TLS-ALPN-01 and HTTP-01 behind the gateway, on the CA of the gateway")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (AssertionError, subprocess.SubprocessError) as error:
+        sys.exit(f"not content: {type(error).__name__}: {error}")

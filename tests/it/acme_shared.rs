@@ -1,0 +1,268 @@
+//! Certificates by ACME of several gateways that share a Redis store: one order per renewal, fencing, outages.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use crate::support::acme::{
+    Balancer, ROUTES, is_ready, kill, listed, request_renewal, restart, served, start_as, trusting,
+};
+use crate::support::ca_proxy::{CaProxy, Fault};
+use crate::support::cluster::Cluster;
+use crate::support::gateway::Gateway;
+use crate::support::pebble::Pebble;
+use crate::support::redis::Redis;
+use crate::support::reload::{ask, with_admin};
+use crate::support::sentinel::Sentinels;
+use crate::support::{SetOnDrop, eventually, signal};
+
+/// Pause between two handshakes of a client, so that clients leave the processor to the others.
+const HANDSHAKE_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Return a configuration on free ports with a Redis store.
+fn config(pebble: &Pebble, store: &str, secret: &str) -> String {
+    with_admin(&format!(
+        "{}[store]\nurl = \"{store}\"\nsecret = \"{secret}\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
+         [[listener]]\naddress = \"127.0.0.1:0\"\ntls = {{ acme = true, names = [\"one.test\"] }}\n{ROUTES}",
+        pebble.table(),
+    ))
+}
+
+/// Start gateways with these configurations and a balancer at both ports of the CA. Return that for HTTP-01, too.
+fn start(pebble: &Pebble, configs: &[String]) -> (Vec<Gateway>, Arc<Balancer>) {
+    let gateways: Vec<_> = configs.iter().map(|config| start_as(pebble, config)).collect();
+    let addresses = |index: usize| gateways.iter().map(|gateway| gateway.addresses()[index]).collect();
+    Balancer::start(pebble.tls_port, addresses(1));
+    let balancer = Balancer::start(pebble.http_port, addresses(0));
+    (gateways, balancer)
+}
+
+/// Start gateways on one store.
+fn start_on(pebble: &Pebble, store: &str, count: usize) -> (Vec<Gateway>, Arc<Balancer>) {
+    start(pebble, &vec![config(pebble, store, "s3cret"); count])
+}
+
+/// Return the key of the shared records.
+fn records(keys: Vec<String>) -> String {
+    keys.into_iter().find(|key| key.contains(":acme:")).unwrap()
+}
+
+/// Return a number of the lock: `.token` or `.until`, in microseconds since the Unix epoch.
+fn lock(redis: &Redis, field: &str) -> u64 {
+    redis::cmd("HGET").arg(records(redis.keys())).arg(field).query(&mut redis.connection()).unwrap()
+}
+
+/// Wait until one of two gateways has begun, and return it, then the other.
+fn holder_first(mut gateways: Vec<Gateway>, has_begun: impl Fn() -> bool) -> [Gateway; 2] {
+    eventually("an order has begun", has_begun);
+    gateways.sort_by_key(|gateway| !gateway.log().contains("ACME account created"));
+    let gateways: [Gateway; 2] = gateways.try_into().ok().unwrap();
+    assert!(gateways[0].log().contains("ACME account created") && !gateways[1].log().contains("ACME account created"));
+    gateways
+}
+
+#[test]
+fn three_gateways_on_one_redis_place_one_order_per_renewal() {
+    let (pebble, redis) = (Pebble::start_with(&[("PEBBLE_WFE_NONCEREJECT", "50")], ""), Redis::start());
+    let (gateways, _) = start_on(&pebble, &redis.url(), 3);
+    eventually("a certificate at all gateways", || gateways.iter().all(is_ready));
+    assert_eq!(pebble.orders(), 1, "{}", pebble.log());
+    let client = trusting(&pebble);
+    let all = || gateways.iter().map(|gateway| served(gateway, &client, "one.test").unwrap()).collect::<Vec<_>>();
+    let first = all();
+    assert!(first.iter().all(|leaf| *leaf == first[0]), "all serve the same certificate");
+    // Redis has no key that can be read without the secret.
+    let key = records(redis.keys());
+    let stored: Vec<Vec<u8>> = redis::cmd("HVALS").arg(&key).query(&mut redis.connection()).unwrap();
+    for word in [&b"PRIVATE KEY"[..], b"key_pkcs8", b"CERTIFICATE", b"one.test"] {
+        assert!(!stored.iter().any(|value| value.windows(word.len()).any(|part| part == word)), "{word:?}");
+    }
+    let other = start_as(&pebble, &config(&pebble, &redis.url(), "another"));
+    eventually("a report", || other.log().contains("is `store.secret` the same on all gateways?"));
+
+    // A renewal that is requested of all three at once.
+    gateways.iter().for_each(|gateway| request_renewal(gateway, "one.test"));
+    eventually("the new certificate at all gateways", || {
+        let now = all();
+        now.iter().all(|leaf| *leaf == now[0] && *leaf != first[0])
+    });
+    let metrics = ask(&gateways[0], "GET", "/metrics");
+    assert!(
+        metrics.text().contains("sluicegate_tls_certificate_not_after_seconds{name=\"one.test\",source=\"acme\"} ")
+    );
+    assert_eq!(pebble.orders(), 2, "{}", pebble.log());
+}
+
+#[test]
+fn renewals_fail_no_handshake_and_need_one_order_each() {
+    // Certificates are valid for 15 s, and renewed after 10 s.
+    let (pebble, redis) = (Pebble::start_with(&[], ", \"certificateValidityPeriod\": 15"), Redis::start());
+    let (gateways, _) = start_on(&pebble, &redis.url(), 3);
+    eventually("a certificate at all gateways", || gateways.iter().all(is_ready));
+    let client = trusting(&pebble);
+    let first = served(&gateways[0], &client, "one.test").unwrap();
+    let (done, handshakes) = (AtomicBool::new(false), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        for gateway in gateways.iter().cycle().take(2 * gateways.len()) {
+            scope.spawn(|| {
+                while !done.load(Ordering::SeqCst) {
+                    assert!(served(gateway, &client, "one.test").is_some(), "a handshake failed");
+                    handshakes.fetch_add(1, Ordering::SeqCst);
+                    std::thread::sleep(HANDSHAKE_INTERVAL);
+                }
+            });
+        }
+        let _stop = SetOnDrop(&done);
+        eventually("a renewal", || {
+            gateways.iter().all(|gateway| served(gateway, &client, "one.test").unwrap() != first)
+        });
+        assert_eq!(pebble.orders(), 2, "{}", pebble.log());
+    });
+    let handshakes = handshakes.into_inner();
+    println!("renewal: {handshakes} handshakes, none failed");
+    assert!(handshakes > 500, "{handshakes}");
+}
+
+#[test]
+fn another_gateway_resumes_the_order_of_one_that_was_killed() {
+    let (pebble, redis) = (Pebble::start(), Redis::start());
+    let (gateways, balancer) = start_on(&pebble, &redis.url(), 2);
+    // The validation waits until the gateway that placed the order is dead.
+    balancer.set([]);
+    let [mut holder, other] = holder_first(gateways, || balancer.is_used());
+    kill(&mut holder);
+    balancer.set([other.address]);
+    eventually("a certificate", || is_ready(&other));
+    assert!(other.log().contains("resuming an interrupted ACME order"), "{}", other.log());
+    assert_eq!((pebble.orders(), pebble.issued()), (1, 1), "{}", pebble.log());
+}
+
+#[test]
+fn gateway_that_was_stopped_in_an_order_finds_it_finished_by_another() {
+    let (pebble, redis) = (Pebble::start(), Redis::start());
+    let (gateways, balancer) = start_on(&pebble, &redis.url(), 2);
+    balancer.set([]);
+    let [holder, other] = holder_first(gateways, || balancer.is_used());
+    let token = lock(&redis, ".token");
+    signal(&holder.child, "STOP");
+    balancer.set([other.address]);
+    eventually("the other takes the lock", || lock(&redis, ".token") > token);
+    eventually("a certificate", || is_ready(&other));
+    assert!(other.log().contains("resuming an interrupted ACME order"), "{}", other.log());
+    let client = trusting(&pebble);
+    let leaf = served(&other, &client, "one.test").unwrap();
+    signal(&holder.child, "CONT");
+    eventually("its writes are refused", || holder.log().contains("another gateway has taken over"));
+    eventually("it serves the certificate", || served(&holder, &client, "one.test").as_ref() == Some(&leaf));
+    for gateway in [&holder, &other] {
+        let entry = listed(gateway, "one.test");
+        assert_eq!((&entry["failures"], &entry["error"]), (&0.into(), &serde_json::Value::Null), "{entry}");
+    }
+    assert_eq!((pebble.orders(), pebble.issued()), (1, 1), "{}", pebble.log());
+}
+
+#[test]
+fn order_of_a_gateway_that_was_stopped_before_it_stored_it_is_abandoned() {
+    let (pebble, redis) = (Pebble::start(), Redis::start());
+    let proxy = CaProxy::start(&pebble, |_| None);
+    proxy.set_fault(Fault::HeldOrders);
+    let config = config(&pebble, &redis.url(), "s3cret").replace(&pebble.directory, &proxy.directory);
+    let (gateways, balancer) = start(&pebble, &vec![config; 2]);
+    let [holder, other] = holder_first(gateways, || pebble.orders() == 1);
+    let token = lock(&redis, ".token");
+    signal(&holder.child, "STOP");
+    balancer.set([other.address]);
+    // The response waits in the socket of the stopped process.
+    proxy.set_fault(Fault::None);
+    eventually("the other takes the lock", || lock(&redis, ".token") > token);
+    eventually("a certificate", || is_ready(&other));
+    assert!(!other.log().contains("resuming"), "{}", other.log());
+    let client = trusting(&pebble);
+    let leaf = served(&other, &client, "one.test").unwrap();
+    signal(&holder.child, "CONT");
+    eventually("its writes are refused", || holder.log().contains("another gateway has taken over"));
+    eventually("it serves the certificate", || served(&holder, &client, "one.test").as_ref() == Some(&leaf));
+    assert_eq!(served(&other, &client, "one.test"), Some(leaf));
+    assert_eq!((pebble.orders(), pebble.issued()), (2, 1), "the first order is abandoned: {}", pebble.log());
+}
+
+#[test]
+fn lock_is_kept_while_the_ca_is_slow() {
+    let (pebble, redis) = (Pebble::start(), Redis::start());
+    let proxy = CaProxy::start(&pebble, |_| None);
+    proxy.set_fault(Fault::HeldOrders);
+    let config = config(&pebble, &redis.url(), "s3cret").replace(&pebble.directory, &proxy.directory);
+    let (gateways, _) = start(&pebble, &vec![config; 2]);
+    eventually("an order", || pebble.orders() == 1);
+    let (token, until) = (lock(&redis, ".token"), lock(&redis, ".until"));
+    eventually("the lock is renewed beyond its first end", || lock(&redis, ".until") > until + 10_000_000);
+    assert_eq!(lock(&redis, ".token"), token, "it is the same lock");
+    proxy.set_fault(Fault::None);
+    eventually("a certificate at both gateways", || gateways.iter().all(is_ready));
+    assert_eq!((pebble.orders(), pebble.issued()), (1, 1), "{}", pebble.log());
+}
+
+/// Check that two gateways on a store share a certificate and its renewal after a failover.
+fn check_sharing(url: &str, fail_over: impl FnOnce()) {
+    let pebble = Pebble::start();
+    let (gateways, _) = start_on(&pebble, url, 2);
+    eventually("a certificate at both gateways", || gateways.iter().all(is_ready));
+    let client = trusting(&pebble);
+    let both = || [0, 1].map(|index| served(&gateways[index], &client, "one.test").unwrap());
+    let first = both();
+    assert_eq!(first[0], first[1]);
+    assert_eq!(pebble.orders(), 1, "{}", pebble.log());
+    fail_over();
+    assert_eq!(both(), first);
+    request_renewal(&gateways[1], "one.test");
+    eventually("the new certificate at both gateways", || {
+        let now = both();
+        now[0] == now[1] && now[0] != first[0]
+    });
+    assert_eq!(pebble.orders(), 2, "{}", pebble.log());
+}
+
+#[test]
+fn gateways_on_a_redis_cluster_share_certificates_also_after_a_failover() {
+    let mut cluster = Cluster::start(3, 1);
+    check_sharing(&cluster.url(), || {
+        let owner = cluster.owner(cluster.slot(&records(cluster.keys()))).port;
+        let index = cluster.masters().iter().position(|master| master.port == owner).unwrap();
+        cluster.kill_master(index);
+        cluster.wait_for_promotion();
+    });
+}
+
+#[test]
+fn gateways_on_sentinel_share_certificates_also_after_a_failover() {
+    let mut sentinels = Sentinels::start();
+    check_sharing(&sentinels.url(), || {
+        sentinels.fail_over_by_kill();
+    });
+}
+
+#[test]
+fn certificates_stay_in_use_without_redis_and_return_to_an_empty_one() {
+    let (pebble, mut redis) = (Pebble::start(), Redis::start());
+    let (mut gateways, balancer) = start_on(&pebble, &redis.url(), 3);
+    eventually("a certificate at all gateways", || gateways.iter().all(is_ready));
+    let client = trusting(&pebble);
+    let leaf = served(&gateways[0], &client, "one.test").unwrap();
+    let port = redis.port;
+    redis.child.kill().unwrap();
+    redis.child.wait().unwrap();
+    request_renewal(&gateways[0], "one.test");
+    eventually("a report", || gateways[0].log().contains("no certificate is renewed"));
+    let restarted = restart(&mut gateways[1]);
+    balancer.set([gateways[0].address, restarted.address, gateways[2].address]);
+    for gateway in [&gateways[0], &restarted] {
+        assert_eq!(served(gateway, &client, "one.test"), Some(leaf.clone()));
+        assert_eq!(ask(gateway, "GET", "/readyz").status, 200);
+    }
+    assert_eq!(pebble.orders(), 1, "without Redis, no gateway may place an order");
+    let redis = Redis::start_with(port, &["--port", &port.to_string()]).unwrap();
+    eventually("the requested renewal", || served(&gateways[2], &client, "one.test").unwrap() != leaf);
+    eventually("all have it", || served(&gateways[0], &client, "one.test") == served(&restarted, &client, "one.test"));
+    assert_eq!(pebble.orders(), 2, "{}", pebble.log());
+    drop(redis);
+}
