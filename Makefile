@@ -52,18 +52,19 @@ test-suites:
 	target/suites/bin/python -B tests/suites/suites.py target/debug/sluicegate target/suites
 	target/suites/bin/python -B tests/suites/forward_auth.py target/debug/sluicegate target/suites
 
-# Checks the files in ops/ with promtool, the Kubernetes schemas and systemd-analyze. Debian's package of Prometheus is unpacked
-# only: installed, it would start a server.
+# Checks the files in ops/ with promtool, the Kubernetes schemas and systemd-analyze, and the metrics of a gateway with promtool and
+# the Prometheus client for Python. Debian's package of Prometheus is unpacked only: installed, it would start a server.
 test-ops:
 	mkdir -p target/ops
 	command -v promtool >/dev/null || { cd target/ops && apt-get download -qq prometheus && dpkg -x prometheus_*.deb .; }
 	PATH="$$PATH:target/ops/usr/bin"; promtool check rules ops/alerts.yml && promtool test rules ops/alerts.test.yml && \
 	  promtool check config --syntax-only ops/prometheus.yml
-	@$(call ensure,python3,python3-venv)
+	@$(call ensure,python3 redis-server,python3-venv redis-server)
 	python3 -m venv target/ops/python
 	target/ops/python/bin/pip install --quiet --disable-pip-version-check -r tests/ops/requirements.txt
 	target/ops/python/bin/python tests/ops/manifests.py ops
 	cargo build --locked
+	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/metrics.py target/debug/sluicegate promtool
 	sed "s|/usr/local/bin|$(CURDIR)/target/debug|" ops/sluicegate.service > target/ops/sluicegate.service
 	cp ops/sluicegate.socket target/ops
 	if command -v systemd-analyze; then systemd-analyze verify target/ops/sluicegate.service target/ops/sluicegate.socket; fi
@@ -191,9 +192,10 @@ certs:
 	  -keyout certs/dev.key -out certs/dev.pem
 
 # What the tests start: a real Redis, which is a Sentinel and a node of a cluster as well, nginx, Node and Python as upstreams,
-# curl, hey and wrk for load, openssl for the certificates of a page, htpasswd for files of users, and the ACME CA Pebble.
+# HAProxy as a load balancer, curl, hey and wrk for load, openssl for the certificates of a page, htpasswd for files of users, and
+# the ACME CA Pebble.
 tools:
-	@$(call ensure,redis-server hey wrk nginx node python3 curl openssl htpasswd pebble,redis-server hey wrk nginx nodejs python3 curl openssl apache2-utils pebble)
+	@$(call ensure,redis-server hey wrk nginx haproxy node python3 curl openssl htpasswd pebble,redis-server hey wrk nginx haproxy nodejs python3 curl openssl apache2-utils pebble)
 
 peers:
 	@$(call ensure,nginx haproxy wrk,nginx libnginx-mod-http-lua haproxy wrk)

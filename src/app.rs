@@ -116,6 +116,8 @@ pub struct App {
     admin_socket: Option<(UnixListener, AdminSocketFile)>,
     /// Cancelled when the admin listener stops.
     admin_stop: CancellationToken,
+    /// Cancelled when `/readyz` is to be 503.
+    stopping: CancellationToken,
     sinks: TelemetrySinks,
     config_handle: Arc<ConfigHandle>,
     reload_requests: Receiver<ReloadRequest>,
@@ -176,6 +178,7 @@ impl App {
             admin,
             admin_socket,
             admin_stop,
+            stopping: CancellationToken::new(),
             sinks,
             config_handle,
             reload_requests,
@@ -187,6 +190,11 @@ impl App {
     /// Return the handle of the active configuration, which can also request a reload.
     pub fn config_handle(&self) -> Arc<ConfigHandle> {
         self.config_handle.clone()
+    }
+
+    /// Return the token to cancel when the process is asked to stop, before `accept_grace`: `/readyz` is 503 from then on.
+    pub fn stopping(&self) -> CancellationToken {
+        self.stopping.clone()
     }
 
     /// Return duplicates of the listening sockets for a hot restart. They keep the sockets open.
@@ -217,7 +225,7 @@ impl App {
         let topology = Arc::<ClusterMap>::default();
         let wait_queues = Arc::<WaitQueues>::default();
         let prefetch_pool = Arc::<PrefetchPool>::default();
-        let connections = Arc::new(ConnectionLimits::new(&self.config.server));
+        let connections = Arc::new(ConnectionLimits::new(&self.config.server, self.config.listeners.len()));
         let metrics = Arc::<RequestMetrics>::default();
         let listener_metrics = Arc::<MetricFamily<ListenerMetrics>>::default();
         let limit_metrics = Arc::<MetricFamily<limiter::metrics::LimiterMetrics>>::default();
@@ -240,6 +248,7 @@ impl App {
             limiter_metrics: limit_metrics.clone(),
             listener_metrics: listener_metrics.clone(),
             connection_limits: connections.clone(),
+            listener_addresses: self.addresses.clone(),
             config_handle: self.config_handle.clone(),
             store_name: self.config.store.name.clone(),
             memory: memory.clone(),
@@ -247,7 +256,7 @@ impl App {
             cluster_map: topology.clone(),
             telemetry_sinks: self.sinks.clone(),
             started_at_s: clock::unix_us() / 1_000_000,
-            drain: stop.clone(),
+            stopping: self.stopping,
             admin_stop: self.admin_stop.clone(),
         });
         // Stops the admin listener when this function returns, after the last request.

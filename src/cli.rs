@@ -15,9 +15,11 @@ pub mod explain;
 mod generate;
 mod init;
 pub(crate) mod key;
+mod probe;
 mod reload;
 pub mod replay;
 mod run;
+mod status;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -148,6 +150,27 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Ask the running gateway whether it is ready, for health checks
+    ///
+    /// Prints one line. Exit code 0 if it is ready, 1 if not or if it does not respond. Reads only `[admin]` of the
+    /// configuration, which may be invalid otherwise, and whose other environment variables may be unset.
+    #[command(after_help = examples![
+        "sluicegate probe",
+        "sluicegate probe --live --timeout 1s",
+        "sluicegate probe --url http://127.0.0.1:9180",
+    ])]
+    Probe(probe::Options),
+    /// Show the state of the running gateway on one page
+    ///
+    /// Version, configuration, requests of the last minute, listeners, store, upstreams, certificates and the limits with
+    /// the most denials. Tables are as wide as the terminal; COLUMNS sets another width.
+    #[command(after_help = examples![
+        "sluicegate status",
+        "sluicegate status --admin http://127.0.0.1:9180",
+        "watch -n 2 sluicegate status",
+        "sluicegate status --json > status.json",
+    ])]
+    Status(status::Options),
     #[command(flatten)]
     Admin(admin::AdminCommand),
     /// Print the JSON Schema of the configuration, for editors
@@ -218,6 +241,8 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             return explain::run(explain_arguments, &load()?, &arguments.config);
         }
         Some(Command::Reload { admin, json }) => reload::run(&arguments.config, admin.as_deref(), *json)?,
+        Some(Command::Status(options)) => status::run(&arguments.config, options)?,
+        Some(Command::Probe(options)) => probe::run(&arguments.config, options)?,
         Some(Command::Admin(command)) => {
             let client = match command.admin_url() {
                 Some(url) => admin::client::AdminClient::from_url(url)?,

@@ -73,8 +73,13 @@ pub struct Server {
     /// balances tasks.
     #[schemars(extend("enum" = ["per-core", "work-stealing"], "default" = "per-core"))]
     pub threading: Option<Text>,
-    /// Maximum time for requests in flight after SIGTERM or Ctrl-C. Then the gateway exits with status 0. A second
-    /// signal exits at once.
+    /// Time after SIGTERM or Ctrl-C in which the gateway accepts connections and serves requests as before, while
+    /// `/readyz` is 503, so that load balancers stop choosing it. Then `drain_timeout` begins. A second signal ends the
+    /// time. A hot restart does not wait for it. `"0s"` = drain at once.
+    #[schemars(schema_with = "schema::duration", extend("default" = "0s"))]
+    pub accept_grace: Option<Text>,
+    /// Maximum time for requests in flight after SIGTERM or Ctrl-C, and after `accept_grace`. Then the gateway exits
+    /// with status 0. A signal in this time exits at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub drain_timeout: Option<Text>,
     /// Maximum number of client connections, for all workers together. Further connections wait in the kernel's listen

@@ -147,7 +147,7 @@ impl Server {
         // Acquired after the accept, so that no permit is held while waiting for a connection.
         let permit = tokio::select! {
             biased;
-            permit = self.connection_limits.acquire() => permit,
+            permit = self.connection_limits.acquire(listener_index) => permit,
             // While draining, a connection does not wait for a permit: it is closed.
             () = self.drain.cancelled() => None,
         };

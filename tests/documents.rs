@@ -460,8 +460,11 @@ fn kubernetes_page_shows_the_probes_and_the_termination_of_the_manifest() {
     let manifest = pages::read("ops/kubernetes.yaml");
     let lines: BTreeSet<_> = manifest.lines().map(str::trim).collect();
     let blocks = pages::blocks("docs/how-to/kubernetes.md");
-    let shown: Vec<_> = blocks.iter().filter(|block| block.language == "yaml").take(2).collect();
-    assert!(shown[0].text.contains("readinessProbe") && shown[1].text.contains("preStop"));
+    let mut shown: Vec<_> = blocks.iter().filter(|block| block.language == "yaml").take(2).collect();
+    shown.extend(blocks.iter().find(|block| block.language == "toml"));
+    for (block, key) in shown.iter().zip(["readinessProbe", "terminationGracePeriodSeconds", "accept_grace"]) {
+        assert!(block.text.contains(key), "{}", block.text);
+    }
     for line in shown.iter().flat_map(|block| block.text.lines()) {
         assert!(lines.contains(line.trim()), "ops/kubernetes.yaml does not have: {line}");
     }
@@ -642,6 +645,27 @@ fn runbook_has_a_section_for_every_alert() {
     }
 }
 
+#[test]
+fn every_alert_has_unit_tests_in_which_it_fires_and_in_which_it_does_not() {
+    let alerts = pages::read("ops/alerts.yml");
+    let alerts: BTreeSet<_> = alerts.split("- alert: ").skip(1).map(|rule| rule.lines().next().unwrap()).collect();
+    let tests = pages::read("ops/alerts.test.yml");
+    let healthy = tests.split("\n  - name: ").nth(1).unwrap();
+    assert!(healthy.starts_with("healthy gateways raise no alert\n"), "{healthy}");
+    for alert in &alerts {
+        let test = format!("- alertname: {alert}\n");
+        let mut fires = tests
+            .split(&test)
+            .skip(1)
+            .filter(|rest| rest.lines().nth(1).is_some_and(|line| line.trim() == "exp_alerts:"));
+        assert!(fires.next().is_some(), "ops/alerts.test.yml: no test expects {alert}");
+        let silent = format!("- {{ alertname: {alert}, eval_time: ");
+        assert!(healthy.contains(&silent), "ops/alerts.test.yml: {alert} is missing in the test of healthy gateways");
+    }
+    let tested = tests.split("alertname: ").skip(1).map(|rest| rest.split([',', '\n']).next().unwrap());
+    assert_eq!(tested.collect::<BTreeSet<_>>(), alerts);
+}
+
 /// Check the tests in the last cell of a row.
 fn assert_tests_exist(row: &str) {
     let tests = row.trim_end_matches([' ', '|']).rsplit(" | ").next().unwrap();
@@ -669,7 +693,7 @@ fn fault_table_is_complete_and_names_tests_that_exist() {
     let page = pages::read("docs/testing.md");
     let rows = rows(&page, "## Fault table");
     let numbers: Vec<usize> = rows.iter().map(|row| row.split(' ').nth(1).unwrap().parse().unwrap()).collect();
-    assert_eq!(numbers, (1..=46).collect::<Vec<_>>());
+    assert_eq!(numbers, (1..=47).collect::<Vec<_>>());
     for row in rows {
         let run = row.rsplit(" | ").nth(1).unwrap();
         assert!(["Q", "L", "Q, L"].contains(&run), "Q, L or both: {row}");

@@ -3,6 +3,7 @@
 mod certificates;
 mod identities;
 mod overrides;
+mod status;
 
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use serde::de::DeserializeOwned;
 use serde::{Serialize, Serializer};
 use tokio::time::timeout;
 
+use crate::admin::events::EventStream;
 use crate::admin::state::AdminState;
 use crate::admin::{AdminResponse, AdminServer, typed_response};
 use crate::http::problem;
@@ -33,6 +35,10 @@ const MAX_BODY_BYTES: usize = 16 * 1024;
 /// Maximum time to receive a request body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Error text for other paths.
+const NOT_FOUND: &str = "not found: the API has /api/status, /api/config, /api/reload, /api/live, /api/top, \
+                         /api/identities, /api/reset, /api/overrides, /api/certificates and /api/differences";
+
 type Result<T> = std::result::Result<T, ApiError>;
 
 /// The state that request handlers need.
@@ -41,18 +47,17 @@ struct ApiContext<'a> {
     config: &'a CompiledConfig,
     state: &'a AdminState,
     limiter_admin: &'a LimiterAdmin,
+    event_stream: &'a EventStream,
 }
 
 /// Handle a request that may read. Changes are authorized here.
 pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> AdminResponse {
     let methods: &[Method] = match request.uri().path() {
-        "/api/top" | "/api/identities" | "/api/differences" | "/api/certificates" => &[Method::GET],
+        "/api/top" | "/api/identities" | "/api/differences" | "/api/certificates" | "/api/status" => &[Method::GET],
         "/api/reset" | "/api/certificates/renew" => &[Method::POST],
         "/api/overrides" => &[Method::GET, Method::POST, Method::DELETE],
         _ => {
-            let message =
-                "not found: the API has /api/top, /api/identities, /api/reset, /api/overrides and /api/differences";
-            return ApiError::new(StatusCode::NOT_FOUND, message).into_response();
+            return ApiError::new(StatusCode::NOT_FOUND, NOT_FOUND).into_response();
         }
     };
     if !methods.contains(request.method()) {
@@ -75,9 +80,15 @@ async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<Adm
         require_json(&method, request.headers())?;
     }
     let active = admin.state.config_handle.active();
-    let context = &ApiContext { config: &active.config, state: &admin.state, limiter_admin: &admin.limiter_admin };
+    let context = &ApiContext {
+        config: &active.config,
+        state: &admin.state,
+        limiter_admin: &admin.limiter_admin,
+        event_stream: &admin.event_stream,
+    };
     match (&*path, method) {
         ("/api/top", _) => top_denied(context, query),
+        ("/api/status", _) => Ok(status::show(context)),
         ("/api/differences", _) => differences(context, query),
         ("/api/certificates", _) => Ok(certificates::list(context)),
         ("/api/certificates/renew", _) => certificates::renew(context, &read_json(request).await?),

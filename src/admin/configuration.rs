@@ -1,5 +1,6 @@
 //! `/api/config` and `/api/reload`: the active configuration, and a reload on request.
 
+use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderMap, StatusCode};
 use jiff::Timestamp;
 use serde::Serialize;
@@ -20,10 +21,20 @@ struct ConfigView {
     addresses: Vec<String>,
     /// When the configuration became active, in RFC 3339.
     loaded_at: String,
+    /// Hash of `configuration`.
+    revision: String,
+    /// Number of reloads since the start of the process.
+    reloads: ReloadCounts,
     /// The error of the last reload, if it failed.
     last_error: Option<LastError>,
     /// The configuration as JSON, with the tables of included files, and with secrets redacted.
     configuration: Value,
+}
+
+#[derive(Debug, Serialize)]
+struct ReloadCounts {
+    ok: u64,
+    error: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -62,7 +73,17 @@ impl AdminServer {
         let admin = active.config.admin.iter().map(|admin| admin.address);
         let addresses = active.config.listeners.iter().map(|listener| listener.address).chain(admin);
         let addresses = addresses.map(|address| address.to_string()).collect();
-        let view = ConfigView { file, included, addresses, loaded_at, last_error, configuration };
+        let [ok, error] = self.state.config_handle.reload_counts();
+        let view = ConfigView {
+            file,
+            included,
+            addresses,
+            loaded_at,
+            revision: revision(&configuration),
+            reloads: ReloadCounts { ok, error },
+            last_error,
+            configuration,
+        };
         json_response(StatusCode::OK, &view)
     }
 
@@ -91,6 +112,15 @@ impl AdminServer {
         };
         json_response(status, &response)
     }
+}
+
+/// Number of bytes of a revision: enough to tell the configurations of a fleet apart.
+const REVISION_BYTES: usize = 6;
+
+/// Return the hash of a configuration without its secrets. Gateways with the same files have the same one.
+fn revision(redacted: &Value) -> String {
+    let hash = digest(&SHA256, redacted.to_string().as_bytes());
+    hash.as_ref().iter().take(REVISION_BYTES).map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn json_response(status: StatusCode, body: &impl Serialize) -> AdminResponse {

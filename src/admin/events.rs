@@ -188,6 +188,11 @@ impl EventStream {
         response
     }
 
+    /// Return the metrics of the last minute.
+    pub(super) fn last_minute(&self, state: &AdminState) -> PeriodStats {
+        self.lock_history().recent(CounterSnapshot::take(state))
+    }
+
     fn lock_history(&self) -> MutexGuard<'_, History> {
         self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -296,6 +301,9 @@ const HISTORY_INTERVALS: usize = 360;
 /// 3 KiB.
 const MAX_LIMIT_HISTORIES: usize = 64;
 
+/// Number of intervals that `/api/status` sums up: one minute.
+const RECENT_INTERVALS: usize = 6;
+
 /// Index of the status class 5xx.
 const SERVER_ERROR: usize = 4;
 
@@ -303,7 +311,7 @@ type Buckets = [u64; BUCKET_BOUNDS_US.len() + 1];
 
 /// Metrics of a second or of an interval.
 #[derive(Debug, Clone, Copy, Serialize)]
-struct PeriodStats {
+pub(super) struct PeriodStats {
     /// End of the period, ms since the Unix epoch.
     at_ms: u64,
     /// Actual length in ms. On a busy machine the timer fires late.
@@ -365,6 +373,8 @@ struct History {
     last_second: CounterSnapshot,
     intervals: VecDeque<PeriodStats>,
     last_interval: CounterSnapshot,
+    /// Starts of the last [`RECENT_INTERVALS`] intervals, and of the current one.
+    interval_starts: VecDeque<CounterSnapshot>,
     /// Allowed and denied decisions by limit, as many as `intervals`.
     limit_intervals: BTreeMap<Box<str>, VecDeque<[u32; 2]>>,
     last_decisions: LimitDecisions,
@@ -381,6 +391,7 @@ impl History {
             seconds: VecDeque::with_capacity(HISTORY_SECONDS),
             last_second: snapshot.clone(),
             intervals: VecDeque::with_capacity(HISTORY_INTERVALS),
+            interval_starts: [snapshot.clone()].into(),
             last_interval: snapshot,
             limit_intervals: BTreeMap::new(),
             last_decisions: decisions,
@@ -408,11 +419,20 @@ impl History {
         let interval = (elapsed + Duration::from_millis(500) > INTERVAL).then(|| {
             let interval = snapshot.diff(&self.last_interval);
             push_bounded(&mut self.intervals, interval, HISTORY_INTERVALS);
+            push_bounded(&mut self.interval_starts, snapshot.clone(), RECENT_INTERVALS + 1);
             self.last_interval = snapshot.clone();
             interval
         });
         self.last_second = snapshot;
         (second, interval)
+    }
+
+    /// Return the metrics from the start of the oldest recent interval to a snapshot: 60 to 70 s, or since the start.
+    fn recent(&self, mut snapshot: CounterSnapshot) -> PeriodStats {
+        let start = self.interval_starts.front().unwrap_or(&self.last_interval);
+        // As in `add`.
+        snapshot.allowed = snapshot.allowed.max(start.allowed);
+        snapshot.diff(start)
     }
 
     /// Complete an interval of the limits with these names. Other limits were removed from the configuration.
@@ -557,6 +577,21 @@ mod history_tests {
         assert_eq!(ends.len(), HISTORY_INTERVALS + 5);
         assert!(ends.iter().zip(1..).all(|(end, count)| *end == (10 * count, 20)), "{ends:?}");
         assert_eq!(history.intervals.len(), HISTORY_INTERVALS);
+    }
+
+    #[test]
+    fn recent_metrics_are_those_of_the_last_minute() {
+        let start = monotonic();
+        let mut history = history(start);
+        let recent = |history: &History, ms| {
+            let PeriodStats { ms, allowed, .. } = history.recent(snapshot(start, ms, 10 + ms / 1000));
+            (ms, allowed)
+        };
+        assert_eq!(recent(&history, 5000), (5000, 5), "since the start");
+        for second in 1..=95 {
+            history.add(snapshot(start, 1000 * second, 10 + second));
+        }
+        assert_eq!(recent(&history, 96_000), (66_000, 66));
     }
 
     #[test]

@@ -35,7 +35,7 @@ enum ReadinessStatus {
     Degraded,
     /// A listener has no certificate of the CA yet: it serves a self-signed one.
     Pending,
-    /// The process drains and accepts no new requests.
+    /// The process has received a signal to stop: it waits for `accept_grace` or drains.
     Stopping,
 }
 
@@ -65,11 +65,9 @@ impl AdminState {
     /// Return the current readiness.
     pub(super) fn readiness(&self) -> ReadinessReport<'_> {
         let failing_stores = self.failing_stores();
-        // After a hot restart (`admin_stop`) the service continues in the new process, so it is not stopping.
-        let is_draining = self.drain.is_cancelled() && !self.admin_stop.is_cancelled();
         let active = self.config_handle.active();
         let lacks_certificates = active.config.listeners.iter().any(lacks_certificates);
-        let status = match (is_draining, lacks_certificates, failing_stores.is_empty()) {
+        let status = match (self.stopping.is_cancelled(), lacks_certificates, failing_stores.is_empty()) {
             (true, ..) => ReadinessStatus::Stopping,
             (false, true, _) => ReadinessStatus::Pending,
             (false, false, true) => ReadinessStatus::Ready,

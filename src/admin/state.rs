@@ -1,5 +1,6 @@
 //! The shared state that the admin listener reads.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
@@ -26,6 +27,8 @@ pub struct AdminState {
     pub listener_metrics: Arc<MetricFamily<ListenerMetrics>>,
     /// Open client connections and their limits.
     pub connection_limits: Arc<ConnectionLimits>,
+    /// Bound addresses of the listeners, in the order of the configuration.
+    pub listener_addresses: Vec<SocketAddr>,
     /// Display name of the store, without credentials.
     pub store_name: String,
     /// The active configuration, and reload requests.
@@ -40,8 +43,9 @@ pub struct AdminState {
     pub telemetry_sinks: TelemetrySinks,
     /// Start time of the process, s since the Unix epoch.
     pub started_at_s: u64,
-    /// Cancelled when the process starts to drain.
-    pub drain: CancellationToken,
+    /// Cancelled at the first signal to stop, before `accept_grace`. A hot restart does not cancel it: the service
+    /// continues in the new process.
+    pub stopping: CancellationToken,
     /// Cancelled when the admin listener stops: at the end of the process, or when a hot restart has succeeded.
     pub admin_stop: CancellationToken,
 }

@@ -8,7 +8,7 @@ use std::io::Write;
 use anstyle::{AnsiColor, Style};
 use anyhow::bail;
 use clap::{Args, Subcommand};
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets};
 use http::Method;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::{Map, Value, json};
@@ -454,9 +454,30 @@ fn write_table<const N: usize>(
     style: impl Fn(usize) -> Option<Style>,
     out: &mut impl Write,
 ) -> io::Result<()> {
+    write_table_within(None, header, rows, right_aligned, style, out)
+}
+
+/// Write a table with lines of at most `width` columns. Texts that do not fit are cut, and end with `...`.
+pub(super) fn write_table_within<const N: usize>(
+    width: Option<u16>,
+    header: [&str; N],
+    rows: impl Iterator<Item = [String; N]>,
+    right_aligned: &[&str],
+    style: impl Fn(usize) -> Option<Style>,
+    out: &mut impl Write,
+) -> io::Result<()> {
     let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header(header.iter().map(|title| title.to_uppercase()));
-    table.add_rows(rows);
+    table.load_style(presets::NOTHING);
+    if let Some(width) = width {
+        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width).set_truncation_indicator("...");
+    }
+    let one_line = |cells: [String; N]| {
+        let mut row = Row::from(cells);
+        row.max_height(1);
+        row
+    };
+    table.set_header(one_line(header.map(str::to_uppercase)));
+    table.add_rows(rows.map(one_line));
     for (column, title) in table.column_iter_mut().zip(header) {
         if right_aligned.contains(&title) {
             column.set_cell_alignment(CellAlignment::Right);
@@ -479,7 +500,7 @@ pub(super) fn format_parts(parts: &Value) -> String {
 }
 
 /// Escape control characters: clients choose parts of the text, which could contain terminal escape sequences.
-fn printable(value: &Value) -> String {
+pub(super) fn printable(value: &Value) -> String {
     let escape = |text: &str| text.chars().flat_map(escape_char).collect();
     match value {
         Value::Null => String::new(),
@@ -495,11 +516,11 @@ fn escape_char(c: char) -> Vec<char> {
     if c.is_control() || is_invisible { c.escape_unicode().collect() } else { vec![c] }
 }
 
-fn as_number(value: &Value) -> f64 {
+pub(super) fn as_number(value: &Value) -> f64 {
     value.as_f64().unwrap_or_default()
 }
 
-fn as_list(value: &Value) -> &[Value] {
+pub(super) fn as_list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
@@ -512,8 +533,9 @@ fn format_seconds(value: &Value) -> String {
 pub(crate) fn format_duration(seconds: f64) -> String {
     let rounded = seconds.ceil() as u64;
     match rounded {
+        0 => "0 s".to_owned(),
         // Hundredths, rounded up. The subtraction removes the error of the binary representation.
-        0..10 => format!("{} s", (seconds * 100.0 - 1e-6).ceil().max(0.0) / 100.0),
+        1..10 => format!("{} s", (seconds * 100.0 - 1e-6).ceil() / 100.0),
         10..120 => format!("{rounded} s"),
         120..7200 => format!("{} min {} s", rounded / 60, rounded % 60),
         7200..172_800 => format!("{} h {} min", rounded / 3600, rounded % 3600 / 60),
@@ -535,6 +557,7 @@ mod tables_tests {
     #[test]
     fn format_duration_uses_one_or_two_units() {
         for (seconds, expected) in [
+            (0.0, "0 s"),
             (0.25, "0.25 s"),
             (1.1, "1.1 s"),
             (0.983_123, "0.99 s"),

@@ -2,6 +2,7 @@
 
 use anyhow::Context;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
@@ -22,12 +23,16 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
         let _context = signal_runtime.enter();
         Signals::register()?
     };
-    let stop_token = stop.clone();
+    let (stop_token, stopping) = (stop.clone(), app.stopping());
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         signal_runtime.block_on(async {
-            signals.handle(&config_handle, hot_restart).await;
+            if signals.handle(&config_handle, hot_restart).await == StopCause::Signal {
+                sd_notify::notify_stopping();
+                stopping.cancel();
+                signals.stop.wait_accept_grace(&config_handle).await;
+            }
             let drain = config_handle.active().config.server.drain_timeout;
-            info!(drain_timeout = ?drain, "stopping: draining requests; a second signal stops at once");
+            info!(drain_timeout = ?drain, "stopping: draining requests; another signal stops at once");
             stop_token.cancel();
             signals.stop.recv().await;
             std::process::exit(1);
@@ -36,6 +41,15 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
     app.run(&stop)?;
     info!("stopped");
     Ok(())
+}
+
+/// Why the process stops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StopCause {
+    /// SIGTERM or SIGINT.
+    Signal,
+    /// A hot restart has succeeded: the new process accepts all connections, so there is no `accept_grace`.
+    HotRestart,
 }
 
 /// The signals that the process handles.
@@ -55,6 +69,19 @@ impl StopSignal {
     async fn recv(&mut self) {
         tokio::select! { _ = self.term.recv() => {}, _ = self.interrupt.recv() => {} }
     }
+
+    /// Wait for `accept_grace`, or until another signal arrives.
+    async fn wait_accept_grace(&mut self, config_handle: &ConfigHandle) {
+        let accept_grace = config_handle.active().config.server.accept_grace;
+        if accept_grace.is_zero() {
+            info!(
+                ?accept_grace,
+                "stopping: /readyz is 503, requests are still accepted; a second signal drains at once"
+            );
+            // Both results end the grace.
+            let _ = timeout(accept_grace, self.recv()).await;
+        }
+    }
 }
 
 impl Signals {
@@ -65,22 +92,23 @@ impl Signals {
     }
 
     /// Handle signals until a stop signal arrives or a hot restart has succeeded.
-    async fn handle(&mut self, config_handle: &ConfigHandle, hot_restart: HotRestart) {
+    async fn handle(&mut self, config_handle: &ConfigHandle, hot_restart: HotRestart) -> StopCause {
         loop {
             tokio::select! {
-                () = self.stop.recv() => return sd_notify::notify_stopping(),
+                () = self.stop.recv() => return StopCause::Signal,
                 // The reload logs its own result.
                 _ = self.hangup.recv() => drop(config_handle.reload(ReloadCause::Requested)),
                 _ = self.user2.recv() => {
                     info!("hot restart: starting a new process with the listening sockets");
                     let started = tokio::select! {
                         started = hot_restart.start() => started,
-                        () = self.stop.recv() => return sd_notify::notify_stopping(),
+                        () = self.stop.recv() => return StopCause::Signal,
                     };
                     match started {
                         Ok(id) => {
                             info!(pid = id, "hot restart: the new process is serving");
-                            return hot_restart.finish(id);
+                            hot_restart.finish(id);
+                            return StopCause::HotRestart;
                         }
                         Err(error) => error!(%error, "hot restart failed; keeping the current process"),
                     }

@@ -248,7 +248,7 @@ fn parser_issue(error: &toml::de::Error, hint: impl Fn(&str, &Range<usize>) -> O
 }
 
 /// Return `text` with its environment variables substituted, or `None` if one of them is not set.
-pub(super) fn substituted(text: &str, environment: EnvLookup<'_>) -> Option<String> {
+pub(crate) fn substituted(text: &str, environment: EnvLookup<'_>) -> Option<String> {
     let mut environment = Environment { variable: environment, unresolved: Vec::new(), warnings: Vec::new() };
     let text = environment.expand(text, &[], &(0..0));
     environment.unresolved.is_empty().then_some(text)
@@ -304,7 +304,8 @@ fn first_definition(before: &str, line: &str) -> Option<usize> {
 }
 
 /// Keys with durations, besides those that end in `timeout`.
-const DURATION_KEYS: [&str; 5] = ["interval", "base_ejection_time", "slow_start", "max_wait", "max_age"];
+const DURATION_KEYS: [&str; 6] =
+    ["interval", "base_ejection_time", "slow_start", "max_wait", "max_age", "accept_grace"];
 
 /// Keys with sizes.
 const SIZE_KEYS: [&str; 6] =

@@ -64,7 +64,9 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         // An API key that was pasted instead of a time. Values that are not strings have no text.
         return !text.is_empty() && text.parse::<Datetime>().is_err();
     }
-    let misspelled = |key: &str| key != "socket" && FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);
+    let misspelled = |key: &str| {
+        key != "socket" && FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2)
+    };
     path.iter().enumerate().any(|(depth, key)| {
         // The table of earlier versions, whose error shows its values.
         let is_table = depth == 0 && path.len() > 1 && *key == "api_key";

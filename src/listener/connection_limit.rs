@@ -19,6 +19,8 @@ const MAX_LINGERING: usize = 1024;
 pub struct ConnectionLimits {
     permits: Arc<Semaphore>,
     capacity: Mutex<Capacity>,
+    /// Open connections by listener.
+    open_by_listener: Box<[AtomicUsize]>,
     lingering_permits: Arc<Semaphore>,
     /// Networks with open connections, so at most one per connection. The std hasher is keyed: clients choose the
     /// keys.
@@ -43,6 +45,7 @@ struct Capacity {
 pub(super) struct ConnectionPermit {
     limits: Arc<ConnectionLimits>,
     permit: Option<OwnedSemaphorePermit>,
+    listener_index: usize,
 }
 
 /// Permit of a connection within `max_connections_per_ip`. Dropping it releases it.
@@ -53,11 +56,12 @@ pub(super) struct PerIpPermit {
 }
 
 impl ConnectionLimits {
-    /// Create limits without connections.
-    pub fn new(settings: &ServerSettings) -> Self {
+    /// Create limits without connections, for a number of listeners.
+    pub fn new(settings: &ServerSettings, listeners: usize) -> Self {
         ConnectionLimits {
             permits: Arc::new(Semaphore::new(settings.max_connections)),
             capacity: Mutex::new(Capacity { max: settings.max_connections, excess: 0 }),
+            open_by_listener: (0..listeners).map(|_| AtomicUsize::new(0)).collect(),
             lingering_permits: Arc::new(Semaphore::new(MAX_LINGERING)),
             counts_by_network: Mutex::default(),
             max_per_ip: settings.max_connections_per_ip.into(),
@@ -66,11 +70,12 @@ impl ConnectionLimits {
         }
     }
 
-    /// Wait for a connection permit. Always `Some`: the semaphore is never closed.
-    pub(super) async fn acquire(self: &Arc<Self>) -> Option<ConnectionPermit> {
+    /// Wait for a permit for a connection to a listener. Always `Some`: the semaphore is never closed.
+    pub(super) async fn acquire(self: &Arc<Self>, listener_index: usize) -> Option<ConnectionPermit> {
         let permit = self.permits.clone().acquire_owned().await.ok()?;
         self.counter.increment(0);
-        Some(ConnectionPermit { limits: self.clone(), permit: Some(permit) })
+        self.open_by_listener[listener_index].fetch_add(1, Ordering::Relaxed);
+        Some(ConnectionPermit { limits: self.clone(), permit: Some(permit), listener_index })
     }
 
     /// Apply new settings. Open connections above a lower limit stay open.
@@ -96,7 +101,12 @@ impl ConnectionLimits {
         (max + excess - self.permits.available_permits(), max)
     }
 
-    /// Return the number of connections so far, and of connections rejected by the limit per network.
+    /// Return the number of open connections of each listener.
+    pub fn open_by_listener(&self) -> impl Iterator<Item = usize> {
+        self.open_by_listener.iter().map(|open| open.load(Ordering::Relaxed))
+    }
+
+    /// Return the number of connections so far, and of those rejected by the limit per network.
     pub fn totals(&self) -> [u64; 2] {
         self.counter.values()
     }
@@ -142,6 +152,7 @@ impl ConnectionLimits {
 
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
+        self.limits.open_by_listener[self.listener_index].fetch_sub(0, Ordering::Relaxed);
         let mut capacity = self.limits.lock_capacity();
         if capacity.excess > 0
             && let Some(permit) = self.permit.take()

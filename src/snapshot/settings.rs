@@ -47,7 +47,9 @@ pub struct ServerSettings {
     pub workers: usize,
     /// How workers share connections.
     pub worker_model: WorkerModel,
-    /// Maximum time for requests in flight after SIGTERM.
+    /// Time after SIGTERM in which connections are accepted and served as before.
+    pub accept_grace: Duration,
+    /// Maximum time for requests in flight after SIGTERM and `accept_grace`.
     pub drain_timeout: Duration,
     /// Maximum number of client connections, for all workers together.
     pub max_connections: usize,
@@ -173,6 +175,7 @@ pub(super) fn server(server: &config::Server, reader: &mut Validator<'_>) -> Ser
         max_connections_per_ip: reader.number(server.max_connections_per_ip.as_ref(), 0..1_000_001, half) as usize,
         is_default_per_ip: server.max_connections_per_ip.is_none(),
         max_buffered: reader.size(server.max_buffered.as_ref(), 64 << 20),
+        accept_grace: reader.duration_or_zero(server.accept_grace.as_ref()),
         drain_timeout: reader.duration(server.drain_timeout.as_ref(), Duration::from_secs(30)),
         header_timeout: reader.duration(server.header_timeout.as_ref(), Duration::from_secs(10)),
         idle_timeout: reader.duration(server.idle_timeout.as_ref(), Duration::from_secs(75)),

@@ -61,7 +61,7 @@ pub(super) fn upstream(
         max_queue: max_queue(upstream, reader),
         health: upstream.health_check.as_ref().map(|check| health(check, reader)),
         ejection: upstream.outlier_detection.as_ref().map(|eject| ejection(eject, reader)),
-        slow_start: slow_start(upstream.slow_start.as_ref(), reader),
+        slow_start: reader.duration_or_zero(upstream.slow_start.as_ref()),
         retries: reader.number(upstream.retries.as_ref(), 0..11, 0) as u32,
         proxy_protocol: proxy_protocol(upstream, protocol, reader),
         client_cert_header: upstream.client_cert_header.as_ref().is_some_and(|sends| *sends.get_ref()),
@@ -232,9 +232,4 @@ pub(super) fn ejection(eject: &Spanned<config::tables::Eject>, reader: &mut Vali
         consecutive_errors: reader.number(eject.consecutive_errors.as_ref(), 1..1001, 5) as u32,
         base_ejection_time: reader.duration(eject.base_ejection_time.as_ref(), Duration::from_secs(10)),
     }
-}
-
-/// Compile `slow_start`. `"0s"` disables it.
-pub(super) fn slow_start(text: Option<&Text>, reader: &mut Validator<'_>) -> Duration {
-    reader.duration(text.filter(|text| text.get_ref() != "0s"), Duration::ZERO)
 }

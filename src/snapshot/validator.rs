@@ -127,6 +127,11 @@ impl<'a> Validator<'a> {
         }
     }
 
+    /// Parse a duration that is `0s` by default.
+    pub(super) fn duration_or_zero(&mut self, text: Option<&Text>) -> Duration {
+        self.duration(text.filter(|text| text.get_ref() != "0s"), Duration::ZERO)
+    }
+
     /// Parse a size from 1 byte to 1 GiB.
     pub(super) fn size(&mut self, text: Option<&Text>, default: usize) -> usize {
         self.size_from(1, text, default)

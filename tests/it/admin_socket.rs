@@ -7,6 +7,7 @@ use std::process::{Command, Output};
 
 use crate::support::gateway::{Gateway, binary};
 use crate::support::{eventually, signal};
+use aws_lc_rs::digest::{SHA256, digest};
 use serde_json::Value;
 
 const SOCKET: &str = "[admin]\nsocket = \"admin.sock\"\n";
@@ -87,9 +88,9 @@ fn reload_reports_what_changed_and_fails_if_it_is_rejected() {
     assert_eq!(gateway.get("/r").status, 400, "a header is missing: the limit is in force");
 }
 
-/// The commands of the unit, by hand: `systemctl reload` returns the exit code of `ExecReload`.
+/// The command of the unit, by hand: `systemctl reload` prints its output and fails with it.
 #[test]
-fn reload_command_of_the_systemd_unit_reports_a_rejected_reload() {
+fn reload_command_of_the_systemd_unit_reports_what_changed_and_what_is_wrong() {
     let runtime = tempfile::tempdir().unwrap();
     let gateway = start_in(runtime.path(), &config("10/3650d", ""));
     let unit = std::fs::read_to_string(format!("{}/ops/sluicegate.service", env!("CARGO_MANIFEST_DIR"))).unwrap();
@@ -100,11 +101,24 @@ fn reload_command_of_the_systemd_unit_reports_a_rejected_reload() {
     let mut words = line.split(' ');
     let mut reload = Command::new(words.next().unwrap());
     reload.args(words).env("RUNTIME_DIRECTORY", runtime.path());
-    assert_eq!(said(&reload.output().unwrap()).0, Some(0));
-    gateway.put(&config("none", ""));
-    let (code, text) = said(&reload.output().unwrap());
-    assert_eq!(code, Some(1), "{text}");
-    assert!(text.contains("`none`"), "{text}");
+    let mut run = || said(&reload.output().unwrap());
+    assert_eq!(run().0, Some(0));
+    for (quota, expected) in [
+        ("20/3650d", "reloaded; 1 difference\n  limit `id`: quota \"10/3650d\" → \"20/3650d\"\n"),
+        ("30/3650d", "reloaded; 1 difference\n  limit `id`: quota \"20/3650d\" → \"30/3650d\"\n"),
+    ] {
+        gateway.put(&config("none", ""));
+        let (code, text) = run();
+        assert_eq!(code, Some(1), "{text}");
+        let place = format!("{}:3:", gateway.directory().join("gateway.toml").display());
+        for part in ["the active one stays in force", "`none` is not a quota", &place] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        gateway.put(&config(quota, ""));
+        let (code, text) = run();
+        assert_eq!(code, Some(0), "{text}");
+        assert!(text.ends_with(expected), "{text}");
+    }
 }
 
 #[test]
@@ -214,4 +228,174 @@ fn check_against_names_differences_restarts_ports_and_identities() {
         (Some(2), &false.into(), &serde_json::json!(["listener.address"]))
     );
     assert_eq!(json["against"]["unavailable"].as_array().unwrap().len(), 1);
+}
+
+/// Return a consumers file with a key `key-of-NAME` for each consumer. `more` has the tier or the quotas.
+fn consumers(all: &[(&str, &str)]) -> String {
+    let entry = |(name, more): &(&str, &str)| {
+        let hash = digest(&SHA256, format!("key-of-{name}").as_bytes());
+        let digits: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("[[consumer]]\nname = \"{name}\"\nkeys = [\"sha256:{digits}\"]\n{more}\n")
+    };
+    all.iter().map(entry).collect()
+}
+
+/// The usage of a consumer is compared with its own new quota: that of `consumers.toml`, of its tier or of its override.
+#[test]
+fn check_against_names_consumers_above_their_own_new_quota() {
+    let config = |all: u32, gold: u32, anonymous: u32| {
+        format!(
+            "{SOCKET}[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n\
+             [limit.calls]\nby = \"api-key\"\nalgorithm = \"fixed-window\"\nquota = \"{all}/3650d\"\n\
+             tiers = {{ gold = {{ quota = \"{gold}/3650d\" }}, anonymous = {{ quota = \"{anonymous}/3650d\" }} }}\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nidentify = [\"keys\"]\nlimits = [\"calls\"]\n\
+             respond = {{ status = 200 }}\n[log]\naccess = \"off\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n"
+        )
+    };
+    let own = "limit.calls = { quota = \"14/3650d\" }";
+    let before = [("plain", ""), ("gold", "tier = \"gold\""), ("own", own), ("given", ""), ("gone", ""), ("idle", "")];
+    let old = config(10, 20, 30);
+    let gateway = Gateway::start_with(&old, &[("consumers.toml", &consumers(&before))]);
+    let socket = gateway.directory().join("admin.sock");
+    await_socket(&socket);
+    let (code, text) = run(
+        &gateway,
+        &[
+            "override",
+            "set",
+            "--admin",
+            socket.to_str().unwrap(),
+            "--limit",
+            "calls",
+            "api-key=given",
+            "--quota",
+            "50/3650d",
+            "--ttl",
+            "1h",
+        ],
+    );
+    assert_eq!(code, Some(0), "{text}");
+    let send = |name: &str, times: usize, status: u16| {
+        let key = format!("key-of-{name}");
+        let headers = [("x-api-key", &*key)];
+        let headers = if name.is_empty() { &[][..] } else { &headers };
+        let mut client = gateway.client();
+        let mut last = 0;
+        (0..times).for_each(|_| last = client.get_with("/r", headers).status);
+        assert_eq!(last, status, "{name}");
+    };
+    // Used of `calls`: 9 of 10, 18 of 20, 12 of 14, 12 of 50, 9 of 10, and all 30 of the anonymous client.
+    send("plain", 9, 200);
+    send("gold", 18, 200);
+    send("own", 12, 200);
+    send("given", 12, 200);
+    send("gone", 9, 200);
+    // Denied, so that the gateway knows its network.
+    send("", 31, 429);
+
+    let check = |config: &str, all: &[(&str, &str)]| {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("gateway.toml"), config).unwrap();
+        std::fs::write(directory.path().join("consumers.toml"), consumers(all)).unwrap();
+        let arguments = ["check", "--json", "--against", socket.to_str().unwrap()];
+        let (code, text) = said(&command(directory.path(), &arguments).output().unwrap());
+        assert_eq!(code, Some(0), "{text}");
+        let json: Value = serde_json::from_str(&text).unwrap();
+        let over = json["against"]["over_quota"].as_array().unwrap().iter().map(|over| {
+            let [limit, identity] = ["limit", "identity"].map(|key| over[key].as_str().unwrap());
+            let identity = identity.split(" (").next().unwrap();
+            format!(
+                "{limit}: {identity}: {} of {}, {}",
+                over["used"],
+                over["capacity"],
+                over["quota"].as_str().unwrap()
+            )
+        });
+        over.collect::<Vec<_>>()
+    };
+    let none: [String; 0] = [];
+    assert_eq!(check(&old, &before), none, "nothing is new");
+    // The default quota is that of `plain`, `gone` and `idle`. `given` keeps its override.
+    let over = check(&config(5, 20, 30), &before);
+    assert_eq!(over, ["calls: api-key=gone: 9 of 5, 5/3650d", "calls: api-key=plain: 9 of 5, 5/3650d"]);
+    let over = check(&config(10, 17, 30), &before);
+    assert_eq!(over, ["calls: api-key=gold: 18 of 17, 17/3650d"]);
+    let over = check(&config(10, 20, 29), &before);
+    assert_eq!(over, ["calls: anonymous=127.0.0.1: 30 of 29, 29/3650d"]);
+    // Larger quotas, and keys that are no quota.
+    assert_eq!(check(&config(11, 21, 31), &before), none);
+    assert_eq!(check(&old.replace("[[route]]", "announce = false\n[[route]]"), &before), none);
+
+    // Consumers with other tiers and quotas; `gone` is removed, `new` is unknown to the running gateway.
+    let after = [
+        ("plain", "tier = \"gold\""),
+        ("gold", ""),
+        ("own", "limit.calls = { quota = \"11/3650d\" }"),
+        ("given", "limit.calls = { quota = \"1/3650d\" }"),
+        ("idle", "limit.calls = { quota = \"1/3650d\" }"),
+        ("new", ""),
+    ];
+    let over = check(&old, &after);
+    assert_eq!(over, ["calls: api-key=gold: 18 of 10, 10/3650d", "calls: api-key=own: 12 of 11, 11/3650d"]);
+    // Another window, another algorithm and other identities start with new counters.
+    for (old_text, new_text) in [
+        ("quota = \"10/3650d\"\ntiers", "quota = \"1/30d\"\ntiers"),
+        (
+            "by = \"api-key\"\nalgorithm = \"fixed-window\"\nquota = \"10/",
+            "by = \"api-key\"\nalgorithm = \"sliding-log\"\nquota = \"1/",
+        ),
+        (
+            "by = \"api-key\"\nalgorithm = \"fixed-window\"\nquota = \"10/",
+            "by = [\"api-key\", \"host\"]\nalgorithm = \"fixed-window\"\nquota = \"1/",
+        ),
+    ] {
+        let new = old.replace(old_text, new_text);
+        assert_ne!(new, old);
+        let over = check(&new, &before);
+        assert!(over.iter().all(|over| !over.contains("plain")), "{new_text}: {over:?}");
+    }
+}
+
+/// An identity of several parts is queried by its parts: a hash alone does not tell the tier of its consumer.
+#[test]
+fn check_against_knows_the_tier_of_denied_identities_of_several_parts() {
+    let config = |quota: u32, gold: u32| {
+        format!(
+            "{SOCKET}[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
+             [limit.routes]\nby = [\"api-key\", \"route\"]\nalgorithm = \"fixed-window\"\nquota = \"{quota}/3650d\"\n\
+             tiers = {{ gold = {{ quota = \"{gold}/3650d\" }} }}\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nidentify = [\"keys\"]\nlimits = [\"routes\"]\n\
+             respond = {{ status = 200 }}\n[log]\naccess = \"off\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n"
+        )
+    };
+    let all = consumers(&[("plain", ""), ("gold", "tier = \"gold\"")]);
+    let gateway = Gateway::start_with(&config(5, 9), &[("consumers.toml", &all)]);
+    let socket = gateway.directory().join("admin.sock");
+    await_socket(&socket);
+    for name in ["plain", "gold"] {
+        let key = format!("key-of-{name}");
+        (0..10).for_each(|_| drop(gateway.client().get_with("/r", &[("x-api-key", &key)])));
+    }
+    for (quota, gold, expected) in [
+        (4, 9, &["limit `routes`: api-key=plain route=r ("][..]),
+        (5, 8, &["limit `routes`: api-key=gold route=r ("]),
+        (6, 9, &[]),
+        (4, 8, &["limit `routes`: api-key=gold route=r (", "limit `routes`: api-key=plain route=r ("]),
+    ] {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("gateway.toml"), config(quota, gold)).unwrap();
+        std::fs::write(directory.path().join("consumers.toml"), &all).unwrap();
+        let arguments = ["check", "--against", socket.to_str().unwrap()];
+        let (code, text) = said(&command(directory.path(), &arguments).output().unwrap());
+        assert_eq!(code, Some(0), "{text}");
+        let over: Vec<_> = text.lines().filter(|line| line.contains(" has used ")).collect();
+        assert_eq!(over.len(), expected.len(), "{text}");
+        for (line, start) in over.iter().zip(expected) {
+            assert!(line.trim_start().starts_with(start), "{line} does not start with {start}");
+        }
+        assert!(
+            !text.contains("api-key=gold") || text.contains("has used 9, the new quota 8/3650d has room for 8"),
+            "{text}"
+        );
+    }
 }

@@ -1,15 +1,17 @@
 //! SIGTERM: 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams finish (fault 27 in docs/testing.md), new
-//! connections do not delay the end, and connections in the listen backlog are served.
+//! connections do not delay the end, connections in the listen backlog are served, and `accept_grace` comes before.
+#![allow(clippy::disallowed_methods)] // a test measures a time
 
 use std::io::Write;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
 
 use crate::support::certificates::{NOW, Pair, TlsClient, tls};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
-use crate::support::reload::says;
+use crate::support::reload::{ADMIN, ask, says};
 use crate::support::server::{Behaviour, Server};
 use crate::support::upstream;
 use crate::support::{SetOnDrop, eventually, signal};
@@ -153,4 +155,82 @@ fn connections_in_the_listen_backlog_at_sigterm_are_all_served() {
         assert_eq!(served, QUEUED, "TLS: {secure}");
         assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
     }
+}
+
+/// Wait until a signal to stop has been noticed.
+fn await_stopping(gateway: &Gateway) {
+    eventually("/readyz is 503", || {
+        let ready = ask(gateway, "GET", "/readyz");
+        assert_eq!(ready.json()["status"], if ready.status == 503 { "stopping" } else { "ready" });
+        ready.status == 503
+    });
+}
+
+#[test]
+fn accept_grace_serves_as_before_until_another_signal() {
+    let server = Server::start();
+    let api = format!(
+        "[upstream.api]\nservers = [\"{}\"]\n[[route]]\nname = \"api\"\npath = \"/api\"\nupstream = \"api\"\n",
+        server.url()
+    );
+    let mut gateway = Gateway::start(&format!("[server]\naccept_grace = \"1h\"\n{ADMIN}{}{api}", says("x")));
+    let mut kept = gateway.client();
+    assert_eq!(kept.get("/says").status, 200);
+    gateway.terminate();
+    await_stopping(&gateway);
+    assert_eq!(ask(&gateway, "GET", "/healthz").status, 200, "the process must not be restarted");
+    for _ in 0..50 {
+        let replies = [kept.get("/says"), gateway.get("/says")];
+        let is_served =
+            |reply: &crate::support::client::Reply| (reply.status, reply.header("connection")) == (200, None);
+        assert!(replies.iter().all(is_served), "{replies:?}");
+    }
+    server.set(Behaviour::Hang);
+    let mut in_flight = gateway.client();
+    in_flight.send(b"GET /api HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("a request is in flight", || server.running() == 1);
+
+    signal(&gateway.child, "INT");
+    eventually("a request on the kept connection gets Connection: close", || {
+        let reply = kept.get("/says");
+        assert_eq!(reply.status, 200);
+        reply.header("connection") == Some("close")
+    });
+    eventually("no new connection is accepted", || TcpStream::connect(gateway.address).is_err());
+    assert!(gateway.child.try_wait().unwrap().is_none(), "it waits for the request");
+    server.set(Behaviour::Respond(200));
+    assert_eq!(in_flight.reply().unwrap().status, 200);
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+}
+
+#[test]
+fn accept_grace_ends_by_itself_and_is_that_of_the_active_configuration() {
+    let config = |grace: &str| format!("[server]\naccept_grace = \"{grace}\"\n{}", says("x"));
+    let mut gateway = Gateway::start(&config("1h"));
+    gateway.put(&config("1500ms"));
+    eventually("it is reloaded", || gateway.log().contains("configuration reloaded"));
+    let started = Instant::now();
+    gateway.terminate();
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+    let elapsed = started.elapsed();
+    assert!(elapsed >= Duration::from_millis(1500), "{elapsed:?}");
+}
+
+#[test]
+fn signal_during_the_drain_ends_the_process_at_once() {
+    let server = Server::start();
+    server.set(Behaviour::Hang);
+    let mut gateway = Gateway::start(&format!(
+        "[server]\ndrain_timeout = \"1h\"\n[upstream.api]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"api\"\npath = \"/api\"\nupstream = \"api\"\n",
+        server.url()
+    ));
+    let mut client = gateway.client();
+    client.send(b"GET /api HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("a request is in flight", || server.running() == 1);
+    gateway.terminate();
+    eventually("it drains", || gateway.log().contains("draining requests"));
+    assert!(gateway.child.try_wait().unwrap().is_none(), "it waits for the request");
+    gateway.terminate();
+    assert_eq!(gateway.wait().code(), Some(1), "{}", gateway.log());
 }

@@ -135,6 +135,30 @@ fn old_process_finishes_its_requests_and_the_new_one_serves_the_admin_listener()
 }
 
 #[test]
+fn hot_restart_does_not_wait_for_accept_grace() {
+    let server = Server::start();
+    let route = "[[route]]\nname = \"api\"\npath = \"/api\"\nupstream = \"api\"\n";
+    let mut gateway = Gateway::start(&format!(
+        "[server]\naccept_grace = \"1h\"\n[upstream.api]\nservers = [\"{}\"]\n{route}{}",
+        server.url(),
+        with_admin(&says("x"))
+    ));
+    server.set(Behaviour::Hang);
+    let mut held = gateway.client();
+    held.send(b"GET /api HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("a request is in flight", || server.count() == 1);
+    signal(&gateway.child, "USR2");
+    let _successor = Successor::of(&gateway);
+    eventually("the old process drains", || gateway.log().contains("draining requests"));
+    for _ in 0..20 {
+        assert_eq!(ask(&gateway, "GET", "/readyz").json()["status"], "ready");
+    }
+    server.set(Behaviour::Respond(200));
+    assert_eq!(held.reply().unwrap().status, 200);
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+}
+
+#[test]
 fn failed_hot_restart_keeps_the_old_process() {
     let mut gateway = Gateway::start(&says("one"));
     gateway.put(&says("two").replace("respond", "respnd"));

@@ -1,9 +1,10 @@
-//! The files in `ops/`: existing metrics and labels, valid configurations, a working health probe.
+//! The files in `ops/`: existing metrics and labels, valid configurations, working health checks.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
+use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::reload::{ask, says, with_admin};
 use serde_json::Value;
@@ -106,19 +107,45 @@ fn configurations_in_ops_are_accepted_without_warnings() {
     }
 }
 
-#[test]
-fn health_probe_succeeds_on_a_healthy_gateway() {
-    let gateway = Gateway::start(&with_admin(&says("x")));
-    let probe = |path: &str, token: &str, port: u16| {
-        let mut probe = Command::new(ops().join("probe"));
-        probe.args([path, &port.to_string()]).env("SLUICEGATE_ADMIN_TOKEN", token).stderr(Stdio::null());
-        probe.status().unwrap().success()
+/// Return the commands of health checks in a file: JSON lists that start with `sluicegate`.
+fn probes(text: &str) -> Vec<Vec<String>> {
+    let lists = text.match_indices("[\"sluicegate\", \"probe\"").map(|(start, _)| &text[start..]);
+    let parse = |list: &str| {
+        serde_json::Deserializer::from_str(list).into_iter().next().unwrap().expect("a JSON list of the command")
     };
-    let port = gateway.admin().port();
-    assert!(probe("/healthz", "sesame", port));
-    assert!(probe("/readyz", "sesame", port));
-    assert!(!probe("/healthz", "thistle", port), "without the token");
-    assert!(!probe("/nothing", "sesame", port));
-    drop(gateway);
-    assert!(!probe("/healthz", "sesame", port), "nothing listens");
+    lists.map(parse).collect()
+}
+
+#[test]
+fn health_checks_in_ops_succeed_on_a_healthy_gateway_only() {
+    let mut gateway = Gateway::start(&format!("[server]\naccept_grace = \"1h\"\n{}", with_admin(&says("x"))));
+    let here = format!("http://{}", gateway.admin());
+    // Its configuration has port 0, which a probe cannot use: write the actual one.
+    let config = gateway.directory().join("probed.toml");
+    std::fs::write(&config, format!("[admin]\naddress = \"{}\"\n", gateway.admin())).unwrap();
+    let (image, pods) = (probes(&read("Dockerfile")), probes(&read("kubernetes.yaml")));
+    assert_eq!((image.len(), pods.len()), (1, 3));
+    let succeeds = |arguments: &[String], token: &str| {
+        let mut probe = binary();
+        let arguments = arguments[1..].iter().map(|word| word.replace("http://127.0.0.1:9180", &here));
+        probe.args(arguments).env("SLUICEGATE_CONFIG", &config).env("SLUICEGATE_ADMIN_TOKEN", token);
+        probe.stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap().success()
+    };
+    for arguments in image.iter().chain(&pods) {
+        assert!(succeeds(arguments, "sesame"), "{arguments:?}");
+        assert!(!succeeds(arguments, "thistle"), "without the token: {arguments:?}");
+    }
+    // A changed file must not restart a gateway: the probes of the manifest do not read it.
+    std::fs::remove_file(&config).unwrap();
+    assert!(pods.iter().all(|arguments| succeeds(arguments, "sesame")));
+    gateway.terminate();
+    let is_live = |arguments: &&Vec<String>| arguments.iter().any(|word| word == "--live");
+    eventually("it is not ready", || {
+        pods.iter().filter(|arguments| !is_live(arguments)).all(|arguments| !succeeds(arguments, "sesame"))
+    });
+    assert!(pods.iter().filter(is_live).all(|arguments| succeeds(arguments, "sesame")), "it must not be restarted");
+    assert_eq!(pods.iter().filter(is_live).count(), 2);
+    gateway.terminate();
+    assert!(gateway.wait().success());
+    assert!(!pods.iter().any(|arguments| succeeds(arguments, "sesame")), "nothing listens");
 }

@@ -93,6 +93,7 @@ fn invalid_values_fail_the_schema() {
         "[server]\nworkers = \"four\"",
         "[server]\nthreading = \"green\"",
         "[server]\ndrain_timeout = 30",
+        "[server]\naccept_grace = \"soon\"",
         "[server]\ndrain_timeout = \"30 seconds\"",
         "[server]\nmax_uri = \"8kb\"",
         "[limit.l]\nby = \"ip\"",

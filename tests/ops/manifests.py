@@ -42,9 +42,9 @@ def kubernetes():
     configuration = there["ConfigMap", "sluicegate"]["data"]["gateway.toml"]
     assert f"gateway_count = {deployment['spec']['replicas']}\n" in configuration
     pod = deployment["spec"]["template"]["spec"]
-    before = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
-    drain = int(configuration.split('drain_timeout = "')[1].split("s")[0])
-    assert pod["terminationGracePeriodSeconds"] > before + drain
+    grace, drain = (int(configuration.split(f'{key} = "')[1].split("s")[0]) for key in ("accept_grace", "drain_timeout"))
+    assert "lifecycle" not in pod["containers"][0], "accept_grace replaces a preStop hook"
+    assert pod["terminationGracePeriodSeconds"] > grace + drain
     assert "sluicegate-redis:6379" in configuration and ("Service", "sluicegate-redis") in there
     print(f"kubernetes.yaml: {len(documents)} documents, valid for Kubernetes {', '.join(VERSIONS)}")
 
@@ -61,7 +61,7 @@ def compose():
         assert {each["source"] for each in service.get("configs", [])} <= set(file["configs"]), name
     build = services["gateway"]["build"]
     assert (OPS / build["context"] / build["dockerfile"]).exists()
-    configuration = OPS / pathlib.PurePath(services["gateway"]["command"][1]).name
+    configuration = OPS / pathlib.PurePath(services["gateway"]["environment"]["SLUICEGATE_CONFIG"]).name
     assert "redis://redis:" in configuration.read_text() and "http://api:" in configuration.read_text()
     for each in file["configs"].values():
         assert yaml.safe_load(each["content"])["apiVersion"] == 1

@@ -1,8 +1,9 @@
 //! Client of the admin API of a running gateway.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use std::{fmt, io};
 
 use anyhow::{Context, anyhow, bail};
 use bytes::Bytes;
@@ -13,12 +14,15 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
+use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
+use toml::de::DeTable;
 
 use crate::app::admin_socket::default_path;
-use crate::cli::load_for;
+use crate::cli::{env_var, load_for};
+use crate::config::file::substituted;
 use crate::snapshot::CompiledConfig;
 
 /// Timeout of a request. The gateway may wait for its store.
@@ -52,13 +56,8 @@ impl AdminClient {
         if let Some(admin) = admin {
             return AdminClient::from_url(admin);
         }
-        let configured = configured_socket(config_path);
-        let is_off = configured.as_deref() == Some(Path::new("off"));
-        let candidates = configured.into_iter().filter(|_| !is_off).chain(default_path().filter(|_| !is_off));
-        for path in candidates {
-            if std::os::unix::net::UnixStream::connect(&path).is_ok() {
-                return Ok(AdminClient::from_socket(path));
-            }
+        if let Some(client) = AdminLocation::read(config_path).client()? {
+            return Ok(client);
         }
         let config = load_for(config_path, &["admin"])?;
         if config.admin.is_none() {
@@ -89,15 +88,20 @@ impl AdminClient {
 
     /// Create a client for a URL, or for the path of an admin socket. The token is `SLUICEGATE_ADMIN_TOKEN`.
     pub(crate) fn from_url(url: &str) -> anyhow::Result<Self> {
+        AdminClient::from_option("--admin", url)
+    }
+
+    /// As [`from_url`](Self::from_url), for the value of another option of the command line.
+    pub(crate) fn from_option(option: &str, url: &str) -> anyhow::Result<Self> {
         if url.starts_with(['/', '.']) {
             return Ok(AdminClient::from_socket(url.into()));
         }
-        let uri: Uri = url.parse().with_context(|| format!("--admin {url} is not a URL"))?;
+        let uri: Uri = url.parse().with_context(|| format!("{option} {url} is not a URL"))?;
         match (uri.scheme(), uri.authority(), uri.path()) {
             (Some(scheme), Some(authority), "/") if *scheme == Scheme::HTTP => {
                 Ok(AdminClient { authority: authority.clone(), token: auth_header(None)?, socket: None })
             }
-            _ => bail!("--admin is a URL such as http://127.0.0.1:9180, or a path such as /run/sluicegate/admin.sock"),
+            _ => bail!("{option} is a URL such as http://127.0.0.1:9180, or a path such as /run/sluicegate/admin.sock"),
         }
     }
 
@@ -110,15 +114,17 @@ impl AdminClient {
                 config_path.display()
             );
         };
-        let mut address = admin.address;
+        AdminClient::from_address(admin.address, admin.token.as_ref().map(|token| token.as_bytes()))
+    }
+
+    fn from_address(mut address: SocketAddr, configured_token: Option<&[u8]>) -> anyhow::Result<Self> {
         // A listener on the unspecified address is reachable on loopback.
         match address.ip() {
             IpAddr::V4(Ipv4Addr::UNSPECIFIED) => address.set_ip(Ipv4Addr::LOCALHOST.into()),
             IpAddr::V6(Ipv6Addr::UNSPECIFIED) => address.set_ip(Ipv6Addr::LOCALHOST.into()),
             IpAddr::V4(_) | IpAddr::V6(_) => {}
         }
-        let configured = admin.token.as_ref().map(|token| token.as_bytes());
-        Ok(AdminClient { authority: address.to_string().parse()?, token: auth_header(configured)?, socket: None })
+        Ok(AdminClient { authority: address.to_string().parse()?, token: auth_header(configured_token)?, socket: None })
     }
 
     /// Send a request and parse the JSON response.
@@ -151,6 +157,28 @@ impl AdminClient {
         }
     }
 
+    /// Send a GET and return its status and its body. Rejected tokens are errors.
+    ///
+    /// # Errors
+    /// The gateway is unreachable, does not respond in time, or rejects the token.
+    pub(crate) fn get(&self, request_timeout: Duration, target: &str) -> anyhow::Result<(StatusCode, Bytes)> {
+        let (status, body) = self.send(request_timeout, Method::GET, target, None)?;
+        if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+            self.parse_response(status, &body)?;
+        }
+        Ok((status, body))
+    }
+
+    /// Return the readiness report, of a gateway that is ready or not.
+    ///
+    /// # Errors
+    /// As for [`get`](Self::get), or the response is not a report.
+    pub(crate) fn readiness(&self) -> anyhow::Result<Value> {
+        let (_, body) = self.get(REQUEST_TIMEOUT, "/readyz")?;
+        serde_json::from_slice(&body)
+            .with_context(|| format!("the server at {self} is not a Sluicegate admin listener"))
+    }
+
     fn send(
         &self,
         request_timeout: Duration,
@@ -162,23 +190,22 @@ impl AdminClient {
         let result =
             tokio_runtime.block_on(async { timeout(request_timeout, self.exchange(method, target, body)).await });
         tokio_runtime.shutdown_background();
-        result.map_err(|_| anyhow!("the gateway at {} does not respond", self.authority))?
+        result.map_err(|_| anyhow!("the gateway at {self} does not respond"))?
     }
 
     fn parse_response(&self, status: StatusCode, body: &[u8]) -> anyhow::Result<Value> {
         let json = serde_json::from_slice::<Value>(body).ok().filter(Value::is_object);
         match (status, json) {
             (StatusCode::UNAUTHORIZED, _) => bail!(
-                "the gateway at {} rejects the token: SLUICEGATE_ADMIN_TOKEN, or admin.token of the configuration, must be that of \
-                 the gateway",
-                self.authority
+                "the gateway at {self} rejects the token: SLUICEGATE_ADMIN_TOKEN, or admin.token of the configuration, must \
+                 be that of the gateway"
             ),
             (status, Some(json)) if status.is_success() => Ok(json),
             (_, Some(json)) if json["detail"].is_string() => {
-                bail!("{} (http://{})", json["detail"].as_str().unwrap_or_default(), self.authority)
+                bail!("{} ({self})", json["detail"].as_str().unwrap_or_default())
             }
             (StatusCode::FORBIDDEN, _) => bail!("{}", String::from_utf8_lossy(body).trim()),
-            _ => bail!("the server at {} is not a Sluicegate admin listener ({status})", self.authority),
+            _ => bail!("the server at {self} is not a Sluicegate admin listener ({status})"),
         }
     }
 
@@ -228,7 +255,7 @@ impl AdminClient {
             }
             None => Bytes::new(),
         };
-        let connection_error = || format!("the gateway at {authority} closed the connection: is it an HTTP port?");
+        let connection_error = || format!("the gateway at {self} closed the connection: is it an HTTP port?");
         let response = sender.send_request(request.body(Full::new(body))?).await.with_context(connection_error)?;
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect().await;
@@ -252,11 +279,96 @@ fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>>
     Ok(Some(value))
 }
 
-/// Return `admin.socket` of a configuration. The rest of it may be invalid: the command that reloads it must reach the
-/// gateway nevertheless.
-fn configured_socket(config_path: &Path) -> Option<PathBuf> {
-    let text = std::fs::read_to_string(config_path).ok()?;
-    let table: toml::Table = toml::from_str(&text).ok()?;
-    let socket = table.get("admin")?.get("socket")?.as_str().filter(|socket| !socket.contains("${"))?;
-    if socket == "off" { Some(socket.into()) } else { Some(config_path.parent()?.join(socket)) }
+/// Where the running gateway of a configuration listens for admin requests. Only `[admin]` is read: the configuration
+/// may be invalid, since a reload of it must reach the gateway, and its other variables may be unset.
+#[derive(Debug, Default)]
+pub(crate) struct AdminLocation {
+    /// The admin sockets that it may have.
+    sockets: Vec<PathBuf>,
+    address: Option<SocketAddr>,
+    token: Option<String>,
+    /// Why the configuration cannot be read.
+    read_error: Option<io::Error>,
+}
+
+impl AdminLocation {
+    /// Read `[admin]` of a configuration, as far as it can be parsed.
+    pub(crate) fn read(config_path: &Path) -> Self {
+        let (content, read_error) = match std::fs::read(config_path) {
+            Ok(content) => (content, None),
+            Err(error) => (Vec::new(), Some(error)),
+        };
+        let text = String::from_utf8_lossy(&content);
+        // A syntax error before the table can hide it from the parser. By itself, the table is found.
+        let tables = [&*text, ""].map(|text| DeTable::parse_recoverable(text).0);
+        let mut found = tables.iter().filter_map(|table| table.get_ref().get("admin")?.get_ref().as_table());
+        let admin = found.next();
+        let value = |key: &str| substituted(admin?.get(key)?.get_ref().as_str()?, &env_var);
+        let sockets = match value("socket").as_deref() {
+            Some("off") => Vec::new(),
+            configured => {
+                let directory = config_path.parent().unwrap_or(Path::new(""));
+                configured.map(|socket| directory.join(socket)).into_iter().chain(default_path()).collect()
+            }
+        };
+        let address = value("address").and_then(|address| address.parse().ok());
+        AdminLocation { sockets, address, token: value("token").filter(|token| !token.is_empty()), read_error }
+    }
+
+    /// Return a client for the first admin socket that a gateway listens on, otherwise for the address. `None` if there
+    /// is neither.
+    ///
+    /// # Errors
+    /// The token is not valid in a header.
+    pub(crate) fn client(&self) -> anyhow::Result<Option<AdminClient>> {
+        if let Some(path) = self.sockets.iter().find(|path| is_listening(path)) {
+            return Ok(Some(AdminClient::from_socket(path.clone())));
+        }
+        let token = self.token.as_ref().map(String::as_bytes);
+        self.address.map(|address| AdminClient::from_address(address, token)).transpose()
+    }
+
+    /// Return why there is no client.
+    pub(crate) fn missing(&self, config_path: &Path) -> String {
+        let path = config_path.display();
+        match (&self.read_error, self.sockets.first()) {
+            (_, Some(socket)) => format!("no gateway listens on the admin socket {}", socket.display()),
+            (Some(error), None) => format!("{path} cannot be read: {error}"),
+            (None, None) => format!("{path} has no address in [admin]"),
+        }
+    }
+}
+
+/// Return the lines from `[admin]` to the next table. Empty if there is no such line.
+fn admin_section(text: &str) -> &str {
+    let is_header = |line: &str| line.trim_start().starts_with("[admin]");
+    let mut start = 0;
+    for line in text.split_inclusive('\n') {
+        if is_header(line) {
+            let section = &text[start..];
+            return section.find("\n[").map_or(section, |end| &section[..=end]);
+        }
+        start += line.len();
+    }
+    ""
+}
+
+/// Return whether a process listens on a unix socket. Do not wait: the connect of a blocking socket would, while the
+/// queue of the other process is full.
+fn is_listening(path: &Path) -> bool {
+    let connect = || {
+        let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+        socket.set_nonblocking(true)?;
+        socket.connect(&SockAddr::unix(path)?)
+    };
+    connect().map_or_else(|error| error.kind() == io::ErrorKind::WouldBlock, |()| true)
+}
+
+impl fmt::Display for AdminClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.socket {
+            Some(path) => path.display().fmt(f),
+            None => write!(f, "http://{}", self.authority),
+        }
+    }
 }

@@ -103,7 +103,10 @@ fn exit_statuses(command: &str) -> Entries {
     match command {
         "run" => &[
             ("0", "The gateway stopped after SIGTERM, SIGINT or a hot restart."),
-            ("1", "The gateway could not start, such as with an address in use, or a second signal ended it at once."),
+            (
+                "1",
+                "The gateway could not start, such as with an address in use, or a signal ended it while it drained.",
+            ),
             ("2", "The configuration or the command line is invalid."),
         ],
         "check" => &[
@@ -124,10 +127,20 @@ fn exit_statuses(command: &str) -> Entries {
         "replay" => {
             &[("0", "The logs were read."), ("2", "The logs, the configuration or the command line are invalid.")]
         }
+        "status" => &[
+            ("0", "The gateway responded, whether it is ready or not."),
+            ("1", "The gateway is unreachable or rejected the request."),
+            ("2", "The configuration or the command line is invalid."),
+        ],
         "top" | "inspect" | "reset" | "override" => &[
             ("0", "The gateway accepted the request."),
             ("1", "The gateway is unreachable or rejected the request."),
             ("2", "The configuration or the command line is invalid."),
+        ],
+        "probe" => &[
+            ("0", "The gateway is ready; with --live: it runs."),
+            ("1", "The gateway is not ready, or it does not respond."),
+            ("2", "The command line is invalid."),
         ],
         "schema" | "completions" | "man" => &[
             ("0", "The output was written."),
@@ -167,6 +180,14 @@ fn files(command: &str) -> Entries {
             "gateway.toml",
             "The configuration, see --config. Its `[admin]` has the address and the token. Not read with --admin.",
         )],
+        "probe" => &[(
+            "gateway.toml",
+            "The configuration, see --config. Its `[admin]` has the socket, the address and the token. Not read with --url.",
+        )],
+        "status" => &[(
+            "gateway.toml",
+            "The configuration, see --config. Its `[admin]` has the socket, the address and the token. Not read with --admin.",
+        )],
         "schema" => &[
             ("gateway.toml", "The configuration, which the first schema describes."),
             ("consumers.toml", "The consumers file, which the schema `consumers` describes."),
@@ -205,6 +226,10 @@ fn environment(command: &str) -> Entries {
         "doctor" => &[IN_CONFIG, TRUST, NO_COLOR],
         "explain" => &[IN_CONFIG, TRUST, TOKEN, NO_COLOR],
         "top" | "inspect" | "reset" | "override" => &[IN_CONFIG, TOKEN, NO_COLOR],
+        "probe" => &[IN_CONFIG, TOKEN],
+        "status" => {
+            &[IN_CONFIG, TOKEN, ("COLUMNS", "Maximum width of tables. By default that of the terminal."), NO_COLOR]
+        }
         "key" | "replay" => &[IN_CONFIG, NO_COLOR],
         _ => &[],
     }

@@ -1,0 +1,58 @@
+//! `sluicegate probe`: asks the running gateway whether it is ready, for health checks in containers without a shell.
+
+use std::io::{Write, stdout};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use clap::Args;
+use http::StatusCode;
+use serde_json::Value;
+
+use crate::cli::admin::client::{AdminClient, AdminLocation};
+use crate::limiter::quota::parse_duration_us;
+
+#[derive(Debug, Args)]
+pub(super) struct Options {
+    /// Ask whether the gateway is alive (/healthz) instead of ready (/readyz)
+    #[arg(long)]
+    live: bool,
+    /// Ask the admin listener at this URL, or this admin socket [default: the admin socket, otherwise `[admin]`]
+    #[arg(long, value_name = "SOCKET|URL")]
+    url: Option<String>,
+    /// Fail if there is no response within this time
+    #[arg(long, value_name = "DURATION", default_value = "3s", value_parser = parse_timeout)]
+    timeout: Duration,
+}
+
+/// Ask the gateway, and print its status.
+///
+/// # Errors
+/// The gateway is not ready or not alive, or it is unreachable.
+pub(super) fn run(config_path: &Path, options: &Options) -> anyhow::Result<()> {
+    let client = match &options.url {
+        Some(url) => AdminClient::from_option("--url", url)?,
+        None => {
+            let location = AdminLocation::read(config_path);
+            let advice = || format!("{}; name the gateway with --url", location.missing(config_path));
+            location.client()?.with_context(advice)?
+        }
+    };
+    let path = if options.live { "/healthz" } else { "/readyz" };
+    let (status, body) = client.get(options.timeout, path)?;
+    let word = match serde_json::from_slice::<Value>(&body) {
+        _ if options.live && &body[..] == b"ok\n" => Some("ok".to_owned()),
+        Ok(report) if !options.live => report["status"].as_str().map(str::to_owned),
+        Ok(_) | Err(_) => None,
+    };
+    match (status, word) {
+        (StatusCode::OK, Some(word)) => Ok(writeln!(stdout(), "{client}: {word}")?),
+        (StatusCode::SERVICE_UNAVAILABLE, Some(word)) => Ok(writeln!(stdout(), "{client}: {word}")?),
+        (status, _) => bail!("the server at {client} is not a Sluicegate admin listener ({status})"),
+    }
+}
+
+fn parse_timeout(text: &str) -> anyhow::Result<Duration> {
+    let us = parse_duration_us(text).context("a number with ms, s, m, h or d, such as 500ms")?;
+    Ok(Duration::from_micros(us))
+}
