@@ -47,7 +47,7 @@ pub(super) fn run(config_path: &Path, options: &Options) -> anyhow::Result<()> {
     };
     match (status, word) {
         (StatusCode::OK, Some(word)) => Ok(writeln!(stdout(), "{client}: {word}")?),
-        (StatusCode::SERVICE_UNAVAILABLE, Some(word)) => Ok(writeln!(stdout(), "{client}: {word}")?),
+        (StatusCode::SERVICE_UNAVAILABLE, Some(word)) => bail!("{client}: not ready: {word}"),
         (status, _) => bail!("the server at {client} is not a Sluicegate admin listener ({status})"),
     }
 }

@@ -26,7 +26,8 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
     let (stop_token, stopping) = (stop.clone(), app.stopping());
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         signal_runtime.block_on(async {
-            if signals.handle(&config_handle, hot_restart).await == StopCause::Signal {
+            let cause = signals.handle(&config_handle, hot_restart).await;
+            if cause == StopCause::Signal || cause == StopCause::HotRestart {
                 sd_notify::notify_stopping();
                 stopping.cancel();
                 signals.stop.wait_accept_grace(&config_handle).await;
@@ -73,7 +74,7 @@ impl StopSignal {
     /// Wait for `accept_grace`, or until another signal arrives.
     async fn wait_accept_grace(&mut self, config_handle: &ConfigHandle) {
         let accept_grace = config_handle.active().config.server.accept_grace;
-        if accept_grace.is_zero() {
+        if !accept_grace.is_zero() {
             info!(
                 ?accept_grace,
                 "stopping: /readyz is 503, requests are still accepted; a second signal drains at once"

@@ -269,7 +269,7 @@ impl<W: Write> Page<'_, W> {
             return Ok(());
         }
         writeln!(self.out)?;
-        write_table_within(None, header, rows.into_iter(), right_aligned, style, &mut self.out)
+        write_table_within(self.width, header, rows.into_iter(), right_aligned, style, &mut self.out)
     }
 
     /// Return the seconds from the time of the report to an RFC 3339 time. Both are those of the gateway.

@@ -300,7 +300,7 @@ impl AdminLocation {
         };
         let text = String::from_utf8_lossy(&content);
         // A syntax error before the table can hide it from the parser. By itself, the table is found.
-        let tables = [&*text, ""].map(|text| DeTable::parse_recoverable(text).0);
+        let tables = [&*text, admin_section(&text)].map(|text| DeTable::parse_recoverable(text).0);
         let mut found = tables.iter().filter_map(|table| table.get_ref().get("admin")?.get_ref().as_table());
         let admin = found.next();
         let value = |key: &str| substituted(admin?.get(key)?.get_ref().as_str()?, &env_var);
@@ -358,7 +358,6 @@ fn admin_section(text: &str) -> &str {
 fn is_listening(path: &Path) -> bool {
     let connect = || {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-        socket.set_nonblocking(true)?;
         socket.connect(&SockAddr::unix(path)?)
     };
     connect().map_or_else(|error| error.kind() == io::ErrorKind::WouldBlock, |()| true)
