@@ -55,14 +55,14 @@ pub(super) struct Options {
     /// Exit with code 1 if there are warnings
     #[arg(long)]
     strict: bool,
-    /// Connect neither to the store, to token issuers nor to a running gateway; unset environment variables in secrets
-    /// are warnings
+    /// Do not connect to the store, to token issuers or to a running gateway; unset environment variables in secrets
+    /// are only warnings
     #[arg(long)]
     offline: bool,
     /// Compare with the gateway at this admin socket or URL [default: the admin socket, otherwise `[admin]`]
     ///
     /// Prints what a reload would change, what needs a restart, addresses that cannot be bound, and up to 20 known
-    /// identities that have used more than a new quota.
+    /// identities whose usage exceeds a new quota.
     #[arg(long, value_name = "SOCKET|URL", num_args = 0..=1, default_missing_value = "", conflicts_with = "offline")]
     against: Option<String>,
 }
