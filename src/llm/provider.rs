@@ -1,6 +1,9 @@
 //! The formats of providers for what the gateway writes: error bodies that their SDKs understand.
 
-use serde_json::json;
+use serde_json::{Value, json};
+
+/// Maximum number of choices that are ended one by one.
+const MAX_FINAL_CHOICES: u64 = 128;
 
 /// The API that a client speaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +30,39 @@ impl Provider {
             Provider::Ollama
         } else {
             Provider::OpenAi
+        }
+    }
+
+    /// Return the events that end a stream at its maximum of output tokens. `choices` is the number of choices.
+    pub fn final_events(self, path: &str, choices: u64) -> String {
+        let event = |name: &str, data: Value| format!("event: {name}\ndata: {data}\n\n");
+        match self {
+            Provider::OpenAi if path.ends_with("/responses") => event(
+                "response.incomplete",
+                json!({
+                    "type": "response.incomplete",
+                    "response": {
+                        "object": "response", "status": "incomplete", "output": [],
+                        "incomplete_details": { "reason": "max_output_tokens" },
+                    },
+                }),
+            ),
+            Provider::OpenAi | Provider::Ollama => {
+                let choice = |index| json!({ "index": index, "delta": {}, "finish_reason": "length" });
+                let choices: Vec<_> = (0..choices.min(MAX_FINAL_CHOICES)).map(choice).collect();
+                let chunk = json!({ "id": "", "object": "chat.completion.chunk", "created": 0, "model": "", "choices": choices });
+                format!("data: {chunk}\n\ndata: [DONE]\n\n")
+            }
+            Provider::Anthropic => {
+                let delta = json!({ "stop_reason": "max_tokens", "stop_sequence": null });
+                let end = json!({ "type": "message_delta", "delta": delta, "usage": { "output_tokens": 0 } });
+                event("message_delta", end) + &event("message_stop", json!({ "type": "message_stop" }))
+            }
+            Provider::Gemini => {
+                let candidate =
+                    json!({ "content": { "parts": [], "role": "model" }, "finishReason": "MAX_TOKENS", "index": 0 });
+                format!("data: {}\r\n\r\n", json!({ "candidates": [candidate] }))
+            }
         }
     }
 

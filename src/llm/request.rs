@@ -94,6 +94,13 @@ pub fn inspect(body: &[u8]) -> Result<RequestInfo, RequestError> {
     Ok(info)
 }
 
+/// Return a body, which is a JSON object without `stream_options`, with the option that makes OpenAI report the usage of a
+/// stream.
+pub fn with_usage_option(body: &[u8]) -> Vec<u8> {
+    let start = body.iter().position(|byte| *byte == b'{').map_or(0, |brace| brace + 1);
+    [&body[..start], br#""stream_options":{"include_usage":true},"#, &body[start..]].concat()
+}
+
 /// Return the model that a path names, as those of Gemini (`/v1beta/models/NAME:generateContent`) and Azure
 /// (`/openai/deployments/NAME/chat/completions`) do.
 pub fn model_in_path(path: &str) -> Option<&str> {
@@ -523,6 +530,13 @@ mod tests {
         ] {
             assert_eq!(model_in_path(path), expected, "{path}");
         }
+    }
+
+    #[test]
+    fn usage_option_is_added_to_the_object() {
+        let body = with_usage_option(b" {\"stream\":true}");
+        assert_eq!(body, b" {\"stream_options\":{\"include_usage\":true},\"stream\":true}");
+        assert_eq!(inspect(&body).unwrap().includes_usage, Some(true));
     }
 
     #[test]

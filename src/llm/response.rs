@@ -2,7 +2,9 @@
 
 use std::sync::{Arc, LazyLock};
 
-use memchr::memchr2;
+use memchr::{memchr2, memmem};
+use serde::Deserialize;
+use serde::de::IgnoredAny;
 
 use crate::llm::json_scanner::{JsonPath, JsonScanner, JsonSink};
 use crate::llm::usage::{TokenUsage, parse_count, parse_usage};
@@ -251,6 +253,23 @@ impl JsonSink for Tally {
         }
         self.reported = Some(reported.max(usage));
     }
+}
+
+/// Return whether an event has nothing but the usage that `stream_options.include_usage` of OpenAI adds.
+pub fn is_usage_event(event: &[u8]) -> bool {
+    #[derive(Deserialize)]
+    struct Chunk {
+        choices: Vec<IgnoredAny>,
+        usage: Option<IgnoredAny>,
+    }
+    // Most events have choices: do not parse them.
+    if memmem::find(event, b"[]").is_none() {
+        return false;
+    }
+    let lines = event.split(|byte| matches!(byte, b'\n' | b'\r'));
+    let data: Vec<_> = lines.filter_map(|line| line.strip_prefix(DATA_FIELD)).collect();
+    let chunk = serde_json::from_slice::<Chunk>(&data.concat());
+    chunk.is_ok_and(|chunk| chunk.choices.is_empty() && chunk.usage.is_some())
 }
 
 // === Server-sent events (WHATWG HTML §9.2.6) ===
@@ -502,6 +521,21 @@ pub(super) mod tests {
         }
         let invalid = report("-3");
         assert_eq!(measure("text/event-stream", [invalid.as_bytes()]), None);
+    }
+
+    #[test]
+    fn usage_event_has_usage_and_no_choices() {
+        for (event, expected) in [
+            ("data: {\"choices\":[],\"usage\":{\"prompt_tokens\":1}}\n\n", true),
+            ("data: {\"id\":\"a\",\r\ndata: \"choices\": [], \"usage\":{}}\r\n\r\n", true),
+            ("data: {\"choices\":[],\"usage\":null}\n\n", false),
+            ("data: {\"choices\":[{\"index\":0,\"logprobs\":[]}],\"usage\":{}}\n\n", false),
+            ("data: [DONE]\n\n", false),
+            ("data: []\n\n", false),
+            (": []\n\n", false),
+        ] {
+            assert_eq!(is_usage_event(event.as_bytes()), expected, "{event}");
+        }
     }
 
     #[test]

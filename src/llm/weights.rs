@@ -2,8 +2,8 @@
 
 use crate::llm::usage::TokenUsage;
 
-/// Maximum weight, in thousandths: 1,000,000 per token.
-pub const MAX_WEIGHT: u64 = 1_000_000_000;
+/// Maximum weight of a token.
+pub const MAX_WEIGHT: i32 = 1_000_000;
 
 /// Maximum cost, which is exact in Lua 5.1.
 const MAX_COST: u64 = (1 << 53) - 1;
