@@ -573,10 +573,13 @@ impl Drop for DeferredCharges {
 mod tests {
     use super::*;
     use crate::limiter::algorithm::concurrency::Concurrency;
+    use crate::limiter::algorithm::token_bucket::TokenBucket;
+    use crate::limiter::algorithm::{Change, State, StepKind};
     use crate::limiter::clock::Clock;
     use crate::limiter::key::{IdentityHasher, StateName};
     use crate::limiter::memory::MemoryStore;
     use crate::limiter::quota::Quota;
+    use proptest::prelude::*;
 
     const LIMIT: u64 = 3;
 
@@ -642,6 +645,64 @@ mod tests {
         store_handle.tasks.wait().await;
         let other = SettlementQueue::new(store_handle);
         assert_eq!(remaining(&other, &permit).await, LIMIT);
+    }
+
+    fn charge_of(rule: &Rule, quota: Quota, cost: u64) -> OwnedCharge {
+        let variant = LimitVariant {
+            id: 1,
+            quota,
+            state_name: StateName::new(&IdentityHasher::new(""), "l", &rule.shape()),
+            local_rule: rule.clone(),
+            rule: rule.clone(),
+        };
+        OwnedCharge {
+            limit_index: 0,
+            variant: Arc::new(variant),
+            identity: Identity(1),
+            cost_or_permit_id: cost,
+            prefetch: 0,
+            debt_before_us: 0,
+        }
+    }
+
+    /// Return the state after a step.
+    fn next_state(change: Change, state: Option<State>) -> Option<State> {
+        match change {
+            Change::Put(state, _) => Some(state),
+            Change::Delete => None,
+            _ => state,
+        }
+    }
+
+    proptest! {
+        /// A token bucket whose reservation was settled is the bucket that was charged the actual cost at once, but for
+        /// rounding to the client's disadvantage.
+        #[test]
+        fn settled_reservation_equals_the_actual_charge(
+            count in 1..10_000u64,
+            earlier in 0..5000u64,
+            reserved in 1..5000u64,
+            kept in any::<prop::sample::Index>(),
+            wait_us in 0..120_000_000u64,
+        ) {
+            let quota: Quota = format!("{count}/min").parse().unwrap();
+            let rule = Rule::TokenBucket(TokenBucket::new(quota, 10_000).unwrap());
+            let kept = kept.index(reserved as usize + 1) as u64;
+            let started_at = 1_000_000_000;
+            let first = rule.step(None, started_at, StepKind::Charge, earlier);
+            let state = next_state(first.change, None);
+            let (charged_at, settled_at) = (started_at + 1_000_000, started_at + 1_000_000 + wait_us);
+            let check = rule.step(state.as_ref(), charged_at, StepKind::Check, reserved);
+            let debt_before_us = rule.debt_before_us(&check.outcome, 0, reserved);
+            let refund = OwnedCharge { debt_before_us, ..charge_of(&rule, quota, reserved) };
+            let refund = refund.partial_refund(kept, DecidedBy::Store);
+            let kind = StepKind::Refund { charged_at, debt_before_us: refund.debt_before_us };
+            let charged = next_state(check.change, state.clone());
+            let settled = rule.step(charged.as_ref(), settled_at, kind, refund.cost_or_permit_id).outcome.remaining;
+            let actual = next_state(rule.step(state.as_ref(), charged_at, StepKind::Charge, kept).change, state);
+            let expected = rule.step(actual.as_ref(), settled_at, StepKind::Check, 0).free;
+            prop_assert!(settled <= expected && settled + 1 >= expected, "{settled} instead of {expected}");
+        }
     }
 
     #[test]

@@ -421,7 +421,10 @@ pub(super) mod tests {
         "\"usage\":{\"billed_units\":{\"input_tokens\":3,\"output_tokens\":5},\"tokens\":{\"input_tokens\":209,\"output_tokens\":5}}}}\n\n",
     );
 
-    const STREAMS: [(&str, &str, &str, (u64, u64, u64)); 6] = [
+    /// Name, media type and content of a stream, and its input, cached input and output.
+    type Example = (&'static str, &'static str, &'static str, (u64, u64, u64));
+
+    const STREAMS: [Example; 6] = [
         ("openai", "text/event-stream", OPENAI, (9, 4, 12)),
         ("anthropic", "text/event-stream; charset=utf-8", ANTHROPIC, (30, 5, 15)),
         ("responses", "text/event-stream", RESPONSES, (37, 0, 11)),
