@@ -35,6 +35,9 @@ const NAMED_TABLES: [&str; 4] = ["auth", "limit", "upstream", "tiers"];
 /// Keys of `[auth.NAME]` that are not secret, whatever their names and the names below them are.
 const PUBLIC_AUTH_KEYS: [&str; 5] = ["forward_credential", "claims", "request_headers", "response_headers", "cache"];
 
+/// Keys of `cost` of a limit that count the tokens of an LLM API.
+const PUBLIC_COST_KEYS: [&str; 3] = ["bytes_per_token", "image_tokens", "audio_tokens"];
+
 /// Query parameters of store URLs that are not secret.
 const PUBLIC_QUERY_PARAMETERS: [&str; 2] = ["db", "protocol"];
 
@@ -52,6 +55,15 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     {
         return false;
     }
+    if let ["limit", _, "cost", "models", ..] = path {
+        // Names of models.
+        return false;
+    }
+    if let ["limit", _, "cost", key] = path
+        && PUBLIC_COST_KEYS.contains(key)
+    {
+        return false;
+    }
     if path.contains(&HEADER_RULE_KEYS[0]) || path.contains(&HEADER_RULE_KEYS[1]) {
         // Header names in `remove` are not secret. Values in other positions may be.
         return path.last() != Some(&"remove");
@@ -64,7 +76,9 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         // An API key that was pasted instead of a time. Values that are not strings have no text.
         return !text.is_empty() && text.parse::<Datetime>().is_err();
     }
-    let misspelled = |key: &str| key != "socket" && FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);
+    let misspelled = |key: &str| {
+        key != "socket" && FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2)
+    };
     path.iter().enumerate().any(|(depth, key)| {
         // The table of earlier versions, whose error shows its values.
         let is_table = depth == 0 && path.len() > 1 && *key == "api_key";
@@ -144,6 +158,8 @@ mod tests {
             (&["consumer", "keys", "name"], "ci", false),
             (&["consumer", "keys", "expires"], "my-key", true),
             (&["consumer", "keys", "expires"], "2027-01-01", false),
+            (&["limit", "l", "cost", "image_tokens"], "", false),
+            (&["limit", "l", "cost", "models", "my-token-model", "input"], "", false),
             (&["log", "access"], "stdout", false),
         ] {
             assert_eq!(is_secret(path, text), expected, "{path:?} {text}");

@@ -291,7 +291,9 @@ fn store_that_rejects_writes_still_decides_denials() {
         assert_eq!(log_count(&gateway, "the store is down"), 0, "{text}: {}", gateway.log());
         full.store(true, Ordering::SeqCst);
         get(&gateway, "/allow", "a");
-        eventually("the next change is logged as well", || log_count(&gateway, "the store rejects writes: checks") == 2);
+        eventually("the next change is logged as well", || {
+            log_count(&gateway, "the store rejects writes: checks") == 2
+        });
         println!("fault 19: {text}: by on_store_error, denials by the store, logged once");
     }
 }

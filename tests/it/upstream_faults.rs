@@ -191,7 +191,13 @@ fn reset(stream: &TcpStream) {
 type Fault = (&'static str, Act, u16, &'static str, Due);
 
 const FAULTS: &[Fault] = &[
-    ("says nothing", |mut stream| read_all(&mut stream), 504, "the upstream did not respond in time", Due::After(TIMEOUT)),
+    (
+        "says nothing",
+        |mut stream| read_all(&mut stream),
+        504,
+        "the upstream did not respond in time",
+        Due::After(TIMEOUT),
+    ),
     (
         "says half a head",
         |mut stream| {
