@@ -98,7 +98,7 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Explain what the gateway would do with a request: route, limits, response
+    /// Explain how the gateway would handle a request: route, limits, response
     ///
     /// Nothing is sent or charged. The counters are read from Redis, or from the running gateway if they are in its
     /// memory.
@@ -137,7 +137,7 @@ enum Command {
     },
     /// Reload the configuration of the running gateway, and print what changed
     ///
-    /// Waits for the result. Exit code 1 if the gateway rejects the configuration, which then stays as it was.
+    /// Waits for the result. Exit code 1 if the gateway rejects the configuration and keeps the active one.
     #[command(after_help = examples![
         "sluicegate reload",
         "sluicegate reload --admin /run/sluicegate/admin.sock",

@@ -61,6 +61,7 @@ pub mod http;
 pub mod identity;
 pub mod limiter;
 pub mod listener;
+pub mod llm;
 pub mod metrics;
 pub mod proxy;
 pub mod routing;

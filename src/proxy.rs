@@ -6,6 +6,7 @@ pub mod context;
 pub mod forward;
 mod forward_auth;
 pub mod header_values;
+pub mod llm;
 pub mod local_reply;
 pub mod metrics;
 pub mod mirror;
@@ -13,6 +14,7 @@ pub mod rate_limit;
 pub mod target;
 pub mod top_denied;
 
+use std::mem;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -112,7 +114,7 @@ impl Gateway {
     /// Dropping the future cancels everything it waits for.
     pub async fn handle(
         &self,
-        request: Box<Request<RequestBody>>,
+        mut request: Box<Request<RequestBody>>,
         peer: &Peer,
         flow: &Arc<StreamFlow>,
     ) -> Response<Body> {
@@ -126,7 +128,10 @@ impl Gateway {
             request_body::discard_body(request, flow);
             return context.complete(Ok(response));
         }
-        let admission = self.admit(&mut context, &request).await;
+        // Apart from the head, which is borrowed while the body is read.
+        let mut body = mem::replace(request.body_mut(), RequestBody::empty());
+        let admission = self.admit(&mut context, &request, &mut body).await;
+        *request.body_mut() = body;
         // Rendered here because the request is consumed below.
         context.render_response_headers(&request);
         let result = match admission {
@@ -143,8 +148,8 @@ impl Gateway {
     }
 
     /// Find the route of a request, check access rules, answer CORS preflights, check the declared body length, rewrite
-    /// the target, authenticate the client and check the limits. The body is not polled yet, so a client that waits for
-    /// `100 Continue` does not send the body of a rejected request.
+    /// the target, authenticate the client and check the limits. The `body` is separate, and polled only if a limit counts the tokens
+    /// of an LLM API. Otherwise a client that waits for `100 Continue` does not send the body of a rejected request.
     ///
     /// # Errors
     /// The request is rejected, or is a preflight: a [`Rejection`] is the response to any request that is not admitted.
@@ -152,6 +157,7 @@ impl Gateway {
         &self,
         context: &mut RequestContext<'a>,
         request: &Request<RequestBody>,
+        body: &mut RequestBody,
     ) -> Result<AdmittedRequest<'a>, Rejection<'a>> {
         let config = &context.snapshot.config;
         let target = RequestTarget::from_request(request, &config.server)?;
@@ -168,11 +174,17 @@ impl Gateway {
         if preflight_route.is_some() {
             return Err(context.preflight(route, request));
         }
-        if route.max_body.is_some_and(|max| request.body().size_hint().lower() > max) {
+        if route.max_body.is_some_and(|max| body.size_hint().lower() > max) {
             return Err(Rejection::BodyTooLarge);
         }
         let rewritten_target = target.rewrite(route, request.uri().query())?;
         let (credentials, authenticated) = authentication::authenticate(config, route, request.headers(), context.peer);
+        if (authenticated.is_ok() || pending_provider(&authenticated).is_some())
+            && let Some(inspection) = route.rate_limits.llm_inspection(request.method())
+        {
+            // Boxed: few requests need space for this future.
+            Box::pin(llm::inspect(context, route, inspection, request, body)).await?;
+        }
         let decision = if let Some(pending) = pending_provider(&authenticated) {
             let pending = (credentials, pending);
             // Boxed: requests that are authenticated without waiting need no space for this future.
@@ -202,6 +214,7 @@ impl Gateway {
                 header_styles: &route.rate_limits.header_styles,
                 expose_headers: route.rate_limits.expose_header.as_ref(),
                 is_grpc: is_grpc_call(request),
+                provider: context.llm.as_ref().map(|llm| llm.provider),
             });
         }
         let forwarded_path =
@@ -243,6 +256,9 @@ impl Gateway {
                 result
             }
         };
+        if let (Some(llm), Ok(response)) = (context.llm.take(), &result) {
+            context.settlement = llm.settlement(&mut decision, route, &context.snapshot.metrics, response);
+        }
         // Also if the upstream failed: its status may refund. Awaited, so that the headers have the values after it.
         rate_limit::settle(&mut decision, route, &result).await;
         // On an error, dropping the decision releases the permits of the request.

@@ -12,6 +12,7 @@ mod header_rules;
 mod identities;
 mod limits;
 pub mod listeners;
+mod llm;
 pub mod mirror;
 pub mod remote_auth;
 mod restart_required;

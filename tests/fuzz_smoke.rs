@@ -28,6 +28,8 @@ mod forwarded;
 mod head;
 #[path = "../fuzz/targets/key_set.rs"]
 mod key_set;
+#[path = "../fuzz/targets/llm.rs"]
+mod llm;
 #[path = "../fuzz/targets/origins.rs"]
 mod origins;
 #[path = "../fuzz/targets/proxy.rs"]
@@ -492,6 +494,47 @@ fn key_sets() {
         "{\"keys\":",
     ];
     fuzz("key set", &examples, &tokens, key_set::run);
+}
+
+#[test]
+fn llm_requests_and_responses() {
+    let examples: [&[u8]; 7] = [
+        b"\x00{\"model\":\"m\",\"max_tokens\":7,\"n\":2,\"stream\":true,\"messages\":[{\"content\":\"hi\"}]}",
+        b"\x01{\"generationConfig\":{\"maxOutputTokens\":9},\"contents\":[{\"parts\":[{\"inlineData\":{\"mimeType\":\"image/png\",\"data\":\"QUJD\"}}]}]}",
+        b"\x01{\"options\":{\"num_predict\":-1},\"prompt\":[\"a\",\"b\"],\"stream_options\":{\"include_usage\":true}}",
+        b"\x02data: {\"choices\":[{\"delta\":{\"content\":\"a\"}}]}\n\ndata: {\"choices\":[],\"usage\":{\"prompt_tokens\":1}}\n\ndata: [DONE]\n\n",
+        b"\x04event: message_start\r\ndata: {\"message\":{\"usage\":{\"input_tokens\":5,\"output_tokens\":1}}}\r\n\r\n",
+        b"\x07[{\"usageMetadata\":{\"promptTokenCount\":4}},{\"candidates\":[{\"content\":{\"parts\":[{\"text\":\"x\"}]}}]}]",
+        b"\x05{\"response\":\"x\"}\n{\"done\":true,\"prompt_eval_count\":3,\"eval_count\":2}\n",
+    ];
+    let tokens = [
+        "{",
+        "}",
+        "[",
+        "]",
+        "\"",
+        ":",
+        ",",
+        "\\",
+        "\\u0061",
+        "\n",
+        "\r",
+        "\n\n",
+        "data: ",
+        "data:",
+        "event: x\n",
+        "null",
+        "-1",
+        "1e9",
+        "\"usage\":",
+        "\"max_tokens\":",
+        "\"maxTokens\":5",
+        "\"content\":\"",
+        "\"type\":\"response.a.done\"",
+        "\"stream\":true",
+        "\u{e9}",
+    ];
+    fuzz("LLM requests and responses", &examples, &tokens, llm::run);
 }
 
 #[test]

@@ -14,7 +14,7 @@ const ROWS: &[&[&str]] = &[
     &["proxy"],
     &["snapshot"],
     &["identity", "telemetry", "upstream"],
-    &["config", "http", "routing", "tls"],
+    &["config", "http", "llm", "routing", "tls"],
     &["limiter"],
     &["metrics"],
 ];

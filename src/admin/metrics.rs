@@ -8,7 +8,9 @@ use crate::admin::state::AdminState;
 use crate::limiter::metrics::AnsweredBy;
 use crate::listener::metrics::{APPLICATION_PROTOCOLS, HandshakeFailure, TLS_VERSIONS};
 use crate::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
-use crate::proxy::metrics::{AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, STATUS_CLASSES};
+use crate::proxy::metrics::{
+    AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, SETTLED_BY, STATUS_CLASSES, split_token_counter_name,
+};
 use crate::proxy::mirror::{CopyResult, DropReason};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::tls::Certificate;
@@ -173,6 +175,23 @@ impl AdminState {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
             for (limit_decision, count) in LimitDecision::ALL.iter().zip(counts) {
                 writer.write_counter(&[("limit", &limit), ("decision", limit_decision.label())], count)?;
+            }
+        }
+        let tokens: Vec<_> = self.request_metrics.tokens.all();
+        let mut writer = exposition
+            .counter("limit_reserved", "Costs that requests to LLM APIs reserved, by route and limit, once settled")?;
+        for (name, counters) in &tokens {
+            let (route, limit) = split_token_counter_name(name);
+            let [reserved, ..] = sum_counts(counters.iter().map(|counter| counter.values()));
+            writer.write_counter(&[("route", route), ("limit", limit)], reserved)?;
+        }
+        let mut writer =
+            exposition.counter("limit_settled", "Costs after the responses of LLM APIs, by route, limit and source")?;
+        for (name, counters) in &tokens {
+            let (route, limit) = split_token_counter_name(name);
+            let [_, settled @ ..] = sum_counts(counters.iter().map(|counter| counter.values()));
+            for (source, cost) in SETTLED_BY.iter().zip(settled) {
+                writer.write_counter(&[("route", route), ("limit", limit), ("source", source)], cost)?;
             }
         }
         let check_durations = self.request_metrics.check_durations.all();

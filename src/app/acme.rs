@@ -52,7 +52,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 const RENEWAL_POINT: (u64, u64) = (2, 3);
 const RENEWAL_JITTER_DIVISOR: u64 = 20;
 
-/// Renew when this part of the lifetime is left, even if the CA suggests a later time: a twentieth.
+/// Renew when this part of the lifetime remains, even if the CA suggests a later time: a twentieth.
 const LATEST_RENEWAL_DIVISOR: u64 = 20;
 
 /// Wait after the first failed attempt that the CA has judged, in seconds. It doubles with each failure. Let's Encrypt
@@ -66,7 +66,7 @@ const FAILURE_BACKOFF_S: u64 = 10;
 const MAX_VERDICT_BACKOFF_S: u64 = 86_400;
 const MAX_FAILURE_BACKOFF_S: u64 = 3600;
 
-/// Bounds for the interval in which the renewal information is read, which the CA states (RFC 9773 §4.3.2).
+/// Bounds for the interval of the CA in which the renewal information is read (RFC 9773 §4.3.2).
 const RENEWAL_INFO_BOUNDS: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(86_400));
 
 /// First and longest wait after the renewal information could not be read. It doubles with each failure
@@ -215,7 +215,7 @@ impl AcmeClient {
                 Ok(stored) => {
                     let stored = Arc::new(stored);
                     acme.certificates.update(name, |entry| entry.certificate = Some(stored.clone()));
-                    // Another gateway may have obtained it after this one failed.
+                    // Another gateway may have obtained the certificate after this gateway failed.
                     self.attempts.remove(name);
                 }
                 Err(error) => debug!(%name, %error, "the stored certificate cannot be used"),
@@ -230,7 +230,7 @@ impl AcmeClient {
         let attempts = self.attempts(name);
         let known = acme.certificates.get(name);
         let renewal_s = known.certificate.as_ref().map_or(0, |certificate| self.renewal_time_s(name, certificate));
-        // A renewal that an administrator requested and that failed is due before the planned one.
+        // A requested renewal that failed is due before the planned renewal.
         let next_order_s = if attempts.failures > 0 { attempts.retry_at_s } else { renewal_s };
         if known.next_order_s != Some(next_order_s) || known.failures != attempts.failures {
             acme.certificates.update(name, |entry| {
@@ -285,7 +285,7 @@ impl AcmeClient {
             Ok(SuggestedRenewal { window, explanation_url, retry_after }) => {
                 if known_window != Some(window) {
                     let explanation = explanation_url.unwrap_or_default();
-                    info!(name, from_s = window.0, to_s = window.1, explanation, "the CA suggests when to renew");
+                    info!(name, from_s = window.0, to_s = window.1, explanation, "read the renewal window of the CA");
                 }
                 record.window = Some(window);
                 retry_after.clamp(RENEWAL_INFO_BOUNDS.0, RENEWAL_INFO_BOUNDS.1)
@@ -296,7 +296,7 @@ impl AcmeClient {
                 let failures = known.map_or(0, |known| known.failures);
                 let wait = RENEWAL_INFO_BACKOFF.0.saturating_mul(1 << failures.min(20)).min(RENEWAL_INFO_BACKOFF.1);
                 record.failures = failures.saturating_add(1);
-                warn!(name, %error, retry_in_s = wait.as_secs(), "cannot read when the CA suggests to renew");
+                warn!(name, %error, retry_in_s = wait.as_secs(), "cannot read the renewal window of the CA");
                 wait
             }
         };
@@ -374,7 +374,7 @@ impl AcmeClient {
         let result = self.order(acme, name, attempts.failures, previous.as_deref()).await;
         self.serve_stored(acme);
         if let Err(OrderError::Storage(StorageError::LockLost)) = result {
-            // That gateway continues the order or places another one: this is no failure.
+            // The other gateway resumes the order or places a new order: not a failure.
             info!(name, "lost the lock for ACME orders: another gateway has taken over");
             return;
         }
@@ -391,7 +391,7 @@ impl AcmeClient {
                 let wait_s = self.backoff_s(&error, attempts.failures, name);
                 attempts.retry_at_s = unix_us() / 1_000_000 + wait_s;
                 attempts.error = error.to_string();
-                // Read the directory of the CA again: it may have other URLs.
+                // Read the directory of the CA again: its URLs may have changed.
                 self.account = None;
                 warn!(name, %error, failures = attempts.failures, retry_in_s = wait_s, "cannot obtain a certificate");
                 self.attempts.insert(name.into(), attempts.clone());

@@ -21,7 +21,7 @@ use crate::limiter::spec::{CONCURRENT_REQUESTS, DEFAULT_UNIT};
 pub(super) enum AdminCommand {
     /// Show the most frequently denied clients of the running gateway
     ///
-    /// The numbers are those of one gateway in the last 5 minutes.
+    /// Only denials by this gateway in the last 5 minutes are counted.
     #[command(after_help = examples![
         "sluicegate top",
         "sluicegate top --limit per-ip --count 3",
@@ -45,10 +45,10 @@ pub(super) enum AdminCommand {
     Inspect {
         #[command(flatten)]
         target: AdminTarget,
-        /// Show only this limit [default: all limits whose parts are given]
+        /// Show only this limit [default: all limits that count by the given parts]
         #[arg(long, value_name = "NAME")]
         limit: Option<String>,
-        /// Check a request of this cost
+        /// Check a request with this cost
         #[arg(long, value_name = "N", default_value_t = 1)]
         cost: u64,
         #[command(flatten)]
@@ -76,8 +76,8 @@ pub(super) enum AdminCommand {
     },
     /// Renew a certificate by ACME now
     ///
-    /// The running gateway places the order, or another one that shares its Redis store. `certificates` shows the
-    /// result. Each order counts for the rate limits of the CA.
+    /// The running gateway orders the certificate, or another gateway with the same Redis store. `certificates` shows
+    /// the result. Each order counts for the rate limits of the CA.
     #[command(after_help = examples![
         "sluicegate renew --name api.example.com",
         "sluicegate renew --name api.example.com --admin http://127.0.0.1:9180",

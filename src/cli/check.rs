@@ -32,7 +32,7 @@ use crate::limiter::redis::connection::try_connect;
 use crate::limiter::redis::server::ConnectError;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
-use crate::snapshot::cost::Cost;
+use crate::snapshot::cost::{Cost, LlmCost};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::telemetry::pluralize;
 use crate::tools::check;
@@ -55,14 +55,14 @@ pub(super) struct Options {
     /// Exit with code 1 if there are warnings
     #[arg(long)]
     strict: bool,
-    /// Connect neither to the store, to token issuers nor to a running gateway; unset environment variables in secrets
-    /// are warnings
+    /// Do not connect to the store, to token issuers or to a running gateway; unset environment variables in secrets
+    /// are only warnings
     #[arg(long)]
     offline: bool,
     /// Compare with the gateway at this admin socket or URL [default: the admin socket, otherwise `[admin]`]
     ///
     /// Prints what a reload would change, what needs a restart, addresses that cannot be bound, and up to 20 known
-    /// identities that have used more than a new quota.
+    /// identities whose usage exceeds a new quota.
     #[arg(long, value_name = "SOCKET|URL", num_args = 0..=1, default_missing_value = "", conflicts_with = "offline")]
     against: Option<String>,
 }
@@ -295,6 +295,9 @@ pub(crate) struct Guarantee<'a> {
     prefetch: u64,
     /// Whether the cost is charged after the response and may exceed the remaining tokens.
     overdraft: bool,
+    /// How far the limit can be exceeded, if it counts the tokens of an LLM API.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    overrun: Option<String>,
     shadow: bool,
 }
 
@@ -310,8 +313,25 @@ pub(crate) fn guarantees(compiled: &CompiledLimit) -> impl Iterator<Item = Guara
         capacity: variant.rule.capacity(),
         prefetch: prefetch_per_gateway(limit, variant),
         overdraft: compiled.cost.as_ref().is_some_and(Cost::is_deferred),
+        overrun: compiled.cost.as_ref().and_then(Cost::llm).filter(|_| tier.is_none()).map(|llm| overrun(llm)),
         shadow: limit.shadow,
     })
+}
+
+/// Describe by how much a limit that counts the tokens of an LLM API can be exceeded, and under which assumption.
+fn overrun(llm: &LlmCost) -> String {
+    let LlmCost { estimate, max_body, weights, .. } = llm;
+    let models = weights.models.iter().map(|(_, weights)| weights);
+    let input_weight = models.chain([&weights.default]).map(|weights| weights.input.max(weights.cached_input)).max();
+    // A token has at least one byte.
+    let max_input = *max_body as u64 - (*max_body as u64).div_ceil(estimate.bytes_per_token);
+    let max_excess = u128::from(max_input) * u128::from(input_weight.unwrap_or(0)) / 1000;
+    format!(
+        "exceeded only by what requests in flight use beyond their reservations: text with fewer than {} bytes per token \
+         (at most {max_excess} for each), input that is not in the body, and output beyond the requested maximum or, \
+         without one, beyond {} tokens",
+        estimate.bytes_per_token, estimate.default_output
+    )
 }
 
 fn window_seconds(variant: &LimitVariant) -> Option<f64> {
@@ -349,6 +369,9 @@ impl Guarantee<'_> {
         }
         if self.shadow {
             text += " (shadow: never denies)";
+        }
+        if let Some(overrun) = &self.overrun {
+            text += &format!("\n  {}: {overrun}", self.limit);
         }
         text
     }

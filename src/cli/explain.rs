@@ -1,4 +1,4 @@
-//! `sluicegate explain`: explains what the gateway would do with a request, without sending or charging it.
+//! `sluicegate explain`: explains how the gateway would handle a request, without sending or charging it.
 
 mod admin_client;
 mod output;
@@ -88,8 +88,8 @@ pub(in crate::cli) struct Arguments {
     #[arg(long)]
     tls: bool,
 
-    /// Connect to this listener, by its name or address [default: the first one with the scheme of the URL, and its
-    /// port if there is one]
+    /// Connect to this listener, by its name or address [default: the first listener with the scheme and port of the
+    /// URL, otherwise with its scheme]
     #[arg(long, value_name = "NAME")]
     listener: Option<String>,
 

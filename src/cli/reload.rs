@@ -32,7 +32,8 @@ pub(super) fn run(config_path: &Path, admin: Option<&str>, json: bool) -> anyhow
 /// Return what a reload changed, as text.
 fn describe(response: &Value) -> String {
     let file = response["file"].as_str().unwrap_or_default();
-    /// A change by the file watcher that is this recent is probably the one that the operator reloads, seconds.
+    /// Maximum age, in seconds, of a reload by the file watcher that probably applied the change of the operator
+    /// already.
     const RECENT: f64 = 60.0;
     let age = response["changed_seconds_ago"].as_f64().filter(|age| *age < RECENT);
     let changes: Vec<_> = response["changes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();

@@ -148,7 +148,7 @@ pub(in crate::cli) struct Arguments {
     #[arg(long = "limit", value_name = "NAME=QUOTA")]
     pub(crate) limits: Vec<NamedValue<QuotaProposal>>,
 
-    /// Use no configuration, and identify clients by this: ip, header:NAME, global or another descriptor
+    /// Replay without a configuration, and identify clients by ip, header:NAME, global or another descriptor
     #[arg(long, value_name = "IDENTITY", requires = "limits")]
     pub(crate) by: Vec<String>,
 

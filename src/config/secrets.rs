@@ -35,6 +35,9 @@ const NAMED_TABLES: [&str; 4] = ["auth", "limit", "upstream", "tiers"];
 /// Keys of `[auth.NAME]` that are not secret, whatever their names and the names below them are.
 const PUBLIC_AUTH_KEYS: [&str; 5] = ["forward_credential", "claims", "request_headers", "response_headers", "cache"];
 
+/// Keys of `cost` of a limit that count the tokens of an LLM API.
+const PUBLIC_COST_KEYS: [&str; 3] = ["bytes_per_token", "image_tokens", "audio_tokens"];
+
 /// Query parameters of store URLs that are not secret.
 const PUBLIC_QUERY_PARAMETERS: [&str; 2] = ["db", "protocol"];
 
@@ -49,6 +52,15 @@ pub(super) fn is_secret_name(name: &str) -> bool {
 pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     if let ["auth", _, key, ..] = path
         && PUBLIC_AUTH_KEYS.contains(key)
+    {
+        return false;
+    }
+    if let ["limit", _, "cost", "models", ..] = path {
+        // Names of models.
+        return false;
+    }
+    if let ["limit", _, "cost", key] = path
+        && PUBLIC_COST_KEYS.contains(key)
     {
         return false;
     }
@@ -146,6 +158,8 @@ mod tests {
             (&["consumer", "keys", "name"], "ci", false),
             (&["consumer", "keys", "expires"], "my-key", true),
             (&["consumer", "keys", "expires"], "2027-01-01", false),
+            (&["limit", "l", "cost", "image_tokens"], "", false),
+            (&["limit", "l", "cost", "models", "my-token-model", "input"], "", false),
             (&["log", "access"], "stdout", false),
         ] {
             assert_eq!(is_secret(path, text), expected, "{path:?} {text}");

@@ -22,7 +22,7 @@ pub enum LimitCost {
     FromHeader(CostTable),
 }
 
-/// `{ request_header = "…", max = … }` or `{ response_header = "…" }`
+/// `{ request_header = "…", max = … }`, `{ response_header = "…" }` or `{ llm = "auto", … }`
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct CostTable {
@@ -33,6 +33,78 @@ pub struct CostTable {
     /// Maximum cost. Larger values count as this.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub max: Option<Spanned<i64>>,
+    /// `"auto"`: the cost is the tokens of a request to an LLM API. The input and the requested maximum of the output are
+    /// reserved before the request, and corrected to the usage that the response reports ([token
+    /// budgets](limits.md#token-budgets-for-llm-apis)). Requires `unit`. Not for `sliding-log`, `concurrency` and
+    /// `prefetch`.
+    #[schemars(extend("enum" = ["auto"]))]
+    pub llm: Option<Text>,
+    /// With `llm`: output tokens to reserve if the request names no maximum.
+    #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1024))]
+    pub default_output: Option<Spanned<i64>>,
+    /// With `llm`: bytes of text for each token, to estimate the input, and the output of a stream without usage.
+    #[schemars(range(min = 1, max = 1000), extend("default" = 4))]
+    pub bytes_per_token: Option<Spanned<i64>>,
+    /// With `llm`: estimated tokens of an image.
+    #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1000))]
+    pub image_tokens: Option<Spanned<i64>>,
+    /// With `llm`: estimated tokens of an audio part.
+    #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1000))]
+    pub audio_tokens: Option<Spanned<i64>>,
+    /// With `llm`: cost of one token: `{ input = 1, cached_input = 0.1, output = 4 }`. With `unit = "usd-micros"`, a
+    /// weight is a price in dollars per million tokens.
+    pub weights: Option<Spanned<TokenWeights>>,
+    /// With `llm`: weights by model. `*` in a name stands for any characters; the name with the most other characters
+    /// applies: `{ "gpt-5*" = { output = 8 } }`. Weights that are missing are those of `weights`.
+    pub models: BTreeMap<String, Spanned<TokenWeights>>,
+    /// With `llm`: maximum size of a request body, which is read before the limits are checked. Larger: 413, unless
+    /// `reserve` is set.
+    #[schemars(schema_with = "schema::size", extend("default" = "1MiB"))]
+    pub inspect_body: Option<Text>,
+    /// With `llm`: cost to reserve for a request whose body cannot be read: longer than `inspect_body`, compressed, or no
+    /// JSON object. Default: such requests get 400, or 413.
+    #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
+    pub reserve: Option<Spanned<i64>>,
+    /// With `llm`: end of a stream of server-sent events whose output exceeds the reserved maximum. `"finish"`: pass it on
+    /// and charge the excess. `"cut"`: send the final event of the API, and abort the response of the provider.
+    #[schemars(extend("enum" = ["finish", "cut"], "default" = "finish"))]
+    pub on_exhausted: Option<Text>,
+    /// With `llm`: ask OpenAI's API for the usage of streams, if the request has no `stream_options`, and hide the
+    /// additional event from the client. This changes the body. Only for paths that end in `/completions`.
+    #[schemars(extend("default" = false))]
+    pub include_usage: Option<Spanned<bool>>,
+    /// With `llm`: JSON pointers (RFC 6901) to the counts in responses and events, for providers with a format of their
+    /// own: `{ input = "/meta/in", output = "/meta/out" }`. Default: the formats of OpenAI, Anthropic, Gemini, Ollama,
+    /// Mistral and Cohere.
+    pub usage: Option<Spanned<UsagePointers>>,
+}
+
+/// `weights = { … }` of `cost`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct TokenWeights {
+    /// Cost of an input token, with up to three decimal places.
+    #[schemars(range(min = 0, max = 1_000_000), extend("default" = 1))]
+    pub input: Option<Spanned<f64>>,
+    /// Cost of an input token that the provider read from its cache. Default: as `input`.
+    #[schemars(range(min = 0, max = 1_000_000))]
+    pub cached_input: Option<Spanned<f64>>,
+    /// Cost of an output token.
+    #[schemars(range(min = 0, max = 1_000_000), extend("default" = 1))]
+    pub output: Option<Spanned<f64>>,
+}
+
+/// `usage = { … }` of `cost`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["input", "output"]))]
+pub struct UsagePointers {
+    /// Input tokens, including cached ones.
+    pub input: Option<Text>,
+    /// Cached input tokens. Default: none.
+    pub cached_input: Option<Text>,
+    /// Output tokens.
+    pub output: Option<Text>,
 }
 
 /// `"stdout"` or `{ to = "syslog", … }`.
@@ -305,7 +377,7 @@ impl<'de> Deserialize<'de> for LimitCost {
         impl<'de> Visitor<'de> for Either {
             type Value = LimitCost;
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("an integer or a table with `request_header` or `response_header`")
+                f.write_str("an integer or a table with `request_header`, `response_header` or `llm`")
             }
             fn visit_i64<E>(self, cost: i64) -> Result<LimitCost, E> {
                 Ok(LimitCost::Fixed(cost))

@@ -289,12 +289,13 @@ pub struct Limit {
     /// Quotas by tier: `{ free = { quota = "60/min", burst = 10 } }`. `[tiers]` says where the tier comes from: by
     /// default from the consumer, which requires `api-key` in `by`.
     pub tiers: BTreeMap<String, Spanned<LimitVariant>>,
-    /// Cost of a request: `5`; `{ request_header = "x-cost", max = 100 }`; `{ response_header = "x-tokens-used" }`.
+    /// Cost of a request: `5`; `{ request_header = "x-cost", max = 100 }`; `{ response_header = "x-tokens-used" }`;
+    /// `{ llm = "auto" }`.
     /// Default: the cost of the route.
     pub cost: Option<Spanned<LimitCost>>,
-    /// Response statuses that refund the charge: `["5xx", "404"]`.
+    /// Response statuses that refund the charge: `["5xx", "404"]`. Default: none; with `cost.llm`, `["4xx", "5xx"]`.
     #[schemars(schema_with = "schema::statuses")]
-    pub refund_on: Vec<Text>,
+    pub refund_on: Option<Vec<Text>>,
     /// Queue timeout: a request that would be denied waits up to this time in a queue. Default: no queue.
     #[schemars(schema_with = "schema::duration")]
     pub max_wait: Option<Text>,

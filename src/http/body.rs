@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -21,6 +22,12 @@ use crate::http::upgrade::Tunnel;
 
 /// Hook for the end of a response body.
 pub trait OnComplete: Send {
+    /// Called with each chunk before it is sent. It may change the chunk if the length of the body is unknown. `Break`
+    /// ends the body after the chunk, and aborts the response of the upstream.
+    fn on_data(&mut self, _data: &mut Bytes) -> ControlFlow<()> {
+        ControlFlow::Continue(())
+    }
+
     /// Called once the body is dropped, after its end (`complete`) or before. `bytes_sent` bytes of data were sent.
     fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool);
 }
@@ -152,7 +159,7 @@ impl HttpBody for Body {
     type Error = BodyError;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<DataChunk>, BodyError>>> {
-        let Body { kind, bytes_sent, complete, in_flight, .. } = &mut *self;
+        let Body { kind, bytes_sent, complete, on_complete, in_flight } = &mut *self;
         let flow = in_flight.as_ref().map(InFlightRequest::flow);
         let multiplexed = flow.filter(|flow| flow.is_multiplexed());
         let polled = match kind {
@@ -173,7 +180,28 @@ impl HttpBody for Body {
             *complete = true;
             return Poll::Ready(None);
         };
+        let mut is_ended = false;
+        let frame = match (frame.into_data(), on_complete) {
+            (Ok(mut data), Some(hook)) => {
+                is_ended = hook.on_data(&mut data).is_break();
+                if data.is_empty() && !is_ended {
+                    // Nothing to send yet: poll again, since the upstream has not been polled to `Pending`.
+                    cx.waker().wake_by_ref();
+                    return Poll::Pending;
+                }
+                Frame::data(data)
+            }
+            (Ok(data), None) => Frame::data(data),
+            (Err(trailers), _) => trailers,
+        };
         *bytes_sent += frame.data_ref().map_or(0, |data| data.len() as u64);
+        if is_ended {
+            if let BodyKind::Upstream(upstream) = kind {
+                // As for a body that is dropped.
+                upstream.limit_reads(ReadLimit::Small);
+            }
+            *kind = BodyKind::Full(None);
+        }
         let BodyKind::Upstream(upstream) = kind else {
             *complete = true;
             return Poll::Ready(Some(Ok(frame.map_data(DataChunk::untracked))));

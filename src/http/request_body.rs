@@ -43,6 +43,19 @@ struct RequestBodyInner {
     in_flight: Option<InFlightRequest>,
     /// Receives a copy of what the client sends.
     tee: Option<Box<BodyTee>>,
+    /// The beginning of a body that was too long to be read as a whole.
+    prefix: Option<(Bytes, BufferReservation)>,
+}
+
+/// A body that was read before it is sent to an upstream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ReadBody {
+    /// The whole body.
+    Whole(Bytes),
+    /// The body is longer than the maximum.
+    TooLong,
+    /// The buffer budget is exhausted.
+    NoCapacity,
 }
 
 /// The source of a body.
@@ -168,6 +181,7 @@ impl RequestBody {
             is_counted,
             in_flight: Some(in_flight.share()),
             tee: None,
+            prefix: None,
         })))
     }
 
@@ -184,6 +198,7 @@ impl RequestBody {
             is_counted: false,
             in_flight: None,
             tee: None,
+            prefix: None,
         })))
     }
 
@@ -215,6 +230,9 @@ impl RequestBody {
     /// The body was aborted, too slow or too long.
     pub async fn buffer(&mut self, limits: BodyLimits) -> Result<(), BodyError> {
         self.apply_limits(limits);
+        if self.is_buffered() {
+            return Ok(());
+        }
         let length = self.size_hint().lower() as usize;
         let Some(flow) = self.0.as_ref().and_then(|inner| inner.flow.as_ref()) else { return Ok(()) };
         // The budget is exhausted: stream the body.
@@ -238,6 +256,59 @@ impl RequestBody {
                 BodySource::Buffered { bytes: (!content.is_empty()).then_some(content), _reservation: reservation };
         }
         Ok(())
+    }
+
+    /// Read the whole body from the client if it is not longer than `max` bytes. It is sent to the upstream unchanged.
+    ///
+    /// # Errors
+    /// The body was aborted, too slow or too long for its route.
+    pub async fn read(&mut self, limits: BodyLimits, max: usize) -> Result<ReadBody, BodyError> {
+        let exact = self.size_hint().exact();
+        if exact.is_some_and(|length| length > max as u64) {
+            return Ok(ReadBody::TooLong);
+        }
+        self.apply_limits(limits);
+        let Some(flow) = self.0.as_ref().and_then(|inner| inner.flow.clone()) else {
+            return Ok(ReadBody::Whole(Bytes::new()));
+        };
+        let Some(mut reservation) = flow.try_reserve(exact.map_or(max, |length| length as usize)) else {
+            return Ok(ReadBody::NoCapacity);
+        };
+        let mut content = BytesMut::new();
+        while let Some(frame) = self.frame().await {
+            let Ok(data) = frame?.into_data() else { continue };
+            content.extend_from_slice(&data);
+            if content.len() > max {
+                if let Some(inner) = &mut self.0 {
+                    inner.prefix = Some((content.freeze(), reservation));
+                }
+                return Ok(ReadBody::TooLong);
+            }
+        }
+        let content = content.freeze();
+        if exact.is_none()
+            && let Some(smaller) = flow.try_reserve(content.len())
+        {
+            reservation = smaller;
+        }
+        if let Some(inner) = &mut self.0 {
+            inner.in_flight = None;
+            let bytes = (!content.is_empty()).then(|| content.clone());
+            inner.source = BodySource::Buffered { bytes, _reservation: reservation };
+        }
+        Ok(ReadBody::Whole(content))
+    }
+
+    /// Change the content of a body that was read as a whole.
+    pub fn change(&mut self, change: impl FnOnce(&[u8]) -> Vec<u8>) {
+        if let Some(BodySource::Buffered { bytes: Some(bytes), .. }) = self.0.as_mut().map(|inner| &mut inner.source) {
+            *bytes = change(bytes).into();
+        }
+    }
+
+    /// Return whether the whole body is in memory.
+    fn is_buffered(&self) -> bool {
+        self.0.as_ref().is_some_and(|inner| matches!(inner.source, BodySource::Buffered { .. }))
     }
 
     /// Create an empty body.
@@ -282,6 +353,15 @@ impl RequestBodyInner {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> (u8, PollFrame) {
+        if let Some((bytes, _reservation)) = self.prefix.take() {
+            return match self.remaining.checked_sub(bytes.len() as u64) {
+                Some(remaining) => {
+                    self.remaining = remaining;
+                    (SENDING, Poll::Ready(Some(Ok(Frame::data(bytes)))))
+                }
+                None => (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
+            };
+        }
         let mut polled = match &mut self.source {
             BodySource::Client(body) => Pin::new(body).poll_frame(cx).map_err(BodyError::Aborted),
             BodySource::Buffered { bytes, .. } => {
@@ -447,7 +527,7 @@ impl HttpBody for RequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.0.as_ref().is_none_or(|inner| inner.source.is_end_stream())
+        self.0.as_ref().is_none_or(|inner| inner.prefix.is_none() && inner.source.is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -476,7 +556,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Return whether the response may be sent before the request is read, and then closes the connection. For HTTP/2,
 /// hyper resets the stream instead (RFC 9113 §8.1).
 pub fn has_unread_body(request: &Request<RequestBody>) -> bool {
-    request.version() != Version::HTTP_2 && !request.body().is_end_stream()
+    request.version() != Version::HTTP_2 && !request.body().is_end_stream() && !request.body().is_buffered()
 }
 
 /// Drain or abandon the body of a request that will not be forwarded.

@@ -77,6 +77,18 @@ impl Rule {
         }
     }
 
+    /// Return the time in which a token bucket refills this many tokens, µs, rounded down. 0 for the other algorithms.
+    pub fn refill_time_us(&self, tokens: u64) -> u64 {
+        match self {
+            Rule::TokenBucket(rule) => rule.refill_time_us(tokens),
+            Rule::FixedWindow(_)
+            | Rule::SlidingWindow(_)
+            | Rule::SlidingBuckets(_)
+            | Rule::SlidingLog(_)
+            | Rule::Concurrency(_) => 0,
+        }
+    }
+
     /// Return the algorithm kind of the script contract.
     pub fn kind(&self) -> AlgorithmKind {
         match self {

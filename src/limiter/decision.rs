@@ -104,7 +104,7 @@ impl<'a> LimitCheck<'a, '_> {
     /// Return whether a denial can be cached. It cannot for shadow limits, which never deny, and for limits with
     /// refunds, which may admit earlier.
     pub fn is_cacheable(&self) -> bool {
-        self.deferred != Deferred::Refund && !self.limit.shadow
+        !self.deferred.is_refundable() && !self.limit.shadow
     }
 
     /// Return the rule that the decider applies.
@@ -121,9 +121,9 @@ impl<'a> LimitCheck<'a, '_> {
         let rule = self.rule(decided_by);
         let mode = match (self.limit.shadow, self.deferred) {
             (true, Deferred::Charge) => ChargeMode::ShadowDeferred,
-            (true, Deferred::Nothing | Deferred::Refund) => ChargeMode::Shadow,
+            (true, Deferred::Nothing | Deferred::Refund | Deferred::Settle) => ChargeMode::Shadow,
             (false, Deferred::Charge) => ChargeMode::Deferred,
-            (false, Deferred::Nothing | Deferred::Refund) => ChargeMode::Enforced,
+            (false, Deferred::Nothing | Deferred::Refund | Deferred::Settle) => ChargeMode::Enforced,
         };
         let permit_id = self.permit_id(first_permit_id);
         Charge { key: self.key(), rule, cost: self.cost, mode, permit_id, debt_before_us: 0 }
@@ -182,7 +182,7 @@ impl<'a> Decision<'a> {
         'a: 'b,
     {
         let mut debts_before_us = Box::default();
-        if verdict.granted > 0 && checks.clone().any(|check| check.deferred == Deferred::Refund) {
+        if verdict.granted > 0 && checks.clone().any(|check| check.deferred.is_refundable()) {
             let entries = checks.clone().zip(&verdict.outcomes).map(|(check, outcome)| {
                 let cost = check.cost.saturating_add(verdict.charged_later);
                 (check.limit_index, check.rule(decided_by).debt_before_us(outcome, elapsed_us, cost))
@@ -246,8 +246,8 @@ impl<'a> Decision<'a> {
         self
     }
 
-    /// Undo the charges of an admitted request that a later check rejects: refund the checks with [`Deferred::Refund`],
-    /// charge no deferred costs, and release the permits. The results are then those after the refund. The refund is
+    /// Undo the charges of an admitted request that a later check rejects: refund the checks with [`Deferred::Refund`]
+    /// or [`Deferred::Settle`], charge no deferred costs, and release the permits. The results are then those after the refund. The refund is
     /// made even if the client disconnects.
     ///
     /// # Errors
@@ -256,7 +256,7 @@ impl<'a> Decision<'a> {
         self.permits = None;
         let Some(charges) = self.deferred_charges.take() else { return Ok(()) };
         let refund = |_, deferred| match deferred {
-            Deferred::Refund => SettleAction::Refund,
+            Deferred::Refund | Deferred::Settle => SettleAction::Refund,
             Deferred::Nothing | Deferred::Charge => SettleAction::Nothing,
         };
         let Some(settlement) = charges.settle(refund) else { return Ok(()) };

@@ -3,9 +3,11 @@
 //! This is the only file that writes the access log record of a request.
 
 use std::net::{IpAddr, SocketAddr};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use http::header::CONTENT_LENGTH;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, Version};
 use tracing::{debug, warn};
@@ -23,11 +25,13 @@ use crate::identity::client_ip::ClientIpResolver;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
-use crate::limiter::settlement::ConcurrencyPermits;
+use crate::limiter::settlement::{ConcurrencyPermits, Deferred};
 use crate::proxy::ConfigSnapshot;
 use crate::proxy::header_values::RequestVariables;
+use crate::proxy::llm::{LlmRequest, LlmSettlement};
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::LimitDecision;
+use crate::proxy::rate_limit;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::telemetry::access_log::{
@@ -53,6 +57,10 @@ pub(super) struct RequestContext<'a> {
     pub(super) deadline: Option<tokio::time::Instant>,
     /// Permits of concurrency limits, held until the response ends.
     pub(super) permits: Option<Box<ConcurrencyPermits>>,
+    /// The request, if limits count its tokens.
+    pub(super) llm: Option<Box<LlmRequest>>,
+    /// Reservations that the response settles when it ends.
+    pub(super) settlement: Option<Box<LlmSettlement>>,
     /// The decision of the CORS policy of the route about the request.
     cors: Option<Box<CorsDecision<'a>>>,
     /// The verified credentials of the request.
@@ -96,6 +104,8 @@ impl<'a> RequestContext<'a> {
             route: None,
             deadline: None,
             permits: None,
+            llm: None,
+            settlement: None,
             cors: None,
             credentials: Credentials::default(),
             response_values: RenderedValues::default(),
@@ -177,6 +187,13 @@ impl<'a> RequestContext<'a> {
         record.path_template = record.trace.map(|_| route.path.clone());
     }
 
+    /// Record the model of a request whose tokens are counted.
+    pub(super) fn record_model(&mut self, model: Option<&str>) {
+        if let Some(record) = &mut self.record {
+            record.model = model.map(Into::into);
+        }
+    }
+
     /// Record the decision on the limits of the route.
     pub(super) fn record_decision(
         &mut self,
@@ -213,9 +230,13 @@ impl<'a> RequestContext<'a> {
         let no_headers = HeaderMap::new();
         let headers = result.as_ref().map_or(&no_headers, Response::headers);
         for limit in &mut decision.limits {
-            let cost = &route.rate_limits.limits[limit.limit_index].cost;
-            if cost.is_deferred() {
-                limit.cost = cost.response_cost(headers).unwrap_or(0);
+            let route_limit = &route.rate_limits.limits[limit.limit_index];
+            if route_limit.cost.is_deferred() {
+                limit.cost = route_limit.cost.response_cost(headers).unwrap_or(0);
+            }
+            if limit.reserved.is_some() && rate_limit::is_refunded(route_limit, result) {
+                limit.cost = 0;
+                limit.settled = Some(0);
             }
         }
     }
@@ -250,7 +271,11 @@ impl<'a> RequestContext<'a> {
         {
             response.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(length));
         }
-        let completion = Completion { record: self.record.take(), _permits: self.permits.take() };
+        let completion = Completion {
+            record: self.record.take(),
+            settlement: self.settlement.take(),
+            _permits: self.permits.take(),
+        };
         if let Some(completion) = completion.with_response(response.status().as_u16(), outcome) {
             response.body_mut().on_complete(Box::new(completion));
         }
@@ -282,9 +307,11 @@ impl Drop for RequestContext<'_> {
     }
 }
 
-/// The actions at the end of the response body: the access log record is written and the permits are released.
+/// The actions at the end of the response body: reservations are settled, the access log record is written and the permits
+/// are released.
 struct Completion {
     record: Option<Box<RequestRecord>>,
+    settlement: Option<Box<LlmSettlement>>,
     _permits: Option<Box<ConcurrencyPermits>>,
 }
 
@@ -295,13 +322,21 @@ impl Completion {
             record.status = status;
             record.outcome = outcome;
         }
-        (self.record.is_some() || self._permits.is_some()).then_some(self)
+        (self.record.is_some() || self.settlement.is_some() || self._permits.is_some()).then_some(self)
     }
 }
 
 impl OnComplete for Completion {
-    fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool) {
-        if let Some(record) = self.record {
+    fn on_data(&mut self, data: &mut Bytes) -> ControlFlow<()> {
+        self.settlement.as_mut().map_or(ControlFlow::Continue(()), |settlement| settlement.feed(data))
+    }
+
+    fn on_complete(mut self: Box<Self>, bytes_sent: u64, complete: bool) {
+        if let Some(settlement) = self.settlement.take() {
+            let decision = self.record.as_mut().and_then(|record| record.decision.as_mut());
+            settlement.settle(decision.map(|decision| &mut decision.limits[..]));
+        }
+        if let Some(record) = self.record.take() {
             record.write(bytes_sent, complete);
         }
     }
@@ -334,6 +369,9 @@ fn decision_info(checks: &[LimitCheck<'_, '_>], decision: Option<&Decision<'_>>)
         cost: check.required(),
         decision: limit_decision.map(LimitDecision::label),
         remaining: remaining(check),
+        reserved: (check.deferred == Deferred::Settle).then_some(check.cost),
+        settled: None,
+        estimated: false,
         limit_index: check.limit_index,
     });
     let limits: Vec<_> = limits.collect();

@@ -4,7 +4,7 @@ use std::mem;
 use std::pin::pin;
 use std::time::Duration;
 
-use http::header::{EXPECT, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING};
+use http::header::{ACCEPT_ENCODING, EXPECT, HOST, HeaderName, HeaderValue, TRANSFER_ENCODING};
 use http::uri::{PathAndQuery, Uri};
 use http::{HeaderMap, Request, Response, StatusCode, Version, uri};
 use http_body::Body as _;
@@ -80,6 +80,10 @@ pub(super) async fn forward(
         };
         prepare_upstream_headers(config, route, &mut request, info)
     };
+    if context.llm.as_ref().is_some_and(|llm| llm.is_counted()) {
+        // The usage in a compressed response could not be read.
+        request.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+    }
     let pending_upgrade = upgrade_request.and_then(|upgrade_request| {
         let downstream = request.extensions_mut().remove::<OnUpgrade>()?;
         upgrade_request.insert_into(request.headers_mut());

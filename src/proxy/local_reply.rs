@@ -21,7 +21,9 @@ use crate::identity::auth::{AuthError, Challenge};
 use crate::identity::forward::Denial;
 use crate::limiter::decision::Decision;
 use crate::limiter::fallback::StoreUnavailable;
+use crate::llm::provider::Provider;
 use crate::proxy::authentication::AuthRejection;
+use crate::proxy::llm::LlmError;
 use crate::snapshot::cost::CostError;
 use crate::upstream::UpstreamError;
 use crate::upstream::connector::TlsFailure;
@@ -71,6 +73,15 @@ pub enum Rejection<'a> {
         expose_headers: Option<&'a HeaderValue>,
         /// Whether the request is a gRPC call.
         is_grpc: bool,
+        /// The format of the response, if a limit counts the tokens of an LLM API.
+        provider: Option<Provider>,
+    },
+    /// A request to an LLM API reserves more than a limit has, or does not say what it may use.
+    Llm {
+        /// The reason.
+        error: LlmError,
+        /// The format of the response.
+        provider: Provider,
     },
     /// The limits cannot be checked because the store failed.
     StoreUnavailable(StoreUnavailable),
@@ -193,12 +204,25 @@ impl Rejection<'_> {
             Rejection::InvalidCost(error) => {
                 (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-cost")
             }
-            Rejection::RateLimited { decision, header_styles, expose_headers, is_grpc } => {
-                let mut response = rate_limited_response(&decision, header_styles, is_grpc);
+            Rejection::RateLimited { decision, header_styles, expose_headers, is_grpc, provider } => {
+                let mut response = rate_limited_response(&decision, header_styles, is_grpc, provider);
                 response
                     .headers_mut()
                     .extend(expose_headers.map(|names| (ACCESS_CONTROL_EXPOSE_HEADERS, names.clone())));
                 (response, "rate-limited")
+            }
+            Rejection::Llm { error, provider } => {
+                let (status, outcome) = match &error {
+                    LlmError::Body(_) | LlmError::ContentCoding => (StatusCode::BAD_REQUEST, "bad-body"),
+                    LlmError::TooLarge { .. } => (StatusCode::BAD_REQUEST, "reservation-too-large"),
+                    LlmError::TooLong(_) => (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large"),
+                    LlmError::NoCapacity => (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow"),
+                };
+                let mut response = provider_response(status, provider, &error.to_string());
+                if error == LlmError::NoCapacity {
+                    response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(OVERFLOW_RETRY_AFTER_S));
+                }
+                (response, outcome)
             }
             Rejection::StoreUnavailable(_) => {
                 let detail = "limits cannot be checked at the moment";
@@ -349,7 +373,21 @@ pub fn upstream_status(error: &UpstreamError) -> StatusCode {
     upstream_failure(error).0
 }
 
-fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle], is_grpc: bool) -> Response<Body> {
+/// Build an error response in the format of a provider, which its SDKs understand.
+fn provider_response(status: StatusCode, provider: Provider, message: &str) -> Response<Body> {
+    let mut response = Response::new(Body::full(provider.error_body(status.as_u16(), message)));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response.headers_mut().insert(CACHE_CONTROL, NO_STORE);
+    response
+}
+
+fn rate_limited_response(
+    decision: &Decision<'_>,
+    header_styles: &[HeaderStyle],
+    is_grpc: bool,
+    provider: Option<Provider>,
+) -> Response<Body> {
     let detail = match decision.retry_us() {
         Some(us) => retry_detail(ratelimit_headers::ceil_seconds(us).max(1)),
         None => "the request costs more than the limit ever allows".to_owned(),
@@ -362,7 +400,16 @@ fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle],
         violated_policies: announced_names(decision),
         request_id: None,
     };
-    let mut response = if is_grpc { resource_exhausted_response(&detail) } else { problem.into_response() };
+    let mut response = match provider {
+        _ if is_grpc => resource_exhausted_response(&detail),
+        Some(provider) => {
+            let names = problem.violated_policies.join("`, `");
+            let limits = if names.is_empty() { String::new() } else { format!(" of `{names}`") };
+            let message = format!("the rate limit{limits} is exceeded: {detail}");
+            provider_response(StatusCode::TOO_MANY_REQUESTS, provider, &message)
+        }
+        None => problem.into_response(),
+    };
     ratelimit_headers::append_decision_headers(response.headers_mut(), header_styles, None, decision);
     response
 }
@@ -447,6 +494,8 @@ impl Rejection<'_> {
             | Rejection::Auth(_)
             | Rejection::Identity(_)
             | Rejection::InvalidCost(_) => "sluicegate; error=http_request_error",
+            Rejection::Llm { error: LlmError::NoCapacity, .. } => "sluicegate; error=proxy_internal_error",
+            Rejection::Llm { .. } => "sluicegate; error=http_request_error",
             Rejection::StoreUnavailable(_) => "sluicegate; error=proxy_internal_error",
             Rejection::Upstream(error) => upstream_proxy_status(error),
         })

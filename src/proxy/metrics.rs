@@ -155,6 +155,8 @@ pub struct RequestMetrics {
     pub statuses: MetricFamily<StatusCounter>,
     /// Decisions by limit and [`LimitDecision`].
     pub limits: MetricFamily<Counter<6>>,
+    /// Costs of LLM requests by route and limit, see [`split_token_counter_name`]: reserved, and settled by [`SETTLED_BY`].
+    pub tokens: MetricFamily<Counter<4>>,
     /// Requests denied by any of their limits, by route.
     pub denied_requests: MetricFamily<Counter<1>>,
     /// Most frequently denied identities by limit.
@@ -171,6 +173,28 @@ pub struct RequestMetrics {
     pub mirrors: MetricFamily<MirrorStats>,
     /// Bytes that the bodies of all copies may take.
     pub mirror_budget: MirrorBudget,
+}
+
+/// Index of reserved costs in the counters of tokens.
+pub(super) const RESERVED_TOKENS: usize = 0;
+/// Index of settled costs that the response reported.
+pub(super) const SETTLED_REPORTED: usize = 1;
+/// Index of settled costs that were estimated.
+pub(super) const SETTLED_ESTIMATED: usize = 2;
+/// Index of reservations that stay, because nothing is known of the response.
+pub(super) const SETTLED_RESERVED: usize = 3;
+
+/// Sources of settled costs, as metric labels, in the order of their counters after that of reserved costs.
+pub const SETTLED_BY: [&str; 3] = ["reported", "estimated", "reserved"];
+
+/// Return the name of the counters of a route and a limit. Neither name contains a space.
+fn token_counter_name(route: &str, limit: &str) -> String {
+    format!("{route} {limit}")
+}
+
+/// Return the route and the limit of such a name.
+pub fn split_token_counter_name(name: &str) -> (&str, &str) {
+    name.split_once(' ').unwrap_or((name, ""))
 }
 
 /// Responses by [`COUNTED_STATUSES`].
@@ -222,6 +246,8 @@ struct RouteMetrics {
     responses: (Arc<ResponseStats>, Arc<StatusCounter>),
     denied_requests: Arc<Counter<1>>,
     limits: Vec<(Arc<Counter<6>>, Arc<TopDenied>)>,
+    /// By index of the limit. `None` for limits that count no tokens.
+    tokens: Vec<Option<Arc<Counter<4>>>>,
     mirror: Option<Arc<MirrorStats>>,
 }
 
@@ -238,6 +264,12 @@ impl WorkerMetrics {
                     )
                 })
                 .collect()
+        };
+        let tokens = |route: &crate::snapshot::routes::Route| {
+            let limits = route.rate_limits.limits.iter();
+            let counter =
+                |limit: &str| request_metrics.tokens.get_or_create(&token_counter_name(&route.name, limit), worker);
+            limits.map(|limit| limit.cost.llm().map(|_| counter(&limit.limit.name))).collect()
         };
         let upstream_metrics = |name: &str| UpstreamMetrics {
             responses: request_metrics.upstreams.get_or_create(name, worker),
@@ -259,6 +291,7 @@ impl WorkerMetrics {
                     responses: responses(&route.name),
                     denied_requests: request_metrics.denied_requests.get_or_create(&route.name, worker),
                     limits: limits(route),
+                    tokens: tokens(route),
                     mirror: mirror(route),
                 })
                 .collect(),
@@ -283,6 +316,11 @@ impl WorkerMetrics {
     /// Return the copies of a route with `mirror`.
     pub(super) fn mirror(&self, route: usize) -> Option<&Arc<MirrorStats>> {
         self.routes[route].mirror.as_ref()
+    }
+
+    /// Return the counters of the tokens that a limit of a route counts.
+    pub(super) fn tokens(&self, route: usize, limit_index: usize) -> Option<&Arc<Counter<4>>> {
+        self.routes[route].tokens[limit_index].as_ref()
     }
 
     /// Return the responses of an upstream.

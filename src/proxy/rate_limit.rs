@@ -59,6 +59,11 @@ pub(super) async fn check_limits<'a>(
     if let Some(table) = &overrides {
         table.apply(&mut checks);
     }
+    if let Some(llm) = &context.llm
+        && rejection.is_none()
+    {
+        llm.reserve(limits, &mut checks)?;
+    }
     if checks.is_empty() {
         return rejection.map_or_else(|| Ok(Decision::unlimited()), Err);
     }
@@ -113,6 +118,9 @@ pub(super) async fn check_limits_around_authentication<'a>(
     if let Some(table) = &overrides {
         table.apply(&mut checks);
     }
+    if let Some(llm) = &context.llm {
+        llm.reserve(limits, &mut checks)?;
+    }
     let started_at = monotonic();
     let first = limiter.check(&checks).await;
     let mut elapsed = started_at.elapsed();
@@ -152,6 +160,13 @@ pub(super) async fn check_limits_around_authentication<'a>(
     };
     if let Some(table) = &overrides {
         table.apply(&mut others);
+    }
+    if let Some(llm) = &context.llm
+        && let Err(rejection) = llm.reserve(limits, &mut others)
+    {
+        refund(&mut first).await;
+        record(context, &checks, &Ok(first), &attributes, elapsed);
+        return Err(rejection);
     }
     let second_started_at = monotonic();
     let second = limiter.check(&others).await;
@@ -197,6 +212,13 @@ pub(super) fn settle<'d, 'a>(
     }
 }
 
+/// Return whether the status of the response refunds the charge of a limit.
+pub(super) fn is_refunded(route_limit: &RouteLimit, result: &Result<Response<Body>, UpstreamError>) -> bool {
+    let status = result.as_ref().map_or_else(upstream_status, Response::status);
+    // A client cannot cause its own refund, for example by aborting the request.
+    !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status)
+}
+
 fn settle_action(
     route: &Route,
     limit_index: usize,
@@ -204,16 +226,10 @@ fn settle_action(
     result: &Result<Response<Body>, UpstreamError>,
 ) -> SettleAction {
     let no_headers = HeaderMap::new();
-    let (status, headers) = match result {
-        Ok(response) => (response.status(), response.headers()),
-        Err(error) => (upstream_status(error), &no_headers),
-    };
+    let headers = result.as_ref().map_or(&no_headers, Response::headers);
     let route_limit = &route.rate_limits.limits[limit_index];
-    // A client cannot cause its own refund, for example by aborting the request.
-    let is_refunded =
-        !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status);
-    match (is_refunded, deferred) {
-        (true, Deferred::Refund) => SettleAction::Refund,
+    match (is_refunded(route_limit, result), deferred) {
+        (true, Deferred::Refund | Deferred::Settle) => SettleAction::Refund,
         (false, Deferred::Charge) => {
             route_limit.cost.response_cost(headers).map_or(SettleAction::Nothing, SettleAction::Charge)
         }

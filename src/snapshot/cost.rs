@@ -1,8 +1,14 @@
-//! Cost of a request for a limit: fixed, from a header of a trusted proxy, or from a response header.
+//! Cost of a request for a limit: fixed, from a header of a trusted proxy, from a response header, or the tokens of an LLM
+//! API.
 
 use std::ops::RangeInclusive;
+use std::sync::Arc;
 
 use http::{HeaderMap, HeaderName, StatusCode};
+
+use crate::llm::request::InputEstimate;
+use crate::llm::response::UsageFormat;
+use crate::llm::weights::ModelWeights;
 
 /// Cost of a request for one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,7 +31,31 @@ pub enum Cost {
         /// Cost if the header is missing or invalid.
         default: u64,
     },
+    /// The tokens of a request to an LLM API: reserved before the request, settled after the response.
+    Llm(Arc<LlmCost>),
 }
+
+/// How tokens of LLM APIs are counted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LlmCost {
+    /// Cost of a token.
+    pub weights: ModelWeights,
+    /// Estimates before the response.
+    pub estimate: InputEstimate,
+    /// Maximum length in bytes of a body that is read.
+    pub max_body: usize,
+    /// Cost of a request whose body cannot be read. `None`: it is rejected.
+    pub unread_cost: Option<u64>,
+    /// Where responses report their usage.
+    pub usage: UsageFormat,
+    /// Whether a stream ends when its output exceeds the reservation.
+    pub cuts: bool,
+    /// Whether OpenAI's API is asked for the usage of streams.
+    pub includes_usage: bool,
+}
+
+/// Cost of a request to an LLM API that is rejected before its body is read.
+const UNREAD_LLM_COST: u64 = 1;
 
 /// A trusted proxy sent an invalid cost.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -33,7 +63,7 @@ pub enum Cost {
 pub struct CostError(pub HeaderName);
 
 impl Cost {
-    /// Return the cost as far as it is known before the response.
+    /// Return the cost as far as it is known before the response, from the headers of the request.
     ///
     /// # Errors
     /// A trusted proxy sent an invalid cost.
@@ -41,6 +71,7 @@ impl Cost {
         match self {
             Cost::Fixed(cost) => Ok(*cost),
             Cost::Response { default, .. } => Ok(*default),
+            Cost::Llm(_) => Ok(UNREAD_LLM_COST),
             Cost::Request { default, .. } if !trusted => Ok(*default),
             Cost::Request { header, max, default } => match parse_single(headers, header) {
                 None => Ok(*default),
@@ -53,7 +84,7 @@ impl Cost {
     pub fn response_cost(&self, headers: &HeaderMap) -> Option<u64> {
         match self {
             Cost::Response { header, default } => Some(parse_single(headers, header).flatten().unwrap_or(*default)),
-            Cost::Fixed(_) | Cost::Request { .. } => None,
+            Cost::Fixed(_) | Cost::Request { .. } | Cost::Llm(_) => None,
         }
     }
 
@@ -63,10 +94,19 @@ impl Cost {
             Cost::Fixed(cost) => Cost::Fixed(cost),
             Cost::Request { header, max, .. } => Cost::Request { header, max, default },
             Cost::Response { header, .. } => Cost::Response { header, default },
+            Cost::Llm(llm) => Cost::Llm(llm),
         }
     }
 
-    /// Return whether the cost is known only after the response.
+    /// Return how tokens are counted, if the cost is that of an LLM API.
+    pub fn llm(&self) -> Option<&Arc<LlmCost>> {
+        match self {
+            Cost::Llm(llm) => Some(llm),
+            Cost::Fixed(_) | Cost::Request { .. } | Cost::Response { .. } => None,
+        }
+    }
+
+    /// Return whether the cost is charged only after the response.
     pub fn is_deferred(&self) -> bool {
         matches!(self, Cost::Response { .. })
     }

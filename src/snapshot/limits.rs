@@ -27,7 +27,7 @@ use crate::limiter::spec::{CONCURRENT_REQUESTS, LimitSpec, LimitVariant, LocalSh
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::route_action::upstream_indices;
 use crate::snapshot::validator::Validator;
-use crate::snapshot::{CompiledLimit, identities, remote_auth};
+use crate::snapshot::{CompiledLimit, identities, llm, remote_auth};
 use crate::upstream::UpstreamSettings;
 
 /// Added to the response timeout of the slowest upstream for the TTL of a concurrency permit. Permits are renewed while
@@ -77,7 +77,7 @@ pub(super) fn limits(
             reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
         }
         let cost = cost(limit, trusted_proxies, reader);
-        let refund_on = refund_on(limit, reader);
+        let refund_on = refund_on(limit, cost.as_ref(), reader);
         let wait = queue_policy(limit, reader);
         let announce = limit.announce.as_ref().is_none_or(|announce| *announce.get_ref());
         let unit = quota_unit(limit, reader);
@@ -157,6 +157,19 @@ fn cost(limit: &config::tables::Limit, trusted_proxies: usize, reader: &mut Vali
         }
         LimitCost::FromHeader(table) => table,
     };
+    if table.llm.is_some() {
+        let cost = llm::llm_cost(table, reader);
+        let others = [&table.request_header, &table.response_header].into_iter().flatten().map(|key| key.span());
+        if let Some(span) = others.chain(table.max.as_ref().map(|key| key.span())).next() {
+            reader.push_issue(Issue::new(span, "this key cannot be combined with `llm`"));
+        }
+        if limit.unit.is_none() {
+            let issue = Issue::new(written.span(), "`llm` requires `unit`, which names what the quota counts");
+            reader.push_issue(issue.with_hint("unit = \"tokens\", or unit = \"usd-micros\" with prices as `weights`"));
+        }
+        return Some(Cost::Llm(Arc::new(cost)));
+    }
+    llm::check_without_llm(table, reader);
     // `Cost::with_default` replaces it by the cost of the route.
     let default = 1;
     match (&table.request_header, &table.response_header, &table.max) {
@@ -177,16 +190,21 @@ fn cost(limit: &config::tables::Limit, trusted_proxies: usize, reader: &mut Vali
         }
         _ => {
             let issue = Issue::new(written.span(), "invalid cost");
-            let hint = "cost = 5, cost.request_header = \"x-cost\" with cost.max = 100, or cost.response_header = \"x-tokens-used\"";
+            let hint = "cost = 5, cost.request_header = \"x-cost\" with cost.max = 100, cost.response_header = \"x-tokens-used\", or cost.llm = \"auto\"";
             reader.push_issue(issue.with_hint(hint));
             None
         }
     }
 }
 
-fn refund_on(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> RefundOn {
+fn refund_on(limit: &config::tables::Limit, cost: Option<&Cost>, reader: &mut Validator<'_>) -> RefundOn {
+    let Some(written) = &limit.refund_on else {
+        // Providers do not bill errors.
+        let is_llm = cost.is_some_and(|cost| cost.llm().is_some());
+        return if is_llm { RefundOn(vec![400..=599]) } else { RefundOn::default() };
+    };
     let mut statuses = Vec::new();
-    for text in &limit.refund_on {
+    for text in written {
         match RefundOn::parse(text.get_ref()) {
             Some(range) => statuses.push(range),
             None => {
@@ -235,10 +253,11 @@ fn queue_policy(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Op
 fn check_conflicts(limit: &config::tables::Limit, cost: Option<&Cost>, rule: &Rule, reader: &mut Validator<'_>) {
     let concurrency = matches!(rule, Rule::Concurrency(_));
     let is_deferred = cost.is_some_and(Cost::is_deferred);
+    let is_llm = cost.is_some_and(|cost| cost.llm().is_some());
     let is_single = cost.is_none_or(|cost| *cost == Cost::Fixed(1));
     let cost = limit.cost.as_ref().map(|cost| cost.span());
     let wait = limit.max_wait.as_ref().map(|wait| wait.span());
-    let refund = limit.refund_on.first().map(|status| status.span());
+    let refund = limit.refund_on.iter().flatten().next().map(|status| status.span());
     let unit = limit.unit.as_ref().map(|unit| unit.span());
     let prefetch = limit.prefetch.as_ref().filter(|prefetch| *prefetch.get_ref() > 0).map(|prefetch| prefetch.span());
     let pairs = [
@@ -274,6 +293,11 @@ fn check_conflicts(limit: &config::tables::Limit, cost: Option<&Cost>, rule: &Ru
             "a shadow limit checks each request in the store: `prefetch` cannot be combined with `shadow`",
         ),
         (prefetch, !is_single, "`prefetch` requires a `cost` of 1"),
+        (
+            cost.clone().filter(|_| is_llm),
+            matches!(rule, Rule::SlidingLog(_)),
+            "a sliding log stores each token: `llm` cannot be combined with sliding-log",
+        ),
         (
             cost.filter(|_| is_deferred),
             matches!(rule, Rule::SlidingLog(_)),
@@ -329,7 +353,7 @@ fn routes_using<'c>(config: &'c Config, name: &str) -> impl Iterator<Item = &'c 
 fn max_cost(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
     match cost {
         Some(Cost::Fixed(cost) | Cost::Request { max: cost, .. }) => *cost,
-        Some(Cost::Response { .. }) => 1,
+        Some(Cost::Response { .. } | Cost::Llm(_)) => 1,
         None => {
             let costs = routes_using(config, name).filter_map(|route| route.cost.as_ref());
             costs.map(|cost| (*cost.get_ref()).max(1) as u64).max().unwrap_or(1)

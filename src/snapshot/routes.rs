@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, LOCATION};
-use http::{HeaderValue, Request, Response, StatusCode};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 
 use crate::config;
 use crate::config::Config;
@@ -108,8 +108,57 @@ pub struct RouteLimits {
     pub header_styles: Vec<HeaderStyle>,
     /// Value of Access-Control-Expose-Headers, which lets scripts of other origins read the RateLimit headers.
     pub expose_header: Option<HeaderValue>,
+    /// What to read of request bodies before the limits are checked. `None` = nothing.
+    pub llm: Option<LlmInspection>,
     /// Precomputed RateLimit-Policy for responses in which every limit decided with its default variant.
     pub policy_header: Option<HeaderValue>,
+}
+
+/// What to read of request bodies, because limits count the tokens of an LLM API.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LlmInspection {
+    /// Maximum length of a body in bytes.
+    pub max_body: usize,
+    /// Whether a limit may deny requests: one that is no shadow limit.
+    pub is_enforced: bool,
+    /// Whether requests are rejected whose body cannot be read.
+    pub is_required: bool,
+    /// Whether OpenAI's API is asked for the usage of streams.
+    pub includes_usage: bool,
+}
+
+impl LlmInspection {
+    /// Return the inspection that these limits need together.
+    fn for_limits(limits: &[RouteLimit]) -> Option<Self> {
+        let inspections = limits.iter().filter_map(|route_limit| {
+            let llm = route_limit.cost.llm()?;
+            let is_enforced = !route_limit.limit.shadow;
+            Some(LlmInspection {
+                max_body: llm.max_body,
+                is_enforced,
+                is_required: is_enforced && llm.unread_cost.is_none(),
+                includes_usage: llm.includes_usage,
+            })
+        });
+        inspections.reduce(|one, other| LlmInspection {
+            max_body: one.max_body.min(other.max_body),
+            is_enforced: one.is_enforced || other.is_enforced,
+            is_required: one.is_required || other.is_required,
+            includes_usage: one.includes_usage || other.includes_usage,
+        })
+    }
+}
+
+impl RouteLimits {
+    /// Return what to read of the body of a request with this method. `None` = nothing.
+    pub fn llm_inspection(&self, method: &Method) -> Option<LlmInspection> {
+        let inspection = self.llm?;
+        let counts_tokens = |route_limit: &RouteLimit| {
+            let methods = &self.identities[route_limit.identity_index].methods;
+            route_limit.cost.llm().is_some() && (methods.is_empty() || methods.contains(method))
+        };
+        self.limits.iter().any(counts_tokens).then_some(inspection)
+    }
 }
 
 /// The action for requests of a route.
@@ -493,6 +542,7 @@ fn route_limits(
     RouteLimits {
         identities,
         enforced: enforced.len(),
+        llm: LlmInspection::for_limits(&used),
         limits: used,
         header_styles,
         expose_header: expose,

@@ -64,6 +64,9 @@ pub struct AccessRecord<'a> {
     /// The rate limit check, if the route has limits.
     #[serde(flatten)]
     pub decision: Option<&'a DecisionInfo>,
+    /// Model of an LLM request whose tokens a limit counts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub model: Option<&'a str>,
     /// The upstream request, if the request was forwarded.
     #[serde(flatten)]
     pub upstream: Option<&'a UpstreamInfo>,
@@ -133,6 +136,15 @@ pub struct LimitInfo {
     /// Remaining quota after the decision, if the store returned it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remaining: Option<u64>,
+    /// Cost that was reserved before the request, if the limit counts the tokens of an LLM API.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reserved: Option<u64>,
+    /// Cost after the response, if it was settled. `cost` is the same.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub settled: Option<u64>,
+    /// Whether the settled cost is estimated, because the response did not report its usage.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub estimated: bool,
     /// Index of the limit in the route.
     #[serde(skip)]
     pub limit_index: usize,
@@ -306,7 +318,8 @@ impl AccessRecord<'_> {
             "{time:.6} {client} {method} {path} {status} {bytes} {}ms route={route} {outcome}",
             to_milliseconds(self.duration_ms)
         )?;
-        if let Some(DecisionInfo { decision, decided_by, effective_limit, duration, shadow_denied, .. }) = self.decision
+        if let Some(DecisionInfo { decision, decided_by, effective_limit, duration, shadow_denied, limits, .. }) =
+            self.decision
         {
             write!(out, " decision={decision}")?;
             if let Some(EffectiveLimit { limit, remaining, identity }) = effective_limit {
@@ -319,6 +332,22 @@ impl AccessRecord<'_> {
                 write!(out, " shadow_denied={}", shadow_denied.join(","))?;
             }
             write!(out, " decision_ms={}", to_milliseconds(*duration))?;
+            for limit in limits {
+                let LimitInfo { limit, reserved, settled, estimated, .. } = limit;
+                if let Some(reserved) = reserved {
+                    write!(out, " {limit}.reserved={reserved}")?;
+                }
+                if let Some(settled) = settled {
+                    write!(out, " {limit}.settled={settled}")?;
+                }
+                if *estimated {
+                    write!(out, " {limit}.estimated")?;
+                }
+            }
+        }
+        if let Some(model) = self.model {
+            // A client chose it: without spaces and line breaks, the record stays one line of fields.
+            write!(out, " model={}", model.replace(|c: char| c.is_whitespace() || c.is_control(), "_"))?;
         }
         if let Some(UpstreamInfo { upstream, server, upstream_status, duration, retries, .. }) = self.upstream {
             write!(out, " upstream={upstream} upstream_ms={}", to_milliseconds(*duration))?;
@@ -428,6 +457,8 @@ pub struct RequestRecord {
     pub path_template: Option<Box<str>>,
     /// Result of the rate limit check.
     pub decision: Option<DecisionInfo>,
+    /// Model of an LLM request whose tokens a limit counts.
+    pub model: Option<Box<str>>,
     /// Result of the upstream request.
     pub upstream: Option<UpstreamInfo>,
     /// Ids of the spans, if the request is traced.
@@ -473,6 +504,7 @@ impl RequestRecord {
             route: None,
             path_template: None,
             decision: None,
+            model: None,
             upstream: None,
             trace,
             request_id: "-".into(),
@@ -507,6 +539,7 @@ impl RequestRecord {
             route: self.route.as_deref(),
             outcome: self.outcome,
             decision: self.decision.as_ref(),
+            model: self.model.as_deref(),
             upstream: self.upstream.as_ref(),
             request_id: &self.request_id,
             trace_id: self.trace_id,
@@ -531,12 +564,15 @@ mod tests {
     /// Programs parse these formats, so they must not change by accident.
     #[test]
     fn access_record_has_documented_json_and_text_formats() {
-        let limit_info = |limit: &str, decision, remaining| LimitInfo {
+        let limit_info = |limit: &str, decision, remaining, settled: Option<u64>| LimitInfo {
             limit: limit.into(),
             identity: 0xabc,
             cost: 2,
             decision,
             remaining,
+            reserved: settled.map(|settled| settled + 1),
+            settled,
+            estimated: settled.is_some(),
             limit_index: 0,
         };
         let decision = DecisionInfo {
@@ -546,7 +582,7 @@ mod tests {
             duration: Duration::from_micros(1_250),
             decided_at: Some(1_764_000_000_123_500),
             shadow_denied: vec!["trial".into()],
-            limits: vec![limit_info("hour", Some("denied"), Some(0)), limit_info("day", None, None)],
+            limits: vec![limit_info("hour", Some("denied"), Some(0), None), limit_info("day", None, None, Some(2))],
             start_offset: Duration::ZERO,
         };
         let upstream = UpstreamInfo {
@@ -569,6 +605,7 @@ mod tests {
             route: Some("a"),
             outcome: "rate-limited",
             decision: Some(&decision),
+            model: Some("m 1"),
             upstream: Some(&upstream),
             request_id: "id",
             trace_id: Some(1),
@@ -582,7 +619,8 @@ mod tests {
                  \"complete\":false,\"duration_ms\":12.345,\"route\":\"a\",\"outcome\":\"rate-limited\",\"decision\":\"denied\",\
                  \"decided_by\":\"store\",\"limit\":\"hour\",\"remaining\":0,\"identity\":\"{hash}\",\"decision_ms\":1.25,\
                  \"decided_at\":1764000000.1235,\"shadow_denied\":[\"trial\"],\"limits\":[{{\"limit\":\"hour\",\"identity\":\"{hash}\",\"cost\":2,\
-                 \"decision\":\"denied\",\"remaining\":0}},{{\"limit\":\"day\",\"identity\":\"{hash}\",\"cost\":2}}],\
+                 \"decision\":\"denied\",\"remaining\":0}},{{\"limit\":\"day\",\"identity\":\"{hash}\",\"cost\":2,\
+                 \"reserved\":3,\"settled\":2,\"estimated\":true}}],\"model\":\"m 1\",\
                  \"upstream\":\"api\",\"server\":\"api.test:80 (127.0.0.1:80)\",\"upstream_status\":200,\"upstream_ms\":7.0,\
                  \"retries\":1,\"request_id\":\"id\",\"trace_id\":\"00000000000000000000000000000001\",\
                  \"sample_rate\":0.25}}"
@@ -594,7 +632,7 @@ mod tests {
             String::from_utf8(text).unwrap(),
             format!(
                 "2025-11-24T16:00:00.123456Z 127.0.0.1 GET /a 429 3 12.345ms route=a rate-limited decision=denied limit=hour remaining=0 \
-                 identity={hash} decided_by=store shadow_denied=trial decision_ms=1.25 upstream=api upstream_ms=7 \
+                 identity={hash} decided_by=store shadow_denied=trial decision_ms=1.25 day.reserved=3 day.settled=2 day.estimated model=m_1 upstream=api upstream_ms=7 \
                  server=api.test:80(127.0.0.1:80) upstream_status=200 retries=1 request_id=id \
                  trace_id=00000000000000000000000000000001 sample_rate=0.25 incomplete"
             )

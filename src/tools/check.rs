@@ -761,7 +761,7 @@ fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec
     let uses = input.config.routes.iter().flat_map(|route| &route.rate_limits.limits);
     let costs = uses.filter(|metered| Arc::ptr_eq(&metered.limit, limit)).map(|metered| match &metered.cost {
         Cost::Fixed(cost) | Cost::Request { max: cost, .. } => *cost,
-        Cost::Response { .. } => 1,
+        Cost::Response { .. } | Cost::Llm(_) => 1,
     });
     let max_cost = costs.max().unwrap_or(0);
     let tiers = limit

@@ -19,6 +19,7 @@ use crate::proxy::access::{access_rules, check_host};
 use crate::proxy::authentication::AuthRejection;
 use crate::proxy::context::Peer;
 use crate::proxy::header_values::RequestVariables;
+use crate::proxy::llm;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::{LimitContext, build_checks, build_unauthenticated_checks};
 use crate::proxy::target::{RequestTarget, origin_form};
@@ -186,6 +187,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
                     header_styles: &route.rate_limits.header_styles,
                     expose_headers: route.rate_limits.expose_header.as_ref(),
                     is_grpc: is_grpc_call(request),
+                    provider: route.rate_limits.llm.map(|_| llm::provider(request)),
                 });
             }
             decision => decision,

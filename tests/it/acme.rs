@@ -13,8 +13,8 @@ use crate::hot_restart::hot_restart;
 use crate::support::acme::{
     Balancer, ROUTES, config, is_ready, listed, request_renewal, restart, served, start, start_as, storage, trusting,
 };
-use crate::support::certificates::{Authority, NOW, TlsClient, tls};
-use crate::support::gateway::Gateway;
+use crate::support::certificates::{Authority, NOW, Pair, TlsClient, tls};
+use crate::support::gateway::{Gateway, binary};
 use crate::support::pebble::Pebble;
 use crate::support::reload::{ask, with_admin};
 use crate::support::{SetOnDrop, eventually};
@@ -215,4 +215,50 @@ fn hot_restart_in_an_order_resumes_it() {
     eventually("a certificate", || is_ready(&gateway));
     assert!(gateway.log().contains("resuming an interrupted ACME order"), "{}", gateway.log());
     assert_eq!((pebble.orders(), pebble.issued()), (1, 1), "{}", pebble.log());
+}
+
+#[test]
+fn commands_list_and_renew_the_certificates_of_a_running_gateway() {
+    let (pebble, file) = (Pebble::start(), Pair::server("file.test", NOW));
+    let listener = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
+                    tls.certificates = [{ cert = \"file.pem\", key = \"file.key\" }]\n";
+    let files = [("ca.pem", &*pebble.ca), ("file.pem", &*file.cert), ("file.key", &*file.key)];
+    let gateway = Gateway::start_with(&format!("{}{listener}", config(&pebble, &["one.test"], "")), &files);
+    let client = trusting(&pebble);
+    eventually("a certificate", || is_ready(&gateway));
+    let run = |arguments: &[&str]| {
+        let admin = format!("http://{}", gateway.admin());
+        let mut command = binary();
+        command.args(arguments).args(["--admin", &admin]).env("SLUICEGATE_ADMIN_TOKEN", "sesame");
+        let output = command.output().unwrap();
+        let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+        (output.status.code(), out, err)
+    };
+    let (code, out, err) = run(&["certificates"]);
+    assert_eq!((code, &*err), (Some(0), ""), "{out}");
+    let columns = |row: usize, columns: &[&str]| {
+        let row = out.lines().nth(row).unwrap_or_default();
+        let mut rest = row;
+        for column in columns {
+            rest = rest.split_once(column).unwrap_or_else(|| panic!("no {column} in {row}")).1;
+        }
+    };
+    columns(0, &["NAMES", "ISSUER", "NOT AFTER", "SOURCE", "NEXT RENEWAL", "LAST ATTEMPT"]);
+    columns(1, &["file.test", "file.test", "4000-01-01", "file"]);
+    let entry = listed(&gateway, "one.test");
+    let text = |key: &str| entry[key].as_str().unwrap();
+    assert!(text("issuer").starts_with("CN=Pebble Intermediate CA"), "{entry}");
+    columns(2, &["one.test", text("issuer"), text("not_after"), "acme", text("next_renewal")]);
+
+    let first = served(&gateway, &client, "one.test").unwrap();
+    let (code, out, err) = run(&["renew", "--name", "One.test"]);
+    assert_eq!((code, &*err), (Some(0), ""), "{out}");
+    assert_eq!(out, "requested the renewal of `One.test`; `sluicegate certificates` shows the result\n");
+    eventually("a new certificate", || served(&gateway, &client, "one.test").is_some_and(|leaf| leaf != first));
+    for name in ["file.test", "two.test"] {
+        let (code, out, err) = run(&["renew", "--name", name]);
+        assert_eq!((code, &*out), (Some(1), ""), "{err}");
+        assert!(err.contains(&format!("no listener obtains a certificate for `{name}` by ACME")), "{err}");
+    }
+    assert_eq!(pebble.orders(), 2, "{}", pebble.log());
 }

@@ -134,7 +134,7 @@ fn without_usable_renewal_information_two_thirds_of_the_lifetime_count() {
         _ => None,
     });
     let gateway = start_as(&pebble, &behind(&proxy, &pebble, &names));
-    let failures = || gateway.log().matches("cannot read when the CA suggests to renew").count();
+    let failures = || gateway.log().matches("cannot read the renewal window of the CA").count();
     eventually("six failures", || names.iter().all(|name| is_recorded(&gateway, name)));
     for name in names {
         let entry = listed(&gateway, name);

@@ -50,6 +50,7 @@ mod jwt;
 mod key_command;
 mod limits;
 mod listener_limits;
+mod llm;
 mod load_balancing;
 mod log_sockets;
 mod lua54;

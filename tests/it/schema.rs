@@ -243,6 +243,10 @@ fn file_with(path: &str) -> Value {
         "limit.*.buckets" => set("limit.l", json!({ "by": "ip", "algorithm": "sliding-buckets", "quota": "1/day" })),
         "limit.*.algorithm" => set("limit.l", json!({ "by": "ip", "quota": "1/day" })),
         "limit.*.max_queue" => set("limit.l.max_wait", json!("1s")),
+        path if path.starts_with("limit.*.cost.") && path != "limit.*.cost.max" => {
+            let cost = json!({ "llm": "auto", "weights": {}, "models": { "m": {} } });
+            set("limit.l", json!({ "by": "ip", "quota": "1/s", "unit": "tokens", "cost": cost }));
+        }
         "upstream.*.max_queue" => set("upstream.u.max_requests", json!(1)),
         path if path.starts_with("route.*.mirror") => {
             set("route", json!([{ "name": "m", "path": "/m", "upstream": "u", "mirror": { "upstream": "u" } }]));

@@ -92,7 +92,7 @@ fn each_reason_of_an_outage_is_logged_once() {
     drop(redis);
     let _redis = Redis::start_on(port).expect("a server without client authentication");
     eventually("it responds", || gateway.log().contains("the store answers again"));
-    assert_eq!(gateway.log().matches("for another reason").count(), 1, "{}", gateway.log());
+    assert_eq!(gateway.log().matches("with another error").count(), 1, "{}", gateway.log());
 }
 
 #[test]
@@ -124,10 +124,10 @@ fn redis_user_of_the_manual_has_sufficient_permissions() {
     let calls = redis.calls("evalsha") + redis.calls("eval");
     assert!(calls > 0, "scripts were called");
     eventually("overrides are polled", || redis.calls("hgetall") > 0);
-    assert!(!right.log().contains("not followed"), "{}", right.log());
+    assert!(!right.log().contains("cannot read overrides"), "{}", right.log());
     // Overrides need separate permissions.
     redis::cmd("ACL").arg("SETUSER").arg("gateway").arg("-hgetall").exec(&mut redis.connection()).unwrap();
-    eventually("it is logged", || right.log().contains("overrides are not followed"));
+    eventually("it is logged", || right.log().contains("cannot read overrides"));
     let before = redis.calls("evalsha");
     assert_eq!(right.get("/r").status, 429);
     let without = gateway(&store("gateway:secret").replace("/2\"", "/3\""));
@@ -200,7 +200,7 @@ fn store_errors_say_what_to_do() {
         // A label of more than 63 characters is invalid, so no name server is asked.
         (
             format!("redis://{long}.invalid"),
-            format!("the name of {long}.invalid:6379 does not resolve; correct the host"),
+            format!("the host name of {long}.invalid:6379 does not resolve; correct the host"),
         ),
         (
             format!("redis://gateway:wrong@{}", at(&redis)),
@@ -227,7 +227,7 @@ fn store_errors_say_what_to_do() {
         ),
         (format!("redis://{web}"), format!("the server at {web} is a web server; correct the address")),
         (format!("redis://:secret@{web}"), format!("the server at {web} is a web server; correct the address")),
-        (format!("rediss://{web}"), format!("{web} speaks no TLS; use redis://, or correct the port")),
+        (format!("rediss://{web}"), format!("{web} does not use TLS; use redis://, or correct the port")),
         (format!("redis://{page}"), format!("the server at {page} is a web server; correct the address")),
         (format!("redis://{mail}"), format!("the server at {mail} is not Redis; correct the address")),
     ] {

@@ -281,8 +281,8 @@ fn store_that_rejects_writes_still_decides_denials() {
             assert_eq!(get(&gateway, "/deny", "over").status, 429, "{text}: denied by the store");
         }
         assert_eq!(fake.calls().len() - calls, 120, "{text}: the breaker stays closed, no call is retried");
-        eventually("the change is logged", || log_count(&gateway, "the store takes no writes") > 0);
-        assert_eq!(log_count(&gateway, "the store takes no writes"), 1, "{text}: {}", gateway.log());
+        eventually("the change is logged", || log_count(&gateway, "the store rejects writes: checks") > 0);
+        assert_eq!(log_count(&gateway, "the store rejects writes: checks"), 1, "{text}: {}", gateway.log());
         full.store(false, Ordering::SeqCst);
         eventually("accepted writes are logged", || {
             decides(&gateway);
@@ -291,7 +291,9 @@ fn store_that_rejects_writes_still_decides_denials() {
         assert_eq!(log_count(&gateway, "the store is down"), 0, "{text}: {}", gateway.log());
         full.store(true, Ordering::SeqCst);
         get(&gateway, "/allow", "a");
-        eventually("the next change is logged as well", || log_count(&gateway, "the store takes no writes") == 2);
+        eventually("the next change is logged as well", || {
+            log_count(&gateway, "the store rejects writes: checks") == 2
+        });
         println!("fault 19: {text}: by on_store_error, denials by the store, logged once");
     }
 }
@@ -325,7 +327,7 @@ fn broken_state_rejects_its_identity_and_no_other() {
             }
             assert_eq!(get(&gateway, "/shadow", "broken").status, 200, "{text}: shadow limits reject nothing");
         }
-        let said_broken = log_count(&gateway, "an identity is refused");
+        let said_broken = log_count(&gateway, "rejecting an identity");
         assert!((1..4).contains(&said_broken), "{text}: now and then: {}", gateway.log());
         assert!(gateway.log().contains(r#"[\"allow\"]"#), "{text}: of which limits: {}", gateway.log());
         assert_eq!(log_count(&gateway, "the store is down"), 0, "{text}: {}", gateway.log());

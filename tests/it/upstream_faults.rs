@@ -191,7 +191,13 @@ fn reset(stream: &TcpStream) {
 type Fault = (&'static str, Act, u16, &'static str, Due);
 
 const FAULTS: &[Fault] = &[
-    ("says nothing", |mut stream| read_all(&mut stream), 504, "before its response began", Due::After(TIMEOUT)),
+    (
+        "says nothing",
+        |mut stream| read_all(&mut stream),
+        504,
+        "the upstream did not respond in time",
+        Due::After(TIMEOUT),
+    ),
     (
         "says half a head",
         |mut stream| {
@@ -199,14 +205,14 @@ const FAULTS: &[Fault] = &[
             read_all(&mut stream);
         },
         504,
-        "before its response began",
+        "the upstream did not respond in time",
         Due::After(TIMEOUT),
     ),
     (
         "says interim answers without end",
         |mut stream| while stream.write_all(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n").is_ok() {},
         504,
-        "before its response began",
+        "the upstream did not respond in time",
         Due::After(TIMEOUT),
     ),
     // The timeout starts when the upstream stops reading. Four times the timeout distinguishes it from twice the
@@ -215,7 +221,7 @@ const FAULTS: &[Fault] = &[
         "never reads",
         |_stream| std::thread::park_timeout(MAX_WAIT),
         504,
-        "before its response began",
+        "the upstream did not respond in time",
         Due::After(TIMEOUT.saturating_mul(4)),
     ),
     ("closes", drop, 502, "closed the connection", Due::AtOnce),
@@ -337,7 +343,7 @@ fn unreachable_upstream_is_502_or_504_in_time() {
         queue.push(stream);
         assert!(queue.len() < 100, "the queue has an end");
     }
-    assert_refused("does not accept", address, 502, "connecting to the upstream took longer", Due::After(TIMEOUT));
+    assert_refused("does not accept", address, 502, "connecting to the upstream timed out", Due::After(TIMEOUT));
 }
 
 #[test]

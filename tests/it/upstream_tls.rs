@@ -277,7 +277,7 @@ fn upstream_that_rejects_the_handshake_is_named_in_the_log() {
 fn expired_client_certificate_is_a_warning() {
     let ca = Authority::new("ca");
     let gateway = gateway_with_certificate("https://localhost:1", "", &ca, &ca.client(&[], PAST));
-    let said = "own.pem: the certificate has expired on Jan  1 00:00:00 2001 +00:00; servers of `u` will reject it";
+    let said = "own.pem: the certificate has expired on Jan  1 00:00:00 2001 +00:00; servers of `u` will reject the certificate";
     assert!(gateway.log().contains(said), "{}", gateway.log());
 }
 

@@ -114,6 +114,34 @@ impl<S: Read + Write> Client<S> {
         Some(Reply { status, headers, body: Vec::new() })
     }
 
+    /// Read a chunk of a chunked response, after its head. Return `None` at its end.
+    pub fn chunk(&mut self) -> Option<Vec<u8>> {
+        let line = self.line().unwrap();
+        let size = usize::from_str_radix(line.trim(), 16).unwrap_or_else(|_| panic!("no chunk size: {line:?}"));
+        let mut chunk = vec![0; size + 2];
+        self.stream.read_exact(&mut chunk).unwrap();
+        chunk.truncate(size);
+        (size > 0).then_some(chunk)
+    }
+
+    /// Read chunks up to one that ends this text.
+    pub fn chunks_until(&mut self, end: &str) -> String {
+        let mut body = Vec::new();
+        while !body.ends_with(end.as_bytes()) {
+            body.extend(self.chunk().unwrap_or_else(|| panic!("no {end:?} in {}", String::from_utf8_lossy(&body))));
+        }
+        String::from_utf8(body).unwrap()
+    }
+
+    /// Read the rest of a chunked response, after its head.
+    pub fn reply_rest(&mut self) -> String {
+        let mut body = Vec::new();
+        while let Some(chunk) = self.chunk() {
+            body.extend_from_slice(&chunk);
+        }
+        String::from_utf8(body).unwrap()
+    }
+
     /// Assert that the gateway closes the connection without another byte.
     pub fn assert_closed(&mut self, what: &str) {
         let mut rest = Vec::new();

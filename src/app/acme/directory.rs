@@ -79,11 +79,11 @@ impl Directory {
         File::open(&self.path)?.sync_all()
     }
 
-    /// Write a copy of a record that a shared store has. An error is logged.
+    /// Write a copy of a record of the shared store. Log an error.
     pub(super) fn keep_copy(&self, name: &str, content: &[u8]) {
         if let Err(error) = self.write(name, content) {
             let directory = self.path.display();
-            warn!(%directory, record = name, %error, "cannot copy a certificate: a restart needs Redis to serve it");
+            warn!(%directory, record = name, %error, "cannot copy a certificate to the storage: a restarted gateway must read it from Redis");
         }
     }
 

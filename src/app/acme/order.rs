@@ -50,8 +50,8 @@ pub(super) enum OrderError {
     /// The CA did not finish in time.
     #[error("the CA did not finish the order within {ORDER_TIMEOUT:?}; it is resumed later")]
     Timeout,
-    /// The CA suggests to renew a certificate at no time (RFC 9773 §4.2).
-    #[error("the CA suggests a window that ends before it starts")]
+    /// The renewal window is invalid (RFC 9773 §4.2).
+    #[error("the CA suggests a renewal window that ends before it starts")]
     Window,
     /// The state cannot be stored.
     #[error(transparent)]
@@ -151,20 +151,20 @@ async fn forget_unknown_account<T>(result: &Result<T, Error>, storage: &mut Stor
     }
 }
 
-/// When the CA suggests to renew a certificate (RFC 9773).
+/// Renewal information of a certificate (RFC 9773).
 pub(super) struct SuggestedRenewal {
     /// Start and end of the window, seconds since the Unix epoch.
     pub(super) window: (u64, u64),
-    /// Page that explains the window.
+    /// URL of a page that explains the window.
     pub(super) explanation_url: Option<String>,
-    /// When to read it again.
+    /// Interval until the next read.
     pub(super) retry_after: Duration,
 }
 
-/// Return when the CA suggests to renew a certificate.
+/// Read the renewal information of a certificate.
 ///
 /// # Errors
-/// The CA has no renewal information, cannot be reached, or suggests an empty window.
+/// The CA has no renewal information, cannot be reached, or sends an invalid window.
 pub(super) async fn suggested_renewal(
     account: &Account,
     certificate: &Certificate,

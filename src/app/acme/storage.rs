@@ -101,7 +101,7 @@ pub(super) struct RenewalRecord {
     pub(super) window: Option<(u64, u64)>,
     /// When to read it again, seconds since the Unix epoch.
     pub(super) next_read_s: u64,
-    /// Number of times that it could not be read since the last success.
+    /// Number of failed reads since the last success.
     #[serde(default)]
     pub(super) failures: u32,
 }
@@ -280,8 +280,8 @@ impl Storage {
         })
     }
 
-    /// Write a record. With a shared store, the directory gets a copy of a certificate. It gets one, and the certificate
-    /// is in use, also if the store cannot be reached, but not if another gateway has taken the lock.
+    /// Write a record. With a shared store, copy a certificate to the directory. If the store cannot be reached, the
+    /// certificate is copied and used as well; if another gateway has taken the lock, it is not.
     ///
     /// # Errors
     /// It cannot be written, or another gateway has taken the lock.

@@ -55,6 +55,12 @@ impl TokenBucket {
         u64::try_from(charged_us).map_or(0, |charged_us| reset_us.saturating_sub(charged_us))
     }
 
+    /// Return the time in which the bucket refills this many tokens, µs, rounded down.
+    pub(super) fn refill_time_us(&self, tokens: u64) -> u64 {
+        let us = u128::from(tokens) * u128::from(self.parts) / u128::from(self.refill);
+        u64::try_from(us).unwrap_or(u64::MAX)
+    }
+
     pub(super) fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
         let (mut debt, mut clock_went_back, mut rate_lowered, mut key_expires_at) = (0, false, false, 0);
         if let Some(&State::Bucket { updated_at, debt: stored_debt, parts, key_expires_at: stored_expiry }) = state {

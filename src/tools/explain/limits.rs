@@ -43,8 +43,8 @@ fn remaining_after(check: &LimitCheck<'_, '_>, outcome: &Outcome) -> u64 {
         // Charged after the response.
         Deferred::Charge => 0,
         // A charge is one concurrency permit, whatever its cost.
-        Deferred::Nothing | Deferred::Refund if check.is_concurrency() => check.cost.min(1),
-        Deferred::Nothing | Deferred::Refund => check.cost,
+        Deferred::Nothing | Deferred::Refund | Deferred::Settle if check.is_concurrency() => check.cost.min(1),
+        Deferred::Nothing | Deferred::Refund | Deferred::Settle => check.cost,
     };
     outcome.remaining.saturating_sub(tokens)
 }

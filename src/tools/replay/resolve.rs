@@ -568,6 +568,9 @@ pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilitie
         Some(Cost::Response { default, .. }) if !capabilities.identity_hashes => {
             notes.push(format!("the cost of responses is not in this log: each counts as {default}"));
         }
+        Some(Cost::Llm(_)) if !capabilities.identity_hashes => {
+            notes.push("the tokens of requests are not in this log: each counts as 1".to_owned());
+        }
         Some(Cost::Request { header, default, .. }) if !is_logged(header) => {
             notes.push(format!("`{header}` is not in this log: each request counts as {default}"));
         }

@@ -152,7 +152,7 @@ impl<'a> Simulation<'a> {
             let kind = match check.deferred {
                 _ if check.is_concurrency() => ScheduledKind::Release,
                 Deferred::Charge => ScheduledKind::Charge,
-                Deferred::Refund | Deferred::Nothing => {
+                Deferred::Refund | Deferred::Settle | Deferred::Nothing => {
                     let mut deferred_charges = decision.debts_before_us.iter();
                     let deferred_charge = deferred_charges.find(|(place, _)| *place == check.limit_index);
                     ScheduledKind::Refund {

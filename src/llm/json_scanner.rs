@@ -1,0 +1,488 @@
+//! Incremental scanner of JSON text: values at a few paths and the length of generated text, in bounded memory.
+//!
+//! A response may be one long document, a sequence of documents (NDJSON), or an array of documents as Gemini streams it.
+//! The text arrives in chunks that are cut anywhere, and passes on at once. Only values at the paths are kept.
+
+use std::sync::Arc;
+
+use memchr::memchr2;
+
+/// Maximum number of segments of a path.
+pub const MAX_SEGMENTS: usize = 8;
+
+/// Maximum number of paths.
+pub const MAX_PATHS: usize = 16;
+
+/// Maximum number of open objects and arrays. A document with more is not understood.
+const MAX_DEPTH: usize = 128;
+
+/// Maximum length in bytes of a value that is kept. Usage objects have about 500 bytes.
+const MAX_VALUE: usize = 16 << 10;
+
+/// Maximum length in bytes of a key that is compared.
+const MAX_KEY: usize = 64;
+
+/// Keys whose string values are generated text, in the documents of all providers.
+const TEXT_KEYS: [&[u8]; 10] = [
+    b"content",
+    b"text",
+    b"delta",
+    b"arguments",
+    b"partial_json",
+    b"thinking",
+    b"reasoning",
+    b"reasoning_content",
+    b"refusal",
+    b"response",
+];
+
+/// Path of a value in a document: keys of objects, or indices of arrays in decimal digits.
+pub type JsonPath = Box<[Box<str>]>;
+
+/// Receives what the scanner finds.
+pub trait JsonSink {
+    /// The value at the path with this index.
+    fn value(&mut self, path: usize, json: &[u8]);
+    /// A string of generated text of this many bytes.
+    fn text(&mut self, bytes: u64);
+    /// The end of a document.
+    fn document_end(&mut self);
+}
+
+/// The state between two chunks.
+#[derive(Debug)]
+pub struct JsonScanner {
+    paths: Arc<[JsonPath]>,
+    token: Token,
+    depth: usize,
+    /// Bit `depth - 1` is set if the container is an object.
+    objects: u128,
+    /// Whether the documents are the elements of an array.
+    is_array: bool,
+    expects_key: bool,
+    key: Key,
+    is_text: bool,
+    /// Bytes of the current text. Negative while an escape sequence is counted.
+    text_length: i64,
+    /// For each open container: the paths that lead into it, as bits.
+    entered: [u16; MAX_SEGMENTS + 1],
+    /// For each open array: the index of the next element.
+    indices: [u32; MAX_SEGMENTS + 1],
+    /// The paths that the location of the next value matches so far, as bits.
+    matching: u16,
+    captured: Option<Captured>,
+    value: Vec<u8>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Token {
+    /// Between two tokens.
+    Between,
+    Key,
+    KeyEscape,
+    Text,
+    TextEscape,
+    /// A number, `true`, `false` or `null`.
+    Scalar,
+    /// The text is not JSON, or too deep.
+    Malformed,
+}
+
+/// A value that is being kept.
+#[derive(Debug, Clone, Copy)]
+struct Captured {
+    paths: u16,
+    depth: usize,
+    is_too_long: bool,
+}
+
+#[derive(Debug)]
+struct Key {
+    bytes: [u8; MAX_KEY],
+    /// `None` if the key is too long or has escape sequences, so that it equals none.
+    length: Option<usize>,
+}
+
+impl Key {
+    fn push(&mut self, bytes: &[u8]) {
+        self.length = self.length.and_then(|length| {
+            let end = length + bytes.len();
+            self.bytes.get_mut(length..end)?.copy_from_slice(bytes);
+            Some(end)
+        });
+    }
+
+    fn get(&self) -> Option<&[u8]> {
+        self.bytes.get(..self.length?)
+    }
+}
+
+impl JsonScanner {
+    /// Create a scanner for values at these paths, at most [`MAX_PATHS`] of at most [`MAX_SEGMENTS`] segments.
+    pub fn new(paths: Arc<[JsonPath]>) -> Self {
+        JsonScanner {
+            paths,
+            token: Token::Between,
+            depth: 0,
+            objects: 0,
+            is_array: false,
+            expects_key: false,
+            key: Key { bytes: [0; MAX_KEY], length: Some(0) },
+            is_text: false,
+            text_length: 0,
+            entered: [0; MAX_SEGMENTS + 1],
+            indices: [0; MAX_SEGMENTS + 1],
+            matching: 0,
+            captured: None,
+            value: Vec::new(),
+        }
+    }
+
+    /// Forget an unfinished document.
+    pub fn reset(&mut self) {
+        self.token = Token::Between;
+        self.depth = 0;
+        self.is_array = false;
+        self.captured = None;
+    }
+
+    /// Scan a part of the text up to the end of a document, or all of it. Return the number of bytes scanned.
+    pub fn scan(&mut self, text: &[u8], sink: &mut impl JsonSink) -> usize {
+        let mut at = 0;
+        // Where the part of the value that is not kept yet begins.
+        let mut unkept = 0;
+        while let Some(&byte) = text.get(at) {
+            match self.token {
+                Token::Malformed => return text.len(),
+                Token::Key | Token::Text => {
+                    let end = memchr2(b'"', b'\\', &text[at..]).map_or(text.len(), |offset| at + offset);
+                    if self.token == Token::Key {
+                        self.key.push(&text[at..end]);
+                    } else {
+                        self.text_length += (end - at) as i64;
+                    }
+                    at = end + 1;
+                    match (text.get(end), self.token) {
+                        (None, _) => at = end,
+                        (Some(b'"'), Token::Key) => self.end_key(),
+                        (Some(b'"'), _) => {
+                            self.token = Token::Between;
+                            if self.is_text && self.text_length > 0 {
+                                sink.text(self.text_length as u64);
+                            }
+                            self.end_value(&text[..at], &mut unkept, sink);
+                        }
+                        (Some(_), Token::Key) => {
+                            self.key.length = None;
+                            self.token = Token::KeyEscape;
+                        }
+                        (Some(_), _) => self.token = Token::TextEscape,
+                    }
+                    continue;
+                }
+                Token::KeyEscape => self.token = Token::Key,
+                Token::TextEscape => {
+                    // The four digits after `\u` are counted as text: a character of about 3 bytes.
+                    self.text_length += if byte == b'u' { -1 } else { 1 };
+                    self.token = Token::Text;
+                }
+                Token::Scalar => match byte {
+                    b',' | b'}' | b']' | b' ' | b'\t' | b'\r' | b'\n' => {
+                        self.token = Token::Between;
+                        self.end_value(&text[..at], &mut unkept, sink);
+                        continue;
+                    }
+                    _ => {}
+                },
+                Token::Between => match byte {
+                    b' ' | b'\t' | b'\r' | b'\n' | b':' => {}
+                    b',' => {
+                        self.expects_key = self.is_in_object();
+                        if !self.expects_key
+                            && let Some(index) = self.indices.get_mut(self.depth)
+                        {
+                            *index = index.saturating_add(1);
+                        }
+                    }
+                    b'"' if self.expects_key => {
+                        self.token = Token::Key;
+                        self.key.length = Some(0);
+                    }
+                    b'"' => {
+                        self.begin_value(at, &mut unkept);
+                        self.token = Token::Text;
+                        self.text_length = 0;
+                    }
+                    b'[' if self.depth == 0 && !self.is_array => self.is_array = true,
+                    b']' if self.depth == 0 && self.is_array => self.is_array = false,
+                    b'{' | b'[' => {
+                        self.begin_value(at, &mut unkept);
+                        self.open(byte == b'{');
+                    }
+                    b'}' | b']' => {
+                        if self.depth == 0 || self.is_in_object() != (byte == b'}') {
+                            self.token = Token::Malformed;
+                            continue;
+                        }
+                        self.depth -= 1;
+                        self.expects_key = false;
+                        self.end_value(&text[..=at], &mut unkept, sink);
+                        if self.depth == 0 {
+                            sink.document_end();
+                            return at + 1;
+                        }
+                    }
+                    _ => {
+                        self.begin_value(at, &mut unkept);
+                        self.token = Token::Scalar;
+                    }
+                },
+            }
+            at += 1;
+        }
+        self.keep(&text[unkept.min(text.len())..]);
+        text.len()
+    }
+
+    fn is_in_object(&self) -> bool {
+        self.depth > 0 && self.objects >> (self.depth - 1) & 1 == 1
+    }
+
+    fn open(&mut self, is_object: bool) {
+        if self.depth == MAX_DEPTH {
+            self.token = Token::Malformed;
+            return;
+        }
+        let bit = 1 << self.depth;
+        self.objects = if is_object { self.objects | bit } else { self.objects & !bit };
+        self.depth += 1;
+        self.expects_key = is_object;
+        if self.depth <= MAX_SEGMENTS {
+            self.entered[self.depth] = self.matching;
+            self.indices[self.depth] = 0;
+        }
+    }
+
+    fn end_key(&mut self) {
+        self.token = Token::Between;
+        self.expects_key = false;
+        let key = self.key.get();
+        self.is_text = key.is_some_and(|key| TEXT_KEYS.contains(&key));
+        self.matching = key.map_or(0, |key| self.matching_paths(|segment| segment.as_bytes() == key));
+    }
+
+    /// Return the paths into the current container whose next segment fits.
+    fn matching_paths(&self, fits: impl Fn(&str) -> bool) -> u16 {
+        let Some(mut candidates) = self.entered.get(self.depth).copied() else { return 0 };
+        let mut matching = 0;
+        while candidates > 0 {
+            let index = candidates.trailing_zeros() as usize;
+            candidates &= candidates - 1;
+            let segment = self.paths.get(index).and_then(|path| path.get(self.depth - 1));
+            if segment.is_some_and(|segment| fits(segment)) {
+                matching |= 1 << index;
+            }
+        }
+        matching
+    }
+
+    fn begin_value(&mut self, at: usize, unkept: &mut usize) {
+        if self.depth == 0 {
+            self.matching = u16::MAX;
+        } else if !self.is_in_object() {
+            let index = self.indices.get(self.depth).copied().unwrap_or(u32::MAX);
+            self.matching = self.matching_paths(|segment| segment.parse() == Ok(index));
+        }
+        if self.captured.is_some() || self.matching == 0 {
+            return;
+        }
+        let complete = |(index, path): (usize, &JsonPath)| u16::from(path.len() == self.depth) << index;
+        let paths = self.matching & self.paths.iter().enumerate().map(complete).fold(0, |all, bit| all | bit);
+        if paths > 0 {
+            self.captured = Some(Captured { paths, depth: self.depth, is_too_long: false });
+            self.value.clear();
+            *unkept = at;
+        }
+    }
+
+    /// Report the value that ends at the end of `text`, if it is kept.
+    fn end_value(&mut self, text: &[u8], unkept: &mut usize, sink: &mut impl JsonSink) {
+        if self.captured.is_none_or(|captured| captured.depth != self.depth) {
+            return;
+        }
+        self.keep(&text[*unkept..]);
+        *unkept = text.len();
+        let Some(captured) = self.captured.take().filter(|captured| !captured.is_too_long) else { return };
+        for index in (0..self.paths.len()).filter(|index| captured.paths >> index & 1 == 1) {
+            sink.value(index, &self.value);
+        }
+    }
+
+    fn keep(&mut self, part: &[u8]) {
+        let Some(captured) = self.captured.as_mut().filter(|captured| !captured.is_too_long) else { return };
+        if self.value.len() + part.len() > MAX_VALUE {
+            captured.is_too_long = true;
+            self.value = Vec::new();
+        } else {
+            self.value.extend_from_slice(part);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::Value;
+
+    #[derive(Debug, Default, PartialEq)]
+    struct Found {
+        values: Vec<(usize, String)>,
+        text: u64,
+        documents: usize,
+    }
+
+    impl JsonSink for Found {
+        fn value(&mut self, path: usize, json: &[u8]) {
+            self.values.push((path, String::from_utf8_lossy(json).into_owned()));
+        }
+        fn text(&mut self, bytes: u64) {
+            self.text += bytes;
+        }
+        fn document_end(&mut self) {
+            self.documents += 1;
+        }
+    }
+
+    fn paths(written: &[&str]) -> Arc<[JsonPath]> {
+        written.iter().map(|path| path.split('/').skip(1).map(Into::into).collect()).collect()
+    }
+
+    fn scan_parts<'t>(written: &[&str], parts: impl IntoIterator<Item = &'t [u8]>) -> Found {
+        let mut scanner = JsonScanner::new(paths(written));
+        let mut found = Found::default();
+        for mut part in parts {
+            while !part.is_empty() {
+                let scanned = scanner.scan(part, &mut found);
+                part = &part[scanned..];
+            }
+        }
+        assert!(scanner.value.capacity() <= 2 * MAX_VALUE);
+        found
+    }
+
+    fn scan(written: &[&str], text: &str) -> Found {
+        scan_parts(written, [text.as_bytes()])
+    }
+
+    fn values(written: &[&str], text: &str) -> Vec<String> {
+        scan(written, text).values.into_iter().map(|(_, value)| value).collect()
+    }
+
+    #[test]
+    fn value_at_a_path_is_found() {
+        for (path, text, expected) in [
+            ("/usage", r#"{"usage":{"a":1}}"#, &[r#"{"a":1}"#][..]),
+            ("/usage", r#"{"a":{"usage":1},"usage" : 7 }"#, &["7"]),
+            ("/usage", r#"{"usage":null,"b":[{"usage":2}]}"#, &["null"]),
+            ("/a/b", r#"{"a":{"b":"}\"{","c":2},"b":3}"#, &[r#""}\"{""#]),
+            ("/a/1/b", r#"{"a":[{"b":1},{"b":2},{"b":3}]}"#, &["2"]),
+            ("/a/1", r#"{"a":[1,[2,3],4]}"#, &["[2,3]"]),
+            ("/a", r#"{"\u0061":1}"#, &[]),
+            ("/a", r#"[{"a":1},{"a":2}]"#, &["1", "2"]),
+            ("/a", "{\"a\":1}\n{\"a\":2}\n", &["1", "2"]),
+            ("/a", r#"{"a":1"#, &[]),
+            ("/a", r#"{"a":1]"#, &["1"]),
+            ("/a", r#"{"b":1]{"a":2}"#, &[]),
+            ("/a", "[DONE]", &[]),
+            ("/a", r#"{"a":{}}"#, &["{}"]),
+            ("/a", r#"{"b":{"c":{}},"a":[]}"#, &["[]"]),
+        ] {
+            assert_eq!(values(&[path], text), expected, "{path} {text}");
+        }
+        let found = scan(&["/a", "/a/b", "/c"], r#"{"c":1,"a":{"b":2}}"#);
+        assert_eq!(found.values, [(2, "1".to_owned()), (0, r#"{"b":2}"#.to_owned())], "a value within a kept one");
+    }
+
+    #[test]
+    fn bytes_of_generated_text_are_counted() {
+        for (text, expected) in [
+            (r#"{"choices":[{"delta":{"content":"hello"}}]}"#, 5),
+            (r#"{"content":"a\n\"bé"}"#, 6),
+            (r#"{"content":"\u00e9\u4e2d"}"#, 6),
+            (r#"{"role":"assistant","id":"x","content":""}"#, 0),
+            (r#"{"content":[{"type":"text","text":"abc"}]}"#, 3),
+            (r#"{"content":["abc","d"]}"#, 4),
+        ] {
+            assert_eq!(scan(&[], text).text, expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn long_and_deep_values_use_bounded_memory() {
+        let long = format!(r#"{{"a":"{}","b":1}}"#, "x".repeat(MAX_VALUE));
+        assert_eq!(values(&["/a", "/b"], &long), ["1"], "a value that is too long is skipped");
+        let fits = format!(r#"{{"a":"{}"}}"#, "x".repeat(MAX_VALUE - 2));
+        assert_eq!(values(&["/a"], &fits)[0].len(), MAX_VALUE);
+        let deep = |depth: usize| format!(r#"{{"b":{}{},"a":1}}"#, "[".repeat(depth), "]".repeat(depth));
+        assert_eq!(values(&["/a"], &deep(MAX_DEPTH - 1)), ["1"]);
+        assert_eq!(scan(&["/a"], &deep(MAX_DEPTH)), Found::default(), "too deep");
+        assert_eq!(scan(&["/a"], &"[".repeat(1 << 20)).documents, 0);
+        let long_key = format!(r#"{{"{}":1,"a":2}}"#, "a".repeat(1 << 16));
+        assert_eq!(values(&["/a"], &long_key), ["2"]);
+    }
+
+    fn json() -> impl Strategy<Value = Value> {
+        let key = prop_oneof![Just("a"), Just("b"), Just("usage"), Just("content"), Just("é\n")];
+        let scalar = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            any::<i16>().prop_map(|quarters| Value::from(f64::from(quarters) / 4.0)),
+            "\\PC{0,12}".prop_map(Value::from),
+            Just(Value::from("\u{1}\\\"é{[,:")),
+        ];
+        scalar.prop_recursive(5, 40, 5, move |inner| {
+            prop_oneof![
+                proptest::collection::vec(inner.clone(), 0..5).prop_map(Value::from),
+                proptest::collection::vec((key.clone(), inner), 0..5).prop_map(|entries| {
+                    Value::Object(entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
+                }),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn scanner_agrees_with_serde_json(
+            documents in proptest::collection::vec(json(), 1..4),
+            cuts in proptest::collection::vec(any::<prop::sample::Index>(), 0..20),
+            pretty in any::<bool>(),
+        ) {
+            const PATHS: [&str; 4] = ["/a", "/usage/b", "/b/1", "/content/0/a"];
+            let documents: Vec<_> = documents.into_iter().filter(Value::is_object).collect();
+            let write = |value: &Value| {
+                if pretty { serde_json::to_string_pretty(value) } else { serde_json::to_string(value) }.unwrap()
+            };
+            let text = documents.iter().map(write).collect::<Vec<_>>().join("\n");
+            let mut cuts: Vec<_> = cuts.iter().map(|cut| cut.index(text.len() + 1)).collect();
+            cuts.extend([0, text.len()]);
+            cuts.sort_unstable();
+            let parts = cuts.windows(2).map(|cut| &text.as_bytes()[cut[0]..cut[1]]);
+            let found = scan_parts(&PATHS, parts);
+            prop_assert_eq!(&found, &scan(&PATHS, &text), "cuts change nothing");
+            prop_assert_eq!(found.documents, documents.len());
+            for (index, path) in PATHS.iter().enumerate() {
+                let expected: Vec<_> = documents.iter().filter_map(|value| value.pointer(path)).collect();
+                let values = found.values.iter().filter(|(found, _)| *found == index);
+                let values: Vec<Value> = values.map(|(_, json)| serde_json::from_str(json).unwrap()).collect();
+                prop_assert_eq!(values.iter().collect::<Vec<_>>(), expected, "{}", path);
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_scanned(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            scan_parts(&["/a"], [&bytes[..]]);
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! The formats of providers for what the gateway writes: error bodies that their SDKs understand.
+
+use serde_json::{Value, json};
+
+/// Maximum number of choices that are ended one by one.
+const MAX_FINAL_CHOICES: u64 = 128;
+
+/// The API that a client speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Provider {
+    /// OpenAI and the many APIs that follow it.
+    OpenAi,
+    /// Anthropic Messages.
+    Anthropic,
+    /// Gemini.
+    Gemini,
+    /// Ollama.
+    Ollama,
+}
+
+impl Provider {
+    /// Return the API of a request by its path. `is_anthropic` says whether it has the header `anthropic-version`.
+    pub fn from_request(path: &str, is_anthropic: bool) -> Self {
+        let last = path.rsplit('/').next().unwrap_or_default();
+        if is_anthropic || last == "messages" || path.ends_with("/messages/count_tokens") {
+            Provider::Anthropic
+        } else if last.contains(":generate") || last.contains(":streamGenerate") || last.contains("mbedContent") {
+            Provider::Gemini
+        } else if path.contains("/api/") && matches!(last, "chat" | "generate" | "embed" | "embeddings") {
+            Provider::Ollama
+        } else {
+            Provider::OpenAi
+        }
+    }
+
+    /// Return the events that end a stream at its maximum of output tokens. `choices` is the number of choices.
+    pub fn final_events(self, path: &str, choices: u64) -> String {
+        let event = |name: &str, data: Value| format!("event: {name}\ndata: {data}\n\n");
+        match self {
+            Provider::OpenAi if path.ends_with("/responses") => event(
+                "response.incomplete",
+                json!({
+                    "type": "response.incomplete",
+                    "response": {
+                        "object": "response", "status": "incomplete", "output": [],
+                        "incomplete_details": { "reason": "max_output_tokens" },
+                    },
+                }),
+            ),
+            Provider::OpenAi | Provider::Ollama => {
+                let choice = |index| json!({ "index": index, "delta": {}, "finish_reason": "length" });
+                let choices: Vec<_> = (0..choices.min(MAX_FINAL_CHOICES)).map(choice).collect();
+                let chunk = json!({ "id": "", "object": "chat.completion.chunk", "created": 0, "model": "", "choices": choices });
+                format!("data: {chunk}\n\ndata: [DONE]\n\n")
+            }
+            Provider::Anthropic => {
+                let delta = json!({ "stop_reason": "max_tokens", "stop_sequence": null });
+                let end = json!({ "type": "message_delta", "delta": delta, "usage": { "output_tokens": 0 } });
+                event("message_delta", end) + &event("message_stop", json!({ "type": "message_stop" }))
+            }
+            Provider::Gemini => {
+                let candidate =
+                    json!({ "content": { "parts": [], "role": "model" }, "finishReason": "MAX_TOKENS", "index": 0 });
+                format!("data: {}\r\n\r\n", json!({ "candidates": [candidate] }))
+            }
+        }
+    }
+
+    /// Return the body of an error response as this provider would write it.
+    pub fn error_body(self, status: u16, message: &str) -> Vec<u8> {
+        let is_rate_limit = status == 429;
+        let body = match self {
+            Provider::OpenAi => {
+                let kind = if is_rate_limit { "tokens" } else { "invalid_request_error" };
+                let code = is_rate_limit.then_some("rate_limit_exceeded");
+                json!({ "error": { "message": message, "type": kind, "param": null, "code": code } })
+            }
+            Provider::Anthropic => {
+                let kind = match status {
+                    429 => "rate_limit_error",
+                    413 => "request_too_large",
+                    _ => "invalid_request_error",
+                };
+                json!({ "type": "error", "error": { "type": kind, "message": message } })
+            }
+            Provider::Gemini => {
+                let name = if is_rate_limit { "RESOURCE_EXHAUSTED" } else { "INVALID_ARGUMENT" };
+                json!({ "error": { "code": status, "message": message, "status": name } })
+            }
+            Provider::Ollama => json!({ "error": message }),
+        };
+        let mut bytes = body.to_string().into_bytes();
+        // For terminals.
+        bytes.push(b'\n');
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn api_is_known_by_path_and_header() {
+        for (path, is_anthropic, expected) in [
+            ("/v1/chat/completions", false, Provider::OpenAi),
+            ("/v1/responses", false, Provider::OpenAi),
+            ("/v1/messages", false, Provider::Anthropic),
+            ("/anything", true, Provider::Anthropic),
+            ("/v1beta/models/m:generateContent", false, Provider::Gemini),
+            ("/v1beta/models/m:streamGenerateContent", false, Provider::Gemini),
+            ("/api/chat", false, Provider::Ollama),
+            ("/ollama/api/generate", false, Provider::Ollama),
+            ("/chat", false, Provider::OpenAi),
+        ] {
+            assert_eq!(Provider::from_request(path, is_anthropic), expected, "{path}");
+        }
+    }
+}

@@ -1,0 +1,597 @@
+//! Measures what a response uses while it passes: reported usage, and otherwise the generated text.
+
+use std::sync::{Arc, LazyLock};
+
+use memchr::{memchr2, memmem};
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+
+use crate::llm::json_scanner::{JsonPath, JsonScanner, JsonSink};
+use crate::llm::usage::{TokenUsage, parse_count, parse_usage};
+
+/// Where a response reports its usage.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum UsageFormat {
+    /// The formats of all supported providers.
+    Auto,
+    /// Paths of the configuration.
+    Paths {
+        /// Paths of the counts.
+        paths: Arc<[JsonPath]>,
+        /// What is at each of the paths.
+        counts: Box<[CountKind]>,
+    },
+}
+
+/// What a count counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CountKind {
+    /// Input tokens, including cached ones.
+    Input,
+    /// Cached input tokens.
+    CachedInput,
+    /// Output tokens.
+    Output,
+}
+
+/// Paths of [`UsageFormat::Auto`] with whole usage objects. `choices` and `type` follow them, and then the counts of
+/// Ollama.
+const USAGE_PATHS: [&[&str]; 8] = [
+    &["usage"],
+    &["response", "usage"],
+    &["message", "usage"],
+    &["delta", "usage"],
+    &["usageMetadata"],
+    &["meta"],
+    &["response", "meta"],
+    &["x_groq", "usage"],
+];
+
+const TYPE: usize = USAGE_PATHS.len();
+const PROMPT_EVAL_COUNT: usize = TYPE + 1;
+const EVAL_COUNT: usize = TYPE + 2;
+
+static AUTO_PATHS: LazyLock<Arc<[JsonPath]>> = LazyLock::new(|| {
+    let others: [&[&str]; 3] = [&["type"], &["prompt_eval_count"], &["eval_count"]];
+    let to_path = |path: &&[&str]| path.iter().map(|segment| Box::from(*segment)).collect();
+    USAGE_PATHS.iter().chain(&others).map(to_path).collect()
+});
+
+/// The usage of a response.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MeasuredUsage {
+    /// The tokens.
+    pub usage: TokenUsage,
+    /// Whether a count was estimated because the provider did not report it.
+    pub is_estimated: bool,
+}
+
+/// How the documents of a response are delimited.
+#[derive(Debug)]
+enum Framing {
+    /// Server-sent events.
+    Events(EventLines),
+    /// JSON documents.
+    Documents,
+}
+
+/// Measures a response whose chunks may be cut anywhere. Its memory is bounded.
+#[derive(Debug)]
+pub struct ResponseMeter {
+    framing: Framing,
+    scanner: JsonScanner,
+    tally: Tally,
+}
+
+/// What was counted so far.
+#[derive(Debug)]
+struct Tally {
+    format: UsageFormat,
+    bytes_per_token: u64,
+    reported: Option<TokenUsage>,
+    /// Estimated output tokens since the last report of the output.
+    unreported_output: u64,
+    /// Documents with generated text.
+    deltas: u64,
+    document: Document,
+}
+
+/// What was found in the current document.
+#[derive(Debug, Default)]
+struct Document {
+    text_bytes: u64,
+    usage: Option<TokenUsage>,
+    /// Whether the text repeats that of earlier events, as in `response.completed` of OpenAI Responses.
+    repeats_text: bool,
+}
+
+impl ResponseMeter {
+    /// Create the meter of a response with this media type. Return `None` if it has no JSON. The output is estimated as
+    /// one token for each `bytes_per_token` of a delta, at least one.
+    pub fn new(media_type: &str, format: UsageFormat, bytes_per_token: u64) -> Option<Self> {
+        let essence = media_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+        let framing = match &*essence {
+            "text/event-stream" => Framing::Events(EventLines::default()),
+            "application/json"
+            | "application/x-ndjson"
+            | "application/ndjson"
+            | "application/jsonl"
+            | "application/stream+json"
+            | "application/json-seq" => Framing::Documents,
+            other if other.ends_with("+json") => Framing::Documents,
+            _ => return None,
+        };
+        let paths = match &format {
+            UsageFormat::Auto => AUTO_PATHS.clone(),
+            UsageFormat::Paths { paths, .. } => paths.clone(),
+        };
+        let tally = Tally {
+            format,
+            bytes_per_token: bytes_per_token.max(1),
+            reported: None,
+            unreported_output: 0,
+            deltas: 0,
+            document: Document::default(),
+        };
+        Some(ResponseMeter { framing, scanner: JsonScanner::new(paths), tally })
+    }
+
+    /// Return whether the response is a stream of server-sent events.
+    pub fn is_event_stream(&self) -> bool {
+        matches!(self.framing, Framing::Events(_))
+    }
+
+    /// Measure a part of the response.
+    pub fn feed(&mut self, mut data: &[u8]) {
+        while !data.is_empty() {
+            let length = self.feed_event(data);
+            data = &data[length..];
+        }
+    }
+
+    /// Measure a part of the response up to the end of an event or document, or all of it. Return its length.
+    pub fn feed_event(&mut self, data: &[u8]) -> usize {
+        let ResponseMeter { framing, scanner, tally } = self;
+        match framing {
+            Framing::Documents => scanner.scan(data, tally),
+            Framing::Events(lines) => lines.read(data, |payload| match payload {
+                EventPart::Data(mut text) => {
+                    while !text.is_empty() {
+                        let length = scanner.scan(text, tally);
+                        text = &text[length..];
+                    }
+                }
+                EventPart::End => {
+                    scanner.reset();
+                    tally.document = Document::default();
+                }
+            }),
+        }
+    }
+
+    /// Return whether the last fed byte ended an event.
+    pub fn is_between_events(&self) -> bool {
+        match &self.framing {
+            Framing::Events(lines) => lines.is_between_events(),
+            Framing::Documents => false,
+        }
+    }
+
+    /// Return the output tokens that the response has at least: those reported, or one for each delta.
+    pub fn min_output(&self) -> u64 {
+        self.tally.reported.map_or(0, |reported| reported.output).max(self.tally.deltas)
+    }
+
+    /// Return the usage so far. `input` is the estimate that was reserved. Return `None` if the response has neither
+    /// usage nor text.
+    pub fn usage(&self, input: u64) -> Option<MeasuredUsage> {
+        let Tally { reported, unreported_output, deltas, .. } = self.tally;
+        if reported.is_none() && deltas == 0 {
+            return None;
+        }
+        let mut usage = reported.unwrap_or_default();
+        // Every request has input.
+        let has_input = usage.input > 0;
+        if !has_input {
+            usage.input = input;
+        }
+        usage.output += unreported_output;
+        Some(MeasuredUsage { usage, is_estimated: !has_input || reported.is_none() || unreported_output > 0 })
+    }
+}
+
+impl JsonSink for Tally {
+    fn value(&mut self, path: usize, json: &[u8]) {
+        let current = self.document.usage.unwrap_or_default();
+        let usage = match &self.format {
+            UsageFormat::Paths { counts, .. } => {
+                let Some(count) = parse_count(json) else { return };
+                match counts.get(path) {
+                    Some(CountKind::Input) => TokenUsage { input: count, ..current },
+                    Some(CountKind::CachedInput) => TokenUsage { cached_input: count, ..current },
+                    Some(CountKind::Output) => TokenUsage { output: count, ..current },
+                    None => return,
+                }
+            }
+            UsageFormat::Auto => match path {
+                TYPE => {
+                    let is_delta = json.starts_with(b"\"response.") && !json.ends_with(b".delta\"");
+                    self.document.repeats_text = is_delta;
+                    return;
+                }
+                PROMPT_EVAL_COUNT | EVAL_COUNT => {
+                    let Some(count) = parse_count(json) else { return };
+                    match path {
+                        EVAL_COUNT => TokenUsage { output: count, ..current },
+                        _ => TokenUsage { input: count, ..current },
+                    }
+                }
+                _ => {
+                    let Some(usage) = parse_usage(json) else { return };
+                    current.max(usage)
+                }
+            },
+        };
+        self.document.usage = Some(usage);
+    }
+
+    fn text(&mut self, bytes: u64) {
+        self.document.text_bytes = self.document.text_bytes.saturating_add(bytes);
+    }
+
+    fn document_end(&mut self) {
+        let Document { text_bytes, usage, repeats_text } = std::mem::take(&mut self.document);
+        if text_bytes > 0 && !repeats_text {
+            self.deltas += 1;
+            self.unreported_output += text_bytes.div_ceil(self.bytes_per_token);
+        }
+        let Some(usage) = usage else { return };
+        let reported = self.reported.unwrap_or_default();
+        // Gemini reports the output with its last chunks only, Anthropic a first count at the start.
+        if usage.output > 0 && usage.output >= reported.output {
+            self.unreported_output = 0;
+        }
+        self.reported = Some(reported.max(usage));
+    }
+}
+
+/// Return whether an event has nothing but the usage that `stream_options.include_usage` of OpenAI adds.
+pub fn is_usage_event(event: &[u8]) -> bool {
+    #[derive(Deserialize)]
+    struct Chunk {
+        choices: Vec<IgnoredAny>,
+        usage: Option<IgnoredAny>,
+    }
+    // Most events have choices: do not parse them.
+    if memmem::find(event, b"[]").is_none() {
+        return false;
+    }
+    let lines = event.split(|byte| matches!(byte, b'\n' | b'\r'));
+    let data: Vec<_> = lines.filter_map(|line| line.strip_prefix(DATA_FIELD)).collect();
+    let chunk = serde_json::from_slice::<Chunk>(&data.concat());
+    chunk.is_ok_and(|chunk| chunk.choices.is_empty() && chunk.usage.is_some())
+}
+
+// === Server-sent events (WHATWG HTML §9.2.6) ===
+
+enum EventPart<'d> {
+    /// A part of the data of the event.
+    Data(&'d [u8]),
+    /// The end of the event.
+    End,
+}
+
+/// Finds the data of server-sent events.
+#[derive(Debug, Default)]
+struct EventLines {
+    line: Line,
+    /// Whether the last byte was CR: a following LF belongs to the same line end.
+    is_after_cr: bool,
+    /// Whether the current event has a line.
+    has_lines: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Line {
+    /// This many bytes of `data:` were read.
+    Field(usize),
+    /// The data, after its first byte, which may be a space to skip.
+    Data,
+    DataStart,
+    /// Another field, or a comment.
+    Other,
+}
+
+impl Default for Line {
+    fn default() -> Self {
+        Line::Field(0)
+    }
+}
+
+const DATA_FIELD: &[u8] = b"data:";
+
+impl EventLines {
+    fn is_between_events(&self) -> bool {
+        self.line == Line::Field(0) && !self.has_lines
+    }
+
+    /// Read lines up to the end of an event, or all data. Return the length of what was read.
+    fn read(&mut self, data: &[u8], mut on_part: impl FnMut(EventPart<'_>)) -> usize {
+        let mut at = 0;
+        while let Some(&byte) = data.get(at) {
+            if std::mem::take(&mut self.is_after_cr) && byte == b'\n' {
+                at += 1;
+                continue;
+            }
+            let is_line_end = matches!(byte, b'\n' | b'\r');
+            match self.line {
+                Line::Field(0) if is_line_end => {
+                    self.is_after_cr = byte == b'\r';
+                    at += 1;
+                    if std::mem::take(&mut self.has_lines) {
+                        on_part(EventPart::End);
+                        return at;
+                    }
+                    continue;
+                }
+                Line::Field(length) if DATA_FIELD.get(length) == Some(&byte) => {
+                    self.has_lines = true;
+                    self.line = if length + 1 == DATA_FIELD.len() { Line::DataStart } else { Line::Field(length + 1) };
+                    at += 1;
+                }
+                Line::Field(_) => {
+                    self.has_lines = true;
+                    self.line = Line::Other;
+                }
+                Line::DataStart => {
+                    self.line = Line::Data;
+                    at += usize::from(byte == b' ');
+                }
+                Line::Data | Line::Other => {
+                    let end = memchr2(b'\n', b'\r', &data[at..]).map(|offset| at + offset);
+                    let line = &data[at..end.unwrap_or(data.len())];
+                    if self.line == Line::Data {
+                        on_part(EventPart::Data(line));
+                    }
+                    at += line.len();
+                    if let Some(end) = end {
+                        if self.line == Line::Data {
+                            on_part(EventPart::Data(b"\n"));
+                        }
+                        self.line = Line::Field(0);
+                        self.is_after_cr = data[end] == b'\r';
+                        at += 1;
+                    }
+                }
+            }
+        }
+        data.len()
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const OPENAI: &str = concat!(
+        "data: {\"id\":\"c\",\"object\":\"chat.completion.chunk\",\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}],\"usage\":null}\n\n",
+        ": comment\n\n",
+        "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"Hé\"}}],\"usage\":null}\n\n",
+        "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"llo 中\\u4e2d\"}}],\"usage\":null}\n\n",
+        "data: {\"choices\":[{\"index\":0,\"delta\":{},\"finish_reason\":\"stop\"}],\"usage\":null}\n\n",
+        "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":12,\"prompt_tokens_details\":{\"cached_tokens\":4}}}\n\n",
+        "data: [DONE]\n\n",
+    );
+
+    const ANTHROPIC: &str = concat!(
+        "event: message_start\r\ndata: {\"type\":\"message_start\",\"message\":{\"id\":\"m\",\"content\":[],",
+        "\"usage\":{\"input_tokens\":25,\"cache_read_input_tokens\":5,\"output_tokens\":1}}}\r\n\r\n",
+        "event: content_block_start\r\ndata: {\"type\":\"content_block_start\",\"index\":0,\"content_block\":{\"type\":\"text\",\"text\":\"\"}}\r\n\r\n",
+        "event: ping\r\ndata: {\"type\": \"ping\"}\r\n\r\n",
+        "event: content_block_delta\r\ndata: {\"type\":\"content_block_delta\",\"index\":0,\"delta\":{\"type\":\"text_delta\",\"text\":\"Hello\"}}\r\n\r\n",
+        "event: message_delta\r\ndata: {\"type\":\"message_delta\",\"delta\":{\"stop_reason\":\"end_turn\"},\"usage\":{\"output_tokens\":15}}\r\n\r\n",
+        "event: message_stop\r\ndata: {\"type\":\"message_stop\"}\r\n\r\n",
+    );
+
+    const RESPONSES: &str = concat!(
+        "event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"id\":\"r\",\"usage\":null}}\n\n",
+        "event: response.output_text.delta\ndata: {\"type\":\"response.output_text.delta\",\"delta\":\"Hi\"}\n\n",
+        "event: response.output_text.delta\ndata: {\"type\":\"response.output_text.delta\",\"delta\":\" there\"}\n\n",
+        "event: response.output_text.done\ndata: {\"type\":\"response.output_text.done\",\"text\":\"Hi there\"}\n\n",
+        "event: response.completed\ndata: {\"type\":\"response.completed\",\"response\":{\"output\":[{\"content\":[{\"text\":\"Hi there\"}]}],",
+        "\"usage\":{\"input_tokens\":37,\"input_tokens_details\":{\"cached_tokens\":0},\"output_tokens\":11}}}\n\n",
+    );
+
+    const GEMINI: &str = concat!(
+        "[{\"candidates\":[{\"content\":{\"parts\":[{\"text\":\"Hello\"}]}}],\"usageMetadata\":{\"promptTokenCount\":4}}\r\n,\r\n",
+        "{\"candidates\":[{\"content\":{\"parts\":[{\"text\":\" world\"}]},\"finishReason\":\"STOP\"}],",
+        "\"usageMetadata\":{\"promptTokenCount\":4,\"candidatesTokenCount\":7,\"thoughtsTokenCount\":3}}\r\n]",
+    );
+
+    const OLLAMA: &str = concat!(
+        "{\"model\":\"m\",\"message\":{\"role\":\"assistant\",\"content\":\"The\"},\"done\":false}\n",
+        "{\"model\":\"m\",\"message\":{\"role\":\"assistant\",\"content\":\" sky\"},\"done\":false}\n",
+        "{\"model\":\"m\",\"done\":true,\"prompt_eval_count\":26,\"eval_count\":290}\n",
+    );
+
+    const COHERE: &str = concat!(
+        "event: content-delta\ndata: {\"type\":\"content-delta\",\"delta\":{\"message\":{\"content\":{\"text\":\"LLM\"}}}}\n\n",
+        "event: message-end\ndata: {\"type\":\"message-end\",\"delta\":{\"finish_reason\":\"COMPLETE\",",
+        "\"usage\":{\"billed_units\":{\"input_tokens\":3,\"output_tokens\":5},\"tokens\":{\"input_tokens\":209,\"output_tokens\":5}}}}\n\n",
+    );
+
+    /// Name, media type and content of a stream, and its input, cached input and output.
+    type Example = (&'static str, &'static str, &'static str, (u64, u64, u64));
+
+    const STREAMS: [Example; 6] = [
+        ("openai", "text/event-stream", OPENAI, (9, 4, 12)),
+        ("anthropic", "text/event-stream; charset=utf-8", ANTHROPIC, (30, 5, 15)),
+        ("responses", "text/event-stream", RESPONSES, (37, 0, 11)),
+        ("gemini", "application/json", GEMINI, (4, 0, 10)),
+        ("ollama", "application/x-ndjson", OLLAMA, (26, 0, 290)),
+        ("cohere", "text/event-stream", COHERE, (3, 0, 5)),
+    ];
+
+    fn measure<'d>(media_type: &str, parts: impl IntoIterator<Item = &'d [u8]>) -> Option<MeasuredUsage> {
+        let mut meter = ResponseMeter::new(media_type, UsageFormat::Auto, 4).unwrap();
+        parts.into_iter().for_each(|part| meter.feed(part));
+        meter.usage(100)
+    }
+
+    fn measured((input, cached_input, output): (u64, u64, u64), is_estimated: bool) -> Option<MeasuredUsage> {
+        Some(MeasuredUsage { usage: TokenUsage { input, cached_input, output }, is_estimated })
+    }
+
+    #[test]
+    fn stream_of_each_provider_is_measured() {
+        for (name, media_type, text, usage) in STREAMS {
+            assert_eq!(measure(media_type, [text.as_bytes()]), measured(usage, false), "{name}");
+            assert_eq!(measure(media_type, text.as_bytes().chunks(1)), measured(usage, false), "{name}, byte by byte");
+        }
+    }
+
+    #[test]
+    fn document_of_each_provider_is_measured() {
+        for (name, text, usage) in [
+            (
+                "openai",
+                r#"{"choices":[{"message":{"content":"x"}}],"usage":{"prompt_tokens":9,"completion_tokens":1}}"#,
+                (9, 0, 1),
+            ),
+            (
+                "responses",
+                r#"{"object":"response","output":[],"usage":{"input_tokens":3,"output_tokens":2}}"#,
+                (3, 0, 2),
+            ),
+            ("anthropic", r#"{"type":"message","content":[],"usage":{"input_tokens":3,"output_tokens":2}}"#, (3, 0, 2)),
+            (
+                "gemini",
+                r#"{"candidates":[],"usageMetadata":{"promptTokenCount":3,"candidatesTokenCount":2}}"#,
+                (3, 0, 2),
+            ),
+            ("ollama", r#"{"response":"x","done":true,"prompt_eval_count":3,"eval_count":2}"#, (3, 0, 2)),
+            ("cohere 1", r#"{"text":"x","meta":{"billed_units":{"input_tokens":3,"output_tokens":2}}}"#, (3, 0, 2)),
+            ("cohere 2", r#"{"message":{},"usage":{"billed_units":{"input_tokens":3,"output_tokens":2}}}"#, (3, 0, 2)),
+            (
+                "embeddings",
+                r#"{"data":[{"embedding":[0.1,-2]}],"usage":{"prompt_tokens":8,"total_tokens":8}}"#,
+                (8, 0, 0),
+            ),
+        ] {
+            assert_eq!(measure("application/json", [text.as_bytes()]), measured(usage, false), "{name}");
+        }
+    }
+
+    #[test]
+    fn stream_without_usage_is_estimated_from_its_deltas() {
+        let delta = |text: &str| format!("data: {{\"choices\":[{{\"delta\":{{\"content\":\"{text}\"}}}}]}}\n\n");
+        let stream = delta("") + &delta("a") + &delta("four") + &delta("five5") + "data: [DONE]\n\n";
+        assert_eq!(measure("text/event-stream", [stream.as_bytes()]), measured((100, 0, 4), true));
+        let empty = delta("") + "data: [DONE]\n\n";
+        assert_eq!(measure("text/event-stream", [empty.as_bytes()]), None, "nothing is known of the response");
+        assert_eq!(measure("application/json", [&b"{\"error\":{\"message\":\"x\"}}"[..]]), None);
+        assert!(ResponseMeter::new("image/png", UsageFormat::Auto, 4).is_none());
+    }
+
+    #[test]
+    fn aborted_stream_costs_what_was_streamed() {
+        let up_to = |text: &'static str, end: &str| &text.as_bytes()[..text.find(end).unwrap()];
+        let openai = measure("text/event-stream", [up_to(OPENAI, "data: {\"choices\":[],")]);
+        assert_eq!(openai, measured((100, 0, 4), true), "3 and 10 bytes");
+        let anthropic = measure("text/event-stream", [up_to(ANTHROPIC, "event: message_delta")]);
+        assert_eq!(anthropic, measured((30, 5, 3), true), "the count of message_start and 5 bytes");
+        let responses = measure("text/event-stream", [up_to(RESPONSES, "event: response.completed")]);
+        assert_eq!(responses, measured((100, 0, 3), true), "repeated text does not count");
+        let gemini = measure("application/json", [up_to(GEMINI, ",\r\n")]);
+        assert_eq!(gemini, measured((4, 0, 2), true));
+    }
+
+    #[test]
+    fn repeated_reports_add_nothing_and_smaller_ones_change_nothing() {
+        let report = |output: &str| {
+            format!("data: {{\"choices\":[],\"usage\":{{\"prompt_tokens\":9,\"completion_tokens\":{output}}}}}\n\n")
+        };
+        for (stream, expected) in [
+            (report("12").repeat(20), (9, 0, 12)),
+            (report("12") + &report("3"), (9, 0, 12)),
+            (report("12") + &report("-3"), (9, 0, 12)),
+            (report("12") + &report("99999999999999999999"), (9, 0, 12)),
+            (report("12") + &report("\"13\""), (9, 0, 12)),
+            (report("12") + &report("null"), (9, 0, 12)),
+        ] {
+            assert_eq!(measure("text/event-stream", [stream.as_bytes()]), measured(expected, false), "{stream}");
+        }
+        let invalid = report("-3");
+        assert_eq!(measure("text/event-stream", [invalid.as_bytes()]), None);
+    }
+
+    #[test]
+    fn usage_event_has_usage_and_no_choices() {
+        for (event, expected) in [
+            ("data: {\"choices\":[],\"usage\":{\"prompt_tokens\":1}}\n\n", true),
+            ("data: {\"id\":\"a\",\r\ndata: \"choices\": [], \"usage\":{}}\r\n\r\n", true),
+            ("data: {\"choices\":[],\"usage\":null}\n\n", false),
+            ("data: {\"choices\":[{\"index\":0,\"logprobs\":[]}],\"usage\":{}}\n\n", false),
+            ("data: [DONE]\n\n", false),
+            ("data: []\n\n", false),
+            (": []\n\n", false),
+        ] {
+            assert_eq!(is_usage_event(event.as_bytes()), expected, "{event}");
+        }
+    }
+
+    #[test]
+    fn malformed_event_does_not_affect_the_next() {
+        let good = "data: {\"usage\":{\"prompt_tokens\":9,\"completion_tokens\":1}}\n\n";
+        for bad in [
+            "data: {]]\n\n",
+            "data: {\"a\":\n\n",
+            "data\n\n",
+            "dat: x\n\n",
+            "data: \"\n\n",
+            "id: 1\nretry: 5\n\n",
+            "\n\n\r\r",
+        ] {
+            let stream = bad.to_owned() + good;
+            assert_eq!(measure("text/event-stream", [stream.as_bytes()]), measured((9, 0, 1), false), "{bad:?}");
+        }
+        let lines = "data: {\"usage\":\ndata: {\"prompt_tokens\":9,\r\ndata:\"completion_tokens\":1}}\r\r";
+        assert_eq!(measure("text/event-stream", [lines.as_bytes()]), measured((9, 0, 1), false), "several lines");
+    }
+
+    #[test]
+    fn paths_of_the_configuration_replace_the_known_ones() {
+        let path = |text: &str| text.split('/').skip(1).map(Into::into).collect::<JsonPath>();
+        let format = UsageFormat::Paths {
+            paths: [path("/billing/in"), path("/billing/out/0")].into_iter().collect(),
+            counts: [CountKind::Input, CountKind::Output].into(),
+        };
+        let mut meter = ResponseMeter::new("application/json", format, 4).unwrap();
+        meter.feed(br#"{"usage":{"prompt_tokens":1,"completion_tokens":1},"billing":{"in":5,"out":[7]}}"#);
+        assert_eq!(meter.usage(100), measured((5, 0, 7), false));
+    }
+
+    proptest! {
+        #[test]
+        fn cuts_do_not_change_the_measure(
+            stream in 0..STREAMS.len(),
+            cuts in proptest::collection::vec(any::<prop::sample::Index>(), 0..30),
+            end in any::<prop::sample::Index>(),
+        ) {
+            let (_, media_type, text, _) = STREAMS[stream];
+            let text = &text.as_bytes()[..end.index(text.len() + 1)];
+            let mut cuts: Vec<_> = cuts.iter().map(|cut| cut.index(text.len() + 1)).collect();
+            cuts.extend([0, text.len()]);
+            cuts.sort_unstable();
+            let parts = cuts.windows(2).map(|cut| &text[cut[0]..cut[1]]);
+            prop_assert_eq!(measure(media_type, parts), measure(media_type, [text]));
+        }
+
+        #[test]
+        fn any_bytes_are_measured(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            measure("text/event-stream", [&bytes[..]]);
+            measure("application/json", [&bytes[..]]);
+        }
+    }
+}

@@ -1,0 +1,395 @@
+//! Token budgets of LLM APIs: what a request reserves, and the settlement at the end of its response.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use http::{HeaderMap, Request, Response};
+use tokio::time::timeout_at;
+
+use crate::http::body::Body;
+use crate::http::body_limits::{BodyError, BodyLimits, UploadLimits};
+use crate::http::request_body::{ReadBody, RequestBody};
+use crate::limiter::decision::{Decision, LimitCheck};
+use crate::limiter::settlement::{Deferred, DeferredCharges, SettleAction};
+use crate::llm::provider::Provider;
+use crate::llm::request;
+use crate::llm::request::{RequestError, RequestInfo};
+use crate::llm::response::{MeasuredUsage, ResponseMeter, UsageFormat, is_usage_event};
+use crate::llm::weights::Weights;
+use crate::metrics::Counter;
+use crate::proxy::context::RequestContext;
+use crate::proxy::local_reply::Rejection;
+use crate::proxy::metrics::{RESERVED_TOKENS, SETTLED_ESTIMATED, SETTLED_REPORTED, SETTLED_RESERVED, WorkerMetrics};
+use crate::snapshot::cost::LlmCost;
+use crate::snapshot::routes::{LlmInspection, Route, RouteLimit};
+use crate::telemetry::access_log::LimitInfo;
+
+/// Why a request to an LLM API is rejected before it reserves tokens.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum LlmError {
+    /// The body does not say what the request may use.
+    #[error(transparent)]
+    Body(#[from] RequestError),
+    /// The body is compressed.
+    #[error("the request body has a content coding: the tokens of the request cannot be estimated")]
+    ContentCoding,
+    /// The body is longer than `inspect_body`.
+    #[error("the request body is longer than {0} bytes: the tokens of the request cannot be estimated")]
+    TooLong(usize),
+    /// The buffer budget is exhausted.
+    #[error("the gateway has no memory for the request body at the moment")]
+    NoCapacity,
+    /// The request reserves more than a limit ever has.
+    #[error(
+        "the request reserves {cost} {unit}, but the limit `{limit}` never has more than {capacity}: ask for a smaller maximum of output tokens, or send less input"
+    )]
+    TooLarge {
+        /// Name of the limit.
+        limit: Box<str>,
+        /// Its unit.
+        unit: Box<str>,
+        /// What the request reserves.
+        cost: u64,
+        /// What the limit has at most.
+        capacity: u64,
+    },
+}
+
+/// A request whose tokens are counted.
+#[derive(Debug)]
+pub(super) struct LlmRequest {
+    content: Content,
+    /// The model that determines the weights.
+    pub(super) model: Option<Box<str>>,
+    /// The format of error responses.
+    pub(super) provider: Provider,
+    path: Box<str>,
+    /// Whether the usage of the stream was not requested by the client.
+    hides_usage: bool,
+}
+
+#[derive(Debug)]
+enum Content {
+    /// There is no body: the request generates nothing.
+    Empty,
+    /// The body cannot be read.
+    Unread,
+    Read(RequestInfo),
+}
+
+/// Return the API that a request is for.
+pub fn provider<B>(request: &Request<B>) -> Provider {
+    Provider::from_request(request.uri().path(), request.headers().contains_key("anthropic-version"))
+}
+
+/// Read the body of a request on a route that counts tokens. The upstream gets the same body, unless the usage of a stream
+/// is requested.
+///
+/// # Errors
+/// The body cannot be read, and a limit of the route requires that.
+pub(super) async fn inspect<'a>(
+    context: &mut RequestContext<'a>,
+    route: &Route,
+    inspection: LlmInspection,
+    request: &Request<RequestBody>,
+    body: &mut RequestBody,
+) -> Result<(), Rejection<'a>> {
+    let path = request.uri().path();
+    let provider = provider(request);
+    let settings = &context.snapshot.config.server;
+    let idle_timeout = settings.body_idle_timeout;
+    let upload = UploadLimits { idle_timeout, min_rate: settings.min_body_rate, total_timeout: settings.body_timeout };
+    let limits = BodyLimits { deadline: context.deadline, upload, idle_timeout, max_body: route.max_body };
+    let content = read_content(limits, inspection.max_body, request.headers(), body).await?;
+    let hides_usage = inspection.includes_usage
+        && path.ends_with("/completions")
+        && matches!(&content, Ok(Content::Read(info)) if info.is_stream && info.includes_usage.is_none());
+    if hides_usage {
+        body.change(request::with_usage_option);
+    }
+    let content = match content {
+        Err(error) if inspection.is_required || (inspection.is_enforced && error == LlmError::NoCapacity) => {
+            return Err(Rejection::Llm { error, provider });
+        }
+        Err(_) => Content::Unread,
+        Ok(content) => content,
+    };
+    let named = match &content {
+        Content::Read(info) => info.model.clone(),
+        Content::Empty | Content::Unread => None,
+    };
+    // Providers with the model in the path ignore the body.
+    let model = request::model_in_path(path).map(Box::from).or(named);
+    context.record_model(model.as_deref());
+    context.llm = Some(Box::new(LlmRequest { content, model, provider, path: path.into(), hides_usage }));
+    Ok(())
+}
+
+async fn read_content(
+    limits: BodyLimits,
+    max_body: usize,
+    headers: &HeaderMap,
+    body: &mut RequestBody,
+) -> Result<Result<Content, LlmError>, Rejection<'static>> {
+    if http_body::Body::is_end_stream(body) {
+        return Ok(Ok(Content::Empty));
+    }
+    if headers.get(CONTENT_ENCODING).is_some_and(|coding| !coding.as_bytes().eq_ignore_ascii_case(b"identity")) {
+        return Ok(Err(LlmError::ContentCoding));
+    }
+    let reading = body.read(limits, max_body);
+    let read = match limits.deadline {
+        None => reading.await,
+        Some(deadline) => timeout_at(deadline, reading).await.unwrap_or(Err(BodyError::ClientTimeout)),
+    };
+    Ok(match read.map_err(|error| Rejection::Upstream(error.into()))? {
+        ReadBody::Whole(bytes) if bytes.is_empty() => Ok(Content::Empty),
+        ReadBody::Whole(bytes) => request::inspect(&bytes).map(Content::Read).map_err(LlmError::Body),
+        ReadBody::TooLong => Err(LlmError::TooLong(max_body)),
+        ReadBody::NoCapacity => Err(LlmError::NoCapacity),
+    })
+}
+
+impl LlmRequest {
+    /// Return whether the response may use tokens.
+    pub(super) fn is_counted(&self) -> bool {
+        !matches!(self.content, Content::Empty)
+    }
+
+    /// Set the costs of the checks whose limits count tokens.
+    ///
+    /// # Errors
+    /// The request reserves more than a limit ever has.
+    pub(super) fn reserve(
+        &self,
+        limits: &[RouteLimit],
+        checks: &mut [LimitCheck<'_, '_>],
+    ) -> Result<(), Rejection<'static>> {
+        for check in checks {
+            let Some(llm) = limits[check.limit_index].cost.llm() else { continue };
+            check.cost = self.reservation(llm);
+            check.deferred = if self.is_counted() { Deferred::Settle } else { Deferred::Nothing };
+            let capacity = check.variant.rule.capacity();
+            if check.cost > capacity && !check.limit.shadow {
+                let (limit, unit) = (check.limit.name.clone(), check.limit.unit.clone());
+                let error = LlmError::TooLarge { limit, unit, cost: check.cost, capacity };
+                return Err(Rejection::Llm { error, provider: self.provider });
+            }
+        }
+        Ok(())
+    }
+
+    fn reservation(&self, llm: &LlmCost) -> u64 {
+        match &self.content {
+            Content::Empty => 0,
+            Content::Unread => llm.unread_cost.unwrap_or(0),
+            Content::Read(info) => self.weights(llm).reservation(llm.estimate.input(info), llm.estimate.output(info)),
+        }
+    }
+
+    fn weights(&self, llm: &LlmCost) -> Weights {
+        llm.weights.for_model(self.model.as_deref())
+    }
+
+    /// Return the estimated input tokens. `None` if the body was not read.
+    fn estimated_input(&self, llm: &LlmCost) -> Option<u64> {
+        match &self.content {
+            Content::Empty | Content::Unread => None,
+            Content::Read(info) => Some(llm.estimate.input(info)),
+        }
+    }
+
+    /// Take over the reservations that the body of this response settles. Return `None` if there are none: those of
+    /// errors are refunded by `refund_on`, or stay.
+    pub(super) fn settlement(
+        &self,
+        decision: &mut Decision<'_>,
+        route: &Route,
+        metrics: &WorkerMetrics,
+        response: &Response<Body>,
+    ) -> Option<Box<LlmSettlement>> {
+        let status = response.status();
+        if !status.is_success() {
+            return None;
+        }
+        let limits = &route.rate_limits.limits;
+        let is_settled_by_body = |index: usize| !limits[index].refund_on.contains(status);
+        let charges = decision.deferred_charges.as_mut()?.split_reservations(is_settled_by_body)?;
+        let headers = response.headers();
+        // Identity was requested. A response with another coding cannot be measured.
+        let is_plain = !headers.contains_key(CONTENT_ENCODING);
+        let media_type = headers.get(CONTENT_TYPE).filter(|_| is_plain).and_then(|value| value.to_str().ok());
+        let mut meters = Vec::new();
+        let mut settled = Vec::new();
+        for (limit_index, reserved) in charges.costs() {
+            let Some(llm) = limits[limit_index].cost.llm() else { continue };
+            let (format, bytes_per_token) = (&llm.usage, llm.estimate.bytes_per_token);
+            let same = |meter: &Meter| meter.format == *format && meter.bytes_per_token == bytes_per_token;
+            let meter_index = meters.iter().position(same).unwrap_or_else(|| {
+                let meter = media_type.and_then(|kind| ResponseMeter::new(kind, format.clone(), bytes_per_token));
+                meters.push(Meter { format: format.clone(), bytes_per_token, meter });
+                meters.len() - 1
+            });
+            settled.push(SettledLimit {
+                limit_index,
+                reserved,
+                weights: self.weights(llm),
+                estimated_input: self.estimated_input(llm),
+                meter_index,
+                cuts: llm.cuts,
+                tokens: metrics.tokens(route.index, limit_index).cloned(),
+            });
+        }
+        let cuts = settled.iter().any(|limit| limit.cuts);
+        // The declared length of a body must stay right.
+        let is_open_ended = http_body::Body::size_hint(response.body()).exact().is_none();
+        let is_stream =
+            meters.first().and_then(|meter| meter.meter.as_ref()).is_some_and(ResponseMeter::is_event_stream);
+        let rewriter = (is_open_ended && is_stream && (cuts || self.hides_usage)).then(|| StreamRewriter {
+            hides_usage: self.hides_usage,
+            final_events: if cuts { self.provider.final_events(&self.path, self.choices()) } else { String::new() },
+            event: Vec::new(),
+        });
+        Some(Box::new(LlmSettlement { charges, meters, limits: settled, rewriter }))
+    }
+
+    fn choices(&self) -> u64 {
+        match &self.content {
+            Content::Read(info) => info.choices,
+            Content::Empty | Content::Unread => 1,
+        }
+    }
+}
+
+/// Settles reservations at the end of a response, also if the client or the upstream aborts it.
+pub(super) struct LlmSettlement {
+    charges: DeferredCharges,
+    /// One for all limits with the same settings.
+    meters: Vec<Meter>,
+    limits: Vec<SettledLimit>,
+    rewriter: Option<StreamRewriter>,
+}
+
+/// Changes a stream of server-sent events.
+struct StreamRewriter {
+    /// Whether the event with the usage is removed. Events are then sent as a whole.
+    hides_usage: bool,
+    /// Events that end the stream when its output exceeds a reservation.
+    final_events: String,
+    /// The current event, as far as it was received and not sent.
+    event: Vec<u8>,
+}
+
+/// Maximum length in bytes of an event that is held until it is complete. Usage events have less than 1 KiB.
+const MAX_HELD_EVENT: usize = 64 << 10;
+
+struct Meter {
+    format: UsageFormat,
+    bytes_per_token: u64,
+    /// `None` if the response cannot be measured.
+    meter: Option<ResponseMeter>,
+}
+
+struct SettledLimit {
+    limit_index: usize,
+    reserved: u64,
+    weights: Weights,
+    estimated_input: Option<u64>,
+    meter_index: usize,
+    cuts: bool,
+    tokens: Option<Arc<Counter<4>>>,
+}
+
+/// The cost of a response for one limit.
+#[derive(Debug, Clone, Copy)]
+struct SettledCost {
+    limit_index: usize,
+    cost: u64,
+    is_estimated: bool,
+}
+
+impl LlmSettlement {
+    /// Measure a part of the response, and change it if necessary. Return `Break` if the response ends with it.
+    pub(super) fn feed(&mut self, data: &mut Bytes) -> ControlFlow<()> {
+        let LlmSettlement { meters, limits, rewriter, .. } = self;
+        let Some(rewriter) = rewriter else {
+            meters.iter_mut().filter_map(|meter| meter.meter.as_mut()).for_each(|meter| meter.feed(data));
+            return ControlFlow::Continue(());
+        };
+        let mut output = Vec::with_capacity(data.len());
+        let mut rest = &data[..];
+        while !rest.is_empty() {
+            let Some((first, others)) = meters.split_first_mut() else { break };
+            let Some(meter) = &mut first.meter else { break };
+            let (part, following) = rest.split_at(meter.feed_event(rest));
+            rest = following;
+            others.iter_mut().filter_map(|meter| meter.meter.as_mut()).for_each(|meter| meter.feed(part));
+            rewriter.event.extend_from_slice(part);
+            if !meter.is_between_events() {
+                if rewriter.event.len() > MAX_HELD_EVENT {
+                    output.append(&mut rewriter.event);
+                }
+                continue;
+            }
+            if rewriter.hides_usage && is_usage_event(&rewriter.event) {
+                rewriter.event.clear();
+            } else {
+                output.append(&mut rewriter.event);
+            }
+            if limits.iter().any(|limit| limit.is_exhausted(meters)) {
+                output.extend_from_slice(rewriter.final_events.as_bytes());
+                *data = output.into();
+                return ControlFlow::Break(());
+            }
+        }
+        if !rewriter.hides_usage {
+            output.append(&mut rewriter.event);
+        }
+        *data = output.into();
+        ControlFlow::Continue(())
+    }
+
+    /// Settle the reservations in the background, and record the costs. `limits` are those of the access log record.
+    pub(super) fn settle(self, limits: Option<&mut [LimitInfo]>) {
+        let costs: Vec<_> = self.limits.iter().map(|limit| limit.settled_cost(&self.meters)).collect();
+        for info in limits.into_iter().flatten() {
+            if let Some(settled) = costs.iter().find(|settled| settled.limit_index == info.limit_index) {
+                info.cost = settled.cost;
+                info.settled = Some(settled.cost);
+                info.estimated = settled.is_estimated;
+            }
+        }
+        self.charges.settle_in_background(|limit_index, _| {
+            let settled = costs.iter().find(|settled| settled.limit_index == limit_index);
+            settled.map_or(SettleAction::Nothing, |settled| SettleAction::Settle(settled.cost))
+        });
+    }
+}
+
+impl SettledLimit {
+    /// Return whether the output certainly exceeds the reservation, and the stream is to be cut.
+    fn is_exhausted(&self, meters: &[Meter]) -> bool {
+        let output = meters[self.meter_index].meter.as_ref().map_or(0, ResponseMeter::min_output);
+        self.cuts && self.weights.reservation(self.estimated_input.unwrap_or(0), output) > self.reserved
+    }
+
+    fn settled_cost(&self, meters: &[Meter]) -> SettledCost {
+        let meter = meters[self.meter_index].meter.as_ref();
+        let measured = meter.and_then(|meter| meter.usage(self.estimated_input.unwrap_or(0)));
+        // Without an estimate of the input, only a report counts.
+        let measured = measured.filter(|measured| self.estimated_input.is_some() || !measured.is_estimated);
+        let (cost, is_estimated, kind) = match measured {
+            Some(MeasuredUsage { usage, is_estimated: false }) => (self.weights.cost(usage), false, SETTLED_REPORTED),
+            Some(MeasuredUsage { usage, is_estimated: true }) => (self.weights.cost(usage), true, SETTLED_ESTIMATED),
+            // Nothing is known of the response, so that it may have used the whole reservation.
+            None => (self.reserved, true, SETTLED_RESERVED),
+        };
+        if let Some(tokens) = &self.tokens {
+            tokens.add(RESERVED_TOKENS, self.reserved);
+            tokens.add(kind, cost);
+        }
+        SettledCost { limit_index: self.limit_index, cost, is_estimated }
+    }
+}

@@ -1,0 +1,752 @@
+//! Token budgets of LLM APIs over the wire: a provider in all shapes, streams that are cut anywhere, aborts, hostile
+//! bodies.
+
+use std::fs;
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+
+use serde_json::{Value, json};
+
+use crate::support::admin_listener::metric;
+use crate::support::client::{Client, Reply};
+use crate::support::eventually;
+use crate::support::gateway::Gateway;
+use crate::support::redis::Redis;
+use crate::support::upstream::{Seen, Upstream, read_request, serve};
+
+// === A provider: the tokens of a response are those that the request body asks for under `mock` ===
+
+/// How the provider responds, from `mock` of the request body.
+#[derive(Clone)]
+struct Order {
+    input: u64,
+    output: u64,
+    /// Whether the response reports its usage.
+    reports: bool,
+    /// Number of deltas after which the provider waits for [`Provider::release`].
+    pause_after: Option<u64>,
+    is_stream: bool,
+    /// Seed for the lengths of chunks. 0 = byte by byte.
+    seed: u64,
+}
+
+/// A provider that speaks the APIs of OpenAI, Anthropic, Gemini and Ollama, by path.
+struct Provider {
+    address: SocketAddr,
+    seen: Arc<Mutex<Vec<Seen>>>,
+    /// Deltas that were written, by response.
+    streamed: Arc<AtomicU64>,
+    gate: Arc<(Mutex<bool>, Condvar)>,
+}
+
+impl Provider {
+    fn start() -> Provider {
+        let seen = Arc::<Mutex<Vec<Seen>>>::default();
+        let streamed = Arc::<AtomicU64>::default();
+        let gate = Arc::<(Mutex<bool>, Condvar)>::default();
+        let (record, counter, opening) = (seen.clone(), streamed.clone(), gate.clone());
+        let address = serve(move |mut stream| {
+            while let Some(request) = read_request(&mut stream) {
+                record.lock().unwrap().push(request.clone());
+                if respond(&mut stream, &request, &counter, &opening).is_err() {
+                    return;
+                }
+            }
+        });
+        Provider { address, seen, streamed, gate }
+    }
+
+    fn release(&self) {
+        *self.gate.0.lock().unwrap() = true;
+        self.gate.1.notify_all();
+    }
+
+    fn last(&self) -> Seen {
+        self.seen.lock().unwrap().last().unwrap().clone()
+    }
+
+    fn count(&self) -> usize {
+        self.seen.lock().unwrap().len()
+    }
+}
+
+fn respond(
+    stream: &mut TcpStream,
+    request: &Seen,
+    streamed: &AtomicU64,
+    gate: &(Mutex<bool>, Condvar),
+) -> std::io::Result<()> {
+    let body: Value = serde_json::from_slice(&request.body).unwrap_or(Value::Null);
+    let mock = &body["mock"];
+    if let Some(status) = mock["status"].as_u64() {
+        let text = r#"{"error":{"message":"overloaded"}}"#;
+        let head = format!(
+            "HTTP/1.1 {status} Error\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n",
+            text.len()
+        );
+        return stream.write_all((head + text).as_bytes());
+    }
+    let path = request.target();
+    let order = Order {
+        input: mock["input"].as_u64().unwrap_or(10),
+        output: mock["output"].as_u64().unwrap_or(3),
+        reports: mock["reports"].as_bool().unwrap_or(true),
+        pause_after: mock["pause_after"].as_u64(),
+        is_stream: body["stream"] == true || path.contains(":stream"),
+        seed: mock["seed"].as_u64().unwrap_or(0),
+    };
+    if request.body.is_empty() {
+        return stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}");
+    }
+    if let Some(raw) = mock["raw"].as_str() {
+        let kind = mock["type"].as_str().unwrap_or("application/json");
+        let head = format!("HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n\r\n", raw.len());
+        return stream.write_all((head + raw).as_bytes());
+    }
+    let (media_type, parts) = response_parts(path, &order);
+    write!(stream, "HTTP/1.1 200 OK\r\nContent-Type: {media_type}\r\nTransfer-Encoding: chunked\r\n\r\n")?;
+    let mut random = order.seed;
+    for (index, part) in parts.iter().enumerate() {
+        if order.pause_after == Some(index as u64) {
+            let (open, changed) = gate;
+            drop(changed.wait_while(open.lock().unwrap(), |open| !*open).unwrap());
+        }
+        let mut rest = part.as_bytes();
+        while !rest.is_empty() {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let length = if order.seed == 0 { 1 } else { (random >> 33) as usize % 40 + 1 }.min(rest.len());
+            write!(stream, "{length:x}\r\n")?;
+            stream.write_all(&rest[..length])?;
+            stream.write_all(b"\r\n")?;
+            rest = &rest[length..];
+        }
+        streamed.fetch_add(1, Ordering::SeqCst);
+    }
+    stream.write_all(b"0\r\n\r\n")
+}
+
+/// Return the media type and the parts of a response. The first `output` parts of a stream are its deltas.
+fn response_parts(path: &str, order: &Order) -> (&'static str, Vec<String>) {
+    let Order { input, output, reports, is_stream, .. } = *order;
+    let deltas = |delta: &dyn Fn() -> String| -> Vec<String> { (0..output).map(|_| delta()).collect() };
+    let event = |name: &str, data: Value| {
+        if name.is_empty() { format!("data: {data}\n\n") } else { format!("event: {name}\r\ndata: {data}\r\n\r\n") }
+    };
+    let usage = |usage: Value| if reports { usage } else { Value::Null };
+    const SSE: &str = "text/event-stream; charset=utf-8";
+    const JSON: &str = "application/json";
+    let last = path.rsplit('/').next().unwrap();
+    match (last, is_stream) {
+        ("completions", true) => {
+            let chunk = || event("", json!({"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "tök"}}]}));
+            let mut parts = deltas(&chunk);
+            if reports {
+                parts.push(event("", json!({"choices": [], "usage": {"prompt_tokens": input, "completion_tokens": output}})));
+            }
+            parts.push("data: [DONE]\n\n".to_owned());
+            (SSE, parts)
+        }
+        ("completions", false) => {
+            let counts = usage(json!({"prompt_tokens": input, "completion_tokens": output, "total_tokens": input + output}));
+            (JSON, vec![json!({"choices": [{"message": {"content": "tök ".repeat(output as usize)}}], "usage": counts}).to_string()])
+        }
+        ("responses", true) => {
+            let mut parts = deltas(&|| event("response.output_text.delta", json!({"type": "response.output_text.delta", "delta": "tok"})));
+            let counts = usage(json!({"input_tokens": input, "output_tokens": output}));
+            parts.push(event("response.completed", json!({"type": "response.completed", "response": {"output": [{"text": "tok"}], "usage": counts}})));
+            (SSE, parts)
+        }
+        ("responses", false) => {
+            (JSON, vec![json!({"output": [], "usage": usage(json!({"input_tokens": input, "output_tokens": output}))}).to_string()])
+        }
+        ("messages", true) => {
+            let mut parts = deltas(&|| {
+                event("content_block_delta", json!({"type": "content_block_delta", "delta": {"type": "text_delta", "text": "tok"}}))
+            });
+            let counts = usage(json!({"input_tokens": input, "output_tokens": 1}));
+            parts.insert(0, event("message_start", json!({"type": "message_start", "message": {"content": [], "usage": counts}})));
+            parts.push(event("message_delta", json!({"type": "message_delta", "delta": {}, "usage": usage(json!({"output_tokens": output}))})));
+            (SSE, parts)
+        }
+        ("messages", false) => {
+            (JSON, vec![json!({"content": [{"text": "tok"}], "usage": usage(json!({"input_tokens": input, "output_tokens": output}))}).to_string()])
+        }
+        ("m:generateContent", _) => {
+            let counts = usage(json!({"promptTokenCount": input, "candidatesTokenCount": output}));
+            (JSON, vec![json!({"candidates": [{"content": {"parts": [{"text": "tok"}]}}], "usageMetadata": counts}).to_string()])
+        }
+        ("m:streamGenerateContent", _) => {
+            let element = |counts: Value| json!({"candidates": [{"content": {"parts": [{"text": "tok"}]}}], "usageMetadata": counts}).to_string();
+            let mut parts = deltas(&|| element(json!({"promptTokenCount": input})) + ",\r\n");
+            parts[0].insert(0, '[');
+            parts.push(element(usage(json!({"promptTokenCount": input, "candidatesTokenCount": output}))) + "]");
+            (JSON, parts)
+        }
+        ("chat", true) => {
+            let mut parts = deltas(&|| json!({"message": {"content": "tok"}, "done": false}).to_string() + "\n");
+            let counts = if reports { json!({"done": true, "prompt_eval_count": input, "eval_count": output}) } else { json!({"done": true}) };
+            parts.push(counts.to_string() + "\n");
+            ("application/x-ndjson", parts)
+        }
+        ("chat", false) => {
+            (JSON, vec![json!({"message": {"content": "tok"}, "done": true, "prompt_eval_count": input, "eval_count": output}).to_string()])
+        }
+        _ => panic!("{path}"),
+    }
+}
+
+// === The gateway ===
+
+const QUOTA: u64 = 100_000;
+
+/// A limit of `quota` tokens in an hour, on all paths.
+fn config(store: &str, provider: SocketAddr, quota: u64, cost: &str, limit: &str) -> String {
+    format!(
+        "{store}[log]\nformat = \"json\"\naccess = \"access.log\"\n\
+         [limit.tokens]\nby = \"header:x-id\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\n\
+         quota = \"{quota}/hour\"\nunit = \"tokens\"\ncost = {{ llm = \"auto\", {cost} }}\n{limit}\n\
+         [upstream.u]\nservers = [\"http://{provider}\"]\n\
+         [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nlimits = [\"tokens\"]\nupstream = \"u\"\n"
+    )
+}
+
+fn start(provider: &Provider, quota: u64, cost: &str) -> Gateway {
+    Gateway::start(&config("", provider.address, quota, cost, ""))
+}
+
+const ID: (&str, &str) = ("x-id", "a");
+
+fn post(gateway: &Gateway, path: &str, body: &Value) -> Reply {
+    gateway.client().request("POST", path, &[ID, ("content-type", "application/json")], body.to_string().as_bytes())
+}
+
+/// Return the balance. A request without a body costs nothing.
+fn remaining(gateway: &Gateway) -> u64 {
+    gateway.client().get_with("/v1/models", &[ID]).remaining("tokens")
+}
+
+/// The settlement follows the end of the response.
+fn assert_remaining(gateway: &Gateway, expected: u64, what: &str) {
+    let mut last = 0;
+    eventually(&format!("{what}: {expected} tokens remain"), || {
+        last = remaining(gateway);
+        last == expected
+    });
+}
+
+/// Return the access log records with a reservation.
+fn records(gateway: &Gateway) -> Vec<Value> {
+    let text = fs::read_to_string(gateway.directory().join("access.log")).unwrap_or_default();
+    let complete = text.rsplit_once('\n').map_or("", |(complete, _)| complete);
+    let records = complete.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    records.filter(|record| record["limits"][0]["reserved"].as_u64().is_some_and(|reserved| reserved > 0)).collect()
+}
+
+const CHAT: &str = "/v1/chat/completions";
+
+#[test]
+fn reported_usage_replaces_the_reservation_for_every_provider() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "");
+    let mut expected = QUOTA;
+    for (path, is_stream) in [
+        (CHAT, true),
+        (CHAT, false),
+        ("/v1/responses", true),
+        ("/v1/responses", false),
+        ("/v1/messages", true),
+        ("/v1/messages", false),
+        ("/v1beta/models/m:streamGenerateContent", true),
+        ("/v1beta/models/m:generateContent", false),
+        ("/api/chat", true),
+        ("/api/chat", false),
+    ] {
+        for seed in [0, 1, 2] {
+            let mut body = json!({"max_tokens": 500, "mock": {"input": 21, "output": 7, "seed": seed}});
+            if is_stream && !path.contains(":stream") {
+                body["stream"] = true.into();
+            }
+            let reply = post(&gateway, path, &body);
+            assert_eq!(reply.status, 200, "{path} {}", String::from_utf8_lossy(&reply.body));
+            assert!(reply.remaining("tokens") < expected - 500, "{path}: the header has the reservation");
+            expected -= 28;
+            assert_remaining(&gateway, expected, path);
+        }
+        let seen = provider.seen.lock().unwrap().iter().rev().find(|seen| !seen.body.is_empty()).unwrap().clone();
+        assert_eq!(seen.headers("accept-encoding"), ["identity"], "{path}");
+    }
+    let policy = gateway.client().get_with("/", &[ID]);
+    assert_eq!(policy.header("ratelimit-policy"), Some("\"tokens\";q=100000;qu=\"tokens\";w=3600"));
+}
+
+#[test]
+fn reservations_in_flight_hold_the_limit() {
+    let provider = Provider::start();
+    let gateway = start(&provider, 1000, "");
+    let body = json!({"stream": true, "max_tokens": 500, "mock": {"input": 20, "output": 4, "pause_after": 2}});
+    let reserved = 500 + (body.to_string().len() as u64).div_ceil(4);
+    let mut client = gateway.client();
+    let bytes = body.to_string();
+    client.send(
+        format!("POST {CHAT} HTTP/1.1\r\nHost: a\r\nx-id: a\r\nContent-Length: {}\r\n\r\n{bytes}", bytes.len())
+            .as_bytes(),
+    );
+    // The beginning of the stream arrives while the provider waits.
+    let head = client.head().unwrap();
+    assert_eq!((head.status, head.remaining("tokens")), (200, 1000 - reserved));
+    assert!(client.chunks_until("tök").contains("data:"));
+    let seen = provider.count();
+    let denied = post(&gateway, CHAT, &body);
+    assert_eq!(denied.status, 429);
+    let error = &denied.json()["error"];
+    assert_eq!((&error["type"], &error["code"]), (&json!("tokens"), &json!("rate_limit_exceeded")));
+    assert!(error["message"].as_str().unwrap().contains("`tokens`"), "{error}");
+    assert!(denied.header("retry-after").unwrap().parse::<u64>().unwrap() > 3500);
+    assert_eq!((provider.count(), remaining(&gateway)), (seen, 1000 - reserved), "nothing is charged");
+    provider.release();
+    assert!(client.reply_rest().ends_with("data: [DONE]\n\n"));
+    assert_remaining(&gateway, 1000 - 24, "settled");
+    assert_eq!(post(&gateway, CHAT, &body).status, 200);
+}
+
+#[test]
+fn reservation_above_the_burst_is_rejected_with_400() {
+    let provider = Provider::start();
+    let gateway = start(&provider, 1000, "");
+    for (path, header, expected) in [
+        (CHAT, None, json!("invalid_request_error")),
+        ("/v1/messages", Some(("anthropic-version", "2023-06-01")), json!("invalid_request_error")),
+    ] {
+        let headers: Vec<_> = [ID].into_iter().chain(header).collect();
+        let reply = gateway.client().request("POST", path, &headers, br#"{"max_tokens":1000,"n":2}"#);
+        assert_eq!(reply.status, 400, "{path}");
+        assert_eq!(reply.json()["error"]["type"], expected);
+        let message = reply.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert!(
+            message.starts_with("the request reserves 2007 tokens, but the limit `tokens` never has more than 1000"),
+            "{message}"
+        );
+    }
+    let gemini = gateway.client().request(
+        "POST",
+        "/v1beta/models/m:generateContent",
+        &[ID],
+        br#"{"generationConfig":{"maxOutputTokens":9000}}"#,
+    );
+    assert_eq!((gemini.status, &gemini.json()["error"]["status"]), (400, &json!("INVALID_ARGUMENT")));
+    let ollama = gateway.client().request("POST", "/api/chat", &[ID], br#"{"options":{"num_predict":9000}}"#);
+    assert!(ollama.json()["error"].as_str().unwrap().contains("reserves"));
+    assert_eq!((provider.count(), remaining(&gateway)), (0, 1000));
+}
+
+#[test]
+fn hostile_bodies_reserve_nothing_and_reach_no_provider() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "inspect_body = \"1KiB\"");
+    let padded = |length: usize| format!("{{\"a\":\"{}\"}}", "x".repeat(length - 8));
+    let deep = format!("{{\"a\":{}{}}}", "[".repeat(300), "]".repeat(300));
+    for (body, status) in [
+        (r#"{"max_tokens":1,"max_tokens":9000}"#, 400),
+        (r#"{"max_tokens":1,"max_token\u0073":9000}"#, 400),
+        (r#"{"max_tokens":-1}"#, 400),
+        (r#"{"max_tokens":"1"}"#, 400),
+        (r#"{"max_tokens":99999999999999999999999}"#, 400),
+        (r#"{"n":1e300}"#, 400),
+        ("{", 400),
+        ("[]", 400),
+        ("max_tokens=1", 400),
+        (&deep, 400),
+        (&padded(1025), 413),
+    ] {
+        let reply = gateway.client().request("POST", CHAT, &[ID], body.as_bytes());
+        assert_eq!(reply.status, status, "{body}");
+        assert_eq!(reply.json()["error"]["type"], "invalid_request_error", "{body}");
+        let chunked = format!("{:x}\r\n{body}\r\n0\r\n\r\n", body.len());
+        let mut client = gateway.client();
+        client.send(
+            format!("POST {CHAT} HTTP/1.1\r\nHost: a\r\nx-id: a\r\nTransfer-Encoding: chunked\r\n\r\n{chunked}")
+                .as_bytes(),
+        );
+        assert_eq!(client.reply().unwrap().status, status, "chunked: {body}");
+    }
+    let gzip = gateway.client().request("POST", CHAT, &[ID, ("content-encoding", "gzip")], b"{}");
+    assert_eq!(gzip.status, 400);
+    assert_eq!((provider.count(), remaining(&gateway)), (0, QUOTA));
+    let fits = gateway.client().request("POST", CHAT, &[ID], padded(1024).as_bytes());
+    assert_eq!((fits.status, provider.last().body), (200, padded(1024).into_bytes()));
+}
+
+#[test]
+fn unread_bodies_cost_what_is_configured_and_pass_unchanged() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "inspect_body = \"1KiB\", reserve = 700");
+    let long = format!("{{\"mock\":{{\"input\":5,\"output\":5}},\"a\":\"{}\"}}", "x".repeat(300_000));
+    let mut expected = QUOTA;
+    for (body, is_chunked) in [(&*long, false), (&*long, true), ("max_tokens=1", false)] {
+        let mut client = gateway.client();
+        let (header, content) = match is_chunked {
+            true => {
+                let chunks = body
+                    .as_bytes()
+                    .chunks(900)
+                    .map(|chunk| format!("{:x}\r\n{}\r\n", chunk.len(), std::str::from_utf8(chunk).unwrap()));
+                ("Transfer-Encoding: chunked".to_owned(), chunks.collect::<String>() + "0\r\n\r\n")
+            }
+            false => (format!("Content-Length: {}", body.len()), body.to_owned()),
+        };
+        client.send(format!("POST {CHAT} HTTP/1.1\r\nHost: a\r\nx-id: a\r\n{header}\r\n\r\n{content}").as_bytes());
+        let reply = client.reply().unwrap();
+        assert_eq!((reply.status, reply.remaining("tokens")), (200, expected - 700), "{is_chunked}");
+        assert!(provider.last().body == body.as_bytes(), "{is_chunked}");
+        expected -= if body.starts_with('{') { 10 } else { 13 };
+        assert_remaining(&gateway, expected, body.get(..20).unwrap_or(body));
+    }
+}
+
+#[test]
+fn client_that_leaves_pays_for_what_was_streamed() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "");
+    let body =
+        json!({"model": "m", "stream": true, "max_tokens": 500, "mock": {"output": 9, "pause_after": 4}}).to_string();
+    let input = (body.len() as u64).div_ceil(4);
+    let mut client = gateway.client();
+    client.send(
+        format!("POST {CHAT} HTTP/1.1\r\nHost: a\r\nx-id: a\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+            .as_bytes(),
+    );
+    assert_eq!(client.head().unwrap().status, 200);
+    // The provider waits after the fourth delta.
+    let mut text = String::new();
+    while text.matches("\n\n").count() < 4 {
+        text += &client.chunks_until("\n\n");
+    }
+    assert!(remaining(&gateway) <= QUOTA - 500);
+    drop(client);
+    eventually("the abort is settled", || remaining(&gateway) > QUOTA - 500);
+    let left = remaining(&gateway);
+    assert_eq!(left, QUOTA - input - 4);
+    eventually("it is logged", || records(&gateway).len() == 1);
+    let record = &records(&gateway)[0];
+    let limit = &record["limits"][0];
+    assert_eq!((&record["model"], &record["complete"]), (&json!("m"), &json!(false)));
+    assert_eq!(limit["reserved"], 500 + input);
+    assert_eq!(
+        (&limit["settled"], &limit["cost"], &limit["estimated"]),
+        (&json!(QUOTA - left), &json!(QUOTA - left), &json!(true))
+    );
+}
+
+#[test]
+fn stream_without_usage_is_estimated_and_response_without_either_keeps_its_reservation() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "");
+    let body = json!({"stream": true, "max_tokens": 500, "mock": {"output": 6, "reports": false}});
+    let input = (body.to_string().len() as u64).div_ceil(4);
+    assert_eq!(post(&gateway, CHAT, &body).status, 200);
+    let mut expected = QUOTA - input - 6;
+    assert_remaining(&gateway, expected, "estimated");
+    for (raw, kind) in [
+        ("{}", "application/json"),
+        ("{\"usage\":", "application/json"),
+        ("ok", "text/plain"),
+        ("data: {}\n\n", "text/event-stream"),
+    ] {
+        let body = json!({"max_tokens": 100, "mock": {"raw": raw, "type": kind}});
+        expected -= 100 + (body.to_string().len() as u64).div_ceil(4);
+        assert_eq!(post(&gateway, CHAT, &body).status, 200);
+        assert_remaining(&gateway, expected, raw);
+    }
+    for usage in ["-5", "99999999999999999999", "\"7\"", "[7]"] {
+        let raw = format!("{{\"usage\":{{\"prompt_tokens\":5,\"completion_tokens\":{usage}}}}}");
+        let body = json!({"max_tokens": 100, "mock": {"raw": raw}});
+        expected -= 100 + (body.to_string().len() as u64).div_ceil(4);
+        assert_eq!(post(&gateway, CHAT, &body).status, 200);
+        assert_remaining(&gateway, expected, usage);
+    }
+}
+
+#[test]
+fn provider_that_ignores_the_bound_is_charged_in_full() {
+    let provider = Provider::start();
+    let gateway = start(&provider, 1000, "");
+    let body = json!({"max_tokens": 1, "stream": true, "mock": {"input": 10, "output": 1500, "seed": 1}});
+    assert_eq!(post(&gateway, CHAT, &body).status, 200);
+    assert_remaining(&gateway, 0, "overdrawn");
+    assert_eq!(post(&gateway, CHAT, &body).status, 429);
+}
+
+#[test]
+fn upstream_error_is_refunded_by_refund_on() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "");
+    for status in [500, 503, 429, 400] {
+        let reply = post(&gateway, CHAT, &json!({"max_tokens": 500, "mock": {"status": status}}));
+        assert_eq!((reply.status, reply.remaining("tokens")), (status, QUOTA), "the header has the refund");
+    }
+    eventually("they are logged", || records(&gateway).len() == 4);
+    assert!(records(&gateway).iter().all(|record| record["limits"][0]["settled"] == 0));
+    let keeping = Gateway::start(&config("", provider.address, QUOTA, "", "refund_on = []"));
+    let body = json!({"max_tokens": 500, "mock": {"status": 500}});
+    let reserved = 500 + (body.to_string().len() as u64).div_ceil(4);
+    assert_eq!(post(&keeping, CHAT, &body).remaining("tokens"), QUOTA - reserved);
+    assert_remaining(&keeping, QUOTA - reserved, "the reservation stays");
+    let unreachable = Gateway::start(&config("", "127.0.0.1:1".parse().unwrap(), QUOTA, "", ""));
+    assert_eq!(post(&unreachable, CHAT, &json!({"max_tokens": 500})).status, 502);
+    eventually("it is logged", || records(&unreachable).len() == 1);
+    assert_eq!(records(&unreachable)[0]["limits"][0]["settled"], 0);
+}
+
+#[test]
+fn weights_of_the_model_apply_to_the_reservation_and_the_settlement() {
+    let provider = Provider::start();
+    let cost = "weights = { input = 1, cached_input = 0.1, output = 4 }, models.\"big-*\" = { output = 10.5 }";
+    let gateway = start(&provider, QUOTA, cost);
+    let mut expected = QUOTA;
+    for (model, output_weight) in [("small", 4000), ("big-1", 10_500)] {
+        let body = json!({"model": model, "max_tokens": 100, "mock": {"input": 21, "output": 7}});
+        let input = (body.to_string().len() as u64).div_ceil(4);
+        let reply = post(&gateway, CHAT, &body);
+        let reserved: u64 = (input * 1000 + 100 * output_weight).div_ceil(1000);
+        assert_eq!((reply.status, reply.remaining("tokens")), (200, expected - reserved), "{model}");
+        expected -= (21_000 + 7 * output_weight).div_ceil(1000);
+        assert_remaining(&gateway, expected, model);
+    }
+    let raw = r#"{"usage":{"prompt_tokens":15,"completion_tokens":0,"prompt_tokens_details":{"cached_tokens":14}}}"#;
+    assert_eq!(post(&gateway, CHAT, &json!({"max_tokens": 1, "mock": {"raw": raw}})).status, 200);
+    assert_remaining(&gateway, expected - 3, "1 + 1.4, rounded up once");
+}
+
+#[test]
+fn own_pointers_and_several_limits_settle_together() {
+    let provider = Provider::start();
+    let base =
+        config("", provider.address, QUOTA, "usage = { input = \"/billing/in\", output = \"/billing/out/0\" }", "");
+    let money = "[limit.money]\nby = \"header:x-id\"\nquota = \"1000000/month\"\nalgorithm = \"fixed-window\"\nunit = \"usd-micros\"\n\
+                 cost = { llm = \"auto\", weights = { input = 2.5, output = 10 } }\n";
+    let config = base.replace("limits = [\"tokens\"]", "limits = [\"tokens\", \"money\"]") + money;
+    let gateway = Gateway::start(&config);
+    let raw = r#"{"billing":{"in":4,"out":[6]},"usage":{"prompt_tokens":100,"completion_tokens":10}}"#;
+    assert_eq!(post(&gateway, CHAT, &json!({"max_tokens": 50, "mock": {"raw": raw}})).status, 200);
+    assert_remaining(&gateway, QUOTA - 10, "tokens");
+    assert_eq!(gateway.client().get_with("/", &[ID]).remaining("money"), 1_000_000 - 350);
+}
+
+#[test]
+fn every_algorithm_refunds_and_charges_the_difference() {
+    let provider = Provider::start();
+    let redis = Redis::start();
+    for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets"] {
+        for store in [String::new(), redis.store()] {
+            let config = config(&store, provider.address, 100_000, "", "")
+                .replace(
+                    "algorithm = \"fixed-window\"\nstart = \"first-request\"",
+                    &format!("algorithm = \"{algorithm}\""),
+                )
+                .replace("100000/hour", "100000/year")
+                .replace("[limit.tokens]", &format!("[limit.{algorithm}]"))
+                .replace("limits = [\"tokens\"]", &format!("limits = [\"{algorithm}\"]"));
+            let config =
+                if algorithm == "sliding-window" || algorithm == "sliding-buckets" || algorithm == "token-bucket" {
+                    config.replace("/year", "/365d")
+                } else {
+                    config
+                };
+            let gateway = Gateway::start(&config);
+            let balance = || gateway.client().get_with("/", &[ID]).remaining(algorithm);
+            let mut expected = 100_000;
+            for (bound, output) in [(500, 7), (3, 700)] {
+                let body = json!({"max_tokens": bound, "mock": {"input": 21, "output": output, "seed": 1}});
+                assert_eq!(post(&gateway, CHAT, &body).status, 200);
+                expected -= 21 + output;
+                eventually(&format!("{algorithm} {store}: {expected}"), || balance() == expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn killed_gateway_leaves_the_reservation() {
+    let provider = Provider::start();
+    let redis = Redis::start();
+    let config = config(&redis.store(), provider.address, 10_000, "", "");
+    let mut killed = Gateway::start(&config);
+    let other = Gateway::start(&config);
+    let body = json!({"stream": true, "max_tokens": 500, "mock": {"output": 9, "pause_after": 4}}).to_string();
+    let reserved = 500 + (body.len() as u64).div_ceil(4);
+    let mut client = killed.client();
+    client.send(
+        format!("POST {CHAT} HTTP/1.1\r\nHost: a\r\nx-id: a\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+            .as_bytes(),
+    );
+    assert_eq!(client.head().unwrap().status, 200);
+    killed.child.kill().unwrap();
+    killed.wait();
+    assert_eq!(remaining(&other), 10_000 - reserved);
+}
+
+/// Whatever clients do, the balance is the quota less what was settled, and what was settled is what the provider
+/// issued to the requests that ended.
+#[test]
+fn concurrent_streams_over_two_gateways_settle_to_what_was_issued() {
+    const CLIENTS: u64 = 64;
+    let provider = Provider::start();
+    let redis = Redis::start();
+    let quota = 20_000;
+    let config = config(&redis.store(), provider.address, quota, "", "");
+    let gateways = [Gateway::start(&config), Gateway::start(&config)];
+    let (ended, aborted, denied) = (AtomicU64::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
+    let issued_at_most = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for client_index in 0..CLIENTS {
+            let (gateways, ended, aborted, denied, issued_at_most) =
+                (&gateways, &ended, &aborted, &denied, &issued_at_most);
+            scope.spawn(move || {
+                let mut random = client_index + 1;
+                for round in 0..6 {
+                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    let output = (random >> 40) % 60 + 1;
+                    let is_aborted = round > 0 && (random >> 50) % 3 == 0;
+                    let path = [CHAT, "/v1/messages", "/v1/responses", "/api/chat"][(random >> 20) as usize % 4];
+                    let body = json!({"stream": true, "max_tokens": 300, "mock": {"input": 20, "output": output, "seed": random >> 3}}).to_string();
+                    let gateway = &gateways[(random >> 30) as usize % 2];
+                    let mut client = Client::connect(gateway.address);
+                    client.send(format!("POST {path} HTTP/1.1\r\nHost: a\r\nx-id: a\r\nContent-Length: {}\r\n\r\n{body}", body.len()).as_bytes());
+                    let head = client.head().unwrap();
+                    if head.status == 429 {
+                        denied.fetch_add(1, Ordering::Relaxed);
+                        continue;
+                    }
+                    assert_eq!(head.status, 200);
+                    if is_aborted {
+                        for _ in 0..(random >> 45) % 20 {
+                            if client.chunk().is_none() {
+                                break;
+                            }
+                        }
+                        drop(client);
+                        aborted.fetch_add(1, Ordering::Relaxed);
+                        issued_at_most.fetch_add((body.len() as u64).div_ceil(4).max(20) + 300, Ordering::Relaxed);
+                    } else {
+                        client.reply_rest();
+                        ended.fetch_add(20 + output, Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+    });
+    let (ended, aborted, denied) = (ended.into_inner(), aborted.into_inner(), denied.into_inner());
+    let requests = CLIENTS as usize * 6;
+    assert!(denied > 0 && aborted > 0, "{denied} {aborted}");
+    let all = || gateways.iter().flat_map(records).collect::<Vec<_>>();
+    eventually("all requests are logged", || all().len() == requests);
+    let records = all();
+    let settled = |record: &Value| record["limits"][0]["settled"].as_u64();
+    assert_eq!(records.iter().filter(|record| record["status"] == 429).count(), denied);
+    let complete: u64 = records.iter().filter(|record| record["complete"] == true).filter_map(&settled).sum();
+    let total: u64 = records.iter().filter_map(&settled).sum();
+    assert!(total <= quota, "{total} of {quota}");
+    // An aborted stream may have been complete before the client left.
+    assert!(complete >= ended && total - complete <= issued_at_most.into_inner(), "{complete} {ended} {total}");
+    let incomplete = records.iter().filter(|record| record["complete"] == false && settled(record).is_some());
+    for record in incomplete.clone() {
+        assert!(settled(record) <= record["limits"][0]["reserved"].as_u64(), "{record}");
+    }
+    assert_eq!(records.iter().filter(|record| settled(record).is_some()).count(), requests - denied);
+    if incomplete.count() == aborted {
+        assert_eq!(complete, ended, "what was settled is what was issued");
+    }
+    for gateway in &gateways {
+        assert_remaining(gateway, quota - total, "the balance");
+    }
+}
+
+#[test]
+fn metrics_count_reserved_and_settled_costs() {
+    let provider = Provider::start();
+    let gateway =
+        Gateway::start(&(config("", provider.address, QUOTA, "", "") + "[admin]\naddress = \"127.0.0.1:0\"\n"));
+    for reports in [true, false] {
+        let body = json!({"stream": true, "max_tokens": 500, "mock": {"input": 10, "output": 5, "reports": reports}});
+        assert_eq!(post(&gateway, CHAT, &body).status, 200);
+    }
+    let settled = |source: &str| {
+        metric(&gateway, &format!("sluicegate_limit_settled_total{{route=\"r\",limit=\"tokens\",source=\"{source}\"}}"))
+    };
+    eventually("both are settled", || settled("reported") == 15.0 && settled("estimated") > 5.0);
+    assert_eq!(settled("reserved"), 0.0);
+    assert!(metric(&gateway, "sluicegate_limit_reserved_total{route=\"r\",limit=\"tokens\"}") > 1000.0);
+}
+
+#[test]
+fn shadow_limit_rejects_nothing_and_other_methods_are_not_read() {
+    let provider = Provider::start();
+    let shadow = Gateway::start(&config("", provider.address, 100, "", "shadow = true"));
+    for body in ["no json", r#"{"max_tokens":5000}"#, r#"{"max_tokens":1,"max_tokens":2}"#] {
+        assert_eq!(shadow.client().request("POST", CHAT, &[ID], body.as_bytes()).status, 200, "{body}");
+    }
+    let posts = Gateway::start(&config("", provider.address, 100, "", "methods = [\"POST\"]"));
+    assert_eq!(posts.client().request("PUT", CHAT, &[ID], b"no json").status, 200);
+    assert_eq!(posts.client().request("POST", CHAT, &[ID], b"no json").status, 400);
+}
+
+#[test]
+fn request_on_another_route_is_not_read() {
+    let upstream = Upstream::start();
+    let provider = Provider::start();
+    let config = config("", provider.address, QUOTA, "", "").replace("limits = [\"tokens\"]", "");
+    let gateway = Gateway::start(&config.replace(&provider.address.to_string(), &upstream.address.to_string()));
+    let reply = gateway.client().request("POST", CHAT, &[], b"no json");
+    assert_eq!((reply.status, upstream.last().headers("accept-encoding").len()), (200, 0));
+}
+
+#[test]
+fn usage_of_openai_streams_is_requested_and_hidden() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "include_usage = true");
+    let mut expected = QUOTA;
+    for seed in [0, 1, 2, 3] {
+        let body = json!({"stream": true, "max_tokens": 50, "mock": {"input": 21, "output": 7, "seed": seed}});
+        let reply = post(&gateway, CHAT, &body);
+        let text = String::from_utf8(reply.body).unwrap();
+        assert_eq!((text.matches("tök").count(), text.contains("usage")), (7, false), "{text}");
+        assert!(text.ends_with("}\n\ndata: [DONE]\n\n"), "{text}");
+        let sent: Value = serde_json::from_slice(&provider.last().body).unwrap();
+        assert_eq!((&sent["stream_options"]["include_usage"], &sent["max_tokens"]), (&json!(true), &json!(50)));
+        expected -= 28;
+        assert_remaining(&gateway, expected, "reported");
+    }
+    for (path, body) in [
+        (CHAT, json!({"stream": true, "stream_options": {"include_usage": true}})),
+        (CHAT, json!({"stream": false})),
+        ("/v1/messages", json!({"stream": true})),
+    ] {
+        let reply = post(&gateway, path, &body);
+        assert_eq!(provider.last().body, body.to_string().as_bytes(), "unchanged");
+        assert!(String::from_utf8(reply.body).unwrap().contains("\"usage\""), "{path}: not hidden");
+    }
+}
+
+#[test]
+fn exhausted_stream_is_cut_with_a_final_event() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "on_exhausted = \"cut\"");
+    for (path, end) in [
+        (CHAT, "\"finish_reason\":\"length\"}]}\n\ndata: [DONE]\n\n"),
+        ("/v1/messages", "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"),
+        ("/v1/responses", "\"incomplete_details\":{\"reason\":\"max_output_tokens\"}}}\n\n"),
+    ] {
+        for seed in [0, 1] {
+            let ignored = json!({"stream": true, "max_tokens": 5, "mock": {"input": 9, "output": 300, "seed": seed}});
+            let text = String::from_utf8(post(&gateway, path, &ignored).body).unwrap();
+            assert!(text.ends_with(end), "{path} {text}");
+            let deltas = text.matches("\"tok\"").count() + text.matches("\"tök\"").count();
+            assert_eq!(deltas, 6, "{path}: the first one beyond the maximum is the last");
+            let kept = json!({"stream": true, "max_tokens": 5, "mock": {"input": 9, "output": 5, "seed": seed}});
+            let text = String::from_utf8(post(&gateway, path, &kept).body).unwrap();
+            assert!(!text.contains("length") && !text.contains("max_"), "{path} {text}");
+        }
+    }
+}
