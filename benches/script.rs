@@ -63,7 +63,7 @@ fn measure_round(connection: &mut redis::Connection, name: &str, rules: &[&Rule]
     let limits = |rule: &&Rule| {
         let key = Key { identity: Identity(0), state_name: &bucket(rule) };
         LimitArgs::from_charge(
-            &Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 },
+            &Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0, usage: None },
             0,
         )
     };

@@ -18,6 +18,7 @@ pub mod settlement;
 pub mod singleflight;
 pub mod spec;
 pub mod store;
+pub mod usage;
 pub mod verdict;
 pub mod wait_queue;
 
@@ -244,6 +245,7 @@ impl Limiter {
                 // permits once they are registered.
                 let first_lease = self.allocate_permit_ids(checks);
                 let decision = decide_without_store(fallback, checks, error, first_lease)?;
+                self.store_handle.post_usage();
                 if checks.iter().any(LimitCheck::is_concurrency) {
                     leases = Some(self.pending_permits(checks, DecidedBy::Local, first_lease));
                 }
@@ -384,7 +386,8 @@ impl Limiter {
         let is_counted = |check: &LimitCheck<'_, '_>| {
             check.deferred != Deferred::Nothing
                 && !is_shadow_denied(check)
-                && (decision.decided_by == DecidedBy::Store || falls_back_locally(check))
+                // Without the store, the usage of other limits is counted as well.
+                && (decision.decided_by == DecidedBy::Store || falls_back_locally(check) || check.limit.usage.is_some())
         };
         let debt_before_us = |check: &LimitCheck<'_, '_>| {
             let mut debts = decision.debts_before_us.iter();

@@ -19,6 +19,11 @@
 --          c1  flag: - none | s shadow | p post-paid | b both
 --          d   cost
 --          d a, d b, d c, c8 d: parameters of the kind
+-- ARGV[2]  Only of scripts that count usage: for each limit of each group, d day of the month, 0 = no usage is counted;
+--          d start and d end of that day in microseconds.
+--          The keys of the totals follow those of the states: for each limit of each request whose usage is counted, a
+--          hash for the month, in the slot of the state. Its fields are days, its values the cost charged on that day
+--          less refunds. If now is not on the day of a charge, the error is RLSTALE, and nothing is written.
 -- Reply    Bytes: d now, then for each limit of each request: d granted, d status, d remaining, d reset_us, d retry_us.
 --          Status: 0 ok | 1 exceeded, retry_us is exact | 2 cost too large, retry_us is -1
 --          | 3 saturated, retry_us is an upper bound
@@ -27,6 +32,7 @@
 --          each failed request the number of keys before its first one, and its error. An error is RLARG, RLSTALE
 --          (see fixed_window.lua), or one of Redis.
 -- Errors   RLARG: the arguments of the call are invalid. Nothing was written.
+-- The lines from `--@usage` to `--@end usage` are only in scripts that count usage.
 -- Text instead of bytes would cost Redis a tenth more, and the parser of the gateway 3,000 instructions per limit.
 --
 -- An algorithm is a branch of the `if` below. Function calls would cost more than the algorithms themselves.
@@ -60,8 +66,8 @@ local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
 -- For how long a key outlives its state: SET adds a second. SETRANGE is used while the rest is between these bounds.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, groups, key_count = ARGV[1], KEYS, {}, 0
-if #ARGV ~= 1 or #args < 8 then
+local args, keys, groups, key_count, argument_count = ARGV[1], KEYS, {}, 0, 1
+if #ARGV ~= argument_count or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups before the first request is decided.

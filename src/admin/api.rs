@@ -3,6 +3,7 @@
 mod certificates;
 mod identities;
 mod overrides;
+mod usage;
 
 use std::time::Duration;
 
@@ -46,12 +47,11 @@ struct ApiContext<'a> {
 /// Handle a request that may read. Changes are authorized here.
 pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> AdminResponse {
     let methods: &[Method] = match request.uri().path() {
-        "/api/top" | "/api/identities" | "/api/differences" | "/api/certificates" => &[Method::GET],
+        "/api/top" | "/api/identities" | "/api/usage" | "/api/differences" | "/api/certificates" => &[Method::GET],
         "/api/reset" | "/api/certificates/renew" => &[Method::POST],
         "/api/overrides" => &[Method::GET, Method::POST, Method::DELETE],
         _ => {
-            let message =
-                "not found: the API has /api/top, /api/identities, /api/reset, /api/overrides and /api/differences";
+            let message = "not found: the API has /api/top, /api/identities, /api/usage, /api/reset, /api/overrides and /api/differences";
             return ApiError::new(StatusCode::NOT_FOUND, message).into_response();
         }
     };
@@ -82,6 +82,7 @@ async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<Adm
         ("/api/certificates", _) => Ok(certificates::list(context)),
         ("/api/certificates/renew", _) => certificates::renew(context, &read_json(request).await?),
         ("/api/identities", _) => identities::identity_statuses(context, query).await,
+        ("/api/usage", _) => usage::usage(context, query).await,
         ("/api/reset", _) => identities::reset(context, read_json(request).await?).await,
         (_, Method::GET) => overrides::list_overrides(context).await,
         (_, Method::DELETE) => overrides::remove_override(context, query).await,

@@ -67,6 +67,7 @@ pub fn charge<'a>(name: &StateId, bucket: &'a StateName, rule: &'a Rule, cost: u
         mode: ChargeMode::Enforced,
         permit_id: 0,
         debt_before_us: 0,
+        usage: None,
     }
 }
 

@@ -131,7 +131,8 @@ impl Batcher {
         };
         let state_name = StateName::new(&IdentityHasher::new(""), PROBE_LIMIT, &rule.shape());
         let key = Key { identity: *identity, state_name: &state_name };
-        let charge = Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 };
+        let charge =
+            Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0, usage: None };
         let deadline = monotonic() + self.timeout;
         self.enqueue(deadline, Purpose::Probe, Operation::Check, &[charge]).await.map(drop)
     }

@@ -54,6 +54,11 @@ impl ServerStore {
         self.batcher.timeout
     }
 
+    /// Return the first part of every key.
+    pub fn prefix(&self) -> &str {
+        &self.batcher.prefix
+    }
+
     /// Return the signal that fires each time the server answers again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         self.batcher.breaker.recovery()
