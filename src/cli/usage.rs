@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use http::Method;
 use jiff::civil::Date;
@@ -17,8 +17,10 @@ use crate::cli::admin::{printable_text, request_target, unit_suffix, write_table
 use crate::identity::display::IdentityInput;
 use crate::limiter::clock::unix_us;
 use crate::limiter::key::Identity;
+use crate::limiter::redis::diagnosis::diagnose_reply;
+use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
-use crate::limiter::store::RedisStore;
+use crate::limiter::store::{RedisStore, UsageError};
 use crate::limiter::usage::{UsageQuery, UsageRow};
 use crate::snapshot::CompiledConfig;
 
@@ -92,7 +94,9 @@ fn read_redis(
     (servers, settings): &(RedisDeployment, RedisSettings),
     query: &UsageQuery,
 ) -> anyhow::Result<Vec<UsageRow>> {
-    let redis = (servers.clone(), RedisSettings { timeout: READ_TIMEOUT, ..settings.clone() });
+    // Without algorithms, no script is loaded, for which a user that only reads has no permission.
+    let algorithms = AlgorithmSet::default();
+    let redis = (servers.clone(), RedisSettings { timeout: READ_TIMEOUT, algorithms, ..settings.clone() });
     let tokio_runtime = Builder::new_current_thread().enable_all().build()?;
     let rows = tokio_runtime.block_on(async {
         let store = RedisStore::new(&redis, Arc::default(), Arc::default(), Arc::default());
@@ -100,7 +104,13 @@ fn read_redis(
     });
     // Do not wait for a blocking DNS lookup.
     tokio_runtime.shutdown_background();
-    Ok(rows?)
+    rows.map_err(|error| match &error {
+        UsageError::Store(store_error) => match store_error.error_reply() {
+            Some(reply) => anyhow!(diagnose_reply(reply)),
+            None => error.into(),
+        },
+        UsageError::TooMany(_) => error.into(),
+    })
 }
 
 impl Arguments {

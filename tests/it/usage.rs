@@ -643,6 +643,60 @@ fn command_prints_totals_by_day_month_and_identity() {
 }
 
 #[test]
+fn redis_user_of_the_manual_may_read_totals_and_nothing_else() {
+    let redis = Redis::start();
+    let config = by_key(&redis.store(), "quota = \"1000/min\"");
+    let gateway = start(&config);
+    load(&[gateway.address], 1, 3, "/r", &[("x-api-key", "acme")]);
+    let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/how-to/usage.md")).unwrap();
+    let line =
+        manual.lines().find_map(|line| line.strip_prefix("ACL SETUSER billing ")).expect("the manual has the user");
+    let words: Vec<_> = line.split(' ').map(|word| word.replace(">…", ">secret")).collect();
+    let set_user = |words: &[String]| {
+        redis::cmd("ACL").arg("SETUSER").arg("billing").arg(words).exec(&mut redis.connection()).unwrap()
+    };
+    set_user(&words);
+    let directory = tempfile::tempdir().unwrap();
+    let as_billing = config.replace("redis://", "redis://billing:secret@");
+    let listener = "[[listener]]\naddress = \"127.0.0.1:0\"\n";
+    std::fs::write(directory.path().join("gateway.toml"), as_billing + listener).unwrap();
+    std::fs::write(directory.path().join("consumers.toml"), consumers()).unwrap();
+    for identity in [&[][..], &["--identity", "acme"]] {
+        let text = usage(directory.path(), &[&["--by", "identity"], identity].concat()).unwrap();
+        assert!(text.contains("acme"), "{text}");
+    }
+    set_user(&["-scan".to_owned()]);
+    let (exit, text) = usage(directory.path(), &[]).unwrap_err();
+    assert!(exit == Some(1) && text.contains("scan"), "{exit:?} {text}");
+    assert!(usage(directory.path(), &["--identity", "acme"]).is_ok(), "one identity needs no scan");
+}
+
+#[test]
+fn missing_permission_for_totals_is_a_failure_of_the_store_until_it_is_granted() {
+    let redis = Redis::start();
+    let acl =
+        |word: &str| redis::cmd("ACL").arg("SETUSER").arg("default").arg(word).exec(&mut redis.connection()).unwrap();
+    acl("-hincrby");
+    let limit = "quota = \"1000/min\"\non_store_error = \"deny\"";
+    let gateway = start(&by_key(&redis.store(), limit));
+    let mut client = gateway.client();
+    let mut ask = || client.get_with("/r", &[("x-api-key", "acme")]).status;
+    eventually("the breaker opens", || {
+        assert_eq!(ask(), 503);
+        gateway.log().contains("the store fails")
+    });
+    // Probes fail as the calls do.
+    let rejected = redis.rejections("hincrby");
+    eventually("three probes", || redis.rejections("hincrby") >= rejected + 3);
+    assert_eq!((ask(), gateway.log().matches("the store fails").count()), (503, 1));
+    assert_eq!(redis.keys().len(), 0, "no state without a total: {:?}", redis.keys());
+    acl("+hincrby");
+    eventually("the store decides", || ask() == 200);
+    let admitted = 1 + (0..4).filter(|_| ask() == 200).count() as i64;
+    assert_eq!(cost_of(&gateway, "acme"), admitted);
+}
+
+#[test]
 fn command_without_a_limit_with_usage_says_so() {
     let redis = Redis::start();
     let gateway = start(&by_key(&redis.store(), "quota = \"5/min\"").replace("usage = true\n", ""));

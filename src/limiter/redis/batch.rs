@@ -1,5 +1,6 @@
 //! A batch: the requests of one script call, and their results.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use redis::{Cmd, RedisError, Value};
@@ -12,7 +13,7 @@ use crate::limiter::redis::error::is_connection_error;
 use crate::limiter::redis::script;
 use crate::limiter::redis::script::{AlgorithmSet, LimitArgs, Script, ScriptReply, ScriptVariant, script};
 use crate::limiter::usage;
-use crate::limiter::usage::UsageDay;
+use crate::limiter::usage::{UsageDay, UsageDays};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// Maximum number of keys of a call. Redis runs a script without interruption, and other commands must not wait for it
@@ -43,7 +44,7 @@ pub(super) struct Batch {
     purpose: Purpose,
     /// Total size of the keys, in bytes.
     key_bytes: usize,
-    /// Sample of the first charge, for a probe like this call.
+    /// Sample of the first request, for a probe like this call.
     probe_call: Option<ProbeCall>,
 }
 
@@ -52,12 +53,16 @@ pub(super) struct Batch {
 pub(super) struct ProbeCall {
     pub(super) identity: Identity,
     pub(super) rule: Rule,
+    /// Totals need a permission of their own.
+    pub(super) usage: Option<Arc<UsageDays>>,
 }
 
 impl ProbeCall {
-    /// Create a sample from a charge.
-    pub(super) fn from_charge(charge: &Charge<'_>) -> Self {
-        ProbeCall { identity: charge.key.identity, rule: charge.rule.clone() }
+    /// Create a sample of charges: of the first one that counts usage, or of the first one. `None` without charges.
+    pub(super) fn from_charges(charges: &[Charge<'_>]) -> Option<Self> {
+        let charge = charges.iter().find(|charge| charge.usage.is_some()).or(charges.first())?;
+        let (identity, rule) = (charge.key.identity, charge.rule.clone());
+        Some(ProbeCall { identity, rule, usage: charge.usage.cloned() })
     }
 }
 
@@ -194,7 +199,7 @@ impl Batch {
         let counts_usage = days.iter().any(Option::is_some);
         self.algorithms = self.algorithms.union(algorithms.with_usage(counts_usage));
         if self.probe_call.is_none() {
-            self.probe_call = charges.first().map(ProbeCall::from_charge);
+            self.probe_call = ProbeCall::from_charges(charges);
         }
         let limits = || {
             let charges = charges.iter().enumerate();

@@ -118,7 +118,7 @@ impl ServerStore {
         result.map_err(|error| {
             // The batcher records calls without a reply.
             if self.batcher.is_failure_reply(&error) {
-                self.batcher.call_failed(epoch, &error, charges.first().map(ProbeCall::from_charge));
+                self.batcher.call_failed(epoch, &error, ProbeCall::from_charges(charges));
             }
             match error {
                 StoreError::LateReply if breaker.is_open() => StoreError::Timeout,
