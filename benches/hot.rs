@@ -56,6 +56,7 @@ fn bench_decisions(criterion: &mut Criterion) {
                             mode: ChargeMode::Enforced,
                             permit_id: 0,
                             debt_before_us: 0,
+                            usage: None,
                         }],
                     )
                 },

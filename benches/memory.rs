@@ -87,6 +87,7 @@ impl Subject {
             mode: ChargeMode::Enforced,
             permit_id: lease,
             debt_before_us: 0,
+            usage: None,
         }
     }
 }

@@ -14,6 +14,7 @@ use sluicegate::limiter::quota::Quota;
 use sluicegate::limiter::redis::script;
 use sluicegate::limiter::redis::script::LimitArgs;
 use sluicegate::limiter::redis::script::{AlgorithmSet, script};
+use sluicegate::limiter::usage::UsageDays;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 
 /// The best of several rounds: other work on the machine only ever adds.
@@ -40,16 +41,21 @@ fn main() {
     let first_request = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::FirstRequest).unwrap());
     println!("µs per request in Redis, 1,000 keys in turn");
     println!("{:40} {:>6} {:>6}", "requests in a call", 1, 16);
-    for (name, rules) in [
-        ("token-bucket, admitted", &[&bucket][..]),
-        ("token-bucket, denied", &[&denied_bucket]),
-        ("fixed-window, admitted", &[&window]),
-        ("fixed-window, first-request, admitted", &[&first_request]),
-        ("sliding-log of 100", &[&sliding_log]),
-        ("token-bucket + two fixed windows", &[&bucket, &window, &first_request]),
+    for (name, rules, usages) in [
+        ("token-bucket, admitted", &[&bucket][..], 0),
+        ("token-bucket, denied", &[&denied_bucket], 0),
+        ("fixed-window, admitted", &[&window], 0),
+        ("fixed-window, first-request, admitted", &[&first_request], 0),
+        ("sliding-log of 100", &[&sliding_log], 0),
+        ("token-bucket + two fixed windows", &[&bucket, &window, &first_request], 0),
+        ("token-bucket with usage, admitted", &[&bucket], 1),
+        ("token-bucket with usage, denied", &[&denied_bucket], 1),
+        ("sliding-log of 100 with usage", &[&sliding_log], 1),
+        ("three limits, one of them with usage", &[&bucket, &window, &first_request], 1),
+        ("three limits with usage", &[&bucket, &window, &first_request], 3),
     ] {
         let mut best_of_rounds = |requests| {
-            (0..ROUNDS).map(|_| measure_round(&mut connection, name, rules, requests)).fold(f64::MAX, f64::min)
+            (0..ROUNDS).map(|_| measure_round(&mut connection, name, rules, usages, requests)).fold(f64::MAX, f64::min)
         };
         println!("{name:40} {:6.2} {:6.2}", best_of_rounds(1), best_of_rounds(16));
     }
@@ -57,17 +63,26 @@ fn main() {
     server.wait().unwrap();
 }
 
-fn measure_round(connection: &mut redis::Connection, name: &str, rules: &[&Rule], requests: usize) -> f64 {
-    let parts = AlgorithmSet::for_rules(rules.iter().copied());
+/// Measure requests with these limits, of which the first `usages` count usage.
+fn measure_round(
+    connection: &mut redis::Connection,
+    name: &str,
+    rules: &[&Rule],
+    usages: usize,
+    requests: usize,
+) -> f64 {
+    let parts = AlgorithmSet::for_rules(rules.iter().copied()).with_usage(usages > 0);
+    let days = UsageDays::new("UTC").unwrap();
     let bucket = |rule: &Rule| StateName::new(&IdentityHasher::new(""), name, &rule.shape());
-    let limits = |rule: &&Rule| {
+    let limits = |(index, rule): (usize, &&Rule)| {
         let key = Key { identity: Identity(0), state_name: &bucket(rule) };
         LimitArgs::from_charge(
-            &Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 },
+            &Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0, usage: None },
             0,
         )
+        .with_usage((index < usages).then(|| days.day_at(0).at_any_time()))
     };
-    let terms: Vec<_> = rules.iter().map(limits).collect();
+    let terms: Vec<_> = rules.iter().enumerate().map(limits).collect();
     let script = script(script::script_variant(Operation::Check, &terms), parts);
     redis::cmd("SCRIPT").arg("LOAD").arg(&script.source).exec(connection).unwrap();
     redis::cmd("CONFIG").arg("RESETSTAT").exec(connection).unwrap();
@@ -77,14 +92,24 @@ fn measure_round(connection: &mut redis::Connection, name: &str, rules: &[&Rule]
     for _ in 0..PIPELINES_PER_ROUND {
         let mut pipe = redis::pipe();
         for _ in 0..PIPELINE_LENGTH / requests {
-            let call = pipe.cmd("EVALSHA").arg(&script.sha).arg(requests * rules.len());
+            let call = pipe.cmd("EVALSHA").arg(&script.sha).arg(requests * (rules.len() + usages));
             for request in sent..sent + requests {
                 for index in 0..rules.len() {
                     call.arg(format!("rl:{{{:032}}}:{name}:{index}", request % 1000));
                 }
             }
+            for request in sent..sent + requests {
+                for index in 0..usages {
+                    call.arg(format!("rl:{{{:032}}}:{name} {index}:usage:2026-11", request % 1000));
+                }
+            }
             sent += requests;
-            call.arg(&argument).ignore();
+            call.arg(&argument);
+            if usages > 0 {
+                let groups = std::iter::once(&*terms);
+                call.arg(script::usage_argument(groups));
+            }
+            call.ignore();
         }
         pipe.exec(connection).unwrap();
     }

@@ -17,6 +17,11 @@
 --          c1  flag: - none | s shadow: never denies | p deferred: charged after the response | b both
 --          d   cost
 --          d a, d b, d c, c8 d: parameters of the kind
+-- ARGV[2]  Only of scripts that count usage: for each limit of each group, d day of the month, 0 = no usage is counted;
+--          d start and d end of that day in microseconds.
+--          The keys of the totals follow those of the states: for each limit of each request whose usage is counted, a
+--          hash for the month, in the slot of the state. Its fields are days, its values the cost charged on that day
+--          less refunds. If now is not on the day of a charge, the error is RLSTALE, and nothing is written.
 -- Reply    A binary string: d the current time, then for each limit of each request: d granted, d status, d remaining,
 --          d reset_us, d retry_us.
 --          Status: 0 ok | 1 exceeded, retry_us is exact | 2 the cost exceeds the limit, retry_us is -1
@@ -26,6 +31,7 @@
 --          failed requests. Two elements follow for each failed request: the number of keys before the keys of this
 --          request, and the error. The error is RLARG, RLSTALE (see fixed_window.lua) or an error of Redis.
 -- Errors   RLARG: the arguments of the call are invalid. Nothing was written.
+-- The lines from `--@usage` to `--@end usage` are only in scripts that count usage.
 -- If arguments and replies were text, a call would cost Redis 10 % more, and the gateway would need 3,000 more
 -- instructions per limit to parse the reply.
 --
@@ -66,8 +72,14 @@ local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
 -- the key outlives the new state by MIN_ to MAX_KEY_SLACK_US.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, groups, key_count = ARGV[1], KEYS, {}, 0
-if #ARGV ~= 1 or #args < 8 then
+local args, keys, groups, key_count, argument_count = ARGV[1], KEYS, {}, 0, 1
+--@usage
+-- Bytes of the usage of a limit. For how long a month is kept after the first charge of its last day: 400 days.
+local USAGE_BYTES, USAGE_TTL_MS = 24, '34560000000'
+local usage_args, usage_position, usage_key_count = ARGV[2], 1, 0
+argument_count = 2
+--@end usage
+if #ARGV ~= argument_count or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups before the first request is decided.
@@ -87,6 +99,22 @@ while position <= #args do
     return redis.error_reply('RLARG unknown operation')
   end
   local checks = {}
+  --@usage
+  local usages, usages_per_request = {}, 0
+  if #usage_args - usage_position + 1 < USAGE_BYTES * limits then
+    return redis.error_reply('RLARG wrong number of arguments')
+  end
+  for i = 1, limits do
+    local day, day_start, day_end
+    day, day_start, day_end, usage_position = unpack('<ddd', usage_args, usage_position)
+    if not (day >= 0 and day <= 31 and day % 1 == 0) then
+      return redis.error_reply('RLARG unknown day')
+    end
+    if day > 0 then usages_per_request = usages_per_request + 1 end
+    usages[i] = { day = day, day_start = day_start, day_end = day_end }
+  end
+  usage_key_count = usage_key_count + requests * usages_per_request
+  --@end usage
   for i = 1, limits do
     local kind, flag, cost, a, b, c, d
     kind, flag, cost, a, b, c, d, position = unpack('<c1c1ddddc8', args, position)
@@ -99,8 +127,19 @@ while position <= #args do
     }
   end
   groups[#groups + 1] = { requests = requests, operation = operation, charged_at = charged_at, checks = checks }
+  --@usage
+  groups[#groups].usages, groups[#groups].usages_per_request = usages, usages_per_request
+  --@end usage
   key_count = key_count + requests * limits
 end
+--@usage
+-- The number of keys before those of the totals of the current request.
+local usage_offset = key_count
+key_count = key_count + usage_key_count
+if usage_position ~= #usage_args + 1 then
+  return redis.error_reply('RLARG wrong number of arguments')
+end
+--@end usage
 if key_count == 0 or key_count ~= #keys then
   return redis.error_reply('RLARG wrong number of keys')
 end
@@ -111,9 +150,20 @@ end
 
 local replies, failures = {pack('<d', now)}, nil
 local operation, charged_at, checks
+--@usage
+local usages
+--@end usage
 -- Decide the request whose first key has the index `key_offset` + 1. Return an error, or nothing.
 local function decide(key_offset)
   local op, requested, granted, admitted = operation, nil, nil, nil
+  --@usage
+  for i = 1, #usages do
+    local usage = usages[i]
+    if usage.day > 0 and not (now >= usage.day_start and now < usage.day_end) then
+      return redis.error_reply(format('RLSTALE the day of the usage is not that of %d', now))
+    end
+  end
+  --@end usage
   -- T takes two passes: the first reads how many tokens remain, and the second charges them.
   if operation == 'T' then op, requested = 'P', 0 end
   repeat
@@ -174,6 +224,23 @@ local function decide(key_offset)
   until is_last_pass
 
   granted = admitted and (granted or 1) or 0
+  --@usage
+  -- Before the states: a write that Redis rejects here leaves nothing behind.
+  local usage_index = usage_offset
+  for i = 1, admitted and op ~= 'P' and #usages or 0 do
+    local check, day = checks[i], usages[i].day
+    if day > 0 then
+      usage_index = usage_index + 1
+      local amount = operation == 'T' and granted or check.cost
+      if amount > MAX_STATE then amount = MAX_STATE end
+      if operation == 'R' then amount = -amount end
+      if amount ~= 0 and check.status == 0 and not check.is_deferred
+        and call('HINCRBY', keys[usage_index], format('%d', day), format('%d', amount)) == amount then
+        call('PEXPIRE', keys[usage_index], USAGE_TTL_MS)
+      end
+    end
+  end
+  --@end usage
   for i = 1, #checks do
     local check, key = checks[i], keys[key_offset + i]
     local change, ttl_ms = check.change, check.ttl_ms
@@ -195,6 +262,9 @@ local key_offset = 0
 for g = 1, #groups do
   local group = groups[g]
   operation, charged_at, checks = group.operation, group.charged_at, group.checks
+  --@usage
+  usages = group.usages
+  --@end usage
   for _ = 1, group.requests do
     -- With pcall, an error of one request does not fail the other requests.
     local _, failure = pcall(decide, key_offset)
@@ -208,6 +278,9 @@ for g = 1, #groups do
       for i = 1, #checks do replies[key_offset + i + 1] = pack('<ddddd', -1, 0, 0, 0, 0) end
     end
     key_offset = key_offset + #checks
+    --@usage
+    usage_offset = usage_offset + group.usages_per_request
+    --@end usage
   end
 end
 replies = table.concat(replies)

@@ -12,22 +12,45 @@ local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
 -- otherwise SET writes a new TTL.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, charged_at = ARGV[1], KEYS, 0
-if #ARGV ~= 1 or #args < 8 or (#args - 8) % GROUP_BYTES ~= 0 then
+local args, keys, charged_at, argument_count = ARGV[1], KEYS, 0, 1
+--@usage
+-- Bytes of the usage of a limit. For how long a month is kept after the first charge of its last day: 400 days.
+local USAGE_BYTES, USAGE_TTL_MS = 24, '34560000000'
+local usage_args, usage_key_count, type = ARGV[2], 0, type
+argument_count = 2
+--@end usage
+if #ARGV ~= argument_count or #args < 8 or (#args - 8) % GROUP_BYTES ~= 0 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups before the first request is decided. The values of a single group are not unpacked again below.
 local now, position = unpack('<d', args)
 local groups, key_count = (#args - 8) / GROUP_BYTES, 0
 local requests, operation, _, limits, kind, flag, requested, a, b, c, d
-for _ = 1, groups do
+--@usage
+local day, day_start, day_end
+if #usage_args ~= USAGE_BYTES * groups then
+  return redis.error_reply('RLARG wrong number of arguments')
+end
+--@end usage
+for group = 1, groups do
   requests, operation, _, limits, kind, flag, requested, a, b, c, d, position = unpack('<dc1ddc1c1ddddc8', args, position)
   if operation ~= 'C' and (operation ~= 'T' or not (requested >= 1)) or limits ~= 1 or flag ~= '-'
     or kind ~= 'B' and kind ~= 'F' and kind ~= 'X' and kind ~= 'W' or not (requests >= 1 and requests % 1 == 0) then
     return redis.error_reply('RLARG only checks with one limit each are supported')
   end
   key_count = key_count + requests
+  --@usage
+  day, day_start, day_end = unpack('<ddd', usage_args, USAGE_BYTES * (group - 1) + 1)
+  if not (day >= 0 and day <= 31 and day % 1 == 0) then
+    return redis.error_reply('RLARG unknown day')
+  end
+  if day > 0 then usage_key_count = usage_key_count + requests end
+  --@end usage
 end
+--@usage
+local usage_index = key_count
+key_count = key_count + usage_key_count
+--@end usage
 if key_count == 0 or key_count ~= #keys then
   return redis.error_reply('RLARG wrong number of keys')
 end
@@ -38,10 +61,16 @@ end
 
 local replies, failures, key_offset = {pack('<d', now)}, nil, 0
 position = 9
-for _ = 1, groups do
+for group = 1, groups do
   if groups > 1 then
     requests, operation, _, _, kind, _, requested, a, b, c, d, position = unpack('<dc1ddc1c1ddddc8', args, position)
+    --@usage
+    day, day_start, day_end = unpack('<ddd', usage_args, USAGE_BYTES * (group - 1) + 1)
+    --@end usage
   end
+  --@usage
+  local is_other_day, field = day > 0 and not (now >= day_start and now < day_end), format('%d', day)
+  --@end usage
   for i = key_offset + 1, key_offset + requests do
     local key, op, cost, granted = keys[i], 'C', requested, 1
     local status, remaining, reset_us, retry_us, free, free_reset_us = 0, 0, 0, 0, 0, 0
@@ -52,6 +81,11 @@ for _ = 1, groups do
       if #state == STATE_BYTES then key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
       else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
     end
+    --@usage
+    if is_other_day and not failure then
+      failure = redis.error_reply(format('RLSTALE the day of the usage is not that of %d', now))
+    end
+    --@end usage
     -- T takes two passes: the first reads how many tokens remain, and the second charges them.
     if operation == 'T' then op, cost = 'P', 0 end
     repeat
@@ -68,6 +102,17 @@ for _ = 1, groups do
         op, cost, ttl_us = 'C', granted < 1 and 1 or granted, nil
       end
     until is_last_pass
+    --@usage
+    if day > 0 then
+      usage_index = usage_index + 1
+      -- Before the state: a write that Redis rejects here leaves nothing behind.
+      if status == 0 and cost > 0 and not failure then
+        local total = call('HINCRBY', keys[usage_index], field, format('%d', cost))
+        if type(total) == 'table' then failure, ttl_us = total, nil
+        elseif total == cost then call('PEXPIRE', keys[usage_index], USAGE_TTL_MS) end
+      end
+    end
+    --@end usage
     if ttl_us then
       local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
       if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then

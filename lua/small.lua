@@ -15,8 +15,14 @@ local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
 -- otherwise SET writes a new TTL.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, op, charged_at = ARGV[1], KEYS, 'C', 0
-if #ARGV ~= 1 or #args < 8 then
+local args, keys, op, charged_at, argument_count = ARGV[1], KEYS, 'C', 0, 1
+--@usage
+-- Bytes of the usage of a limit. For how long a month is kept after the first charge of its last day: 400 days.
+local USAGE_BYTES, USAGE_TTL_MS = 24, '34560000000'
+local usage_args, usage_position, usage_key_count, type = ARGV[2], 1, 0, type
+argument_count = 2
+--@end usage
+if #ARGV ~= argument_count or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups before the first request is decided. The values of a single group are not unpacked again below.
@@ -25,6 +31,9 @@ local groups, key_count = 0, 0
 local requests, operation, _, limits, unread_limits
 --@each limit
 local kind_1, flag_1, cost_1, a_1, b_1, c_1, d_1
+--@usage
+local day_1, day_start_1, day_end_1
+--@end usage
 --@end
 while position <= #args do
   if #args - position + 1 < GROUP_BYTES then
@@ -36,10 +45,22 @@ while position <= #args do
     return redis.error_reply('RLARG only checks with few limits each are supported')
   end
   unread_limits = limits
+  --@usage
+  if #usage_args - usage_position + 1 < USAGE_BYTES * limits then
+    return redis.error_reply('RLARG wrong number of arguments')
+  end
+  --@end usage
   --@each limit
   kind_1 = nil
   if unread_limits > 0 then
     kind_1, flag_1, cost_1, a_1, b_1, c_1, d_1, position = unpack('<c1c1ddddc8', args, position)
+    --@usage
+    day_1, day_start_1, day_end_1, usage_position = unpack('<ddd', usage_args, usage_position)
+    if not (day_1 >= 0 and day_1 <= 31 and day_1 % 1 == 0) then
+      return redis.error_reply('RLARG unknown day')
+    end
+    if day_1 > 0 then usage_key_count = usage_key_count + requests end
+    --@end usage
     if flag_1 ~= '-' or kind_1 ~= 'B' and kind_1 ~= 'F' and kind_1 ~= 'X' and kind_1 ~= 'W' then
       return redis.error_reply('RLARG only checks with few limits each are supported')
     end
@@ -51,6 +72,14 @@ while position <= #args do
   end
   groups, key_count = groups + 1, key_count + requests * limits
 end
+--@usage
+local usage_index = key_count
+key_count = key_count + usage_key_count
+if usage_position ~= #usage_args + 1 then
+  return redis.error_reply('RLARG wrong number of arguments')
+end
+usage_position = 1
+--@end usage
 if key_count == 0 or key_count ~= #keys then
   return redis.error_reply('RLARG wrong number of keys')
 end
@@ -69,6 +98,9 @@ for _ = 1, groups do
     kind_1 = nil
     if unread_limits > 0 then
       kind_1, flag_1, cost_1, a_1, b_1, c_1, d_1, position = unpack('<c1c1ddddc8', args, position)
+      --@usage
+      day_1, day_start_1, day_end_1, usage_position = unpack('<ddd', usage_args, usage_position)
+      --@end usage
       unread_limits = unread_limits - 1
     end
     --@end
@@ -80,9 +112,21 @@ for _ = 1, groups do
     local key_offset, admitted, failure = key_index, true, nil
     --@each limit
     local key_1, status_1, remaining_1, reset_us_1, retry_us_1, free_1, free_reset_us_1, new_state_1, ttl_ms_1
+    --@usage
+    local usage_key_1
+    --@end usage
     if kind_1 then
       key_index = key_index + 1
       key_1 = keys[key_index]
+      --@usage
+      if day_1 > 0 then
+        usage_index = usage_index + 1
+        usage_key_1 = keys[usage_index]
+        if not (now >= day_start_1 and now < day_end_1) and not failure then
+          failure = redis.error_reply(format('RLSTALE the day of the usage is not that of %d', now))
+        end
+      end
+      --@end usage
       local kind, cost, a, b, c, d = kind_1, cost_1, a_1, b_1, c_1, d_1
       local status, remaining, reset_us, retry_us, free, free_reset_us = 0, 0, 0, 0, 0, 0
       local ttl_us, new_field1, new_field2, new_field3
@@ -112,6 +156,16 @@ for _ = 1, groups do
       free_1, free_reset_us_1 = free, free_reset_us
     end
     --@end
+    --@usage
+    -- Before the states: a write that Redis rejects here leaves nothing behind.
+    --@each limit
+    if usage_key_1 and admitted and cost_1 > 0 and not failure then
+      local total = call('HINCRBY', usage_key_1, format('%d', day_1), format('%d', cost_1))
+      if type(total) == 'table' then failure = total
+      elseif total == cost_1 then call('PEXPIRE', usage_key_1, USAGE_TTL_MS) end
+    end
+    --@end
+    --@end usage
     --@each limit
     if new_state_1 and not failure and (admitted or status_1 ~= 0) then
       if ttl_ms_1 then

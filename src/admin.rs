@@ -9,6 +9,7 @@ mod health;
 mod metrics;
 mod process;
 pub mod state;
+pub mod usage;
 
 use std::convert::Infallible;
 use std::io;

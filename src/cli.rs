@@ -20,6 +20,7 @@ mod reload;
 pub mod replay;
 mod run;
 mod status;
+mod usage;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -201,6 +202,15 @@ enum Command {
         /// Write one page per command into this existing folder: sluicegate.1, sluicegate-check.1 and so on
         folder: Option<PathBuf>,
     },
+    /// Print the usage totals of limits: the cost that was charged to each identity by day
+    ///
+    /// Reads the Redis store, or asks the running gateway if the totals are in its memory.
+    #[command(after_help = examples![
+        "sluicegate usage --by month",
+        "sluicegate usage --limit tokens --identity acme --from 2026-11-01 --to 2026-11-30",
+        "sluicegate usage --by month --from 2026-10-01 --to 2026-10-31 --csv > october.csv",
+    ])]
+    Usage(usage::Arguments),
     /// Replay access logs against the configured or proposed limits
     #[command(after_help = examples![
         "sluicegate replay access.log",
@@ -258,6 +268,7 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             };
             command.run(&client)?;
         }
+        Some(Command::Usage(arguments_of_usage)) => usage::run(arguments_of_usage, &load()?, &arguments.config)?,
         Some(Command::Replay(replay_arguments)) => return replay::run(replay_arguments, &arguments.config),
         Some(Command::Init { template, force }) => init::run(&arguments.config, *template, *force)?,
         Some(Command::Key { auth, action }) => key::run(&arguments.config, auth.as_deref(), action)?,

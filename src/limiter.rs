@@ -18,6 +18,7 @@ pub mod settlement;
 pub mod singleflight;
 pub mod spec;
 pub mod store;
+pub mod usage;
 pub mod verdict;
 pub mod wait_queue;
 
@@ -249,6 +250,7 @@ impl Limiter {
                 // The local share grants permits with new ids: the release of the old ids must not release them.
                 let first_local_id = self.allocate_permit_ids(checks);
                 let decision = decide_without_store(fallback, checks, error, first_local_id)?;
+                self.store_handle.post_usage();
                 if checks.iter().any(LimitCheck::is_concurrency) {
                     permits = Some(self.requested_permits(checks, DecidedBy::Local, first_local_id));
                 }
@@ -393,7 +395,8 @@ impl Limiter {
         let is_counted = |check: &LimitCheck<'_, '_>| {
             check.deferred != Deferred::Nothing
                 && !decision.is_shadow_denied(check.limit)
-                && (decision.decided_by == DecidedBy::Store || falls_back_locally(check))
+                // Without the store, the usage of other limits is counted as well.
+                && (decision.decided_by == DecidedBy::Store || falls_back_locally(check) || check.limit.usage.is_some())
         };
         let debt_before_us = |check: &LimitCheck<'_, '_>| {
             let mut debts = decision.debts_before_us.iter();

@@ -28,7 +28,7 @@ const LIMITER_ROWS: &[&[&str]] = &[
     &["denial_cache", "prefetch", "store"],
     &["memory", "redis"],
     &["spec", "verdict"],
-    &["algorithm"],
+    &["algorithm", "usage"],
     &["clock", "key", "metrics", "pacing", "quota"],
 ];
 

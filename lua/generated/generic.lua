@@ -20,6 +20,11 @@
 --          c1  flag: - none | s shadow: never denies | p deferred: charged after the response | b both
 --          d   cost
 --          d a, d b, d c, c8 d: parameters of the kind
+-- ARGV[2]  Only of scripts that count usage: for each limit of each group, d day of the month, 0 = no usage is counted;
+--          d start and d end of that day in microseconds.
+--          The keys of the totals follow those of the states: for each limit of each request whose usage is counted, a
+--          hash for the month, in the slot of the state. Its fields are days, its values the cost charged on that day
+--          less refunds. If now is not on the day of a charge, the error is RLSTALE, and nothing is written.
 -- Reply    A binary string: d the current time, then for each limit of each request: d granted, d status, d remaining,
 --          d reset_us, d retry_us.
 --          Status: 0 ok | 1 exceeded, retry_us is exact | 2 the cost exceeds the limit, retry_us is -1
@@ -29,6 +34,7 @@
 --          failed requests. Two elements follow for each failed request: the number of keys before the keys of this
 --          request, and the error. The error is RLARG, RLSTALE (see fixed_window.lua) or an error of Redis.
 -- Errors   RLARG: the arguments of the call are invalid. Nothing was written.
+-- The lines from `--@usage` to `--@end usage` are only in scripts that count usage.
 -- If arguments and replies were text, a call would cost Redis 10 % more, and the gateway would need 3,000 more
 -- instructions per limit to parse the reply.
 --
@@ -69,8 +75,8 @@ local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
 -- the key outlives the new state by MIN_ to MAX_KEY_SLACK_US.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, groups, key_count = ARGV[1], KEYS, {}, 0
-if #ARGV ~= 1 or #args < 8 then
+local args, keys, groups, key_count, argument_count = ARGV[1], KEYS, {}, 0, 1
+if #ARGV ~= argument_count or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups before the first request is decided.

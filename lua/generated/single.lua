@@ -15,15 +15,15 @@ local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
 -- otherwise SET writes a new TTL.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, charged_at = ARGV[1], KEYS, 0
-if #ARGV ~= 1 or #args < 8 or (#args - 8) % GROUP_BYTES ~= 0 then
+local args, keys, charged_at, argument_count = ARGV[1], KEYS, 0, 1
+if #ARGV ~= argument_count or #args < 8 or (#args - 8) % GROUP_BYTES ~= 0 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups before the first request is decided. The values of a single group are not unpacked again below.
 local now, position = unpack('<d', args)
 local groups, key_count = (#args - 8) / GROUP_BYTES, 0
 local requests, operation, _, limits, kind, flag, requested, a, b, c, d
-for _ = 1, groups do
+for group = 1, groups do
   requests, operation, _, limits, kind, flag, requested, a, b, c, d, position = unpack('<dc1ddc1c1ddddc8', args, position)
   if operation ~= 'C' and (operation ~= 'T' or not (requested >= 1)) or limits ~= 1 or flag ~= '-'
     or kind ~= 'B' and kind ~= 'F' and kind ~= 'X' and kind ~= 'W' or not (requests >= 1 and requests % 1 == 0) then
@@ -41,7 +41,7 @@ end
 
 local replies, failures, key_offset = {pack('<d', now)}, nil, 0
 position = 9
-for _ = 1, groups do
+for group = 1, groups do
   if groups > 1 then
     requests, operation, _, _, kind, _, requested, a, b, c, d, position = unpack('<dc1ddc1c1ddddc8', args, position)
   end

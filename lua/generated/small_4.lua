@@ -18,8 +18,8 @@ local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
 -- otherwise SET writes a new TTL.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, op, charged_at = ARGV[1], KEYS, 'C', 0
-if #ARGV ~= 1 or #args < 8 then
+local args, keys, op, charged_at, argument_count = ARGV[1], KEYS, 'C', 0, 1
+if #ARGV ~= argument_count or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups before the first request is decided. The values of a single group are not unpacked again below.

@@ -4,6 +4,7 @@ mod certificates;
 mod identities;
 mod overrides;
 mod status;
+mod usage;
 
 use std::time::Duration;
 
@@ -53,7 +54,9 @@ struct ApiContext<'a> {
 /// Handle a request that may read. Changes are authorized here.
 pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> AdminResponse {
     let methods: &[Method] = match request.uri().path() {
-        "/api/top" | "/api/identities" | "/api/differences" | "/api/certificates" | "/api/status" => &[Method::GET],
+        "/api/top" | "/api/identities" | "/api/usage" | "/api/differences" | "/api/certificates" | "/api/status" => {
+            &[Method::GET]
+        }
         "/api/reset" | "/api/certificates/renew" => &[Method::POST],
         "/api/overrides" => &[Method::GET, Method::POST, Method::DELETE],
         _ => {
@@ -93,6 +96,7 @@ async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<Adm
         ("/api/certificates", _) => Ok(certificates::list(context)),
         ("/api/certificates/renew", _) => certificates::renew(context, &read_json(request).await?),
         ("/api/identities", _) => identities::identity_statuses(context, query).await,
+        ("/api/usage", _) => usage::usage(context, query).await,
         ("/api/reset", _) => identities::reset(context, read_json(request).await?).await,
         (_, Method::GET) => overrides::list_overrides(context).await,
         (_, Method::DELETE) => overrides::remove_override(context, query).await,

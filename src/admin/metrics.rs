@@ -239,6 +239,18 @@ impl AdminState {
         exposition
             .counter("memory_states_rejected", "New identities that were not counted because of max_memory_states")?
             .write_counter(&[], refused)?;
+        exposition
+            .gauge(
+                "memory_usage_totals",
+                "Usage totals in memory; with Redis those of an outage that are not posted yet",
+            )?
+            .write_gauge(&[], self.memory.usage.len() as u64)?;
+        exposition
+            .counter(
+                "usage_cost_lost",
+                "Charged cost that is in no usage total, because of max_memory_states or an outage",
+            )?
+            .write_counter(&[], self.memory.usage.lost())?;
         let failing_stores = self.failing_stores();
         exposition
             .gauge("store_up", "1 while all circuit breakers of the store are closed, otherwise 0")?

@@ -447,7 +447,8 @@ pub(crate) fn write_removed(response: &Value, out: &mut impl Write) -> io::Resul
     writeln!(out, "{} of `{}` {effect}", printable(&response["identity"]), printable(&response["limit"]))
 }
 
-fn write_table<const N: usize>(
+/// Write a table with a header. The columns of `right_aligned` have numbers.
+pub(super) fn write_table<const N: usize>(
     header: [&str; N],
     rows: impl Iterator<Item = [String; N]>,
     right_aligned: &[&str],
@@ -501,12 +502,16 @@ pub(super) fn format_parts(parts: &Value) -> String {
 
 /// Escape control characters: clients choose parts of the text, which could contain terminal escape sequences.
 pub(super) fn printable(value: &Value) -> String {
-    let escape = |text: &str| text.chars().flat_map(escape_char).collect();
     match value {
         Value::Null => String::new(),
-        Value::String(text) => escape(text),
-        other => escape(&other.to_string()),
+        Value::String(text) => printable_text(text),
+        other => printable_text(&other.to_string()),
     }
+}
+
+/// As [`printable`], for text.
+pub(super) fn printable_text(text: &str) -> String {
+    text.chars().flat_map(escape_char).collect()
 }
 
 fn escape_char(c: char) -> Vec<char> {

@@ -256,8 +256,8 @@ pub struct Limit {
     /// sliding-buckets: number of buckets in the window.
     #[schemars(range(min = 1, max = 1000), extend("default" = 10))]
     pub buckets: Option<Spanned<i64>>,
-    /// fixed-window by day, week, month or year: time zone of the calendar, such as `"Europe/Berlin"`. Days with a
-    /// daylight saving change have 23 or 25 hours.
+    /// fixed-window by day, week, month or year, and `usage`: time zone of the calendar, such as `"Europe/Berlin"`. Days
+    /// with a daylight saving change have 23 or 25 hours.
     #[schemars(extend("default" = "UTC"))]
     pub time_zone: Option<Text>,
     /// Requests without the identity. `"reject"`: 400, or 401 for an API key, token or client certificate. `"skip"`:
@@ -305,6 +305,10 @@ pub struct Limit {
     /// Maximum number of tokens that a gateway may prefetch for a hot identity. 0 = no prefetching.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 0))]
     pub prefetch: Option<Spanned<i64>>,
+    /// Total the charged cost by identity and day (of `time_zone`) in the store, for 400 days. `sluicegate usage` prints
+    /// the totals. Not for `concurrency`.
+    #[schemars(extend("default" = false))]
+    pub usage: Option<Spanned<bool>>,
 }
 
 /// `{ quota = "…", burst = … }`: another quota of a limit, for a tier or a consumer.

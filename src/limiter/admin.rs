@@ -14,7 +14,8 @@ use crate::limiter::quota::QuotaError;
 use crate::limiter::redis::overrides;
 use crate::limiter::redis::overrides::{KnownRevision, OverrideWrite, WriteStatus};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
-use crate::limiter::store::RedisStore;
+use crate::limiter::store::{RedisStore, UsageError};
+use crate::limiter::usage::{UsageQuery, UsageRow};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
 /// Time for which the other gateways can read of a reset. All of them poll more often than that.
@@ -61,11 +62,22 @@ impl LimiterAdmin {
     /// See [`StoreError`].
     pub async fn peek(&self, variant: &LimitVariant, identity: Identity, cost: u64) -> Result<Verdict, StoreError> {
         let key = Key { identity, state_name: &variant.state_name };
-        let charge =
-            [Charge { key, rule: &variant.rule, cost, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 }];
+        let (mode, usage) = (ChargeMode::Enforced, None);
+        let charge = [Charge { key, rule: &variant.rule, cost, mode, permit_id: 0, debt_before_us: 0, usage }];
         match &self.redis {
             None => Ok(self.memory.decide(Operation::Peek, &charge)),
             Some((store, _)) => store.call(monotonic() + store.timeout(), Operation::Peek, &charge).await,
+        }
+    }
+
+    /// Read totals of usage, in no particular order.
+    ///
+    /// # Errors
+    /// The store failed, or there are too many totals.
+    pub async fn usage(&self, query: &UsageQuery) -> Result<Vec<UsageRow>, UsageError> {
+        match &self.redis {
+            None => self.memory.usage.read(query).ok_or(UsageError::TooMany(query.max_rows)),
+            Some((store, _)) => store.read_usage(query).await,
         }
     }
 

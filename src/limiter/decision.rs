@@ -126,7 +126,8 @@ impl<'a> LimitCheck<'a, '_> {
             (false, Deferred::Nothing | Deferred::Refund | Deferred::Settle) => ChargeMode::Enforced,
         };
         let permit_id = self.permit_id(first_permit_id);
-        Charge { key: self.key(), rule, cost: self.cost, mode, permit_id, debt_before_us: 0 }
+        let usage = self.limit.usage.as_ref();
+        Charge { key: self.key(), rule, cost: self.cost, mode, permit_id, debt_before_us: 0, usage }
     }
 
     /// Return the permit id of this check.
@@ -143,6 +144,7 @@ impl<'a> LimitCheck<'a, '_> {
             cost_or_permit_id,
             prefetch: self.limit.prefetch,
             debt_before_us: 0,
+            usage: self.limit.usage.clone(),
         }
     }
 

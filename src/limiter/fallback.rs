@@ -40,7 +40,7 @@ pub(super) fn decide_overloaded<'a>(
 }
 
 /// Decide during an outage. Fail closed if one limit is set to `deny`. Otherwise the limits set to `local` decide by
-/// their local shares.
+/// their local shares. The usage of the others is counted as well, because they cannot be charged.
 pub(super) fn decide_without_store<'a>(
     fallback: &MemoryStore,
     checks: &[LimitCheck<'a, '_>],
@@ -63,7 +63,25 @@ pub(super) fn decide_without_store<'a>(
     if checks.iter().any(|check| check.limit.on_store_error == OnStoreError::Deny && !check.limit.shadow) {
         return Err(StoreUnavailable(error));
     }
-    let falls_back_locally = |check: &&LimitCheck<'a, '_>| check.limit.on_store_error == OnStoreError::Local;
+    let decision = decide_locally(fallback, checks, first_permit_id)?;
+    if decision.admitted {
+        for check in checks.iter().filter(|check| !falls_back_locally(check) && check.limit.usage.is_some()) {
+            fallback.add_uncharged_usage(&check.charge(DecidedBy::Local, first_permit_id));
+        }
+    }
+    Ok(decision)
+}
+
+fn falls_back_locally(check: &&LimitCheck<'_, '_>) -> bool {
+    check.limit.on_store_error == OnStoreError::Local
+}
+
+/// Decide by the local shares of the limits that fall back to them.
+fn decide_locally<'a>(
+    fallback: &MemoryStore,
+    checks: &[LimitCheck<'a, '_>],
+    first_permit_id: u64,
+) -> Result<Decision<'a>, StoreUnavailable> {
     let charges: Vec<_> =
         checks.iter().filter(falls_back_locally).map(|check| check.charge(DecidedBy::Local, first_permit_id)).collect();
     let verdict = fallback.decide(Operation::Check, &charges);
@@ -92,20 +110,26 @@ pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     decided_by: DecidedBy,
     first_permit_id: u64,
 ) -> Result<(Verdict, Vec<&'c LimitCheck<'a, 'p>>), StoreUnavailable> {
-    let mut checks_with_room = Vec::new();
+    let (mut checks_with_room, mut uncharged) = (Vec::new(), Vec::new());
     for (index, check) in checks.enumerate() {
         if full_limits >> index.min(63) & 1 == 0 {
             checks_with_room.push(check);
         } else if !check.limit.shadow && check.limit.on_store_error != OnStoreError::Allow {
             return Err(StoreUnavailable(StoreError::CapacityExceeded));
+        } else {
+            uncharged.push(check);
         }
     }
     let charges: Vec<_> = checks_with_room.iter().map(|check| check.charge(decided_by, first_permit_id)).collect();
     let verdict = memory.decide(Operation::Check, &charges);
     // If bits are set again, another request took the remaining room in between.
-    if verdict.full_limits == 0 {
-        Ok((verdict, checks_with_room))
-    } else {
-        Err(StoreUnavailable(StoreError::CapacityExceeded))
+    if verdict.full_limits != 0 {
+        return Err(StoreUnavailable(StoreError::CapacityExceeded));
     }
+    if verdict.granted > 0 {
+        for check in uncharged {
+            memory.add_uncharged_usage(&check.charge(decided_by, first_permit_id));
+        }
+    }
+    Ok((verdict, checks_with_room))
 }

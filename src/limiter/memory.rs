@@ -14,6 +14,7 @@ use crate::limiter::algorithm::concurrency::PermitAction;
 use crate::limiter::algorithm::{Change, State, Status, Step, StepKind};
 use crate::limiter::clock::{Clock, LogThrottle};
 use crate::limiter::key::Key;
+use crate::limiter::usage::UsageTable;
 use crate::limiter::verdict::{Charge, Operation, Verdict};
 
 /// Number of shards, a power of two: large enough that two workers rarely lock the same shard.
@@ -30,15 +31,19 @@ pub struct MemoryStore {
     clock: Clock,
     evicted: AtomicU64,
     rejected: AtomicU64,
+    /// Totals of the charged cost. Beside Redis: those that wait to be posted.
+    pub usage: UsageTable,
 }
 
 impl MemoryStore {
     /// Create a store for about `max_states` states of all limits together. When it is full, each limit that has states
     /// is guaranteed an equal part. Within a limit, the state that has used the smallest share of its limit is evicted.
+    /// It has about as many usage totals.
     pub fn new(max_states: usize, clock: Clock) -> Self {
         let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
         let capacity = max_states.div_ceil(SHARDS).max(1);
-        MemoryStore { shards, capacity, clock, evicted: AtomicU64::new(0), rejected: AtomicU64::new(0) }
+        let (evicted, rejected) = (AtomicU64::new(0), AtomicU64::new(0));
+        MemoryStore { shards, capacity, clock, evicted, rejected, usage: UsageTable::new(max_states) }
     }
 
     /// Return the number of states, including expired ones.
@@ -76,7 +81,25 @@ impl MemoryStore {
         }
         // Read the clock while the locks are held, so that decisions on one state are made in the order of their times.
         let now = self.clock.now_us();
-        decide_locked(self, &mut locked, now, operation, charges)
+        let verdict = decide_locked(self, &mut locked, now, operation, charges);
+        drop(locked);
+        for (charge, outcome) in charges.iter().zip(&verdict.outcomes).filter(|(charge, _)| charge.usage.is_some()) {
+            self.add_usage(now, operation, charge, charge.usage_amount(operation, verdict.granted, outcome.status));
+        }
+        verdict
+    }
+
+    /// Add the cost of a request that passes although its limit cannot be charged.
+    pub fn add_uncharged_usage(&self, charge: &Charge<'_>) {
+        let (granted, status) = (1, Status::Ok);
+        let amount = charge.usage_amount(Operation::Check, granted, status);
+        self.add_usage(self.clock.now_us(), Operation::Check, charge, amount);
+    }
+
+    fn add_usage(&self, now: u64, operation: Operation, charge: &Charge<'_>, amount: i64) {
+        if let Some(day) = charge.usage_day(operation, now).filter(|_| amount != 0) {
+            self.usage.add(charge.key.state_name.limit_name(), charge.key.identity, day.date, amount);
+        }
     }
 
     /// Make room for the states of these charges. Return a bit mask of the charges without room.

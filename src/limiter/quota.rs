@@ -279,7 +279,7 @@ impl CalendarWindows {
         let first = self.first_day(today);
         let second = self.first_day(first.saturating_add(self.unit_span()));
         let third = self.first_day(second.saturating_add(self.unit_span()));
-        [first, second, third].map(|day| self.start_us(day))
+        [first, second, third].map(|day| start_of_day_us(day, &self.zone))
     }
 
     /// Return the first day of the window that contains a day. Weeks start on Monday (ISO 8601).
@@ -300,12 +300,13 @@ impl CalendarWindows {
             CalendarUnit::Year => 1.year(),
         }
     }
+}
 
-    /// Return the start of a day: midnight, or the first instant after it if a change of the clock skips midnight.
-    fn start_us(&self, day: Date) -> u64 {
-        let start = day.to_zoned(self.zone.clone()).map(|zoned| zoned.timestamp().as_microsecond());
-        start.ok().and_then(|us| u64::try_from(us).ok()).unwrap_or(0)
-    }
+/// Return the start of a day, µs since the Unix epoch: midnight, or the first instant after it if a change of the clock
+/// skips midnight.
+pub fn start_of_day_us(day: Date, zone: &TimeZone) -> u64 {
+    let start = day.to_zoned(zone.clone()).map(|zoned| zoned.timestamp().as_microsecond());
+    start.ok().and_then(|us| u64::try_from(us).ok()).unwrap_or(0)
 }
 
 impl PartialEq for CalendarWindows {

@@ -14,6 +14,7 @@ pub mod script;
 pub mod server;
 pub mod server_store;
 pub mod url;
+pub mod usage;
 
 use std::time::Duration;
 

@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
 use tokio::time::sleep;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
-use tracing::debug;
+use tracing::{debug, warn};
 
 use crate::limiter::algorithm::{Outcome, Rule};
 use crate::limiter::clock::{elapsed_since, monotonic};
@@ -22,6 +23,7 @@ use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::key::{Identity, Key};
 use crate::limiter::spec::LimitVariant;
 use crate::limiter::store::{DecidedBy, Store};
+use crate::limiter::usage::{UsageDays, UsageTable};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
 /// Interval for retrying a release or refund that did not reach the store. A release that may have run before the call
@@ -29,6 +31,15 @@ use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 const RELEASE_PERMIT: Operation = Operation::Refund { charged_at: 0 };
+
+/// Number of posts of usage that are in flight at a time.
+const MAX_CONCURRENT_POSTS: usize = 64;
+
+/// Interval for retrying posts of usage. At the end of the process they have little time.
+const POST_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Number of attempts to post usage at the end of the process.
+const MAX_LAST_POSTS: u32 = 4;
 
 /// Interval for retrying calls that were not sent because too many checks were queued.
 const OVERLOAD_RETRY_INTERVAL: Duration = Duration::from_millis(50);
@@ -84,6 +95,8 @@ pub struct OwnedCharge {
     pub prefetch: u64,
     /// For charges that may be refunded: see [`Charge::debt_before_us`]. Otherwise 0.
     pub debt_before_us: u64,
+    /// The days by which the cost is totalled. `None`: the limit counts no usage.
+    pub usage: Option<Arc<UsageDays>>,
 }
 
 /// Access to the store for one worker, including background calls that outlive their requests.
@@ -165,6 +178,7 @@ impl QueuedSettlement {
                 if let Err(error) = store_handle.deliver(decided_by, operation, charges).await {
                     debug!(%error, ?operation, "a deferred charge or refund was not made");
                 }
+                store_handle.post_usage();
             }
         }
         drop(self.tracked);
@@ -236,6 +250,66 @@ impl StoreHandle {
         }
     }
 
+    /// Post the usage that local shares have charged, if there is any and no task posts it. Retry until the store has
+    /// confirmed all of it. At the end of the process, retry [`MAX_LAST_POSTS`] times.
+    pub fn post_usage(self: &Arc<Self>) {
+        let Store::Redis { fallback, .. } = &self.store else { return };
+        if !fallback.usage.claim_posting() {
+            return;
+        }
+        let store_handle = self.clone();
+        let spawned = self.spawn(async move {
+            if store_handle.post_all_usage().await {
+                // Usage that was added at the end found the task claimed.
+                store_handle.post_usage();
+            }
+        });
+        if spawned.is_none() {
+            fallback.usage.end_posting();
+        }
+    }
+
+    /// Return whether all usage was posted.
+    async fn post_all_usage(&self) -> bool {
+        let Store::Redis { store, fallback, .. } = &self.store else { return true };
+        let usage = &fallback.usage;
+        let _claim = PostingClaim(usage);
+        let mut last_posts = 0;
+        while !usage.is_empty() {
+            let mut posts = usage.take_posts(MAX_CONCURRENT_POSTS).into_iter();
+            let mut interrupted_by = None;
+            while interrupted_by.is_none() && !posts.as_slice().is_empty() {
+                let posts: Vec<_> = posts.by_ref().take(MAX_CONCURRENT_POSTS).collect();
+                let results = join_all(posts.iter().map(|post| store.post_usage(post))).await;
+                for (post, result) in posts.into_iter().zip(results) {
+                    match result {
+                        Ok(_) => usage.confirm(&post),
+                        Err(error @ StoreError::CorruptState(_)) => {
+                            usage.lose(&post);
+                            warn!(%error, limit = %post.key.limit, "usage of an outage is lost");
+                        }
+                        Err(error) => {
+                            usage.put_back(post);
+                            interrupted_by = Some(error);
+                        }
+                    }
+                }
+            }
+            posts.for_each(|post| usage.put_back(post));
+            let Some(error) = interrupted_by else { continue };
+            debug!(%error, "usage of an outage is not posted yet");
+            if self.tasks.is_closed() {
+                last_posts += 1;
+                if last_posts >= MAX_LAST_POSTS {
+                    warn!(totals = usage.len(), %error, "usage of an outage is lost");
+                    return false;
+                }
+            }
+            self.store.recovery_within(POST_INTERVAL).await;
+        }
+        true
+    }
+
     /// Count permits in this process' local share as well, if the store is Redis. In an outage the share has to count
     /// all requests that run here.
     fn count_in_local_share(&self, operation: Operation, permits: &[OwnedCharge]) {
@@ -243,6 +317,15 @@ impl StoreHandle {
             let to_charge = |permit| OwnedCharge::charge(permit, DecidedBy::Local);
             fallback.decide(operation, &permits.iter().map(to_charge).collect::<Vec<_>>());
         }
+    }
+}
+
+/// The claim of the task that posts usage, which ends with the task.
+struct PostingClaim<'a>(&'a UsageTable);
+
+impl Drop for PostingClaim<'_> {
+    fn drop(&mut self) {
+        self.0.end_posting();
     }
 }
 
@@ -271,7 +354,8 @@ impl OwnedCharge {
         let rule = self.rule(decided_by);
         let (cost, permit_id) =
             if let Rule::Concurrency(_) = rule { (1, self.cost_or_permit_id) } else { (self.cost_or_permit_id, 0) };
-        Charge { key, rule, cost, mode: ChargeMode::Enforced, permit_id, debt_before_us: self.debt_before_us }
+        let (debt_before_us, usage) = (self.debt_before_us, self.usage.as_ref());
+        Charge { key, rule, cost, mode: ChargeMode::Enforced, permit_id, debt_before_us, usage }
     }
 }
 
@@ -543,6 +627,7 @@ impl DeferredCharges {
                     }
                 }
             }
+            settlements.store_handle.post_usage();
             failure.map_or(Ok(outcomes), Err)
         });
         Some(Box::pin(async { task.await.unwrap_or_else(|_| Ok(Vec::new())) }))
@@ -600,6 +685,7 @@ mod tests {
             cost_or_permit_id: 0,
             prefetch: 0,
             debt_before_us: 0,
+            usage: None,
         };
         let store = Store::Memory(Arc::new(MemoryStore::new(100, Clock::Store)));
         let store_handle = StoreHandle { store, denials: None, tasks: TaskTracker::new() };
@@ -656,6 +742,7 @@ mod tests {
             rule: rule.clone(),
         };
         OwnedCharge {
+            usage: None,
             limit_index: 0,
             variant: Arc::new(variant),
             identity: Identity(1),

@@ -9,6 +9,7 @@ use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::key::{IdentityHasher, StateName};
 use crate::limiter::quota::{Quota, QuotaError};
+use crate::limiter::usage::UsageDays;
 
 /// The quota unit of limits that count requests (draft-ietf-httpapi-ratelimit-headers-11 §3.1.2).
 pub const DEFAULT_UNIT: &str = "requests";
@@ -37,6 +38,9 @@ pub struct LimitSpec {
     pub queue_policy: Option<QueuePolicy>,
     /// Maximum number of tokens that a gateway may prefetch for a hot identity. 0 disables prefetching.
     pub prefetch: u64,
+    /// The days by which the charged cost of each identity is totalled. `None` counts no usage. Not for concurrency
+    /// limits.
+    pub usage: Option<Arc<UsageDays>>,
     /// Parameters of this gateway's local share while the store is down.
     pub local_share: LocalShare,
 }
@@ -122,6 +126,7 @@ impl LimitSpec {
             unit,
             queue_policy: None,
             prefetch: 0,
+            usage: None,
             local_share,
         })
     }

@@ -1,8 +1,10 @@
 //! The store of one worker: memory or Redis with a local fallback.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use redis::{Cmd, Value};
 use tokio::time::{sleep, timeout};
 
@@ -16,7 +18,8 @@ use crate::limiter::redis::cluster::topology::{ClusterMap, identity_slot, key_sl
 use crate::limiter::redis::fenced_hash::Fields;
 use crate::limiter::redis::overrides::{OverrideEntry, OverrideWrite, Snapshot, WriteStatus};
 use crate::limiter::redis::server_store::ServerStore;
-use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, fenced_hash, overrides};
+use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, fenced_hash, overrides, usage};
+use crate::limiter::usage::{UsageKey, UsageMonth, UsagePost, UsageQuery, UsageRow};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// The store for the counters of one worker.
@@ -200,6 +203,89 @@ impl RedisStore {
         Ok(fenced_hash::parse_number(reply)? == 1)
     }
 
+    /// Add a post to the totals of usage. Return whether it was not added before. Repeating the call is harmless.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn post_usage(&self, post: &UsagePost) -> Result<bool, StoreError> {
+        let command = usage::post_command(self.prefix(), post);
+        let reply = self.admin_command(identity_slot(Identity(post.key.identity)), &command).await?;
+        Ok(reply == Value::Int(1))
+    }
+
+    /// Read totals of usage, in no particular order. Without identities, all keys of the store are scanned: while slots
+    /// of a cluster migrate, totals may be missing.
+    ///
+    /// # Errors
+    /// The store failed, or there are too many totals.
+    pub async fn read_usage(&self, query: &UsageQuery) -> Result<Vec<UsageRow>, UsageError> {
+        let keys = match &query.identities {
+            Some(identities) => usage_keys(query, identities),
+            None => self.scan_usage(query).await?,
+        };
+        let mut rows = Vec::new();
+        for keys in keys.chunks(MAX_CONCURRENT_READS) {
+            let hashes = join_all(keys.iter().map(async |key| {
+                let command = usage::read_command(self.prefix(), key);
+                let reply = self.admin_command(identity_slot(Identity(key.identity)), &command).await?;
+                usage::parse_read_reply(reply)
+            }));
+            for (key, days) in keys.iter().zip(hashes.await) {
+                let days = days?.into_iter().filter_map(|(day, cost)| Some((key.month.day(day)?, cost)));
+                let days = days.filter(|(date, _)| query.matches(&key.limit, key.identity, *date));
+                rows.extend(days.map(|(date, cost)| UsageRow {
+                    limit: key.limit.clone(),
+                    identity: key.identity,
+                    date,
+                    cost,
+                }));
+            }
+            if rows.len() > query.max_rows {
+                return Err(UsageError::TooMany(query.max_rows));
+            }
+        }
+        Ok(rows)
+    }
+
+    /// Return the keys of a query, each once.
+    async fn scan_usage(&self, query: &UsageQuery) -> Result<Vec<UsageKey>, UsageError> {
+        let (from, to) = (UsageMonth::from(query.from), UsageMonth::from(query.to));
+        let mut keys = BTreeSet::new();
+        for node in self.nodes().await? {
+            let mut cursor = 0;
+            loop {
+                let command = usage::scan_command(self.prefix(), cursor);
+                let reply = node.admin_command(node.timeout(), false, &command).await?;
+                let (next, found) = usage::parse_scan_reply(self.prefix(), reply)?;
+                let is_asked = |key: &UsageKey| (from..=to).contains(&key.month) && query.limits.contains(&key.limit);
+                keys.extend(found.into_iter().filter(is_asked));
+                if keys.len() > query.max_rows {
+                    return Err(UsageError::TooMany(query.max_rows));
+                }
+                cursor = next;
+                if cursor == 0 {
+                    break;
+                }
+            }
+        }
+        Ok(keys.into_iter().collect())
+    }
+
+    /// Return all servers: the only one, or the masters of the cluster.
+    async fn nodes(&self) -> Result<Vec<ServerStore>, StoreError> {
+        match self {
+            RedisStore::Single(server) => Ok(vec![server.clone()]),
+            RedisStore::Cluster(cluster) => cluster.master_nodes().await,
+        }
+    }
+
+    fn prefix(&self) -> &str {
+        match self {
+            RedisStore::Single(server) => server.prefix(),
+            RedisStore::Cluster(cluster) => cluster.prefix(),
+        }
+    }
+
     /// Send an administrator's command about keys of one slot; see [`ServerStore::admin_command`].
     async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
         match self {
@@ -207,6 +293,34 @@ impl RedisStore {
             RedisStore::Cluster(cluster) => Box::pin(cluster.admin_command(slot, command)).await,
         }
     }
+}
+
+/// Return the keys of known identities.
+fn usage_keys(query: &UsageQuery, identities: &[Identity]) -> Vec<UsageKey> {
+    let last = UsageMonth::from(query.to);
+    let mut keys = Vec::new();
+    for (limit, identity) in query.limits.iter().zip(identities) {
+        let mut month = UsageMonth::from(query.from);
+        while month <= last {
+            keys.push(UsageKey { limit: limit.clone(), identity: identity.0, month });
+            month = month.next();
+        }
+    }
+    keys
+}
+
+/// Number of hashes that are read at a time.
+const MAX_CONCURRENT_READS: usize = 64;
+
+/// Why totals of usage cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum UsageError {
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// There are more totals than the query allows. Contains that number.
+    #[error("there are more than {0} totals")]
+    TooMany(usize),
 }
 
 /// The decider: the store or this gateway.

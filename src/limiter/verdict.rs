@@ -3,8 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::limiter::algorithm::{Outcome, Rule};
+use crate::limiter::algorithm::{MAX_STATE, Outcome, Rule, Status};
 use crate::limiter::key::Key;
+use crate::limiter::usage::{UsageDay, UsageDays};
 
 /// The operation that a call applies to all of its charges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +56,37 @@ pub struct Charge<'a> {
     pub permit_id: u64,
     /// For a refund to a token bucket: see [`Rule::debt_before_us`]. Otherwise 0.
     pub debt_before_us: u64,
+    /// The days by which the cost is totalled. `None`: the limit counts no usage.
+    pub usage: Option<&'a Arc<UsageDays>>,
+}
+
+impl Charge<'_> {
+    /// Return the day whose total the operation changes, at about `now_us`. A refund changes that of the refunded
+    /// charge. `None`: it changes no total.
+    pub fn usage_day(&self, operation: Operation, now_us: u64) -> Option<UsageDay> {
+        let days = self.usage?;
+        match operation {
+            // A deferred cost is charged later.
+            Operation::Check if self.mode.is_deferred() => None,
+            Operation::Check | Operation::TakeUpTo | Operation::Charge => Some(days.day_at(now_us)),
+            Operation::Refund { charged_at } => Some(days.day_at(charged_at).at_any_time()),
+            Operation::Peek | Operation::Renew => None,
+        }
+    }
+
+    /// Return what the operation adds to the total, negative for a refund: what it charges to the state. `granted` and
+    /// `status` are those of the verdict.
+    pub fn usage_amount(&self, operation: Operation, granted: u64, status: Status) -> i64 {
+        let amount = |cost: u64| cost.min(MAX_STATE) as i64;
+        match operation {
+            _ if status != Status::Ok => 0,
+            Operation::Check if self.mode.is_deferred() || granted == 0 => 0,
+            Operation::Check | Operation::Charge => amount(self.cost),
+            Operation::TakeUpTo => amount(granted),
+            Operation::Refund { .. } => -amount(self.cost),
+            Operation::Peek | Operation::Renew => 0,
+        }
+    }
 }
 
 /// How a charge counts towards the verdict.

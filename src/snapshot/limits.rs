@@ -24,6 +24,7 @@ use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 use crate::limiter::spec::{CONCURRENT_REQUESTS, LimitSpec, LimitVariant, LocalShare, OnStoreError, QueuePolicy};
+use crate::limiter::usage::UsageDays;
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::route_action::upstream_indices;
 use crate::snapshot::validator::Validator;
@@ -86,12 +87,13 @@ pub(super) fn limits(
         let on_store_error = reader.one_of(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
         let Some((quota, rule)) = rule(limit, &span, permit_ttl(config, name, upstreams), reader) else { continue };
         check_conflicts(limit, cost.as_ref(), &rule, reader);
+        let usage = usage_days(limit, &rule, reader);
         let division = LocalShare { gateway_count: instances, max_cost: max_cost(config, name, cost.as_ref()) };
         let mut compiled = match LimitSpec::new(hasher, name, quota, rule, division) {
             Ok(spec) => {
                 let unit = unit.unwrap_or(spec.unit);
                 let shadow = limit.shadow;
-                LimitSpec { on_store_error, shadow, announce, unit, queue_policy: wait, prefetch, ..spec }
+                LimitSpec { on_store_error, shadow, announce, unit, queue_policy: wait, prefetch, usage, ..spec }
             }
             Err(error) => {
                 reader.push_issue(Issue::new(span, error.to_string()).with_hint(quota_hint(&error)));
@@ -249,6 +251,28 @@ fn queue_policy(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Op
     Some(QueuePolicy { max_wait: max, max_queue })
 }
 
+fn counts_usage(limit: &config::tables::Limit) -> bool {
+    limit.usage.as_ref().is_some_and(|usage| *usage.get_ref())
+}
+
+/// Compile `usage`: the days by which the cost is totalled.
+fn usage_days(limit: &config::tables::Limit, rule: &Rule, reader: &mut Validator<'_>) -> Option<Arc<UsageDays>> {
+    let usage = limit.usage.as_ref().filter(|_| counts_usage(limit))?;
+    if let Rule::Concurrency(_) = rule {
+        let message = "a permit has no cost to total: `usage` cannot be combined with concurrency";
+        reader.push_issue(Issue::new(usage.span(), message));
+        return None;
+    }
+    match UsageDays::new(limit.time_zone.as_ref().map_or("UTC", |zone| zone.get_ref())) {
+        Ok(days) => Some(Arc::new(days)),
+        Err(error) => {
+            let span = limit.time_zone.as_ref().map_or(usage.span(), |zone| zone.span());
+            reader.push_issue(Issue::new(span, error.to_string()).with_hint(quota_hint(&error)));
+            None
+        }
+    }
+}
+
 /// Report keys that cannot be combined.
 fn check_conflicts(limit: &config::tables::Limit, cost: Option<&Cost>, rule: &Rule, reader: &mut Validator<'_>) {
     let concurrency = matches!(rule, Rule::Concurrency(_));
@@ -399,10 +423,12 @@ pub(super) fn rule(
     reader: &mut Validator<'_>,
 ) -> Option<(Quota, Rule)> {
     let algorithm = reader.one_of(limit.algorithm.as_ref(), Algorithm::TokenBucket, &ALGORITHMS);
+    // The days of usage are in this zone with any algorithm.
+    let time_zone = limit.time_zone.as_ref().filter(|_| !counts_usage(limit));
     for (key, span, owner) in [
         ("burst", limit.burst.as_ref().map(|burst| burst.span()), Algorithm::TokenBucket),
         ("start", limit.start.as_ref().map(|start| start.span()), Algorithm::FixedWindow),
-        ("time_zone", limit.time_zone.as_ref().map(|zone| zone.span()), Algorithm::FixedWindow),
+        ("time_zone", time_zone.map(|zone| zone.span()), Algorithm::FixedWindow),
         ("buckets", limit.buckets.as_ref().map(|buckets| buckets.span()), Algorithm::SlidingBuckets),
     ] {
         if let Some(span) = span.filter(|_| algorithm != owner) {
@@ -449,9 +475,10 @@ fn timed_rule(
                 }
                 None => WindowStart::Aligned { phase: 0 },
             };
-            if let (Some(zone), WindowStart::Aligned { .. } | WindowStart::FirstRequest) = (&limit.time_zone, &start) {
-                let issue = Issue::new(zone.span(), "`time_zone` is valid only for calendar windows");
-                reader.push_issue(issue.with_hint("a quota per day, week, month or year, aligned"));
+            let time_zone = limit.time_zone.as_ref().filter(|_| !counts_usage(limit));
+            if let (Some(zone), WindowStart::Aligned { .. } | WindowStart::FirstRequest) = (time_zone, &start) {
+                let issue = Issue::new(zone.span(), "`time_zone` is valid only for calendar windows and for `usage`");
+                reader.push_issue(issue.with_hint("a quota per day, week, month or year, aligned; or usage = true"));
             }
             Rule::FixedWindow(FixedWindow::new(quota, start)?)
         }

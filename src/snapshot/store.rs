@@ -56,7 +56,9 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
         Ok((name, servers)) => {
             settings.name = name;
             let limits = routes.iter().flat_map(|route| &route.rate_limits.limits);
+            let counts_usage = limits.clone().any(|route_limit| route_limit.limit.usage.is_some());
             let algorithms = AlgorithmSet::for_rules(limits.map(|route_limit| &route_limit.limit.default_variant.rule));
+            let algorithms = algorithms.with_usage(counts_usage);
             let redis = RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, ..defaults };
             settings.redis = Some((servers, redis));
         }

@@ -656,6 +656,7 @@ mod tests {
             upstream: None,
             request_id: "-",
             trace_id: None,
+            model: None,
             sample_rate: None,
         };
         let decision = |shadow_denied: &[&str]| DecisionInfo {

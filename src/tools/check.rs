@@ -723,6 +723,7 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
             );
         }
         issues.extend(unused_prefetch(input, compiled));
+        issues.extend(volatile_usage(input, compiled));
         issues.extend(cost_exceeds_capacity(input, compiled));
         issues.extend(unreachable_burst(input, compiled, &routes));
         issues.extend(login_fails_open(input, compiled, &routes));
@@ -752,6 +753,16 @@ fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue
         Some(Issue::new(span.clone(), message))
     });
     issues.collect()
+}
+
+/// Usage totals in the memory store, which a restart loses.
+fn volatile_usage(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Issue> {
+    let limit = &compiled.limit;
+    limit.usage.as_ref().filter(|_| input.config.store.redis.is_none())?;
+    let span = input.span_of(&limit.name, |parsed| parsed.usage.as_ref());
+    let message =
+        format!("a restart loses the `usage` totals of `{}`: they are in the memory of the process", limit.name);
+    Some(Issue::new(span, message).with_hint("[store] with url = \"redis://…\""))
 }
 
 /// Quotas whose capacity is below the maximum cost of a request. A cost that always exceeds the capacity is an error

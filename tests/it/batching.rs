@@ -266,10 +266,11 @@ impl Hot {
             cost_or_permit_id: 1,
             prefetch: 0,
             debt_before_us: 0,
+            usage: None,
         };
         let key = Key { identity: Identity(1), state_name: &plan.state_name };
-        let charge =
-            Charge { key, rule: &plan.rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 };
+        let (mode, usage) = (ChargeMode::Enforced, None);
+        let charge = Charge { key, rule: &plan.rule, cost: 1, mode, permit_id: 0, debt_before_us: 0, usage };
         let set = CheckGroup { id: 1, prefetch: 0 };
         coalescer.check(ledger, set, &[charge], monotonic(), || vec![pending.clone()]).await.is_ok()
     }
@@ -311,6 +312,6 @@ async fn checks_without_a_token_do_not_wait_for_the_refund_of_a_cancelled_one() 
 }
 
 fn plan() -> LimitVariant {
-    let Limit { rule, bucket } = Limit::new("l", bucket(10, SECOND, 10));
+    let Limit { rule, bucket, .. } = Limit::new("l", bucket(10, SECOND, 10));
     LimitVariant { id: 1, quota: quota(10, SECOND), local_rule: rule.clone(), rule, state_name: bucket }
 }

@@ -37,7 +37,8 @@ fn run(
 ) -> Examined {
     let limit = |kind: &&str| {
         let quota = if *kind == "concurrency" { "3" } else { "3/24h" };
-        format!("[limit.{kind}]\nby = \"ip\"\nalgorithm = \"{kind}\"\nquota = \"{quota}\"\n")
+        let usage = if *kind == "token-bucket" { "usage = true\n" } else { "" };
+        format!("[limit.{kind}]\nby = \"ip\"\nalgorithm = \"{kind}\"\nquota = \"{quota}\"\n{usage}")
     };
     let limits: String = KINDS.iter().map(limit).collect();
     let directory = tempfile::tempdir().unwrap();
@@ -131,8 +132,8 @@ fn doctor_passes_a_healthy_server_and_leaves_no_keys() {
         ("persistence", "none; 0 overrides stored"),
         ("round trip", "of 50 calls; store.timeout is 5000 ms"),
         ("clock", "no decision depends on it"),
-        ("permissions", "24 commands"),
-        ("scripts", "5 scripts"),
+        ("permissions", "26 commands"),
+        ("scripts", "10 scripts"),
         ("decisions", "6 algorithms tried"),
     ] {
         let found = &checks.iter().find(|check| check.0 == name).unwrap().2;
@@ -256,7 +257,7 @@ fn each_missing_permission_of_the_manual_is_named() {
     // The gateway works without these: it ignores their replies, or needs them for other databases only.
     let spare = ["+hello", "+client|setname", "+select"];
     let rights: Vec<_> = words.iter().filter(|word| word.starts_with('+') && !spare.contains(&word.as_str())).collect();
-    assert_eq!(rights.len(), 24, "{rights:?}");
+    assert_eq!(rights.len(), 26, "{rights:?}");
     for right in rights {
         command(&redis, &["ACL", "SETUSER", "gateway", &right.replacen('+', "-", 1)]);
         let (code, status, found) = check(&url, "permissions");

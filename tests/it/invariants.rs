@@ -21,6 +21,7 @@
 //! 14. Denials take no memory, and the database is empty in the end.
 //! 15. A new rate forgives no debt of a bucket: the debt is converted exactly, or rounded up by at most 2 parts. A
 //!     lower rate restores at most half a second of what the earlier rate has repaid.
+//! 16. The usage totals of the scripts are those of the model: by day, what was charged less refunds.
 //!
 //! `permits.rs` has more random cases for concurrency permits.
 //! `OPERATIONS=1000000` makes a long run (`make test-long`), `SEED=…` repeats a run.
@@ -35,7 +36,10 @@ use crate::support::random::{
     Case, Kind, Play, Refunded, Resizing, STEPS, Step, Time, case, operations, property, resizing, rule,
 };
 use crate::support::redis::Redis;
-use crate::support::stores::{Limit, SECOND, START, Stores, apart, bucket, every_algorithm, extremes, longest_reset};
+use crate::support::stores::{
+    Limit, SECOND, START, Stores, apart, assert_same_totals, bucket, every_algorithm, extremes, longest_reset,
+    usage_in_memory, usage_in_redis,
+};
 use proptest::prelude::*;
 use sluicegate::limiter::algorithm::concurrency::Concurrency;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
@@ -83,6 +87,7 @@ fn random_calls_keep_the_invariants() {
 }
 
 struct Trial {
+    server: Rc<Redis>,
     play: Play,
     stores: Stores,
     keys: Keys,
@@ -100,11 +105,12 @@ struct Peek<'a> {
 }
 
 impl Trial {
-    async fn new(server: &Redis, prefix: &str, case: &Case) -> Trial {
+    async fn new(server: &Rc<Redis>, prefix: &str, case: &Case) -> Trial {
         let stores = Stores::new(server, prefix);
         let alone = MemoryStore::new(1_000_000, stores.clock.clone());
         let keys = Keys::new(server).await;
-        Trial { play: Play::new(case), stores, keys, alone, prefix: prefix.to_owned(), time: case.time }
+        let (server, prefix) = (server.clone(), prefix.to_owned());
+        Trial { server, play: Play::new(case), stores, keys, alone, prefix, time: case.time }
     }
 
     async fn run(mut self, case: &Case) -> usize {
@@ -177,7 +183,15 @@ impl Trial {
             drop(peeks);
             self.play.record(operation, &verdict);
         }
+        self.totals_are_equal();
         case.steps.len()
+    }
+
+    /// The totals of the scripts are those of the model.
+    fn totals_are_equal(&self) {
+        let in_redis = usage_in_redis(&self.server, &self.prefix);
+        let in_memory = usage_in_memory(&self.stores.memory, &self.play.limits);
+        assert_same_totals(in_redis, in_memory, "invariant 16, the usage totals are equal");
     }
 
     fn writes_are_due(
@@ -443,7 +457,7 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
     let stores = Stores::new(server, prefix);
     let mut keys = Keys::new(server).await;
     let operations = case.steps.len();
-    let mut play = Play::new(&Case { time: Time::GoesOn, ..case.clone() });
+    let mut play = Play::new(&Case { time: Time::GoesOn, usage: None, ..case.clone() });
     let names: Vec<_> = play.limits.iter().map(|limit| limit.key(prefix, 0)).collect();
     let mut admitted: Vec<Admitted> = Vec::new();
     let mut refunds: Vec<Vec<Refund>> = play.limits.iter().map(|_| Vec::new()).collect();

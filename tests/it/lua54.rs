@@ -6,7 +6,9 @@ mod lua;
 use std::cell::RefCell;
 
 use crate::support::random::{Case, Play, Resizing, STEPS, Time, case, operations, property, resizing};
-use crate::support::stores::{Limit, SECOND, START, extremes, longest_reset};
+use crate::support::stores::{
+    Limit, SECOND, START, Totals, assert_same_totals, extremes, longest_reset, usage_in_memory,
+};
 use lua::{Database, Interpreter, Replied};
 use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::clock::Clock;
@@ -15,6 +17,7 @@ use sluicegate::limiter::quota::EXACT_INTEGER_LIMIT;
 use sluicegate::limiter::redis::script;
 use sluicegate::limiter::redis::script::{AlgorithmSet, script};
 use sluicegate::limiter::redis::script::{LimitArgs, ScriptReply};
+use sluicegate::limiter::usage::UsageKey;
 use sluicegate::limiter::verdict::{Charge, Operation, Verdict};
 
 /// A store in Lua 5.4.
@@ -37,16 +40,40 @@ impl Lua54 {
             charge.key.write("rl", &mut key);
             key
         };
-        let keys: Vec<_> = charges.iter().map(key).collect();
-        let terms: Vec<_> = charges.iter().map(|charge| LimitArgs::from_charge(charge, now)).collect();
+        let mut keys: Vec<_> = charges.iter().map(key).collect();
+        let mut terms = Vec::new();
+        for charge in charges {
+            let day = charge.usage_day(operation, now);
+            terms.push(LimitArgs::from_charge(charge, now).with_usage(day));
+            keys.extend(day.map(|day| {
+                let (limit, identity) = (charge.key.state_name.limit_name(), charge.key.identity.0);
+                UsageKey { limit: limit.into(), identity, month: day.month() }.to_redis_key("rl")
+            }));
+        }
+        let counts_usage = terms.iter().any(LimitArgs::counts_usage);
         let mut argument = script::start_argument(0, 1, terms.len());
         script::append_group(&mut argument, 1, operation, &terms);
-        let parts = AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule));
+        let mut arguments = vec![argument];
+        arguments.extend(counts_usage.then(|| script::usage_argument(std::iter::once(&*terms))));
+        let parts = AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule)).with_usage(counts_usage);
         let script = script(script::script_variant(operation, &terms), parts);
-        let reply = self.lua.run(&mut database, (&script.sha, &script.source), &keys, &[argument]);
+        let reply = self.lua.run(&mut database, (&script.sha, &script.source), &keys, &arguments);
         let Replied::Bulk(_) = reply else { panic!("{reply:?}: {operation:?} of {charges:#?}") };
         let reply = redis::parse_redis_value(&reply.encode()).unwrap();
         ScriptReply::new(reply, charges.len()).unwrap().next_verdict(charges.len()).unwrap().unwrap()
+    }
+
+    /// Return the totals of usage.
+    fn totals(&self) -> Totals {
+        let mut totals = Totals::new();
+        for (key, fields) in self.database.borrow().hashes() {
+            let UsageKey { limit, identity, month } = UsageKey::parse("rl", key.as_bytes()).unwrap();
+            for (day, total) in fields {
+                let date = month.day(day.parse().unwrap()).unwrap();
+                totals.insert((limit.to_string(), identity, date.to_string()), total.parse().unwrap());
+            }
+        }
+        totals
     }
 }
 
@@ -66,6 +93,11 @@ fn lua_5_4_returns_the_same_replies() {
             assert_eq!(script, verdict, "Lua 5.4 and model differ: {operation:?} of {charges:#?}");
             play.record(operation, &verdict);
         }
+        assert_same_totals(
+            lua.totals(),
+            usage_in_memory(&model, &play.limits),
+            "Lua 5.4 and model differ in their totals",
+        );
         case.steps.len()
     });
 }

@@ -91,3 +91,4 @@ mod traces;
 mod upgrades;
 mod upstream_faults;
 mod upstream_tls;
+mod usage;

@@ -174,6 +174,7 @@ fn load(file: &Value) -> Result<String, String> {
                 limit.unit.clone(),
                 limit.queue_policy,
                 limit.prefetch,
+                limit.usage.as_ref().map(|days| days.zone_name().to_owned()),
                 terms.clone().identity_spec,
                 terms.cost.clone(),
             )

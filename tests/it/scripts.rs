@@ -23,19 +23,22 @@ fn lua_files(folder: &Path) -> Vec<PathBuf> {
 
 /// The name and the text of each file in `lua/generated/`.
 fn generated() -> Vec<(String, String)> {
-    let named = |variant: &ScriptVariant| {
+    let named = |variant: ScriptVariant, counts_usage: bool| {
         let (name, driver) = match variant {
             ScriptVariant::Generic => ("generic".to_owned(), "generic"),
             ScriptVariant::Single => ("single".to_owned(), "single"),
             ScriptVariant::Small(limits) => (format!("small_{limits}"), "small"),
         };
+        let (suffix, blocks) = if counts_usage { ("_usage", ", with usage") } else { ("", "") };
         let header = format!(
-            "-- Composed from lua/{driver}.lua and all algorithms that it supports. Do not edit:\n\
+            "-- Composed from lua/{driver}.lua and all algorithms that it supports{blocks}. Do not edit:\n\
              -- UPDATE_GENERATED=1 cargo test --test it scripts::\n\n"
         );
-        (format!("{name}.lua"), header + &script(*variant, AlgorithmSet::ALL).source)
+        let source = &script(variant, AlgorithmSet::ALL.with_usage(counts_usage)).source;
+        (format!("{name}{suffix}.lua"), header + source)
     };
-    ScriptVariant::ALL.iter().map(named).collect()
+    let both = |variant| [named(variant, false), named(variant, true)];
+    ScriptVariant::ALL.into_iter().flat_map(both).collect()
 }
 
 #[test]
@@ -54,8 +57,8 @@ fn every_lua_file_parses_by_itself() {
         lua_5_4.load(&text).into_function().unwrap_or_else(|error| panic!("lua/{name}: {error}"));
         parsed += 1;
     }
-    // Three drivers, six algorithms, the script of overrides, and what is composed.
-    assert_eq!(parsed, 3 + 6 + 2 + ScriptVariant::ALL.len(), "files in lua/: {files:?}");
+    // Three drivers, six algorithms, the scripts of overrides, fenced hashes and usage, and what is composed.
+    assert_eq!(parsed, 3 + 6 + 3 + 2 * ScriptVariant::ALL.len(), "files in lua/: {files:?}");
 }
 
 #[test]

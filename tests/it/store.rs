@@ -518,7 +518,7 @@ async fn coalesced_tokens_return_the_debt_before_each() {
     let backend = Store::Redis { store, fallback, metrics: Arc::default() };
     let ledger = Arc::new(StoreHandle { store: backend, denials: None, tasks: TaskTracker::new() });
     let coalescer = Arc::new(Singleflight::new(MAX_WAIT, Arc::default()));
-    let Limit { rule, bucket } = Limit::new("l", bucket(10, SECOND, 10));
+    let Limit { rule, bucket, .. } = Limit::new("l", bucket(10, SECOND, 10));
     let plan = Arc::new(LimitVariant {
         id: 1,
         quota: quota(10, SECOND),
@@ -533,10 +533,11 @@ async fn coalesced_tokens_return_the_debt_before_each() {
         cost_or_permit_id: 1,
         prefetch: 0,
         debt_before_us: 0,
+        usage: None,
     };
     let key = Key { identity: Identity(1), state_name: &plan.state_name };
-    let charge =
-        [Charge { key, rule: &plan.rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 }];
+    let (mode, usage) = (ChargeMode::Enforced, None);
+    let charge = [Charge { key, rule: &plan.rule, cost: 1, mode, permit_id: 0, debt_before_us: 0, usage }];
     let pending = || vec![pending.clone()];
     let set = CheckGroup { id: 1, prefetch: 0 };
     // The first is sent alone. The others are coalesced when it has its reply.

@@ -142,6 +142,8 @@ pub struct ObservedRequest {
     pub breaker_closed: bool,
     /// A cached denial at an instant at which the store would have admitted the request.
     pub stale_denial: bool,
+    /// Whether the request passed unchecked because of overload.
+    pub is_overloaded: bool,
 }
 
 /// Everything that is needed to send requests.
@@ -213,6 +215,7 @@ impl LoadGenerator {
             limits: request.route.iter().map(request_limit).collect(),
             breaker_closed: !before.0 && before == gateway.breaker_state(),
             stale_denial: false,
+            is_overloaded: false,
         };
         let mut reason = String::new();
         match result {
@@ -273,6 +276,7 @@ impl LoadGenerator {
 
     async fn respond(&self, request: &Request, mut decision: Decision<'_>, observed: &mut ObservedRequest) {
         observed.now_us = decision.now_us;
+        observed.is_overloaded = decision.is_overloaded;
         for part in &mut observed.limits {
             let limit = &self.schedule.limits[part.limit].limit;
             part.shadow_denied = decision.shadow_denied.iter().any(|denied| std::ptr::eq(*denied, &**limit));
@@ -305,7 +309,8 @@ impl LoadGenerator {
                 match due {
                     SettleAction::Charge(units) => observed.limits[place].charged_later = units,
                     SettleAction::Refund => observed.limits[place].is_refunded = true,
-                    SettleAction::Nothing => {}
+                    // No schedule has reservations.
+                    SettleAction::Nothing | SettleAction::Settle(_) => {}
                 }
             }
             if let Some(settling) = settling {

@@ -72,6 +72,7 @@ impl History<'_> {
         self.refunds_are_complete(&mut violated);
         self.running_within_bounds(&mut violated);
         self.full_store_takes_no_charges(&mut violated);
+        self.usage_totals_are_exact(&mut violated);
         violations
     }
 
@@ -302,6 +303,47 @@ impl History<'_> {
             if admitted > charged {
                 let message = format!("{state:x?} at gateway {gateway}: {admitted} units admitted, {charged} charged");
                 violated("nothing is admitted without a charge", message);
+            }
+        }
+    }
+
+    /// The totals of usage equal what the store charged less refunds, by identity and day, and what the gateways posted.
+    /// Each gateway posts what it charged by itself once, also if replies are lost.
+    fn usage_totals_are_exact(&self, violated: &mut impl FnMut(&'static str, String)) {
+        let [totals, expected] = self.store.usage();
+        for total in totals.keys().chain(expected.keys()) {
+            let [total_cost, charged] = [&totals, &expected].map(|sums| sums.get(total).copied().unwrap_or(0));
+            if total_cost != charged {
+                let message = format!("{total:x?}: the total is {total_cost}, {charged} was charged and posted");
+                violated("usage totals equal the charged cost", message);
+            }
+        }
+        if self.schedule.state_losses() > 0 {
+            return;
+        }
+        let mut posted: BTreeMap<&StateId, i64> = BTreeMap::new();
+        for post in &self.store.posts {
+            *posted.entry(&post.total.0).or_default() += post.amount;
+        }
+        let mut charged: BTreeMap<&StateId, i64> = BTreeMap::new();
+        for observed in self.requests.iter().filter(|observed| !observed.is_overloaded) {
+            for part in observed.limits.iter().filter(|part| !part.shadow_denied) {
+                let spec = &self.schedule.limits[part.limit];
+                let is_local = observed.outcome == ClientOutcome::Admitted(DecidedBy::Local);
+                let cost = match spec.cost_mode {
+                    CostMode::Deferred => part.charged_later,
+                    CostMode::Upfront | CostMode::Refundable => spec.cost * u64::from(!part.is_refunded),
+                };
+                if is_local && spec.limit.usage.is_some() {
+                    *charged.entry(&part.state).or_default() += cost as i64;
+                }
+            }
+        }
+        for state in posted.keys().chain(charged.keys()) {
+            let [posted, charged] = [&posted, &charged].map(|sums| sums.get(state).copied().unwrap_or(0));
+            if posted != charged {
+                let message = format!("{state:x?}: {posted} was posted, {charged} was charged without the store");
+                violated("usage of an outage is posted once", message);
             }
         }
     }

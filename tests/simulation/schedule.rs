@@ -13,6 +13,7 @@ use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::key::{Identity, IdentityHasher};
 use sluicegate::limiter::quota::{CalendarUnit, Quota};
 use sluicegate::limiter::spec::{LimitSpec, LocalShare, OnStoreError};
+use sluicegate::limiter::usage::UsageDays;
 
 use crate::overrides::{self, Change};
 use crate::random::Random;
@@ -316,6 +317,13 @@ impl Schedule {
         }
         // The Rust implementation does not know the order of the writes.
         schedule.lua |= schedule.incidents.iter().any(|incident| incident.fault == Fault::OutOfMemory);
+        let usage = &mut Random::new(seed.rotate_left(16));
+        for spec in schedule.limits.iter_mut().filter(|spec| spec.concurrency().is_none()) {
+            if usage.is_chosen(50) {
+                let limit = Arc::get_mut(&mut spec.limit).expect("no other owner");
+                limit.usage = Some(Arc::new(UsageDays::new(TIME_ZONE).expect("a zone")));
+            }
+        }
         schedule.requests.sort_by_key(|request| request.at);
         schedule.limits.push(heartbeat_limit(schedule.gateways as u64));
         schedule
@@ -336,7 +344,8 @@ impl Schedule {
             let (name, on_store_error, advance) = (&limit.name, limit.on_store_error, limit.prefetch);
             let rule = &limit.default_variant.rule;
             lines.push(format!(
-                "{name} of {scope}{shadow}: {rule:?}, {used:?} cost {cost}, {on_store_error:?}, prefetch {advance}"
+                "{name} of {scope}{shadow}: {rule:?}, {used:?} cost {cost}, {on_store_error:?}, prefetch {advance}, usage {}",
+                limit.usage.is_some()
             ));
         }
         lines.extend(self.incidents.iter().map(|incident| format!("{incident:?}")));

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use aws_lc_rs::digest;
+use jiff::civil::Date;
 use sluicegate::limiter::algorithm::concurrency::Concurrency;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limiter::algorithm::sliding_buckets::SlidingBuckets;
@@ -21,6 +22,7 @@ use sluicegate::limiter::redis::cluster::topology::identity_slot;
 use sluicegate::limiter::redis::script;
 use sluicegate::limiter::redis::script::LimitArgs;
 use sluicegate::limiter::redis::script::{AlgorithmSet, script};
+use sluicegate::limiter::usage::{UsageDays, UsageKey, UsageQuery};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
 use crate::lua::{Database, Interpreter, Replied};
@@ -29,6 +31,9 @@ use crate::schedule::TIME_ZONE;
 
 /// Hash slots of a cluster.
 const SLOTS: usize = 16_384;
+
+/// The script that posts usage.
+const USAGE: &str = include_str!("../../lua/usage.lua");
 
 /// The script that writes overrides.
 const OVERRIDES: &str = include_str!("../../lua/overrides.lua");
@@ -49,12 +54,20 @@ pub struct ReceivedCharge {
     pub mode: ChargeMode,
     pub permit_id: u64,
     pub debt_before_us: u64,
+    pub usage: Option<Arc<UsageDays>>,
 }
 
 impl ReceivedCharge {
     fn charge(&self) -> Charge<'_> {
         let ReceivedCharge { mode, permit_id, debt_before_us, .. } = *self;
-        Charge { mode, permit_id, debt_before_us, ..charge(&self.state, &self.state_name, &self.rule, self.cost) }
+        let usage = self.usage.as_ref();
+        Charge {
+            mode,
+            permit_id,
+            debt_before_us,
+            usage,
+            ..charge(&self.state, &self.state_name, &self.rule, self.cost)
+        }
     }
 }
 
@@ -67,6 +80,7 @@ pub fn charge<'a>(name: &StateId, bucket: &'a StateName, rule: &'a Rule, cost: u
         mode: ChargeMode::Enforced,
         permit_id: 0,
         debt_before_us: 0,
+        usage: None,
     }
 }
 
@@ -98,6 +112,16 @@ impl DecidedRequest {
         }
     }
 
+    /// Return what the request added to totals of usage.
+    fn usage(&self) -> impl Iterator<Item = (UsageId, i64)> {
+        self.charges.iter().zip(&self.verdict.outcomes).filter_map(|(received, outcome)| {
+            let charge = received.charge();
+            let day = charge.usage_day(self.operation, self.at_us)?;
+            let amount = charge.usage_amount(self.operation, self.verdict.granted, outcome.status);
+            (amount != 0).then(|| ((received.state.clone(), day.date), amount))
+        })
+    }
+
     /// Return whether the request needs memory for a state: a new charge or permit.
     pub fn needs_memory(&self) -> bool {
         let is_charge = match self.operation {
@@ -109,6 +133,19 @@ impl DecidedRequest {
             && outcomes
                 .any(|(asked, outcome)| asked.cost > 0 && outcome.status == Status::Ok && !asked.mode.is_deferred())
     }
+}
+
+/// A total of usage: a state and a day.
+pub type UsageId = (StateId, Date);
+
+/// Usage that a gateway has posted, once for each day.
+#[derive(Debug, Clone)]
+pub struct PostedUsage {
+    at_us: u64,
+    pub total: UsageId,
+    pub amount: i64,
+    /// Whether a failover lost it.
+    is_lost: bool,
 }
 
 /// A reply in the bytes of the protocol.
@@ -126,6 +163,8 @@ pub struct SimulatedRedis {
     pub history: Vec<DecidedRequest>,
     /// All writes of overrides, including those that a failover lost.
     pub overrides: Vec<Written>,
+    /// All posts of usage, including those that a failover lost.
+    pub posts: Vec<PostedUsage>,
 }
 
 /// One server.
@@ -161,7 +200,8 @@ impl SimulatedRedis {
             lost: Vec::new(),
         };
         let nodes = (0..nodes).map(node).collect();
-        SimulatedRedis { nodes, clock, lua, out_of_memory: false, history: Vec::new(), overrides: Vec::new() }
+        let (history, overrides, posts) = (Vec::new(), Vec::new(), Vec::new());
+        SimulatedRedis { nodes, clock, lua, out_of_memory: false, history, overrides, posts }
     }
 
     /// Return the index of the server with the states of an identity.
@@ -176,6 +216,7 @@ impl SimulatedRedis {
     /// Restart the store: scripts are lost, and the state of the last `lost_us`, or all of it with `None`.
     pub fn restart(&mut self, now_us: u64, loss_us: Option<u64>) {
         let from_us = now_us.saturating_sub(loss_us.unwrap_or(u64::MAX));
+        self.posts.iter_mut().filter(|post| post.at_us >= from_us).for_each(|post| post.is_lost = true);
         for node in &mut self.nodes {
             node.scripts.clear();
             node.database.get_mut().fall_back(from_us);
@@ -193,6 +234,44 @@ impl SimulatedRedis {
                 node.memory.decide(*operation, &charges);
             }
         }
+    }
+
+    /// Return the totals of usage, and those that follow from the decided requests and the posts.
+    pub fn usage(&self) -> [BTreeMap<UsageId, i64>; 2] {
+        let (mut totals, mut expected) = (BTreeMap::new(), BTreeMap::new());
+        let add = |sums: &mut BTreeMap<UsageId, i64>, total: UsageId, amount: i64| {
+            // Without the probes of circuit breakers.
+            if !total.0.0.starts_with('~') {
+                *sums.entry(total).or_default() += amount;
+            }
+        };
+        for node in &self.nodes {
+            for (key, fields) in node.database.borrow().hashes() {
+                let Some(UsageKey { limit, identity, month }) = UsageKey::parse("rl", key.as_bytes()) else { continue };
+                for (day, total) in fields.iter().filter(|(day, _)| !day.starts_with('.')) {
+                    let date = month.day(day.parse().expect("a day")).expect("a day of the month");
+                    add(&mut totals, ((limit.to_string(), identity), date), total.parse().expect("a total"));
+                }
+            }
+            let limits = self.history.iter().flat_map(|done| &done.charges).map(|asked| asked.state.0.as_str().into());
+            let query = UsageQuery {
+                limits: limits.collect::<BTreeSet<_>>().into_iter().collect(),
+                identities: None,
+                from: Date::MIN,
+                to: Date::MAX,
+                max_rows: usize::MAX,
+            };
+            for row in node.memory.usage.read(&query).expect("all totals") {
+                add(&mut totals, ((row.limit.into(), row.identity), row.date), row.cost);
+            }
+            for index in &node.committed {
+                self.history[*index].usage().for_each(|(total, amount)| add(&mut expected, total, amount));
+            }
+        }
+        for post in self.posts.iter().filter(|post| !post.is_lost) {
+            add(&mut expected, post.total.clone(), post.amount);
+        }
+        [totals, expected].map(|sums| sums.into_iter().filter(|(_, cost)| *cost != 0).collect())
     }
 
     /// Return the result of a check without writing.
@@ -254,6 +333,7 @@ impl SimulatedRedis {
             }
             ("EVAL", "return 1") => b":1\r\n".to_vec(),
             ("EVAL", script) if script == OVERRIDES => self.write_overrides(now_us, gateway, node, command),
+            ("EVAL", script) if script == USAGE => self.post_usage(now_us, node, command),
             ("EVAL", script) => {
                 let sha = script_sha(script);
                 scripts.insert(sha.clone(), script.into());
@@ -343,6 +423,22 @@ impl SimulatedRedis {
         reply.encode()
     }
 
+    /// Run the script that posts usage.
+    fn post_usage(&mut self, now_us: u64, node: usize, command: &[Vec<u8>]) -> Reply {
+        let (keys, arguments) = keys_and_arguments(command);
+        let reply = self.nodes[node].evaluate(now_us, self.out_of_memory, ("usage", USAGE), keys, arguments);
+        if let Replied::Integer(1) = reply {
+            let UsageKey { limit, identity, month } = UsageKey::parse("rl", &keys[0]).expect("a key of a total");
+            let number = |text: &[u8]| std::str::from_utf8(text).expect("text").parse::<i64>().expect("a number");
+            for pair in arguments[3..].chunks(2) {
+                let date = month.day(number(&pair[0]) as i8).expect("a day of the month");
+                let total = ((limit.to_string(), identity), date);
+                self.posts.push(PostedUsage { at_us: now_us, total, amount: number(&pair[1]), is_lost: false });
+            }
+        }
+        reply.encode()
+    }
+
     /// Return the reply to `CLUSTER SLOTS`.
     fn slots(&self) -> Reply {
         let count = self.nodes.len();
@@ -411,8 +507,8 @@ fn script_sha(script: &str) -> String {
 fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     let text = |word: &[u8]| String::from_utf8(word.to_vec()).expect("text");
     let (keys, arguments) = keys_and_arguments(command);
-    let (count, argument) = (keys.len(), &arguments[0]);
-    let mut keys = keys.iter();
+    let argument = &arguments[0];
+    let mut days = arguments.get(1).map(|usage| usage.chunks(24));
     let mut at = 0;
     let mut bytes = |count: usize| {
         at += count;
@@ -420,8 +516,10 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     };
     let number = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().expect("eight bytes")) as u64;
     assert_eq!(number(bytes(8)), 0, "the server's time decides");
-    let (mut requests, mut remaining_keys) = (Vec::new(), count);
-    while remaining_keys > 0 {
+    let zone = Arc::new(UsageDays::new(TIME_ZONE).expect("a zone"));
+    let (mut groups, mut state_count) = (Vec::new(), 0);
+    let mut remaining_bytes = argument.len() - 8;
+    while remaining_bytes > 0 {
         let size = number(bytes(8));
         let letter = bytes(1)[0];
         let charged_at = number(bytes(8));
@@ -465,11 +563,25 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
             };
             let lease = if kind == b'C' { last_parameter } else { 0 };
             let debt_before_us = if kind == b'B' { f64::from_bits(last_parameter) as u64 } else { 0 };
-            limit_args.push((rule, cost, mode, lease, debt_before_us));
+            let day = days.as_mut().map(|days| number(&days.next().expect("the usage of each limit")[..8]));
+            let usage = day.filter(|day| *day > 0).map(|_| zone.clone());
+            limit_args.push((rule, cost, mode, lease, debt_before_us, usage));
         }
+        remaining_bytes -= 25 + 42 * limits as usize;
+        state_count += (size * limits) as usize;
+        groups.push((size, operation, limit_args));
+    }
+    let (states, totals) = keys.split_at(state_count);
+    let (mut states, mut totals) = (states.iter(), totals.iter());
+    let mut requests = Vec::new();
+    for (size, operation, limit_args) in groups {
         for _ in 0..size {
-            let asked = limit_args.iter().map(|(rule, cost, mode, lease, debt_before_us)| {
-                let (name, bucket) = parse_key(&text(keys.next().expect("a key for each limit")));
+            let asked = limit_args.iter().map(|(rule, cost, mode, lease, debt_before_us, usage)| {
+                let (name, bucket) = parse_key(&text(states.next().expect("a key for each limit")));
+                if usage.is_some() {
+                    let key = UsageKey::parse("rl", totals.next().expect("a key for each total")).expect("a total");
+                    assert_eq!((&*key.limit, key.identity), (&*name.0, name.1), "the total of the limit");
+                }
                 ReceivedCharge {
                     state: name,
                     state_name: bucket,
@@ -478,13 +590,14 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
                     mode: *mode,
                     permit_id: *lease,
                     debt_before_us: *debt_before_us,
+                    usage: usage.clone(),
                 }
             });
             requests.push((operation, asked.collect()));
         }
-        remaining_keys -= (size * limits) as usize;
     }
-    (requests, count as u64)
+    assert!(totals.next().is_none(), "a key for each total");
+    (requests, state_count as u64)
 }
 
 /// Parse a key `<prefix>:{<identity>}:<limit>:<shape>`.

@@ -13,7 +13,7 @@ const SECOND: u64 = 1_000_000;
 const OUT_OF_MEMORY: &str = "OOM command not allowed when used memory > 'maxmemory'.";
 
 /// Commands that Redis rejects while it is out of memory (`denyoom`), unless the script has written before.
-const NEED_MEMORY: [&str; 5] = ["SET", "SETRANGE", "ZADD", "RPUSH", "HSET"];
+const NEED_MEMORY: [&str; 6] = ["SET", "SETRANGE", "ZADD", "RPUSH", "HSET", "HINCRBY"];
 
 /// Commands that write, and that Redis accepts while it is out of memory.
 const FREE_MEMORY: [&str; 7] = ["DEL", "PEXPIRE", "ZREM", "ZREMRANGEBYSCORE", "LTRIM", "LREM", "HDEL"];
@@ -62,6 +62,11 @@ impl Database {
             self.now = at_us;
             self.command(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
         }
+    }
+
+    /// Return all hashes.
+    pub fn hashes(&self) -> &HashMap<String, BTreeMap<String, String>> {
+        &self.hashes
     }
 
     /// Run a command that is not part of a script.
@@ -117,6 +122,16 @@ impl Database {
             ["HSET", key, field, value] => {
                 let hash = self.hashes.entry(key.to_owned()).or_default();
                 Replied::Integer(hash.insert(field.to_owned(), value.to_owned()).is_none().into())
+            }
+            ["HGET", key, field] => {
+                let value = self.hashes.get(key).and_then(|hash| hash.get(field));
+                value.cloned().map_or(Replied::Nil, Replied::Bulk)
+            }
+            ["HINCRBY", key, field, amount] => {
+                let value = self.hashes.entry(key.to_owned()).or_default().entry(field.to_owned()).or_default();
+                let total = value.parse::<i64>().unwrap_or(0) + amount.parse::<i64>().unwrap();
+                *value = total.to_string();
+                Replied::Integer(total)
             }
             ["HDEL", key, field] => {
                 let removed = self.hashes.get_mut(key).is_some_and(|hash| hash.remove(field).is_some());

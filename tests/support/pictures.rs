@@ -86,7 +86,8 @@ fn ask(rule: &Rule, counts: &Counts) -> Vec<Asked> {
     let hasher = IdentityHasher::new("pictures");
     let bucket = StateName::new(&hasher, "limit", &rule.shape());
     let key = Key { identity: hasher.hash(b"greedy"), state_name: &bucket };
-    let charge = |lease| Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: lease, debt_before_us: 0 };
+    let (mode, usage) = (ChargeMode::Enforced, None);
+    let charge = |lease| Charge { key, rule, cost: 1, mode, permit_id: lease, debt_before_us: 0, usage };
     let mut in_flight = VecDeque::new();
     let demand = std::iter::once(4_000).chain((11_500..LENGTH_MS).step_by(250));
     demand

@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::io::Read;
+use std::sync::Arc;
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
@@ -9,6 +10,7 @@ use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::quota::CalendarUnit;
+use sluicegate::limiter::usage::UsageDays;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
 use super::stores::{
@@ -68,6 +70,8 @@ pub const STEPS: usize = 100;
 #[derive(Debug, Clone)]
 pub struct Case {
     pub rules: Vec<Rule>,
+    /// The time zone of the days by which the cost is totalled, if it is.
+    pub usage: Option<&'static str>,
     pub start: u64,
     pub time: Time,
     pub steps: Vec<Step>,
@@ -198,13 +202,27 @@ fn step() -> impl Strategy<Value = Step> {
 
 pub fn case() -> impl Strategy<Value = Case> {
     let time = prop_oneof![Just(Time::Jumps), Just(Time::GoesOn)];
-    (prop::collection::vec(rule(), 1..5), 0..8 * 86_400 * SECOND, time, prop::collection::vec(step(), 1..=2 * STEPS))
-        .prop_map(|(rules, offset, time, steps)| Case {
+    let usage = prop_oneof![Just(None), Just(Some("UTC")), Just(Some("Europe/Berlin"))];
+    (
+        prop::collection::vec(rule(), 1..5),
+        0..8 * 86_400 * SECOND,
+        time,
+        usage,
+        prop::collection::vec(step(), 1..=2 * STEPS),
+    )
+        .prop_map(|(rules, offset, time, usage, steps)| Case {
             rules,
+            usage,
             start: START + 365 * 86_400 * SECOND + offset,
             time,
             steps,
         })
+}
+
+/// Count the usage of a limit by the days of a time zone.
+fn counted(limit: Limit, zone: Option<&str>) -> Limit {
+    let zone = zone.filter(|_| !matches!(limit.rule, Rule::Concurrency(_)));
+    Limit { usage: zone.map(|zone| Arc::new(UsageDays::new(zone).unwrap())), ..limit }
 }
 
 /// A token bucket whose rate changes.
@@ -272,7 +290,7 @@ pub struct Play {
 impl Play {
     pub fn new(case: &Case) -> Play {
         Play {
-            limits: apart(case.rules.clone(), 2),
+            limits: apart(case.rules.clone(), 2).into_iter().map(|limit| counted(limit, case.usage)).collect(),
             now: case.start,
             behind: false,
             time: case.time,

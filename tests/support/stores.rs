@@ -1,10 +1,12 @@
 //! The Redis store and the memory store under one virtual clock, and limits for tests.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::future::{Future, poll_fn};
 use std::sync::Arc;
 use std::task::Poll;
 
+use jiff::ToSpan;
+use jiff::civil::Date;
 use sluicegate::limiter::algorithm::concurrency::Concurrency;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limiter::algorithm::sliding_buckets::SlidingBuckets;
@@ -20,6 +22,7 @@ use sluicegate::limiter::quota::{CalendarUnit, EXACT_INTEGER_LIMIT, Quota};
 use sluicegate::limiter::redis::RedisSettings;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::server_store::ServerStore;
+use sluicegate::limiter::usage::{RETENTION_DAYS, UsageDays, UsageKey, UsageQuery};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
 use super::MAX_WAIT;
@@ -219,17 +222,63 @@ pub fn longest_reset(rule: &Rule) -> u64 {
     }
 }
 
+/// Totals by limit, identity and day.
+pub type Totals = BTreeMap<(String, u128, String), i64>;
+
+/// Return all totals in a Redis.
+pub fn usage_in_redis(server: &Redis, prefix: &str) -> Totals {
+    let mut connection = server.connection();
+    let mut totals = Totals::new();
+    let keys: Vec<String> = redis::cmd("KEYS").arg(format!("{prefix}:*:usage:*")).query(&mut connection).unwrap();
+    for key in keys {
+        let UsageKey { limit, identity, month } = UsageKey::parse(prefix, key.as_bytes()).unwrap();
+        let days: Vec<(String, String)> = redis::cmd("HGETALL").arg(&key).query(&mut connection).unwrap();
+        for (day, total) in days.into_iter().filter(|(day, _)| !day.starts_with('.')) {
+            let date = month.day(day.parse().unwrap()).unwrap();
+            totals.insert((limit.to_string(), identity, date.to_string()), total.parse().unwrap());
+        }
+    }
+    totals
+}
+
+/// Return the totals of limits in a memory store.
+pub fn usage_in_memory(store: &MemoryStore, limits: &[Limit]) -> Totals {
+    let query = UsageQuery {
+        limits: limits.iter().map(|limit| limit.bucket.limit_name().into()).collect(),
+        identities: None,
+        from: "1970-01-01".parse().unwrap(),
+        to: "9999-01-01".parse().unwrap(),
+        max_rows: usize::MAX,
+    };
+    let rows = store.usage.read(&query).unwrap().into_iter();
+    rows.map(|row| ((row.limit.into(), row.identity, row.date.to_string()), row.cost)).collect()
+}
+
+/// Assert that the totals of the scripts are those of the model, which forgets days after 400 days.
+pub fn assert_same_totals(mut scripts: Totals, mut model: Totals, what: &str) {
+    let date = |day: &str| day.parse::<Date>().unwrap();
+    let Some(newest) = model.keys().map(|(.., day)| date(day)).max() else {
+        return assert_eq!(scripts, model, "{what}");
+    };
+    let first = newest.saturating_sub(RETENTION_DAYS.days());
+    scripts.retain(|(.., day), _| date(day) >= first);
+    model.retain(|(.., day), _| date(day) >= first);
+    assert_eq!(scripts, model, "{what}");
+}
+
 /// A limit for tests: a rule and a name.
 #[derive(Debug)]
 pub struct Limit {
     pub rule: Rule,
     pub bucket: StateName,
+    /// The days by which the cost is totalled.
+    pub usage: Option<Arc<UsageDays>>,
 }
 
 impl Limit {
     pub fn new(name: &str, rule: Rule) -> Limit {
         let bucket = StateName::new(&IdentityHasher::new("test"), name, &rule.shape());
-        Limit { rule, bucket }
+        Limit { rule, bucket, usage: None }
     }
 
     pub fn charge(&self, identity: u128, cost: u64) -> Charge<'_> {
@@ -240,6 +289,7 @@ impl Limit {
             mode: ChargeMode::Enforced,
             permit_id: 0,
             debt_before_us: 0,
+            usage: self.usage.as_ref(),
         }
     }
 

@@ -1,5 +1,6 @@
 //! A batch: the requests of one script call, and their results.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use redis::{Cmd, RedisError, Value};
@@ -11,6 +12,8 @@ use crate::limiter::key::Identity;
 use crate::limiter::redis::error::is_connection_error;
 use crate::limiter::redis::script;
 use crate::limiter::redis::script::{AlgorithmSet, LimitArgs, Script, ScriptReply, ScriptVariant, script};
+use crate::limiter::usage;
+use crate::limiter::usage::{UsageDay, UsageDays};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// Maximum number of keys of a call. Redis runs a script without interruption. Other commands must not wait longer for
@@ -41,7 +44,7 @@ pub(super) struct Batch {
     purpose: Purpose,
     /// Total size of the keys, in bytes.
     key_bytes: usize,
-    /// Sample of the first charge, for a probe like this call.
+    /// Sample of the first request, for a probe like this call.
     probe_call: Option<ProbeCall>,
 }
 
@@ -50,12 +53,16 @@ pub(super) struct Batch {
 pub(super) struct ProbeCall {
     pub(super) identity: Identity,
     pub(super) rule: Rule,
+    /// Totals need a permission of their own.
+    pub(super) usage: Option<Arc<UsageDays>>,
 }
 
 impl ProbeCall {
-    /// Create a sample from a charge.
-    pub(super) fn from_charge(charge: &Charge<'_>) -> Self {
-        ProbeCall { identity: charge.key.identity, rule: charge.rule.clone() }
+    /// Create a sample of charges: of the first one that counts usage, or of the first one. `None` without charges.
+    pub(super) fn from_charges(charges: &[Charge<'_>]) -> Option<Self> {
+        let charge = charges.iter().find(|charge| charge.usage.is_some()).or(charges.first())?;
+        let (identity, rule) = (charge.key.identity, charge.rule.clone());
+        Some(ProbeCall { identity, rule, usage: charge.usage.cloned() })
     }
 }
 
@@ -87,10 +94,45 @@ pub(super) struct BatchOutcome {
 struct BatchGroup {
     operation: Operation,
     limits: Vec<LimitArgs>,
-    /// The keys of all requests in one buffer, and the end of each key.
-    keys: Vec<u8>,
-    key_ends: Vec<usize>,
+    /// The keys of the states of all requests.
+    keys: KeyBuffer,
+    /// The keys of the usage totals of all requests: one for each limit whose usage is counted.
+    usage_keys: KeyBuffer,
     waiters: Vec<Sender<BatchResult>>,
+}
+
+/// Keys in one buffer, and the end of each key.
+#[derive(Debug, Default)]
+struct KeyBuffer {
+    bytes: Vec<u8>,
+    ends: Vec<usize>,
+}
+
+impl KeyBuffer {
+    /// Append the key that `write` appends to the buffer. Return its length.
+    fn push_with(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> usize {
+        let start = self.bytes.len();
+        write(&mut self.bytes);
+        self.ends.push(self.bytes.len());
+        self.bytes.len() - start
+    }
+
+    fn push(&mut self, key: &[u8]) {
+        self.push_with(|bytes| bytes.extend_from_slice(key));
+    }
+
+    fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    fn get(&self, index: usize) -> &[u8] {
+        let start = if index == 0 { 0 } else { self.ends[index - 1] };
+        &self.bytes[start..self.ends[index]]
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &[u8]> {
+        (0..self.len()).map(|index| self.get(index))
+    }
 }
 
 impl Batch {
@@ -99,8 +141,9 @@ impl Batch {
         self.key_count == 0
     }
 
-    /// Return whether the batch would have too many keys with this many more.
-    pub(super) fn would_overflow(&self, keys: usize) -> bool {
+    /// Return whether the batch would have too many keys with those of these charges.
+    pub(super) fn would_overflow(&self, charges: &[Charge<'_>]) -> bool {
+        let keys: usize = charges.iter().map(|charge| 1 + usize::from(charge.usage.is_some())).sum();
         !self.is_empty() && self.key_count + keys > MAX_KEYS
     }
 
@@ -147,18 +190,31 @@ impl Batch {
         charges: &[Charge<'_>],
         assumed_now_us: u64,
     ) -> Receiver<BatchResult> {
-        self.algorithms = self.algorithms.union(AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule)));
+        let has_usage = charges.iter().any(|charge| charge.usage.is_some());
+        let usage_day = |charge: &Charge<'_>| charge.usage_day(operation, assumed_now_us);
+        // Empty, which needs no allocation, if no usage is counted.
+        let days: Vec<Option<UsageDay>> = charges.iter().filter(|_| has_usage).map(usage_day).collect();
+        let day = |index: usize| days.get(index).copied().flatten();
+        let algorithms = AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule));
+        let counts_usage = days.iter().any(Option::is_some);
+        self.algorithms = self.algorithms.union(algorithms.with_usage(counts_usage));
         if self.probe_call.is_none() {
-            self.probe_call = charges.first().map(ProbeCall::from_charge);
+            self.probe_call = ProbeCall::from_charges(charges);
         }
-        let limits = || charges.iter().map(|charge| LimitArgs::from_charge(charge, assumed_now_us));
+        let limits = || {
+            let charges = charges.iter().enumerate();
+            charges.map(|(index, charge)| LimitArgs::from_charge(charge, assumed_now_us).with_usage(day(index)))
+        };
         let (group, reply) = self.join_group(operation, limits);
-        let bytes_before = group.keys.len();
-        for charge in charges {
-            charge.key.write(prefix, &mut group.keys);
-            group.key_ends.push(group.keys.len());
+        let mut written = 0;
+        for (index, charge) in charges.iter().enumerate() {
+            written += group.keys.push_with(|bytes| charge.key.write(prefix, bytes));
+            if let Some(day) = day(index) {
+                let (limit, identity) = (charge.key.state_name.limit_name(), charge.key.identity);
+                let write = |bytes: &mut Vec<u8>| usage::write_key(prefix, limit, identity, day.month(), bytes);
+                written += group.usage_keys.push_with(write);
+            }
         }
-        let written = group.keys.len() - bytes_before;
         self.key_bytes += written;
         reply
     }
@@ -176,8 +232,8 @@ impl Batch {
             let group = BatchGroup {
                 operation,
                 limits: limits().collect(),
-                keys: Vec::new(),
-                key_ends: Vec::new(),
+                keys: KeyBuffer::default(),
+                usage_keys: KeyBuffer::default(),
                 waiters: Vec::new(),
             };
             let index = match group.may_delete() {
@@ -188,7 +244,7 @@ impl Batch {
             index
         });
         let group = &mut self.groups[group_index];
-        self.key_count += group.limits.len();
+        self.key_count += group.limits.len() + group.usages_per_request();
         group.waiters.push(sender);
         (group, receiver)
     }
@@ -201,16 +257,16 @@ impl Batch {
             }
         }
         self.groups.retain(|group| !group.waiters.is_empty());
-        self.key_count = self.groups.iter().map(|group| group.key_ends.len()).sum();
+        self.key_count = self.groups.iter().map(|group| group.keys.len() + group.usage_keys.len()).sum();
         !self.is_empty()
     }
 
-    /// Return the script for these requests. It has at least `algorithms`.
+    /// Return the script for these requests. It has at least `algorithms`, and counts usage only if a request does.
     fn script(&self, algorithms: AlgorithmSet) -> &'static Script {
         let variants = self.groups.iter().map(|group| script::script_variant(group.operation, &group.limits));
         script(
             variants.reduce(ScriptVariant::union).unwrap_or(ScriptVariant::Generic),
-            self.algorithms.union(algorithms),
+            self.algorithms.union(algorithms.with_usage(false)),
         )
     }
 
@@ -227,14 +283,18 @@ impl Batch {
         }
         command.arg(self.key_count);
         for group in &self.groups {
-            let mut start = 0;
-            for end in &group.key_ends {
-                command.arg(&group.keys[start..*end]);
-                start = *end;
+            for key in group.keys.iter() {
+                command.arg(key);
             }
             script::append_group(&mut argument, group.waiters.len(), group.operation, &group.limits);
         }
+        for key in self.groups.iter().flat_map(|group| group.usage_keys.iter()) {
+            command.arg(key);
+        }
         command.arg(argument);
+        if self.algorithms.counts_usage() {
+            command.arg(script::usage_argument(self.groups.iter().map(|group| &*group.limits)));
+        }
         command
     }
 
@@ -256,7 +316,7 @@ impl Batch {
 
     /// Send each request its part of the reply.
     pub(super) fn complete(self, reply: Value) -> BatchOutcome {
-        let limits = self.groups.iter().map(|group| group.key_ends.len()).sum();
+        let limits = self.groups.iter().map(|group| group.keys.len()).sum();
         let Some(mut reply) = ScriptReply::new(reply, limits) else {
             self.fail(&BatchError::Store(StoreError::MalformedReply));
             return BatchOutcome { is_valid: false, has_verdict: false, refunds: None };
@@ -293,30 +353,37 @@ impl Batch {
             return None;
         }
         let first = request * group.limits.len();
+        let mut usage_keys = (request * group.usages_per_request()..).map(|index| group.usage_keys.get(index));
+        // The key of the total, if the limit has one, also for limits that are not refunded.
+        let mut usage_key = |terms: &LimitArgs| usage_keys.by_ref().take(usize::from(terms.counts_usage())).next();
         let refunded: Vec<_> = (group.limits.iter().zip(&verdict.outcomes).enumerate())
+            .map(|(limit, (terms, outcome))| (terms, outcome, group.keys.get(first + limit), usage_key(terms)))
             // A shadow limit may have denied, and a deferred cost is charged after the response.
-            .filter(|(_, (terms, outcome))| outcome.status == Status::Ok && !terms.is_post_paid())
-            .map(|(limit, (terms, outcome))| {
+            .filter(|(terms, outcome, ..)| outcome.status == Status::Ok && !terms.is_post_paid())
+            .map(|(terms, outcome, key, usage_key)| {
                 let cost = if group.operation == Operation::TakeUpTo { verdict.granted } else { terms.cost() };
-                (terms.for_refund(cost, outcome), group.key(first + limit))
+                (terms.for_refund(cost, outcome), key, usage_key)
             })
             .collect();
         if refunded.is_empty() {
             return None;
         }
         let refund = Operation::Refund { charged_at: verdict.now_us };
-        let (group, receiver) = self.join_group(refund, || refunded.iter().map(|(terms, _)| *terms));
-        for (_, key) in refunded {
-            group.keys.extend_from_slice(key);
-            group.key_ends.push(group.keys.len());
+        let (group, receiver) = self.join_group(refund, || refunded.iter().map(|(terms, ..)| *terms));
+        for (_, key, usage_key) in refunded {
+            group.keys.push(key);
+            if let Some(usage_key) = usage_key {
+                group.usage_keys.push(usage_key);
+            }
         }
         Some(receiver)
     }
 }
 
 impl BatchGroup {
-    fn key(&self, index: usize) -> &[u8] {
-        key_at(&self.keys, &self.key_ends, index)
+    /// Return the number of limits whose usage is counted.
+    fn usages_per_request(&self) -> usize {
+        self.limits.iter().filter(|limit| limit.counts_usage()).count()
     }
 
     /// Return whether the group may begin with a command that deletes. Beyond `maxmemory`, Redis rejects commands that
@@ -329,25 +396,16 @@ impl BatchGroup {
     }
 
     fn drop_cancelled(&mut self) {
-        let limits = self.limits.len();
+        let (limits, usages) = (self.limits.len(), self.usages_per_request());
         let keys = std::mem::take(&mut self.keys);
-        let ends = std::mem::take(&mut self.key_ends);
+        let usage_keys = std::mem::take(&mut self.usage_keys);
         let waiting = std::mem::take(&mut self.waiters);
         for (request, answer) in waiting.into_iter().enumerate().filter(|(_, answer)| !answer.is_closed()) {
-            let first = request * limits;
-            for end in first..first + limits {
-                self.keys.extend_from_slice(key_at(&keys, &ends, end));
-                self.key_ends.push(self.keys.len());
-            }
+            (request * limits..(request + 1) * limits).for_each(|index| self.keys.push(keys.get(index)));
+            (request * usages..(request + 1) * usages).for_each(|index| self.usage_keys.push(usage_keys.get(index)));
             self.waiters.push(answer);
         }
     }
-}
-
-/// Return the key at this index of consecutive keys.
-fn key_at<'a>(keys: &'a [u8], ends: &[usize], index: usize) -> &'a [u8] {
-    let begin = if index == 0 { 0 } else { ends[index - 1] };
-    &keys[begin..ends[index]]
 }
 
 // The limit on the requests that one worker has in flight to one server. As in TCP Vegas, the window grows additively

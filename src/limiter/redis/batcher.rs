@@ -42,6 +42,10 @@ const MAX_QUEUED_BYTES: usize = 4 << 20;
 /// Maximum number of closed idle connections that one call tries.
 const MAX_CLOSED_CONNECTIONS: u32 = 8;
 
+/// Number of times that a call is sent again with the time of Redis. A day may end between the first reply and the
+/// second call.
+const MAX_TIME_CORRECTIONS: u32 = 2;
+
 /// Part of the timeout for which a call that Redis rejects is retried.
 const RETRY_PART_OF_TIMEOUT: f64 = 0.8;
 
@@ -121,7 +125,7 @@ struct InFlightGuard<'a> {
 pub(super) struct BatchItem<'a> {
     pub(super) operation: Operation,
     pub(super) charges: &'a [Charge<'a>],
-    /// Time for which the boundaries of calendar windows are computed, µs since the Unix epoch.
+    /// Time for which the boundaries of calendar windows and days are computed, µs since the Unix epoch.
     pub(super) assumed_now_us: u64,
     /// Whether the call must carry the script's source, because Redis may not have loaded it.
     pub(super) sends_source: bool,
@@ -168,10 +172,10 @@ impl Batcher {
         operation: Operation,
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
-        // Only calendar windows need the time. If this time differs too much from the time of Redis, Redis replies with
-        // its own time.
-        let has_calendar = charges.iter().any(|charge| charge.rule.kind() == AlgorithmKind::Calendar);
-        let assumed_now_us = if has_calendar { self.clock.now_us() } else { 0 };
+        // Only calendar windows and the days of usage need the time. If this time differs too much from the time of
+        // Redis, Redis replies with its own time.
+        let needs_time = |charge: &Charge<'_>| charge.rule.kind() == AlgorithmKind::Calendar || charge.usage.is_some();
+        let assumed_now_us = if charges.iter().any(needs_time) { self.clock.now_us() } else { 0 };
         let item = BatchItem { operation, charges, assumed_now_us, sends_source: false, purpose, deadline };
         match self.enqueue_once(item).await {
             Ok(verdict) => Ok(verdict),
@@ -185,13 +189,13 @@ impl Batcher {
     }
 
     async fn retry(self: &Arc<Self>, mut item: BatchItem<'_>, mut error: RedisError) -> Result<Verdict, StoreError> {
-        let mut has_corrected_time = false;
+        let mut corrections = 0;
         let mut backoff = None;
         loop {
             if !item.sends_source && error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) {
                 item.sends_source = true;
-            } else if let Some(redis_us) = server_time(&error).filter(|_| !has_corrected_time) {
-                has_corrected_time = true;
+            } else if let Some(redis_us) = server_time(&error).filter(|_| corrections < MAX_TIME_CORRECTIONS) {
+                corrections += 1;
                 item.assumed_now_us = redis_us;
             } else if RedisErrorKind::from_error(&error) == Some(RedisErrorKind::Retryable) {
                 match backoff.get_or_insert_with(|| Backoff::new(self.retry_timeout)).next() {
@@ -462,7 +466,7 @@ impl BatchQueue {
         }
         let fits = |last: &PendingBatch| {
             let is_same_purpose = purpose == Purpose::Checks && last.batch.purpose() == purpose;
-            batcher.shares_calls && is_same_purpose && !last.batch.would_overflow(charges.len())
+            batcher.shares_calls && is_same_purpose && !last.batch.would_overflow(charges)
         };
         if !self.batches.back().is_some_and(fits) {
             self.batches.push_back(PendingBatch { batch: Batch::for_purpose(purpose), deadline: None });
@@ -540,7 +544,8 @@ impl Drop for InFlightGuard<'_> {
     }
 }
 
-/// Return the time of a server that rejected calendar boundaries because they are too far from its own time, µs.
+/// Return the time of a server that rejected the boundaries of a calendar window or day because they are too far from
+/// its own time, µs.
 fn server_time(error: &RedisError) -> Option<u64> {
     let detail = error.detail().filter(|_| error.code() == Some("RLSTALE"))?;
     detail.rsplit(' ').next()?.parse().ok()

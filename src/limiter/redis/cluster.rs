@@ -74,6 +74,19 @@ impl ClusterStore {
         self.0.settings.timeout
     }
 
+    /// Return the first part of every key.
+    pub fn prefix(&self) -> &str {
+        &self.0.settings.prefix
+    }
+
+    /// Return the clients of all masters.
+    ///
+    /// # Errors
+    /// The slots are not known.
+    pub async fn master_nodes(&self) -> Result<Vec<ServerStore>, StoreError> {
+        self.slots().await?.masters().iter().map(|address| self.guarded_node(address)).collect()
+    }
+
     /// Return the signal that fires each time a node answers again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         self.0.cluster_map.recovery()

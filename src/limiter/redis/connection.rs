@@ -18,7 +18,7 @@ use tokio::time::timeout;
 
 use crate::limiter::clock::monotonic;
 use crate::limiter::redis::diagnosis;
-use crate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
+use crate::limiter::redis::script::{AlgorithmSet, all_scripts};
 use crate::limiter::redis::server::{ConnectError, RedisEndpoint};
 use crate::limiter::verdict::StoreError;
 
@@ -228,12 +228,12 @@ impl Manager {
             Some(dial) => connect_dialed(dial, client, config).await?,
         };
         verify_server(&mut multiplexed, self.server.mode(), client.get_connection_info().addr()).await?;
-        let variants = ScriptVariant::ALL.iter().filter(|_| !self.algorithms.is_empty());
         // Pipelined: one round trip for all scripts.
-        try_join_all(variants.map(|frame| {
+        let scripts = all_scripts(self.algorithms).filter(|_| !self.algorithms.is_empty());
+        try_join_all(scripts.map(|script| {
             let mut pipe = multiplexed.clone();
             let mut load = redis::cmd("SCRIPT");
-            load.arg("LOAD").arg(&script(*frame, self.algorithms).source);
+            load.arg("LOAD").arg(&script.source);
             async move { pipe.send_packed_command(&load).await?.extract_error() }
         }))
         .await?;

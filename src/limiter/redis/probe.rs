@@ -126,14 +126,15 @@ impl Batcher {
     /// A probe needs the permissions that calls need: it goes to the slot of the failed call and writes with the same
     /// commands, to a state that no request uses.
     async fn send_probe(self: &Arc<Self>, sample: Option<&ProbeCall>) -> Result<(), StoreError> {
-        let Some(ProbeCall { identity, rule }) = sample else {
+        let Some(ProbeCall { identity, rule, usage }) = sample else {
             let mut connection = checkout(&self.connections).await?;
             let reply = connection.send(redis::cmd("EVAL").arg("return 1").arg(0)).await;
             return reply.map(drop).map_err(|error| RedisErrorKind::to_store_error(&error));
         };
         let state_name = StateName::new(&IdentityHasher::new(""), PROBE_LIMIT, &rule.shape());
         let key = Key { identity: *identity, state_name: &state_name };
-        let charge = Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 };
+        let (mode, usage) = (ChargeMode::Enforced, usage.as_ref());
+        let charge = Charge { key, rule, cost: 1, mode, permit_id: 0, debt_before_us: 0, usage };
         let deadline = monotonic() + self.timeout;
         self.enqueue(deadline, Purpose::Probe, Operation::Check, &[charge]).await.map(drop)
     }

@@ -1,13 +1,14 @@
 //! Composes the Lua scripts from the files in `lua/`, encodes their arguments and decodes their replies.
 //!
 //! A driver reads the arguments, decides the requests and writes the states. The algorithms are branches of an `if` in
-//! the driver. The composer knows three markers, each alone on a line:
+//! the driver. The composer knows four markers, each alone on a line:
 //!
 //! - `--@body` in an algorithm: the lines after it are the branch. The declarations before it name the variables of the
 //!   driver that the branch uses, and are not composed.
 //! - `--@algorithms` in a driver: the composer inserts a branch for each algorithm.
 //! - `--@each limit` and `--@end` in `small.lua`: the composer repeats the lines between them for each limit, and
 //!   replaces the suffix `_1` by the number of the limit.
+//! - `--@usage` and `--@end usage` in a driver: the lines between them are only in scripts that count usage.
 //!
 //! `lua/generated/` has the composed scripts with all algorithms, for reading.
 
@@ -18,6 +19,7 @@ use redis::{ServerError, Value};
 
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::algorithm::{AlgorithmKind, Outcome, Rule, Status};
+use crate::limiter::usage::UsageDay;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
 const GENERIC: &str = include_str!("../../../lua/generic.lua");
@@ -28,6 +30,8 @@ const ALGORITHMS_MARKER: &str = "--@algorithms";
 const BODY_MARKER: &str = "--@body\n";
 const REPEAT_MARKER: &str = "--@each limit";
 const REPEAT_END_MARKER: &str = "--@end";
+const USAGE_MARKER: &str = "--@usage";
+const USAGE_END_MARKER: &str = "--@end usage";
 
 /// Maximum number of limits of a request in the small driver, which has a reply format for each number. The script has
 /// a copy of the algorithms per limit. With eight, it would exceed the 200 local variables of Lua 5.1.
@@ -112,10 +116,11 @@ impl ScriptVariant {
 
     /// Compose the script of this variant.
     fn compose(self, algorithms: AlgorithmSet) -> String {
+        let usage_blocks = |driver| select_usage_blocks(driver, algorithms.counts_usage());
         let driver = match self {
-            ScriptVariant::Generic => GENERIC.to_owned(),
-            ScriptVariant::Single | ScriptVariant::Small(..2) => SINGLE.to_owned(),
-            ScriptVariant::Small(limits) => repeat_blocks(SMALL, limits),
+            ScriptVariant::Generic => usage_blocks(GENERIC),
+            ScriptVariant::Single | ScriptVariant::Small(..2) => usage_blocks(SINGLE),
+            ScriptVariant::Small(limits) => repeat_blocks(&usage_blocks(SMALL), limits),
         };
         let mut script = String::with_capacity(4 * driver.len());
         for line in driver.lines() {
@@ -147,6 +152,21 @@ impl ScriptVariant {
     }
 }
 
+/// Keep or remove the blocks of usage, and remove their markers.
+fn select_usage_blocks(driver: &str, counts_usage: bool) -> String {
+    let mut script = String::with_capacity(driver.len());
+    let mut is_usage = false;
+    for line in driver.split_inclusive('\n') {
+        match line.trim() {
+            USAGE_MARKER => is_usage = true,
+            USAGE_END_MARKER => is_usage = false,
+            _ if is_usage && !counts_usage => {}
+            _ => script.push_str(line),
+        }
+    }
+    script
+}
+
 /// Repeat each block between the markers for each limit.
 fn repeat_blocks(driver: &str, limits: usize) -> String {
     let mut script = String::with_capacity(limits * driver.len());
@@ -167,13 +187,16 @@ fn repeat_blocks(driver: &str, limits: usize) -> String {
     script
 }
 
-/// A set of algorithm files.
+/// A set of algorithm files, and whether the scripts count usage.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AlgorithmSet(usize);
 
+/// The bit of [`AlgorithmSet::counts_usage`], after those of the algorithms.
+const USAGE_BIT: usize = 1 << ALGORITHMS.len();
+
 impl AlgorithmSet {
-    /// All algorithms.
-    pub const ALL: AlgorithmSet = AlgorithmSet((1 << ALGORITHMS.len()) - 1);
+    /// All algorithms, without usage.
+    pub const ALL: AlgorithmSet = AlgorithmSet(USAGE_BIT - 1);
 
     /// Return the algorithms of these rules.
     pub fn for_rules<'a>(rules: impl IntoIterator<Item = &'a Rule>) -> Self {
@@ -184,6 +207,17 @@ impl AlgorithmSet {
     /// Return the algorithms of both sets.
     pub fn union(self, others: AlgorithmSet) -> Self {
         AlgorithmSet(self.0 | others.0)
+    }
+
+    /// Return the same algorithms, with or without usage.
+    #[must_use]
+    pub fn with_usage(self, counts_usage: bool) -> Self {
+        AlgorithmSet(if counts_usage { self.0 | USAGE_BIT } else { self.0 & !USAGE_BIT })
+    }
+
+    /// Return whether the scripts count usage.
+    pub fn counts_usage(self) -> bool {
+        self.0 & USAGE_BIT != 0
     }
 
     /// Return whether the set has no algorithms.
@@ -207,7 +241,7 @@ pub struct Script {
 
 /// Return the script for a set of algorithms. It is composed once per process.
 pub fn script(variant: ScriptVariant, algorithms: AlgorithmSet) -> &'static Script {
-    const SETS: usize = AlgorithmSet::ALL.0 + 1;
+    const SETS: usize = 2 * USAGE_BIT;
     static SCRIPTS: [[OnceLock<Script>; SETS]; ScriptVariant::ALL.len()] =
         [const { [const { OnceLock::new() }; SETS] }; ScriptVariant::ALL.len()];
     SCRIPTS[variant.index()][algorithms.0].get_or_init(|| {
@@ -217,6 +251,14 @@ pub fn script(variant: ScriptVariant, algorithms: AlgorithmSet) -> &'static Scri
         let sha = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
         Script { source, sha }
     })
+}
+
+/// Return the scripts of all variants for a set of algorithms: those without usage and, if the set has it, those with
+/// usage.
+pub fn all_scripts(algorithms: AlgorithmSet) -> impl Iterator<Item = &'static Script> {
+    let with_usage = algorithms.counts_usage().then_some(algorithms);
+    let sets = std::iter::once(algorithms.with_usage(false)).chain(with_usage);
+    sets.flat_map(|set| ScriptVariant::ALL.map(|variant| script(variant, set)))
 }
 
 // === Arguments and replies: packed numbers, see the header of `lua/generic.lua` ===
@@ -230,6 +272,9 @@ const GROUP_BYTES: usize = 3 * NUMBER_BYTES + 1;
 /// Bytes of a limit in the argument: five numbers, the kind and the flag.
 const LIMIT_BYTES: usize = 5 * NUMBER_BYTES + 2;
 
+/// Bytes of a limit in the argument of usage: three numbers.
+const USAGE_BYTES: usize = 3 * NUMBER_BYTES;
+
 /// Numbers in a reply for each limit.
 const NUMBERS_PER_LIMIT: usize = 5;
 
@@ -241,6 +286,8 @@ pub struct LimitArgs {
     cost: u64,
     parameters: [u64; 3],
     last_parameter: [u8; NUMBER_BYTES],
+    /// The day of the total that the request changes, if usage is counted.
+    usage: Option<UsageDay>,
 }
 
 impl LimitArgs {
@@ -252,7 +299,18 @@ impl LimitArgs {
             AlgorithmKind::TokenBucket => encode_number(charge.debt_before_us),
             _ => encode_number(d),
         };
-        LimitArgs { kind, mode: charge.mode, cost: charge.cost, parameters: [a, b, c], last_parameter }
+        LimitArgs { kind, mode: charge.mode, cost: charge.cost, parameters: [a, b, c], last_parameter, usage: None }
+    }
+
+    /// Return the same arguments with the day of the total that the request changes. `None`: no total.
+    #[must_use]
+    pub fn with_usage(self, usage: Option<UsageDay>) -> Self {
+        LimitArgs { usage, ..self }
+    }
+
+    /// Return whether the request changes a total of usage.
+    pub fn counts_usage(&self) -> bool {
+        self.usage.is_some()
     }
 
     /// Return the arguments for a refund of this cost. `outcome` is that of the charge.
@@ -264,7 +322,7 @@ impl LimitArgs {
             }
             _ => self.last_parameter,
         };
-        LimitArgs { cost, last_parameter, ..self }
+        LimitArgs { cost, last_parameter, usage: self.usage.map(UsageDay::at_any_time), ..self }
     }
 
     /// Return the cost.
@@ -303,7 +361,7 @@ pub fn append_group(argument: &mut Vec<u8>, requests: usize, operation: Operatio
     argument.extend(letter.bytes());
     argument.extend(encode_number(charged_at));
     argument.extend(encode_number(limits.len() as u64));
-    for LimitArgs { kind, mode, cost, parameters, last_parameter } in limits {
+    for LimitArgs { kind, mode, cost, parameters, last_parameter, usage: _ } in limits {
         argument.extend(kind.letter().bytes().chain(mode.flag().bytes()));
         argument.extend(encode_number(*cost));
         for parameter in parameters {
@@ -311,6 +369,17 @@ pub fn append_group(argument: &mut Vec<u8>, requests: usize, operation: Operatio
         }
         argument.extend(last_parameter);
     }
+}
+
+/// Return the argument of usage for these groups, each with its limits.
+pub fn usage_argument<'a>(groups: impl Iterator<Item = &'a [LimitArgs]>) -> Vec<u8> {
+    let mut argument = Vec::new();
+    for limit in groups.flatten() {
+        argument.reserve(USAGE_BYTES);
+        let day = limit.usage.map_or((0, 0, 0), |day| (day.date.day() as u64, day.start_us, day.end_us));
+        argument.extend([day.0, day.1, day.2].into_iter().flat_map(encode_number));
+    }
+    argument
 }
 
 fn encode_number(number: u64) -> [u8; NUMBER_BYTES] {
@@ -407,9 +476,11 @@ mod tests {
 
     #[test]
     fn algorithms_are_branches_of_the_drivers_that_support_them() {
-        for variant in ScriptVariant::ALL {
+        let variants = ScriptVariant::ALL.into_iter().flat_map(|variant| [(variant, false), (variant, true)]);
+        for (variant, counts_usage) in variants {
             for (bit, algorithm) in ALGORITHMS.iter().enumerate() {
-                let source = &script(variant, AlgorithmSet(1 << bit)).source;
+                let source = &script(variant, AlgorithmSet(1 << bit).with_usage(counts_usage)).source;
+                assert_eq!(source.contains("HINCRBY"), counts_usage, "{variant:?}");
                 let condition = format!("elseif kind == '{}'", algorithm.kinds[0].letter());
                 let branches = source.lines().filter(|line| line.trim().starts_with(&condition)).count();
                 let is_supported =
@@ -424,8 +495,9 @@ mod tests {
 
     #[test]
     fn script_variants_have_different_scripts() {
-        let shas: std::collections::HashSet<_> =
-            ScriptVariant::ALL.iter().map(|variant| &script(*variant, AlgorithmSet::ALL).sha).collect();
-        assert_eq!(shas.len(), ScriptVariant::ALL.len());
+        let sets = [AlgorithmSet::ALL, AlgorithmSet::ALL.with_usage(true)];
+        let scripts = sets.map(|set| ScriptVariant::ALL.map(|variant| &*script(variant, set).sha));
+        let shas: std::collections::HashSet<_> = scripts.into_iter().flatten().collect();
+        assert_eq!(shas.len(), 2 * ScriptVariant::ALL.len());
     }
 }

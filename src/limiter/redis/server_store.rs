@@ -54,6 +54,11 @@ impl ServerStore {
         self.batcher.timeout
     }
 
+    /// Return the first part of every key.
+    pub fn prefix(&self) -> &str {
+        &self.batcher.prefix
+    }
+
     /// Return the signal that fires each time the server answers again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         self.batcher.breaker.recovery()
@@ -113,7 +118,7 @@ impl ServerStore {
         result.map_err(|error| {
             // The batcher records calls without a reply.
             if self.batcher.is_failure_reply(&error) {
-                self.batcher.call_failed(epoch, &error, charges.first().map(ProbeCall::from_charge));
+                self.batcher.call_failed(epoch, &error, ProbeCall::from_charges(charges));
             }
             match error {
                 StoreError::LateReply if breaker.is_open() => StoreError::Timeout,

@@ -11,7 +11,7 @@ use crate::limiter::clock::{Clock, monotonic};
 use crate::limiter::key::{IdentityHasher, Key, StateName};
 use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::diagnosis::diagnose_reply;
-use crate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
+use crate::limiter::redis::script::{AlgorithmSet, all_scripts};
 use crate::limiter::redis::server_store::ServerStore;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError};
 use crate::telemetry::pluralize;
@@ -33,6 +33,8 @@ return refused";
 const BASE_COMMANDS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
 /// The commands for overrides.
 const OVERRIDE_COMMANDS: &[&str] = &["hgetall KEY", "hset KEY x x", "hdel KEY x", "pexpire KEY 1", "del KEY"];
+/// The commands for usage totals.
+const USAGE_COMMANDS: &[&str] = &["hincrby KEY x 1", "hget KEY x", "hset KEY x x", "pexpire KEY 1"];
 const STRING_COMMANDS: &[&str] = &["get KEY", "set KEY x px 1", "setrange KEY 0 x", "del KEY"];
 const LOG_COMMANDS: &[&str] = &[
     "llen KEY",
@@ -58,7 +60,7 @@ pub(super) async fn check_permissions(
     server: &RedisServer,
     requirements: &Requirements,
 ) -> Result<Check, CallError> {
-    let commands = required_commands(&requirements.rules);
+    let commands = required_commands(&requirements.rules, requirements.algorithms.counts_usage());
     let mut eval = redis::cmd("EVAL");
     eval.arg(ACL_CHECK_SCRIPT).arg(1).arg(server.probe_key(&requirements.prefix)).arg(&commands);
     let refused = match connection.call::<Value>(&eval).await {
@@ -96,8 +98,11 @@ pub(super) async fn check_permissions(
 const ACL_ADVICE: &str =
     "grant the user these permissions with ACL SETUSER: docs/how-to/redis.md has the line for the gateway";
 
-fn required_commands(rules: &[Rule]) -> Vec<&'static str> {
+fn required_commands(rules: &[Rule], counts_usage: bool) -> Vec<&'static str> {
     let mut commands = [BASE_COMMANDS, OVERRIDE_COMMANDS].concat();
+    if counts_usage {
+        commands.extend(USAGE_COMMANDS);
+    }
     for rule in rules {
         commands.extend(match rule.kind() {
             AlgorithmKind::SlidingLog => LOG_COMMANDS,
@@ -134,8 +139,7 @@ pub(super) async fn check_scripts(
     connection: &mut DiagnosticConnection,
     algorithms: AlgorithmSet,
 ) -> Result<Check, CallError> {
-    for variant in ScriptVariant::ALL {
-        let script = script(variant, algorithms);
+    for script in all_scripts(algorithms) {
         let mut load = redis::cmd("SCRIPT");
         let sha: String = connection.call(load.arg("LOAD").arg(&script.source)).await?;
         if sha != script.sha {
@@ -167,7 +171,7 @@ pub(super) async fn check_scripts(
         "scripts",
         format!(
             "{} loaded and replying; an unknown one gets NOSCRIPT",
-            pluralize(ScriptVariant::ALL.len() as u64, "script")
+            pluralize(all_scripts(algorithms).count() as u64, "script")
         ),
     ))
 }
@@ -195,7 +199,8 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         let rule = with_short_window(rule);
         let state_name = StateName::new(&hasher, "doctor", &rule.shape());
         let key = Key { identity, state_name: &state_name };
-        let charge = Charge { key, rule: &rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 1, debt_before_us: 0 };
+        let (mode, usage) = (ChargeMode::Enforced, None);
+        let charge = Charge { key, rule: &rule, cost: 1, mode, permit_id: 1, debt_before_us: 0, usage };
         let sent_at = monotonic();
         let verdict =
             match timeout(CALL_TIMEOUT, store.call(sent_at + CALL_TIMEOUT, false, Operation::Check, &[charge])).await {

@@ -131,7 +131,9 @@ impl<'a> Simulation<'a> {
                 }
             })
             .collect();
-        let charges: Vec<_> = checks.iter().map(|check| check.charge(DecidedBy::Store, first_permit_id)).collect();
+        let charges = checks.iter().map(|check| check.charge(DecidedBy::Store, first_permit_id));
+        // Usage totals decide nothing.
+        let charges: Vec<_> = charges.map(|charge| Charge { usage: None, ..charge }).collect();
         let verdict = self.store.decide(Operation::Check, &charges);
         let decision = Decision::new(verdict, DecidedBy::Store, checks.iter());
         self.decisions.clear();
@@ -201,6 +203,7 @@ impl<'a> Simulation<'a> {
                 } else {
                     0
                 },
+                usage: None,
             };
             let operation = match entry.kind {
                 ScheduledKind::Release => Operation::Refund { charged_at: 0 },

@@ -5,18 +5,21 @@
 //! that its denial does not include its own charges. It may still be denied by tokens that another request refunds one
 //! round trip later. Such a denial is never cached (see [`Verdict::decided_at_us`]).
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::future::join_all;
 use tokio::sync::oneshot;
 use tokio::time::sleep;
-use tracing::debug;
+use tracing::{debug, warn};
 
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::clock::monotonic;
 use crate::limiter::key::{Identity, Key, StateName};
 use crate::limiter::redis::cluster::topology::identity_slot;
 use crate::limiter::redis::cluster::{ClusterStore, REDIRECTION_DELAY, is_try_again};
+use crate::limiter::redis::usage;
+use crate::limiter::usage::{UsageDays, UsageKey, UsagePost};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
 /// Maximum number of attempts of a request that loses races, and of a refund that did not run.
@@ -32,11 +35,12 @@ struct ShardCharge {
     mode: ChargeMode,
     permit_id: u64,
     debt_before_us: u64,
+    usage: Option<Arc<UsageDays>>,
 }
 
 impl ShardCharge {
     fn from_charge(charge: &Charge<'_>) -> Self {
-        let Charge { key: Key { identity, state_name }, rule, cost, mode, permit_id, debt_before_us } = *charge;
+        let Charge { key: Key { identity, state_name }, rule, cost, mode, permit_id, debt_before_us, usage } = *charge;
         ShardCharge {
             identity,
             state_name: state_name.clone(),
@@ -45,13 +49,14 @@ impl ShardCharge {
             mode,
             permit_id,
             debt_before_us,
+            usage: usage.cloned(),
         }
     }
 
     fn to_charge(&self, cost: u64) -> Charge<'_> {
         let key = Key { identity: self.identity, state_name: &self.state_name };
         let ShardCharge { mode, permit_id, debt_before_us, .. } = *self;
-        Charge { key, rule: &self.rule, cost, mode, permit_id, debt_before_us }
+        Charge { key, rule: &self.rule, cost, mode, permit_id, debt_before_us, usage: self.usage.as_ref() }
     }
 }
 
@@ -182,9 +187,46 @@ impl ClusterStore {
         };
         join_all(groups.map(async |group| {
             let charges: Vec<_> = group.iter().map(|(_, owned)| owned.to_charge(cost(owned))).collect();
-            (group, self.call_owner(deadline, operation, &charges).await)
+            (group, self.call_group(deadline, operation, &charges).await)
         }))
         .await
+    }
+
+    /// Call the owner of a group. While a slot migrates, the state and the total of a charge may be on two nodes: then
+    /// charge the state, and change the total in a second call.
+    async fn call_group(
+        &self,
+        deadline: Instant,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> Result<Verdict, StoreError> {
+        let result = self.call_owner(deadline, operation, charges).await;
+        let [charge] = charges else { return result };
+        if charge.usage.is_none() || !result.as_ref().is_err_and(is_try_again) {
+            return result;
+        }
+        let verdict = self.call_owner(deadline, operation, &[Charge { usage: None, ..*charge }]).await?;
+        self.add_usage(operation, charge, &verdict).await;
+        Ok(verdict)
+    }
+
+    /// Add what an operation charged to the total of its charge.
+    async fn add_usage(&self, operation: Operation, charge: &Charge<'_>, verdict: &Verdict) {
+        let Some(outcome) = verdict.outcomes.first() else { return };
+        let amount = charge.usage_amount(operation, verdict.granted, outcome.status);
+        let Some(day) = charge.usage_day(operation, verdict.now_us).filter(|_| amount != 0) else { return };
+        let Key { identity, state_name } = charge.key;
+        let key = UsageKey { limit: state_name.limit_name().into(), identity: identity.0, month: day.month() };
+        let post = UsagePost { key, days: vec![(day.date.day(), amount)], poster: 0, sequence: 0 };
+        let command = usage::post_command(self.prefix(), &post);
+        for _ in 0..MAX_ATTEMPTS {
+            match self.admin_command(identity_slot(identity), &command).await {
+                Ok(_) => return,
+                Err(error) if error.is_not_executed() => sleep(REDIRECTION_DELAY).await,
+                Err(error) => return warn!(%error, amount, "usage of a migrating slot may be lost"),
+            }
+        }
+        warn!(amount, "usage of a migrating slot is lost");
     }
 
     /// Refund what a group granted beyond what all groups granted.
@@ -200,7 +242,7 @@ impl ClusterStore {
             let debt_before_us = owned.rule.debt_before_us(outcome, 0, cost);
             let charge = Charge { debt_before_us, ..owned.to_charge(cost) };
             for _ in 0..MAX_ATTEMPTS {
-                match self.call_owner(monotonic() + self.timeout(), refund, &[charge]).await {
+                match self.call_group(monotonic() + self.timeout(), refund, &[charge]).await {
                     Ok(_) => return,
                     Err(error) if error.is_not_executed() => sleep(REDIRECTION_DELAY).await,
                     Err(error) => {

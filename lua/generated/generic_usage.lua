@@ -1,0 +1,559 @@
+-- Composed from lua/generic.lua and all algorithms that it supports, with usage. Do not edit:
+-- UPDATE_GENERATED=1 cargo test --test it scripts::
+
+-- Generic driver: decides requests with any operation and any limits. It charges all limits of a request or none.
+-- This header is the contract of all drivers and algorithms.
+--
+-- KEYS     The keys of the states: one for each limit of each request. In Redis Cluster they share a slot.
+-- ARGV[1]  A binary string, in the formats of struct.pack: d is a little-endian double of 8 bytes, c1 is a letter.
+--          d   current time in microseconds; 0 = use the clock of Redis
+--          Then the requests, in the order of their keys. Requests that differ only in their keys are a group. For each
+--          group:
+--          d   number of requests
+--          c1  operation: C check and charge | P peek: check without a charge | A charge unconditionally | R refund
+--              | T take up to the cost: charge as many tokens as remain, but at most the cost
+--              | N renew a concurrency permit, or add it if it is missing
+--          d   R: time of the refunded charge in microseconds; other operations: 0
+--          d   number of limits of each request
+--          And for each limit:
+--          c1  kind: see the algorithm files
+--          c1  flag: - none | s shadow: never denies | p deferred: charged after the response | b both
+--          d   cost
+--          d a, d b, d c, c8 d: parameters of the kind
+-- ARGV[2]  Only of scripts that count usage: for each limit of each group, d day of the month, 0 = no usage is counted;
+--          d start and d end of that day in microseconds.
+--          The keys of the totals follow those of the states: for each limit of each request whose usage is counted, a
+--          hash for the month, in the slot of the state. Its fields are days, its values the cost charged on that day
+--          less refunds. If now is not on the day of a charge, the error is RLSTALE, and nothing is written.
+-- Reply    A binary string: d the current time, then for each limit of each request: d granted, d status, d remaining,
+--          d reset_us, d retry_us.
+--          Status: 0 ok | 1 exceeded, retry_us is exact | 2 the cost exceeds the limit, retry_us is -1
+--          | 3 no permit is free, retry_us is an upper bound
+--          If the request is denied, remaining and reset_us are the values without its charge.
+--          If requests fail, the reply is an array. It begins with the binary string, in which granted is -1 for the
+--          failed requests. Two elements follow for each failed request: the number of keys before the keys of this
+--          request, and the error. The error is RLARG, RLSTALE (see fixed_window.lua) or an error of Redis.
+-- Errors   RLARG: the arguments of the call are invalid. Nothing was written.
+-- The lines from `--@usage` to `--@end usage` are only in scripts that count usage.
+-- If arguments and replies were text, a call would cost Redis 10 % more, and the gateway would need 3,000 more
+-- instructions per limit to parse the reply.
+--
+-- Each algorithm is a branch of one `if`. A function for each algorithm would be slower: calling it costs more than the
+-- algorithm itself.
+-- Input    key, kind, cost, a, b, c, d, now, charged_at
+--          op: C, P, A, R or N. For T, the driver runs the algorithm with P and then with C.
+--          key_expires_at, field1, field2, field3: the state, or nil if there is none
+-- Output   status, remaining, reset_us, retry_us: the values after the charge; without it if the status is not 0
+--          free, free_reset_us: the values of remaining and reset_us without the charge
+--          ttl_us: time after which the new state has no effect and can be deleted; false = the new state is empty;
+--          nil = the state does not change
+--          new_field1, new_field2, new_field3: the new state
+--          new_state: the new state as text, from algorithms that read their state themselves
+--          commit: a function that writes the new state, instead of ttl_us. It may return remaining and reset_us.
+-- Only `commit` may write: the rest of an algorithm must not. If the status is not 0, the new state repairs the stored
+-- state: its time was in the future because the clock was set back, or the rate of its token bucket was lowered.
+--
+-- Most states have three fields. The value of their key has 32 bytes: four little-endian 64-bit integers, which are the
+-- time at which the key expires and the three fields. If the value were text, a check would cost a fifth more.
+-- A key outlives its state by at least half a second, so that no decision depends on when Redis expires the key. If the
+-- key outlives the new state by MIN_ to MAX_KEY_SLACK_US, SETRANGE writes the fields and keeps the TTL; otherwise SET
+-- writes a new TTL. SETRANGE costs half as much as SET.
+-- Beyond `maxmemory` Redis rejects commands that may need memory (SET, SETRANGE, ZADD, RPUSH), except if the script has
+-- already written. A charge therefore begins with such a command, and the gateway sends groups that may delete (R, N)
+-- last.
+-- All numbers are integers below 2^53, which doubles hold exactly. The gateway rejects a configuration whose numbers
+-- could exceed this, and unconditional charges (A) add at most up to MAX_STATE.
+-- Numbers are formatted with %d. `..` and tostring would write large numbers like 1e+15. %.0f is three times as slow
+-- and writes -0.
+local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
+local pack, unpack = struct.pack, struct.unpack
+-- Size in bytes of a group without its limits, of a limit (format: ARGV[1]), and of a state with three fields.
+local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
+-- The maximum value in a state, 2^52. The bound below which doubles hold all integers, 2^53.
+local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
+-- How long a key outlives its state: SET sets a TTL that is one second longer (KEY_SLACK_MS). SETRANGE keeps the TTL if
+-- the key outlives the new state by MIN_ to MAX_KEY_SLACK_US.
+local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
+
+local args, keys, groups, key_count, argument_count = ARGV[1], KEYS, {}, 0, 1
+-- Bytes of the usage of a limit. For how long a month is kept after the first charge of its last day: 400 days.
+local USAGE_BYTES, USAGE_TTL_MS = 24, '34560000000'
+local usage_args, usage_position, usage_key_count = ARGV[2], 1, 0
+argument_count = 2
+if #ARGV ~= argument_count or #args < 8 then
+  return redis.error_reply('RLARG wrong number of arguments')
+end
+-- Validate all groups before the first request is decided.
+local now, position = unpack('<d', args)
+while position <= #args do
+  if #args - position + 1 < GROUP_BYTES then
+    return redis.error_reply('RLARG wrong number of arguments')
+  end
+  local requests, operation, charged_at, limits
+  requests, operation, charged_at, limits, position = unpack('<dc1dd', args, position)
+  if not (requests >= 1 and requests % 1 == 0 and limits >= 1 and limits % 1 == 0
+    and #args - position + 1 >= LIMIT_BYTES * limits) then
+    return redis.error_reply('RLARG wrong number of arguments')
+  end
+  if operation ~= 'C' and operation ~= 'P' and operation ~= 'A' and operation ~= 'R' and operation ~= 'T'
+    and operation ~= 'N' then
+    return redis.error_reply('RLARG unknown operation')
+  end
+  local checks = {}
+  local usages, usages_per_request = {}, 0
+  if #usage_args - usage_position + 1 < USAGE_BYTES * limits then
+    return redis.error_reply('RLARG wrong number of arguments')
+  end
+  for i = 1, limits do
+    local day, day_start, day_end
+    day, day_start, day_end, usage_position = unpack('<ddd', usage_args, usage_position)
+    if not (day >= 0 and day <= 31 and day % 1 == 0) then
+      return redis.error_reply('RLARG unknown day')
+    end
+    if day > 0 then usages_per_request = usages_per_request + 1 end
+    usages[i] = { day = day, day_start = day_start, day_end = day_end }
+  end
+  usage_key_count = usage_key_count + requests * usages_per_request
+  for i = 1, limits do
+    local kind, flag, cost, a, b, c, d
+    kind, flag, cost, a, b, c, d, position = unpack('<c1c1ddddc8', args, position)
+    checks[i] = {
+      kind = kind, cost = cost, a = a, b = b, c = c, d = d,
+      is_shadow = flag == 's' or flag == 'b',
+      is_deferred = operation == 'C' and (flag == 'p' or flag == 'b'),
+      -- Results of the current request. Table sizes in Lua are powers of two: a 17th field would double this table.
+      status = 0, remaining = 0, reset_us = 0, retry_us = 0, free = 0, free_reset_us = 0, change = false, ttl_ms = 0,
+    }
+  end
+  groups[#groups + 1] = { requests = requests, operation = operation, charged_at = charged_at, checks = checks }
+  groups[#groups].usages, groups[#groups].usages_per_request = usages, usages_per_request
+  key_count = key_count + requests * limits
+end
+-- The number of keys before those of the totals of the current request.
+local usage_offset = key_count
+key_count = key_count + usage_key_count
+if usage_position ~= #usage_args + 1 then
+  return redis.error_reply('RLARG wrong number of arguments')
+end
+if key_count == 0 or key_count ~= #keys then
+  return redis.error_reply('RLARG wrong number of keys')
+end
+if now == 0 then
+  local time = call('TIME')
+  now = time[1] * 1000000 + time[2]
+end
+
+local replies, failures = {pack('<d', now)}, nil
+local operation, charged_at, checks
+local usages
+-- Decide the request whose first key has the index `key_offset` + 1. Return an error, or nothing.
+local function decide(key_offset)
+  local op, requested, granted, admitted = operation, nil, nil, nil
+  for i = 1, #usages do
+    local usage = usages[i]
+    if usage.day > 0 and not (now >= usage.day_start and now < usage.day_end) then
+      return redis.error_reply(format('RLSTALE the day of the usage is not that of %d', now))
+    end
+  end
+  -- T takes two passes: the first reads how many tokens remain, and the second charges them.
+  if operation == 'T' then op, requested = 'P', 0 end
+  repeat
+    admitted = true
+    for i = 1, #checks do
+      local check, key = checks[i], keys[key_offset + i]
+      local kind, cost, a, b, c, d = check.kind, requested or check.cost, check.a, check.b, check.c, check.d
+      local status, remaining, reset_us, retry_us, free, free_reset_us = 0, 0, 0, 0, 0, 0
+      local ttl_us, new_field1, new_field2, new_field3, new_state, commit
+      local key_expires_at, field1, field2, field3
+      local state = kind ~= 'S' and kind ~= 'L' and kind ~= 'C' and call('GET', key)
+      if state then
+        if #state ~= STATE_BYTES then return redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
+        key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
+      end
+      -- A deferred cost is charged after the response. For the check, one token must remain.
+      if check.is_deferred then cost = 1 end
+      if operation == 'N' and kind ~= 'C' then
+        return redis.error_reply('RLARG only concurrency permits can be renewed')
+      elseif kind == 'B' then
+        local burst, refill, parts = a, b, c
+        local debt, clock_went_back, rate_lowered = 0, false, false
+        if key_expires_at then
+          local updated_at, stored_parts = field1, field3
+          debt = field2
+          if stored_parts ~= parts then
+            -- The rate was changed since the state was written: convert the debt to parts of the new size, rounded up. If the
+            -- product is too large for an exact double, the error of the two operations is less than one part. One part is
+            -- added, so that the result is never too small.
+            local rest = debt % stored_parts
+            local product = rest * parts
+            local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
+              or ceil(rest / stored_parts * parts) + 1
+            debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
+          end
+          -- The rate that applied when the state was written repays the debt in `repay_time`, or up to half a second earlier.
+          local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
+          local needed = debt / refill
+          if elapsed < 0 then clock_went_back = true
+          elseif needed > repay_time then
+            -- The rate was lowered since the state was written. What the old rate has repaid until now counts as repaid: only
+            -- the rest of the debt is repaid at the new rate. The rest is rounded as above.
+            local left = repay_time - elapsed
+            if left <= 0 then debt = 0
+            else
+              -- The factor 1.0 makes the product a double. In Lua 5.4 a product of integers could overflow.
+              local product = 1.0 * debt * left
+              local scaled = product < EXACT_INTEGER_LIMIT and ceil(product / repay_time) or ceil(debt / repay_time * left) + 1
+              debt, rate_lowered = math.min(scaled, debt - elapsed * refill), true
+            end
+          elseif elapsed >= needed then debt = 0
+          else debt = debt - elapsed * refill end
+        end
+        local capacity = burst * parts
+        free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
+
+        -- A deferred cost has no upper bound, so the product could exceed MAX_STATE.
+        local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
+        local charged = debt + charge
+        if op == 'R' then
+          -- The refill since the charge first repaid the debt from before the charge. The rest of the refill has already repaid
+          -- a part of the charge, and is subtracted from the credit.
+          local repaid_us, credit = now - charged_at - unpack('<d', d), charge
+          if repaid_us >= credit / refill then credit = 0
+          elseif repaid_us > 0 then credit = credit - repaid_us * refill end
+          charged = debt > credit and debt - credit or 0
+        end
+        if charged > capacity and (op == 'C' or op == 'P') then
+          remaining, reset_us = free, free_reset_us
+          if cost > burst then status, retry_us = 2, -1
+          else status, retry_us = 1, ceil((charged - capacity) / refill) end
+          -- If the rate was lowered, retry_us is computed with the new rate. The repaired state applies the new rate from now on.
+          if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
+        else
+          if charged > MAX_STATE then charged = MAX_STATE end
+          remaining, reset_us, ttl_us = floor((capacity - charged) / parts), ceil(charged / refill), false
+          if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, charged, parts end
+        end
+      elseif kind == 'F' or kind == 'X' or kind == 'K' then
+        local limit, window = a, b
+        local start, window_end, count, clock_went_back = now, nil, 0, false
+        if kind == 'F' then
+          local phase = c
+          start = now - (now - phase) % window
+        elseif kind == 'K' then
+          local first, second, third = b, c, unpack('<d', d)
+          if not (now >= first and now < third) then
+            return redis.error_reply(format('RLSTALE calendar boundaries do not cover %d', now))
+          end
+          if now < second then start, window_end = first, second else start, window_end = second, third end
+        end
+        if key_expires_at then
+          local stored_start = field1
+          count = field2
+          if stored_start > start then clock_went_back = true
+          elseif kind == 'X' and now < stored_start + window then start = stored_start
+          elseif stored_start < start then count = 0 end
+        end
+        window_end = window_end or start + window
+        local idle_reset_us = kind == 'X' and 0 or window_end - now
+        free, free_reset_us = limit - count, count == 0 and idle_reset_us or window_end - now
+
+        local charged = count + cost
+        if op == 'R' then
+          -- Refund only a charge of the current window: the count does not include other charges.
+          charged = charged_at >= start and charged_at < window_end and count - cost or count
+          if charged < 0 then charged = 0 end
+        end
+        if charged > limit and (op == 'C' or op == 'P') then
+          remaining, reset_us = free, free_reset_us
+          if cost > limit then status, retry_us = 2, -1
+          else status, retry_us = 1, window_end - now end
+          if clock_went_back and count > 0 then
+            ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, count, 0
+          end
+        else
+          if charged > MAX_STATE then charged = MAX_STATE end
+          remaining, reset_us, ttl_us = limit - charged, idle_reset_us, false
+          if charged > 0 then
+            reset_us = window_end - now
+            ttl_us, new_field1, new_field2, new_field3 = reset_us, start, charged, 0
+          end
+        end
+      elseif kind == 'L' then
+        local limit, window = a, b
+        local length = call('LLEN', key)
+        local function time_at(index)
+          local time = tonumber(call('LINDEX', key, format('%d', index)))
+          if time > now then return now end
+          return time
+        end
+        -- Find the first entry in the window by binary search.
+        local first_active, high = 0, length
+        while first_active < high do
+          local middle = floor((first_active + high) / 2)
+          if time_at(middle) <= now - window then first_active = middle + 1 else high = middle end
+        end
+        local active, newest, clock_went_back = length - first_active, nil, false
+        if active > 0 then
+          newest = tonumber(call('LINDEX', key, '-1'))
+          if newest > now then newest, clock_went_back = now, true end
+        end
+        free, free_reset_us = limit - active, newest and newest + window - now or 0
+        local function expire() call('PEXPIRE', key, format('%d', ceil(window / 1000) + KEY_SLACK_MS)) end
+        -- Repairs and charges begin with RPUSH, so that Redis can reject them beyond `maxmemory`. After a command that deletes,
+        -- Redis accepts RPUSH.
+        local function repair()
+          local times = call('LRANGE', key, '0', '-1')
+          for i = 1, #times do
+            call('RPUSH', key, tonumber(times[i]) > now and format('%d', now) or times[i])
+          end
+          call('LTRIM', key, format('%d', #times), '-1')
+          expire()
+        end
+
+        remaining, reset_us = free, free_reset_us
+        if op == 'R' then
+          -- LREM with a count of 0 would remove all entries of that time.
+          if cost > 0 then
+            commit = function()
+              local removed = call('LREM', key, format('%d', -cost), format('%d', charged_at))
+              if charged_at > now - window then active = active - removed end
+              return active < limit and limit - active or 0, active > 0 and time_at(-1) + window - now or 0
+            end
+          end
+        elseif op ~= 'A' and active + cost > limit then
+          if cost > limit then status, retry_us = 2, -1
+          else status, retry_us = 1, time_at(first_active + active + cost - limit - 1) + window - now end
+          if clock_went_back then commit = repair end
+        elseif cost > 0 then
+          remaining, reset_us = free - cost, window
+          commit = function()
+            if clock_went_back then repair() end
+            for _ = 1, cost do call('RPUSH', key, format('%d', now)) end
+            if first_active > 0 then call('LTRIM', key, format('%d', first_active), '-1') end
+            expire()
+          end
+        end
+      elseif kind == 'W' then
+        local limit, window, unit = a, b, c
+        local start, current, previous, clock_went_back = now - now % window, 0, 0, false
+        if key_expires_at then
+          local stored_start = field1
+          current, previous = field2, field3
+          if stored_start > start then clock_went_back = true
+          elseif stored_start == start - window then current, previous = 0, current
+          elseif stored_start < start then current, previous = 0, 0 end
+        end
+        local elapsed, units = floor((now - start) / unit), window / unit
+        free = limit - current + floor(-previous * (units - elapsed) / units)
+        free_reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
+
+        local excess = (current + cost - limit) * units + previous * (units - elapsed)
+        if excess > 0 and (op == 'C' or op == 'P') then
+          remaining, reset_us = free, free_reset_us
+          if cost > limit then status, retry_us = 2, -1
+          elseif current + cost <= limit then status, retry_us = 1, start + (elapsed + ceil(excess / previous)) * unit - now
+          else status, retry_us = 1, start + window + ceil(units * (current + cost - limit) / current) * unit - now end
+          if clock_went_back and reset_us > 0 then
+            ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous
+          end
+        else
+          if op ~= 'R' then current = math.min(current + cost, floor(MAX_STATE / 2 / units))
+          elseif charged_at >= start then current = current > cost and current - cost or 0
+          elseif charged_at >= start - window then previous = previous > cost and previous - cost or 0 end
+          remaining = limit - current + floor(-previous * (units - elapsed) / units)
+          reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
+          ttl_us = false
+          if reset_us > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous end
+        end
+      elseif kind == 'S' then
+        local limit, window, buckets = a, b, c
+        local width, counts, total, clock_went_back = floor(window / buckets), {[0] = 0}, 0, false
+        local index = floor(now / width)
+        for age = 1, buckets do counts[age] = 0 end
+        local state = call('GET', key)
+        if state then
+          local stored_index, stored_counts = match(state, '^(%d+):(.*)$')
+          local age = index - tonumber(stored_index)
+          if age < 0 then age, clock_went_back = 0, true end
+          for stored_count in string.gmatch(stored_counts, '%d+') do
+            if age > buckets then break end
+            local count = tonumber(stored_count)
+            counts[age], total, age = count, total + count, age + 1
+          end
+        end
+        -- Return the time until the window no longer covers any part of the bucket of this age.
+        local function dropped_after_us(age) return (index - age + buckets + 1) * width - now end
+        local function until_empty()
+          for age = 0, buckets do
+            if counts[age] > 0 then return dropped_after_us(age) end
+          end
+          return 0
+        end
+        local function encode()
+          local texts, last = {}, buckets
+          while counts[last] == 0 do last = last - 1 end
+          for age = 0, last do texts[age + 1] = format('%d', counts[age]) end
+          return format('%d:', index) .. table.concat(texts, ',')
+        end
+        free, free_reset_us = limit - total, until_empty()
+
+        if total + cost > limit and (op == 'C' or op == 'P') then
+          remaining, reset_us = free, free_reset_us
+          if cost > limit then status, retry_us = 2, -1
+          else
+            -- Drop the oldest buckets until the cost fits. The loop ends, because the cost alone is at most the limit.
+            local excess, age = total + cost - limit, buckets
+            while excess > counts[age] do excess, age = excess - counts[age], age - 1 end
+            status, retry_us = 1, dropped_after_us(age)
+          end
+          if clock_went_back and total > 0 then new_state, ttl_us = encode(), reset_us end
+        else
+          local age, change = 0, cost
+          if op == 'R' then
+            age = index - floor(charged_at / width)
+            change = age >= 0 and age <= buckets and -(counts[age] < cost and counts[age] or cost) or 0
+          end
+          if total + change > MAX_STATE then change = MAX_STATE - total end
+          if change ~= 0 then counts[age], total = counts[age] + change, total + change end
+          remaining, reset_us, ttl_us = limit - total, until_empty(), false
+          if total > 0 then new_state, ttl_us = encode(), reset_us end
+        end
+      elseif kind == 'C' then
+        local limit, ttl, permit_id = a, b, d
+        if operation == 'T' then return redis.error_reply('RLARG operation T does not support concurrency limits') end
+        local now_text, expires_at = format('%d', now), format('%d', now + ttl)
+        local live = call('ZCOUNT', key, '(' .. now_text, '+inf')
+        local clock_went_back = call('ZCOUNT', key, '(' .. expires_at, '+inf') > 0
+        local function remove_expired() call('ZREMRANGEBYSCORE', key, '-inf', now_text) end
+        local function repair_and_expire()
+          local late = call('ZRANGEBYSCORE', key, '(' .. expires_at, '+inf')
+          for i = 1, #late do call('ZADD', key, expires_at, late[i]) end
+          call('PEXPIRE', key, format('%d', ceil(ttl / 1000) + KEY_SLACK_MS))
+        end
+        if cost > 1 then cost = 1 end
+        free, free_reset_us = limit - live, live > 0 and ttl or 0
+
+        remaining, reset_us = free, free_reset_us
+        if op == 'R' then
+          commit = function() call('ZREM', key, permit_id) end
+        elseif op == 'N' then
+          -- After a command that deletes, Redis accepts ZADD even beyond `maxmemory`. If Redis rejected ZADD, the permit would
+          -- expire before its request ends. A permit that Redis has lost is added even if that exceeds the limit, because its
+          -- request is in flight.
+          reset_us = ttl
+          commit = function()
+            remove_expired()
+            call('ZADD', key, expires_at, permit_id)
+            repair_and_expire()
+          end
+        elseif op ~= 'A' and live + cost > limit then
+          local skip = format('%d', live + cost - limit - 1)
+          local blocking = call('ZRANGEBYSCORE', key, '(' .. now_text, '+inf', 'WITHSCORES', 'LIMIT', skip, '1')
+          status, retry_us = 3, tonumber(blocking[2]) - now
+          if retry_us > ttl then retry_us = ttl end
+          if clock_went_back then commit = repair_and_expire end
+        elseif cost > 0 then
+          remaining, reset_us = free - 1, ttl
+          -- ZADD comes first, so that Redis can reject it beyond `maxmemory`. After a command that deletes, Redis accepts it.
+          commit = function()
+            call('ZADD', key, expires_at, permit_id)
+            remove_expired()
+            repair_and_expire()
+          end
+        end
+      else
+        return redis.error_reply('RLARG unknown kind')
+      end
+      if free < 0 then free = 0 end
+      if remaining < 0 then remaining = 0 end
+      if status ~= 0 then
+        if not check.is_shadow then admitted = false end
+      elseif check.is_deferred then
+        remaining, reset_us, ttl_us, new_state, commit = free, free_reset_us, nil, nil, nil
+      end
+      -- `change` is the new state, a function that writes it, false = delete the state, or nil = no change. With a new
+      -- state, `ttl_ms` is the TTL of the key; 0 = keep the TTL.
+      local change, ttl_ms = commit, nil
+      if ttl_us then
+        local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
+        if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
+          change, ttl_ms = pack('<i8i8i8', new_field1, new_field2, new_field3), 0
+        else
+          ttl_ms = ceil(ttl_us / 1000) + KEY_SLACK_MS
+          change = new_state or pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1, new_field2, new_field3)
+        end
+      elseif ttl_us == false then change = false end
+      check.status, check.remaining, check.reset_us, check.retry_us = status, remaining, reset_us, retry_us
+      check.free, check.free_reset_us = free, free_reset_us
+      check.change, check.ttl_ms = change, ttl_ms
+    end
+    local is_last_pass = operation ~= 'T' or granted
+    if not is_last_pass then
+      local wanted = checks[1].cost
+      granted = wanted
+      for i = 1, #checks do
+        local check = checks[i]
+        if check.free < granted and not check.is_shadow then granted = check.free end
+      end
+      -- If no token remains, the second pass requests one token, so that the algorithm returns retry_us.
+      op, requested = wanted > 0 and 'C' or 'P', wanted > 0 and granted < 1 and 1 or granted
+    end
+  until is_last_pass
+
+  granted = admitted and (granted or 1) or 0
+  -- Before the states: a write that Redis rejects here leaves nothing behind.
+  local usage_index = usage_offset
+  for i = 1, admitted and op ~= 'P' and #usages or 0 do
+    local check, day = checks[i], usages[i].day
+    if day > 0 then
+      usage_index = usage_index + 1
+      local amount = operation == 'T' and granted or check.cost
+      if amount > MAX_STATE then amount = MAX_STATE end
+      if operation == 'R' then amount = -amount end
+      if amount ~= 0 and check.status == 0 and not check.is_deferred
+        and call('HINCRBY', keys[usage_index], format('%d', day), format('%d', amount)) == amount then
+        call('PEXPIRE', keys[usage_index], USAGE_TTL_MS)
+      end
+    end
+  end
+  for i = 1, #checks do
+    local check, key = checks[i], keys[key_offset + i]
+    local change, ttl_ms = check.change, check.ttl_ms
+    if change ~= nil and op ~= 'P' and (admitted or check.status ~= 0) then
+      if ttl_ms == 0 then call('SETRANGE', key, '8', change)
+      elseif ttl_ms then call('SET', key, change, 'PX', format('%d', ttl_ms))
+      elseif change then
+        local remaining, reset_us = change()
+        if remaining then check.remaining, check.reset_us = remaining, reset_us end
+      -- Delete only for refunds. If another operation leaves an empty state, the stored state had no effect either.
+      elseif operation == 'R' then call('DEL', key) end
+    end
+    if op == 'P' or not admitted then check.remaining, check.reset_us = check.free, check.free_reset_us end
+    replies[key_offset + i + 1] = pack('<ddddd', granted, check.status, check.remaining, check.reset_us, check.retry_us)
+  end
+end
+
+local key_offset = 0
+for g = 1, #groups do
+  local group = groups[g]
+  operation, charged_at, checks = group.operation, group.charged_at, group.checks
+  usages = group.usages
+  for _ = 1, group.requests do
+    -- With pcall, an error of one request does not fail the other requests.
+    local _, failure = pcall(decide, key_offset)
+    if failure then
+      -- Errors of Lua are strings. Before Redis 7, errors of Redis are strings too.
+      if type(failure) ~= 'table' then
+        failure = redis.error_reply(match(failure, '^%u+ ') and failure or 'ERR Error running script: ' .. failure)
+      end
+      failures = failures or {}
+      failures[#failures + 1], failures[#failures + 2] = key_offset, failure
+      for i = 1, #checks do replies[key_offset + i + 1] = pack('<ddddd', -1, 0, 0, 0, 0) end
+    end
+    key_offset = key_offset + #checks
+    usage_offset = usage_offset + group.usages_per_request
+  end
+end
+replies = table.concat(replies)
+if failures then table.insert(failures, 1, replies) end
+return failures or replies

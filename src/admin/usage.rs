@@ -1,0 +1,265 @@
+//! Usage report: the totals of limits by day, month or identity, with consumers by name.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use jiff::civil::Date;
+use jiff::{Timestamp, ToSpan};
+use serde::{Deserialize, Serialize};
+
+use crate::identity::Descriptor;
+use crate::identity::api_key::ConsumerDirectory;
+use crate::identity::display::{IdentityInput, IdentityInputError};
+use crate::limiter::key::Identity;
+use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
+use crate::snapshot::{CompiledConfig, CompiledLimit};
+
+/// What the cost is added up by, besides the limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GroupBy {
+    /// Identity and day.
+    Day,
+    /// Identity and month.
+    Month,
+    /// Identity.
+    Identity,
+}
+
+impl GroupBy {
+    /// The names of all values.
+    pub const NAMES: [&str; 3] = ["day", "month", "identity"];
+
+    /// Return the value with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        let index = GroupBy::NAMES.iter().position(|one| *one == name)?;
+        [GroupBy::Day, GroupBy::Month, GroupBy::Identity].get(index).copied()
+    }
+}
+
+/// An identity as named by an administrator.
+#[derive(Debug, Clone)]
+pub enum IdentityFilter {
+    /// Its hash.
+    Hash(Identity),
+    /// A value for each part of the limit's `by`.
+    Parts(IdentityInput),
+}
+
+/// The usage to report.
+#[derive(Debug, Clone, Default)]
+pub struct UsageFilter {
+    /// Name of a limit. `None`: all limits with `usage`.
+    pub limit: Option<String>,
+    /// An identity. `None`: all.
+    pub identity: Option<IdentityFilter>,
+    /// First day. `None`: the first day of this month.
+    pub from: Option<Date>,
+    /// Last day. `None`: today.
+    pub to: Option<Date>,
+}
+
+/// Why a filter selects nothing.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum FilterError {
+    /// No limit has this name. Contains the name.
+    #[error("unknown limit `{0}`")]
+    UnknownLimit(String),
+    /// No limit counts usage.
+    #[error("no limit has `usage = true`")]
+    NoUsage,
+    /// The first day is after the last one.
+    #[error("`from` ({from}) is after `to` ({to})")]
+    EmptyRange {
+        /// First day.
+        from: Date,
+        /// Last day.
+        to: Date,
+    },
+    /// The identity does not fit the limits. Contains the reason.
+    #[error("{0}")]
+    Identity(String),
+}
+
+/// The cost of one limit, identity and period.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UsageEntry {
+    /// Name of the limit.
+    pub limit: String,
+    /// Quota unit of the limit: what the cost counts.
+    pub unit: String,
+    /// Hash of the identity.
+    pub identity: String,
+    /// Name of the consumer, for limits by API key alone.
+    pub consumer: Option<String>,
+    /// The day (`2026-11-23`) or the month (`2026-11`). `None` by identity.
+    pub period: Option<String>,
+    /// Charged cost less refunds.
+    pub cost: i64,
+}
+
+/// The cost of one limit.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UsageTotal {
+    /// Name of the limit.
+    pub limit: String,
+    /// Quota unit of the limit.
+    pub unit: String,
+    /// Cost of all entries.
+    pub cost: i64,
+}
+
+/// A report.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UsageReport {
+    /// First day.
+    pub from: String,
+    /// Last day. `None`: until now.
+    pub to: Option<String>,
+    /// What the cost is added up by.
+    pub by: GroupBy,
+    /// The entries by limit, consumer or hash, and period.
+    pub usage: Vec<UsageEntry>,
+    /// The totals of the limits.
+    pub totals: Vec<UsageTotal>,
+}
+
+impl UsageFilter {
+    /// Return the query of a filter, for at most `max_rows` totals. `now_us` is the time since the Unix epoch.
+    ///
+    /// # Errors
+    /// The filter selects nothing.
+    pub fn query(&self, config: &CompiledConfig, now_us: u64, max_rows: usize) -> Result<UsageQuery, FilterError> {
+        let limits: Vec<_> = match &self.limit {
+            Some(name) => {
+                vec![config.limits.get(name).ok_or_else(|| FilterError::UnknownLimit(name.clone()))?]
+            }
+            None => config.limits.values().filter(|compiled| compiled.limit.usage.is_some()).collect(),
+        };
+        let Some(first) = limits.first() else { return Err(FilterError::NoUsage) };
+        let utc_date = || {
+            let now = Timestamp::from_microsecond(now_us as i64).unwrap_or(Timestamp::UNIX_EPOCH);
+            jiff::tz::TimeZone::UTC.to_datetime(now).date()
+        };
+        let today = first.limit.usage.as_ref().map_or_else(utc_date, |days| days.day_at(now_us).date);
+        let from = self.from.unwrap_or_else(|| UsageMonth::from(today).first_day());
+        // In other time zones it may be tomorrow.
+        let to = self.to.unwrap_or_else(|| today.saturating_add(1.day()));
+        if from > to {
+            return Err(FilterError::EmptyRange { from, to });
+        }
+        // Days that may be kept: each key is read.
+        let oldest = today.saturating_sub((RETENTION_DAYS + 31).days());
+        let (from, to) = (from.max(oldest), to.min(today.saturating_add(1.day())));
+        let (limits, identities) = match &self.identity {
+            None => (limits, None),
+            Some(identity) => {
+                let (limits, identities) = resolve(identity, limits, config, self.limit.is_some())?;
+                (limits, Some(identities))
+            }
+        };
+        let limits = limits.iter().map(|compiled| compiled.limit.name.clone()).collect();
+        Ok(UsageQuery { limits, identities, from, to, max_rows })
+    }
+}
+
+/// Return the limits that count an identity, and its hash for each of them. With `is_single`, the identity must fit the
+/// only limit. Otherwise select the limits whose parts are all given.
+fn resolve<'c>(
+    identity: &IdentityFilter,
+    limits: Vec<&'c CompiledLimit>,
+    config: &CompiledConfig,
+    is_single: bool,
+) -> Result<(Vec<&'c CompiledLimit>, Vec<Identity>), FilterError> {
+    let parts = match identity {
+        IdentityFilter::Hash(hash) => {
+            let identities = vec![*hash; limits.len()];
+            return Ok((limits, identities));
+        }
+        IdentityFilter::Parts(parts) => parts,
+    };
+    if let Some(label) =
+        parts.keys().find(|label| !limits.iter().any(|compiled| compiled.identity_spec.has_label(label)))
+    {
+        return Err(FilterError::Identity(format!("no limit that counts usage is keyed by `{label}`")));
+    }
+    let consumers = config.auth.consumers();
+    let (mut selected, mut identities) = (Vec::new(), Vec::new());
+    for compiled in limits {
+        match compiled.identity_spec.resolve(parts, &config.client_ip, &consumers, &config.hasher) {
+            Ok(resolved) => {
+                selected.push(compiled);
+                identities.push(resolved.identity);
+            }
+            Err(IdentityInputError::Missing(_)) if !is_single => {}
+            Err(error) => return Err(FilterError::Identity(error.to_string())),
+        }
+    }
+    match selected.is_empty() {
+        true => Err(FilterError::Identity("no limit that counts usage is keyed by these parts alone".to_owned())),
+        false => Ok((selected, identities)),
+    }
+}
+
+impl UsageReport {
+    /// Create a report of totals that were read by a query.
+    pub fn new(
+        config: &CompiledConfig,
+        query: &UsageQuery,
+        filter: &UsageFilter,
+        rows: Vec<UsageRow>,
+        by: GroupBy,
+    ) -> Self {
+        let unit = |limit: &str| config.limits.get(limit).map_or(String::new(), |one| one.limit.unit.to_string());
+        let names = consumer_names(config, &rows);
+        let mut costs = BTreeMap::<_, i64>::new();
+        for UsageRow { limit, identity, date, cost } in rows {
+            let period = match by {
+                GroupBy::Day => Some(date.to_string()),
+                GroupBy::Month => Some(UsageMonth::from(date).to_string()),
+                GroupBy::Identity => None,
+            };
+            let consumer = names.get(&*limit).and_then(|names| names.get(&identity)).cloned();
+            // Consumers by name, then other identities by hash.
+            let total = costs.entry((limit, consumer.is_none(), consumer, identity, period)).or_default();
+            *total = total.saturating_add(cost);
+        }
+        let mut totals = BTreeMap::<_, i64>::new();
+        let usage = costs.into_iter().map(|((limit, _, consumer, identity, period), cost)| {
+            let total = totals.entry(limit.clone()).or_default();
+            *total = total.saturating_add(cost);
+            let (unit, identity) = (unit(&limit), Identity(identity).to_string());
+            UsageEntry { limit: limit.into(), unit, identity, consumer, period, cost }
+        });
+        let usage = usage.collect();
+        let totals =
+            totals.into_iter().map(|(limit, cost)| UsageTotal { unit: unit(&limit), limit: limit.into(), cost });
+        let (from, to) = (query.from.to_string(), filter.to.map(|to| to.to_string()));
+        UsageReport { from, to, by, usage, totals: totals.collect() }
+    }
+}
+
+/// Return the consumers of the identities of each limit by API key alone. Hashes cannot be reversed, so the hash of
+/// each consumer is compared.
+fn consumer_names(config: &CompiledConfig, rows: &[UsageRow]) -> HashMap<Box<str>, HashMap<u128, String>> {
+    let limits: BTreeSet<_> = rows.iter().map(|row| &row.limit).collect();
+    let consumers = config.auth.consumers();
+    let names = limits.into_iter().filter_map(|name| {
+        let compiled = config.limits.get(&**name)?;
+        let is_by_consumer = compiled.identity_spec.descriptors == [Descriptor::ApiKey];
+        is_by_consumer.then(|| (name.clone(), names_by_hash(compiled, config, &consumers)))
+    });
+    names.collect()
+}
+
+fn names_by_hash(
+    compiled: &CompiledLimit,
+    config: &CompiledConfig,
+    consumers: &ConsumerDirectory,
+) -> HashMap<u128, String> {
+    let hash = |name: &str| {
+        let parts = IdentityInput::from([(Descriptor::ApiKey.label().into_owned(), name.to_owned())]);
+        let resolved = compiled.identity_spec.resolve(&parts, &config.client_ip, consumers, &config.hasher);
+        resolved.ok().map(|resolved| (resolved.identity.0, name.to_owned()))
+    };
+    consumers.iter().filter_map(|consumer| hash(&consumer.name)).collect()
+}

@@ -1,0 +1,224 @@
+//! `sluicegate usage`: prints the usage totals of limits.
+
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, anyhow, bail};
+use clap::Args;
+use http::Method;
+use jiff::civil::Date;
+use tokio::runtime::Builder;
+
+use crate::admin::usage::{GroupBy, IdentityFilter, UsageFilter, UsageReport};
+use crate::cli::admin::client::AdminClient;
+use crate::cli::admin::{printable_text, request_target, unit_suffix, write_table};
+use crate::identity::display::IdentityInput;
+use crate::limiter::clock::unix_us;
+use crate::limiter::key::Identity;
+use crate::limiter::redis::diagnosis::diagnose_reply;
+use crate::limiter::redis::script::AlgorithmSet;
+use crate::limiter::redis::{RedisDeployment, RedisSettings};
+use crate::limiter::store::{RedisStore, UsageError};
+use crate::limiter::usage::{UsageQuery, UsageRow};
+use crate::snapshot::CompiledConfig;
+
+/// Timeout of a read. An interactive command can wait longer than `store.timeout`.
+const READ_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The arguments.
+#[derive(Debug, Args)]
+pub(in crate::cli) struct Arguments {
+    /// Print only this limit [default: all limits with `usage`]
+    #[arg(long, value_name = "NAME")]
+    limit: Option<String>,
+
+    /// Print only this identity: a consumer, a hash, or PART=VALUE for each part of the limit's `by`; repeatable
+    #[arg(long, value_name = "IDENTITY")]
+    identity: Vec<String>,
+
+    /// Add up the cost of each identity by this
+    #[arg(long, value_name = "PERIOD", default_value = "day", value_parser = GroupBy::NAMES)]
+    by: String,
+
+    /// Print the usage from this day on: 2026-11-01 [default: the first day of this month]
+    #[arg(long, value_name = "DATE")]
+    from: Option<Date>,
+
+    /// Print the usage until this day, included [default: today]
+    #[arg(long, value_name = "DATE")]
+    to: Option<Date>,
+
+    /// Print CSV with a header
+    #[arg(long, conflicts_with = "json")]
+    csv: bool,
+
+    /// Print a JSON object
+    #[arg(long)]
+    json: bool,
+
+    /// Ask the gateway at this admin listener or admin socket [default: read the store; with memory:, `[admin]`]
+    #[arg(long, value_name = "URL")]
+    admin: Option<String>,
+}
+
+pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &Path) -> anyhow::Result<()> {
+    let Some(by) = GroupBy::from_name(&arguments.by) else { bail!("unknown --by {}", arguments.by) };
+    let report = match (&arguments.admin, &config.store.redis) {
+        (None, Some(redis)) => {
+            let filter = arguments.filter()?;
+            let query = filter.query(config, unix_us(), usize::MAX)?;
+            let rows = read_redis(redis, &query).context("the totals cannot be read from the store")?;
+            UsageReport::new(config, &query, &filter, rows, by)
+        }
+        (None, None) => {
+            let client = AdminClient::from_config(config_path, config)
+                .context("the totals are in the memory of the running gateway")?;
+            arguments.request(&client)?
+        }
+        (Some(url), _) => arguments.request(&AdminClient::from_url(url)?)?,
+    };
+    if arguments.json {
+        writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&report)?)?;
+    } else if arguments.csv {
+        write_csv(&report, &mut std::io::stdout().lock())?;
+    } else {
+        // anstream writes colors only to a terminal, and not if NO_COLOR is set.
+        write_text(&report, &mut anstream::stdout().lock())?;
+    }
+    Ok(())
+}
+
+fn read_redis(
+    (servers, settings): &(RedisDeployment, RedisSettings),
+    query: &UsageQuery,
+) -> anyhow::Result<Vec<UsageRow>> {
+    // Without algorithms, no script is loaded, for which a user that only reads has no permission.
+    let algorithms = AlgorithmSet::default();
+    let redis = (servers.clone(), RedisSettings { timeout: READ_TIMEOUT, algorithms, ..settings.clone() });
+    let tokio_runtime = Builder::new_current_thread().enable_all().build()?;
+    let rows = tokio_runtime.block_on(async {
+        let store = RedisStore::new(&redis, Arc::default(), Arc::default(), Arc::default());
+        store.read_usage(query).await
+    });
+    // Do not wait for a blocking DNS lookup.
+    tokio_runtime.shutdown_background();
+    rows.map_err(|error| match &error {
+        UsageError::Store(store_error) => match store_error.error_reply() {
+            Some(reply) => anyhow!(diagnose_reply(reply)),
+            None => error.into(),
+        },
+        UsageError::TooMany(_) => error.into(),
+    })
+}
+
+impl Arguments {
+    fn filter(&self) -> anyhow::Result<UsageFilter> {
+        let Arguments { limit, from, to, .. } = self;
+        Ok(UsageFilter { limit: limit.clone(), identity: self.identity()?, from: *from, to: *to })
+    }
+
+    fn identity(&self) -> anyhow::Result<Option<IdentityFilter>> {
+        if let [name] = &self.identity[..]
+            && !name.contains('=')
+        {
+            return Ok(Some(match Identity::from_hex(name) {
+                Some(hash) => IdentityFilter::Hash(hash),
+                None => IdentityFilter::Parts(IdentityInput::from([("api-key".to_owned(), name.clone())])),
+            }));
+        }
+        let mut parts = IdentityInput::new();
+        for part in &self.identity {
+            let Some((label, value)) = part.split_once('=') else {
+                bail!("--identity is a consumer, a hash, or PART=VALUE for each part: --identity ip=192.0.2.7");
+            };
+            parts.insert(label.to_owned(), value.to_owned());
+        }
+        Ok((!parts.is_empty()).then_some(IdentityFilter::Parts(parts)))
+    }
+
+    /// Ask a running gateway.
+    fn request(&self, client: &AdminClient) -> anyhow::Result<UsageReport> {
+        let dates = [("from", self.from), ("to", self.to)];
+        let mut query = vec![("by".to_owned(), self.by.clone())];
+        query.extend(self.limit.iter().map(|limit| ("limit".to_owned(), limit.clone())));
+        query.extend(dates.into_iter().filter_map(|(name, date)| Some((name.to_owned(), date?.to_string()))));
+        match self.identity()? {
+            None => {}
+            Some(IdentityFilter::Hash(hash)) => query.push(("identity".to_owned(), hash.to_string())),
+            Some(IdentityFilter::Parts(parts)) => query.extend(parts),
+        }
+        let query: Vec<_> = query.iter().map(|(name, value)| (&**name, &**value)).collect();
+        let response = client.request(Method::GET, &request_target("/api/usage", &query), None)?;
+        serde_json::from_value(response).context("the running gateway has another version")
+    }
+}
+
+fn write_text(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()> {
+    let range = match &report.to {
+        Some(to) => format!("from {} to {to}", report.from),
+        None => format!("from {} on", report.from),
+    };
+    if report.usage.is_empty() {
+        return writeln!(out, "no usage {range}");
+    }
+    let client = |consumer: &Option<String>, identity: &String| printable_text(consumer.as_ref().unwrap_or(identity));
+    let cost = |cost: i64, unit: &str| format!("{cost}{}", unit_suffix(unit));
+    match report.by {
+        GroupBy::Identity => {
+            let rows = report.usage.iter().map(|one| {
+                [printable_text(&one.limit), client(&one.consumer, &one.identity), cost(one.cost, &one.unit)]
+            });
+            write_table(["limit", "client", "cost"], rows, &["cost"], |_| None, out)?;
+        }
+        GroupBy::Day | GroupBy::Month => {
+            let rows = report.usage.iter().map(|one| {
+                let period = one.period.clone().unwrap_or_default();
+                let client = client(&one.consumer, &one.identity);
+                [printable_text(&one.limit), client, printable_text(&period), cost(one.cost, &one.unit)]
+            });
+            let period = if report.by == GroupBy::Day { "day" } else { "month" };
+            write_table(["limit", "client", period, "cost"], rows, &["cost"], |_| None, out)?;
+        }
+    }
+    for total in &report.totals {
+        writeln!(out, "total of {} {range}: {}", printable_text(&total.limit), cost(total.cost, &total.unit))?;
+    }
+    Ok(())
+}
+
+/// Write CSV (RFC 4180): a header, and a record for each entry.
+fn write_csv(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()> {
+    writeln!(out, "limit,unit,consumer,identity,period,cost")?;
+    for entry in &report.usage {
+        let texts = [
+            &*entry.limit,
+            &*entry.unit,
+            entry.consumer.as_deref().unwrap_or_default(),
+            &*entry.identity,
+            entry.period.as_deref().unwrap_or_default(),
+        ];
+        writeln!(out, "{},{}", texts.map(csv_field).join(","), entry.cost)?;
+    }
+    Ok(())
+}
+
+fn csv_field(text: &str) -> String {
+    match text.contains(['"', ',', '\n', '\r']) {
+        true => format!("\"{}\"", text.replace('"', "\"\"")),
+        false => text.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn csv_fields_are_quoted_if_needed() {
+        for (text, expected) in [("acme", "acme"), ("a,b", "\"a,b\""), ("a\"b", "\"a\"\"b\""), ("", "")] {
+            assert_eq!(csv_field(text), expected);
+        }
+    }
+}

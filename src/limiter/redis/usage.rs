@@ -1,0 +1,75 @@
+//! Usage totals in Redis: the commands that post and read them, and their replies.
+
+use redis::{Cmd, Value, from_redis_value};
+
+use crate::limiter::usage::{RETENTION_DAYS, UsageKey, UsagePost};
+use crate::limiter::verdict::StoreError;
+
+const SCRIPT: &str = include_str!("../../../lua/usage.lua");
+
+/// Keys that Redis examines in one call of SCAN.
+const SCAN_COUNT: u64 = 1000;
+
+/// Return the command that adds a post. The reply is 1, or 0 if it was added before.
+pub fn post_command(prefix: &str, post: &UsagePost) -> Cmd {
+    let UsagePost { key, days, poster, sequence } = post;
+    let ttl_ms = i64::from(RETENTION_DAYS) * 86_400_000;
+    let mut command = redis::cmd("EVAL");
+    command.arg(SCRIPT).arg(1).arg(key.to_redis_key(prefix)).arg(format!("{poster:016x}")).arg(*sequence).arg(ttl_ms);
+    for (day, amount) in days {
+        command.arg(*day).arg(*amount);
+    }
+    command
+}
+
+/// Return the command that lists keys of totals, from a cursor on. The first and the last cursor is 0.
+pub fn scan_command(prefix: &str, cursor: u64) -> Cmd {
+    let is_special = |character| matches!(character, '*' | '?' | '[' | ']' | '\\');
+    let escaped = prefix.chars().flat_map(|one| is_special(one).then_some('\\').into_iter().chain([one]));
+    let pattern: String = escaped.chain(":{*}:*:usage:*".chars()).collect();
+    let mut command = redis::cmd("SCAN");
+    command.arg(cursor).arg("MATCH").arg(pattern).arg("COUNT").arg(SCAN_COUNT);
+    command
+}
+
+/// Parse the reply to [`scan_command`]: the next cursor and keys.
+///
+/// # Errors
+/// The reply is malformed.
+pub fn parse_scan_reply(prefix: &str, reply: Value) -> Result<(u64, Vec<UsageKey>), StoreError> {
+    let reply: (u64, Vec<Vec<u8>>) = from_redis_value(reply).map_err(|_| StoreError::MalformedReply)?;
+    let (cursor, keys) = reply;
+    Ok((cursor, keys.iter().filter_map(|key| UsageKey::parse(prefix, key)).collect()))
+}
+
+/// Return the command that reads the totals of a month.
+pub fn read_command(prefix: &str, key: &UsageKey) -> Cmd {
+    let mut command = redis::cmd("HGETALL");
+    command.arg(key.to_redis_key(prefix));
+    command
+}
+
+/// Parse the reply to [`read_command`]: days and their totals.
+///
+/// # Errors
+/// The reply is malformed.
+pub fn parse_read_reply(reply: Value) -> Result<Vec<(i8, i64)>, StoreError> {
+    let fields: Vec<(String, String)> = from_redis_value(reply).map_err(|_| StoreError::MalformedReply)?;
+    let totals = fields.iter().filter(|(field, _)| !field.starts_with('.'));
+    let parse = |(day, total): &(String, String)| Some((day.parse().ok()?, total.parse().ok()?));
+    totals.map(parse).collect::<Option<_>>().ok_or(StoreError::MalformedReply)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn markers_of_posts_are_no_totals() {
+        let reply = |text: &[u8]| parse_read_reply(redis::parse_redis_value(text).unwrap());
+        let totals = reply(b"*4\r\n$2\r\n23\r\n$2\r\n-5\r\n$3\r\n.ab\r\n$1\r\n7\r\n").unwrap();
+        assert_eq!(totals, [(23, -5)]);
+        assert!(reply(b"*2\r\n$1\r\nx\r\n$1\r\n7\r\n").is_err());
+        assert!(reply(b"+OK\r\n").is_err());
+    }
+}

@@ -1,0 +1,608 @@
+//! Usage totals: the charged cost by limit, identity and calendar day.
+//!
+//! In Redis, the script that charges a state also writes the total: a hash for each limit, identity and month, with a
+//! field for each day. [`UsageTable`] has the totals of the memory store. Beside Redis it has what the local shares
+//! charged in an outage, until that is posted.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io::Write;
+use std::mem;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use jiff::civil::Date;
+use jiff::tz::TimeZone;
+use jiff::{Timestamp, ToSpan};
+use tracing::warn;
+use uuid::Uuid;
+
+use crate::limiter::clock::LogThrottle;
+use crate::limiter::key::Identity;
+use crate::limiter::quota::{EXACT_INTEGER_LIMIT, QuotaError, start_of_day_us};
+
+/// Minimum number of days for which the total of a day is kept. The scripts have it in milliseconds. All days of a
+/// month expire together, so a day is kept for up to 30 days more.
+pub const RETENTION_DAYS: i32 = 400;
+
+/// Number of shards of a table, a power of two.
+const SHARDS: usize = 64;
+
+/// Interval for logging that totals are lost.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// The calendar days of a time zone, by which the cost of a limit is totalled.
+#[derive(Debug)]
+pub struct UsageDays {
+    zone: TimeZone,
+    /// The day that was used last.
+    cached: Mutex<UsageDay>,
+}
+
+/// A calendar day, and its bounds: days with a daylight saving change have 23 or 25 hours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct UsageDay {
+    /// The date.
+    pub date: Date,
+    /// The first instant of the day, µs since the Unix epoch.
+    pub start_us: u64,
+    /// The first instant of the next day.
+    pub end_us: u64,
+}
+
+impl UsageDays {
+    /// Create the days of a zone of the IANA time zone database.
+    ///
+    /// # Errors
+    /// The database has no such zone.
+    pub fn new(zone: &str) -> Result<Self, QuotaError> {
+        let zone = TimeZone::get(zone).map_err(|_| QuotaError::TimeZone(zone.to_owned()))?;
+        let none = UsageDay { date: Date::ZERO, start_us: 0, end_us: 0 };
+        Ok(UsageDays { zone, cached: Mutex::new(none) })
+    }
+
+    /// Return the name of the time zone.
+    pub fn zone_name(&self) -> &str {
+        self.zone.iana_name().unwrap_or("UTC")
+    }
+
+    /// Return the day of an instant, µs since the Unix epoch.
+    pub fn day_at(&self, now_us: u64) -> UsageDay {
+        let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        if !(cached.start_us <= now_us && now_us < cached.end_us) {
+            *cached = self.compute(now_us);
+        }
+        *cached
+    }
+
+    fn compute(&self, now_us: u64) -> UsageDay {
+        let now = Timestamp::from_microsecond(now_us as i64).unwrap_or(Timestamp::UNIX_EPOCH);
+        let mut date = self.zone.to_datetime(now).date();
+        let mut end_us = start_of_day_us(next_day(date), &self.zone);
+        // A day that has begun goes on, also if the clock is set back over midnight.
+        if now_us >= end_us {
+            date = next_day(date);
+            end_us = start_of_day_us(next_day(date), &self.zone);
+        }
+        UsageDay { date, start_us: start_of_day_us(date, &self.zone), end_us }
+    }
+}
+
+fn next_day(date: Date) -> Date {
+    date.saturating_add(1.day())
+}
+
+impl UsageDay {
+    /// Return the same day without bounds, for changes to the total of a day that are made at any time.
+    #[must_use]
+    pub fn at_any_time(self) -> Self {
+        UsageDay { start_us: 0, end_us: EXACT_INTEGER_LIMIT, ..self }
+    }
+
+    /// Return the month of the day.
+    pub fn month(&self) -> UsageMonth {
+        UsageMonth::from(self.date)
+    }
+}
+
+/// A calendar month: `2026-11`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct UsageMonth {
+    year: i16,
+    month: i8,
+}
+
+impl UsageMonth {
+    /// Return a day of this month. `None` if the month does not have it.
+    pub fn day(self, day: i8) -> Option<Date> {
+        Date::new(self.year, self.month, day).ok()
+    }
+
+    /// Return the first day.
+    pub fn first_day(self) -> Date {
+        self.day(1).unwrap_or(Date::ZERO)
+    }
+
+    /// Return the next month.
+    #[must_use]
+    pub fn next(self) -> Self {
+        UsageMonth::from(self.first_day().saturating_add(1.month()))
+    }
+}
+
+impl From<Date> for UsageMonth {
+    fn from(date: Date) -> Self {
+        UsageMonth { year: date.year(), month: date.month() }
+    }
+}
+
+impl fmt::Display for UsageMonth {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{:04}-{:02}", self.year, self.month)
+    }
+}
+
+impl FromStr for UsageMonth {
+    type Err = jiff::Error;
+
+    /// Parse `2026-11`.
+    fn from_str(text: &str) -> Result<Self, jiff::Error> {
+        format!("{text}-01").parse::<Date>().map(UsageMonth::from)
+    }
+}
+
+// === Keys in Redis ===
+
+/// The hash with the totals of a limit and an identity in a month.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct UsageKey {
+    /// Name of the limit.
+    pub limit: Box<str>,
+    /// The identity.
+    pub identity: u128,
+    /// The month.
+    pub month: UsageMonth,
+}
+
+/// The part of a key between the name of the limit and the month. No shape of a state begins like this.
+const KEY_PART: &str = ":usage:";
+
+/// Append `<prefix>:{<identity hash>}:<limit>:usage:<month>`. The braces put it into the cluster slot of the states.
+pub fn write_key(prefix: &str, limit: &str, identity: Identity, month: UsageMonth, out: &mut Vec<u8>) {
+    out.extend_from_slice(prefix.as_bytes());
+    out.extend_from_slice(b":{");
+    out.extend_from_slice(&identity.to_hex());
+    out.extend_from_slice(b"}:");
+    out.extend_from_slice(limit.as_bytes());
+    out.extend_from_slice(KEY_PART.as_bytes());
+    // Writing to a vector cannot fail.
+    let _ = write!(out, "{month}");
+}
+
+impl UsageKey {
+    /// Return the Redis key.
+    pub fn to_redis_key(&self, prefix: &str) -> Vec<u8> {
+        let mut key = Vec::new();
+        write_key(prefix, &self.limit, Identity(self.identity), self.month, &mut key);
+        key
+    }
+
+    /// Parse a Redis key with this prefix. Return `None` if it is not one of a total.
+    pub fn parse(prefix: &str, key: &[u8]) -> Option<Self> {
+        let key = std::str::from_utf8(key).ok()?;
+        let (identity, rest) = key.strip_prefix(prefix)?.strip_prefix(":{")?.split_once("}:")?;
+        let (limit, month) = rest.split_once(KEY_PART)?;
+        Some(UsageKey { limit: limit.into(), identity: Identity::from_hex(identity)?.0, month: month.parse().ok()? })
+    }
+}
+
+// === Reading ===
+
+/// The total of a limit, an identity and a day.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct UsageRow {
+    /// Name of the limit.
+    pub limit: Box<str>,
+    /// Hash of the identity.
+    pub identity: u128,
+    /// The day.
+    pub date: Date,
+    /// Charged cost less refunds.
+    pub cost: i64,
+}
+
+/// The totals to read.
+#[derive(Debug, Clone)]
+pub struct UsageQuery {
+    /// Names of the limits.
+    pub limits: Vec<Box<str>>,
+    /// The identities, by limit in the order of `limits`. `None`: all.
+    pub identities: Option<Vec<Identity>>,
+    /// First day.
+    pub from: Date,
+    /// Last day.
+    pub to: Date,
+    /// Maximum number of totals.
+    pub max_rows: usize,
+}
+
+impl UsageQuery {
+    /// Return whether a total is one of these.
+    pub fn matches(&self, limit: &str, identity: u128, date: Date) -> bool {
+        let Some(index) = self.limits.iter().position(|name| **name == *limit) else { return false };
+        let is_identity = |all: &Vec<Identity>| all.get(index).is_some_and(|one| one.0 == identity);
+        (self.from..=self.to).contains(&date) && self.identities.as_ref().is_none_or(is_identity)
+    }
+}
+
+// === Totals in this process ===
+
+/// The totals of one limit: days by identity.
+type LimitTotals = BTreeMap<u128, BTreeMap<Date, i64>>;
+
+/// Totals in this process, bounded in number.
+#[derive(Debug)]
+pub struct UsageTable {
+    shards: Vec<Mutex<UsageShard>>,
+    /// Maximum number of totals of a shard.
+    capacity: usize,
+    /// Number of totals.
+    rows: AtomicUsize,
+    /// Cost that is in no total, because the table was full or could not be posted.
+    lost: AtomicU64,
+    /// Identifies this process in posts.
+    poster: u64,
+    posts: Mutex<Posts>,
+    /// Whether a task posts the totals.
+    is_posting: AtomicBool,
+}
+
+/// Totals of the identities of a shard. Ordered maps need no secret against chosen keys, and make posts reproducible.
+#[derive(Debug, Default)]
+struct UsageShard {
+    limits: BTreeMap<Box<str>, LimitTotals>,
+    rows: usize,
+    /// The newest day.
+    newest: Option<Date>,
+}
+
+#[derive(Debug, Default)]
+struct Posts {
+    /// Posts that Redis has not confirmed. They may have been made.
+    unconfirmed: Vec<UsagePost>,
+    last_sequence: u64,
+}
+
+/// Amounts to add to the totals of a limit, an identity and a month. A post is made once, however often it is sent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UsagePost {
+    /// The totals.
+    pub key: UsageKey,
+    /// Days of the month, each with the amount to add, which is not 0.
+    pub days: Vec<(i8, i64)>,
+    /// Identifies the process.
+    pub poster: u64,
+    /// Greater than those of earlier posts of this process. 0: the post is sent at most once and needs no identity.
+    pub sequence: u64,
+}
+
+impl UsageTable {
+    /// Create an empty table for about `max_rows` totals.
+    pub fn new(max_rows: usize) -> Self {
+        UsageTable {
+            shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
+            capacity: max_rows.div_ceil(SHARDS).max(1),
+            rows: AtomicUsize::new(0),
+            lost: AtomicU64::new(0),
+            poster: Uuid::new_v4().as_u64_pair().0,
+            posts: Mutex::default(),
+            is_posting: AtomicBool::new(false),
+        }
+    }
+
+    /// Add an amount, negative for a refund.
+    pub fn add(&self, limit: &str, identity: Identity, date: Date, amount: i64) {
+        let mut shard = self.lock(identity.0 as usize % SHARDS);
+        let is_new_day = shard.newest.is_none_or(|newest| newest < date);
+        if is_new_day {
+            shard.newest = Some(date);
+            let removed = shard.remove_before(date.saturating_sub(RETENTION_DAYS.days()));
+            self.rows.fetch_sub(removed, Ordering::Relaxed);
+        }
+        if let Some(total) = shard.total_mut(limit, identity.0, date) {
+            *total = total.saturating_add(amount);
+        } else if shard.rows < self.capacity {
+            shard.insert(limit, identity.0, date, amount);
+            self.rows.fetch_add(1, Ordering::Relaxed);
+        } else {
+            drop(shard);
+            self.lost.fetch_add(amount.unsigned_abs(), Ordering::Relaxed);
+            static LOG_THROTTLE: LogThrottle = LogThrottle::new();
+            if LOG_THROTTLE.should_log(LOG_INTERVAL) {
+                warn!(limit, "store.max_memory_states is too small for the usage totals in memory: cost is lost");
+            }
+        }
+    }
+
+    /// Return the totals of a query, in no particular order. `None`: there are more than `max_rows`.
+    pub fn read(&self, query: &UsageQuery) -> Option<Vec<UsageRow>> {
+        let mut rows = Vec::new();
+        for index in 0..SHARDS {
+            let shard = self.lock(index);
+            for (limit, identity, days) in shard.days() {
+                let days = days.iter().filter(|(date, _)| query.matches(limit, identity, **date));
+                rows.extend(days.map(|(date, cost)| UsageRow {
+                    limit: limit.into(),
+                    identity,
+                    date: *date,
+                    cost: *cost,
+                }));
+                if rows.len() > query.max_rows {
+                    return None;
+                }
+            }
+        }
+        Some(rows)
+    }
+
+    /// Return the number of totals, those of unconfirmed posts included.
+    pub fn len(&self) -> usize {
+        self.rows.load(Ordering::Relaxed)
+    }
+
+    /// Return whether there are no totals.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Return the cost that is in no total.
+    pub fn lost(&self) -> u64 {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    fn lock(&self, index: usize) -> MutexGuard<'_, UsageShard> {
+        self.shards[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl UsageShard {
+    fn total_mut(&mut self, limit: &str, identity: u128, date: Date) -> Option<&mut i64> {
+        self.limits.get_mut(limit)?.get_mut(&identity)?.get_mut(&date)
+    }
+
+    fn insert(&mut self, limit: &str, identity: u128, date: Date, amount: i64) {
+        if !self.limits.contains_key(limit) {
+            self.limits.insert(limit.into(), LimitTotals::new());
+        }
+        if let Some(identities) = self.limits.get_mut(limit) {
+            identities.entry(identity).or_default().insert(date, amount);
+            self.rows += 1;
+        }
+    }
+
+    /// Remove the totals of the days before `first`. Return their number.
+    fn remove_before(&mut self, first: Date) -> usize {
+        let before = self.rows;
+        for identities in self.limits.values_mut() {
+            identities.retain(|_, days| {
+                let kept = days.split_off(&first);
+                self.rows -= days.len();
+                *days = kept;
+                !days.is_empty()
+            });
+        }
+        self.limits.retain(|_, identities| !identities.is_empty());
+        before - self.rows
+    }
+
+    fn days(&self) -> impl Iterator<Item = (&str, u128, &BTreeMap<Date, i64>)> {
+        let identities = |(limit, identities)| {
+            let (limit, identities): (&Box<str>, &LimitTotals) = (limit, identities);
+            identities.iter().map(move |(identity, days)| (&**limit, *identity, days))
+        };
+        self.limits.iter().flat_map(identities)
+    }
+}
+
+// === Posts: what the local shares charged in an outage ===
+
+impl UsageTable {
+    /// Claim the task of posting. Return whether the caller must start it: there are totals, and no task posts them.
+    pub fn claim_posting(&self) -> bool {
+        !self.is_empty() && !self.is_posting.swap(true, Ordering::AcqRel)
+    }
+
+    /// End the task of posting.
+    pub fn end_posting(&self) {
+        self.is_posting.store(false, Ordering::Release);
+    }
+
+    /// Take the unconfirmed posts or, if there are none, at least `max` new ones as far as there are totals. Pass each of
+    /// them to [`confirm`](UsageTable::confirm), [`put_back`](UsageTable::put_back) or [`lose`](UsageTable::lose). Only
+    /// one task may do this at a time, because posts to the same totals must be made in their order.
+    pub fn take_posts(&self, max: usize) -> Vec<UsagePost> {
+        let mut posts = self.posts.lock().unwrap_or_else(PoisonError::into_inner);
+        if !posts.unconfirmed.is_empty() {
+            return mem::take(&mut posts.unconfirmed);
+        }
+        let mut taken: Vec<UsagePost> = Vec::new();
+        for index in 0..SHARDS {
+            let mut shard = self.lock(index);
+            for (limit, identity, days) in shard.days() {
+                for (date, cost) in days {
+                    if *cost == 0 {
+                        self.rows.fetch_sub(1, Ordering::Relaxed);
+                        continue;
+                    }
+                    let key = UsageKey { limit: limit.into(), identity, month: UsageMonth::from(*date) };
+                    match taken.last_mut().filter(|last| last.key == key) {
+                        Some(last) => last.days.push((date.day(), *cost)),
+                        None => {
+                            posts.last_sequence += 1;
+                            let (poster, sequence) = (self.poster, posts.last_sequence);
+                            taken.push(UsagePost { key, days: vec![(date.day(), *cost)], poster, sequence });
+                        }
+                    }
+                }
+            }
+            *shard = UsageShard { newest: shard.newest, ..UsageShard::default() };
+            if taken.len() >= max {
+                break;
+            }
+        }
+        taken
+    }
+
+    /// Forget a post that was made.
+    pub fn confirm(&self, post: &UsagePost) {
+        self.rows.fetch_sub(post.days.len(), Ordering::Relaxed);
+    }
+
+    /// Forget a post that cannot be made.
+    pub fn lose(&self, post: &UsagePost) {
+        self.confirm(post);
+        let cost = post.days.iter().map(|(_, amount)| amount.unsigned_abs()).sum();
+        self.lost.fetch_add(cost, Ordering::Relaxed);
+    }
+
+    /// Keep a post that may not have been made.
+    pub fn put_back(&self, post: UsagePost) {
+        self.posts.lock().unwrap_or_else(PoisonError::into_inner).unconfirmed.push(post);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOUR: u64 = 3600 * 1_000_000;
+
+    fn date(text: &str) -> Date {
+        text.parse().unwrap()
+    }
+
+    fn us(text: &str) -> u64 {
+        text.parse::<Timestamp>().unwrap().as_microsecond() as u64
+    }
+
+    #[test]
+    fn day_ends_at_midnight_of_its_time_zone() {
+        for (zone, now, expected, hours) in [
+            ("UTC", "2026-11-23T23:59:59.999999Z", "2026-11-23", 24),
+            ("UTC", "2026-11-24T00:00:00Z", "2026-11-24", 24),
+            ("Europe/Berlin", "2026-11-23T22:59:59.999999Z", "2026-11-23", 24),
+            ("Europe/Berlin", "2026-11-23T23:00:00Z", "2026-11-24", 24),
+            // Daylight saving time begins and ends.
+            ("Europe/Berlin", "2026-03-29T21:59:59.999999Z", "2026-03-29", 23),
+            ("Europe/Berlin", "2026-03-29T22:00:00Z", "2026-03-30", 24),
+            ("Europe/Berlin", "2026-10-24T22:00:00Z", "2026-10-25", 25),
+            ("Europe/Berlin", "2026-10-25T22:59:59.999999Z", "2026-10-25", 25),
+            // The clock skips midnight.
+            ("Africa/Cairo", "2026-04-23T21:59:59Z", "2026-04-23", 24),
+            ("Africa/Cairo", "2026-04-23T22:00:00Z", "2026-04-24", 23),
+            ("Asia/Kathmandu", "2026-11-23T18:15:00Z", "2026-11-24", 24),
+            ("America/Los_Angeles", "2027-01-01T07:59:59Z", "2026-12-31", 24),
+        ] {
+            let days = UsageDays::new(zone).unwrap();
+            let day = days.day_at(us(now));
+            assert_eq!(day.date, date(expected), "{zone}: {now}");
+            assert_eq!(day.end_us - day.start_us, hours * HOUR, "{zone}: {now}");
+            assert!((day.start_us..day.end_us).contains(&us(now)), "{zone}: {now}");
+            assert_eq!(days.day_at(day.end_us).date, next_day(day.date), "{zone}: {now}");
+        }
+    }
+
+    #[test]
+    fn day_goes_on_while_the_clock_is_set_back_over_midnight() {
+        // At 00:01 on 1 November 2009 the clocks of Newfoundland were set back to 23:01.
+        let days = UsageDays::new("America/St_Johns").unwrap();
+        for (now, expected) in [
+            ("2009-11-01T02:29:59Z", "2009-10-31"),
+            ("2009-11-01T02:30:00Z", "2009-11-01"),
+            ("2009-11-01T02:31:00Z", "2009-11-01"),
+            ("2009-11-01T03:30:00Z", "2009-11-01"),
+        ] {
+            let day = days.day_at(us(now));
+            assert_eq!(day.date, date(expected), "{now}");
+            assert!((day.start_us..day.end_us).contains(&us(now)), "{now}");
+        }
+    }
+
+    #[test]
+    fn key_round_trips_and_states_are_no_totals() {
+        let key = UsageKey { limit: "per-key".into(), identity: 7, month: UsageMonth::from(date("2026-03-05")) };
+        let text = key.to_redis_key("rl");
+        assert_eq!(text, b"rl:{00000000000000000000000000000007}:per-key:usage:2026-03");
+        assert_eq!(UsageKey::parse("rl", &text), Some(key));
+        for other in [
+            "rl:{00000000000000000000000000000007}:per-key:b",
+            "rl:{00000000000000000000000000000007}:usage:l60000000",
+            "rl:{00000000000000000000000000000007}:per-key:usage:2026-13",
+            "rl:{7}:per-key:usage:2026-03",
+            "xl:{00000000000000000000000000000007}:per-key:usage:2026-03",
+            "rl:overrides",
+        ] {
+            assert_eq!(UsageKey::parse("rl", other.as_bytes()), None, "{other}");
+        }
+    }
+
+    fn read(table: &UsageTable) -> Vec<(u128, String, i64)> {
+        let query = UsageQuery {
+            limits: vec!["l".into()],
+            identities: None,
+            from: date("2000-01-01"),
+            to: date("2100-01-01"),
+            max_rows: 1000,
+        };
+        let mut rows = table.read(&query).unwrap();
+        rows.sort();
+        rows.into_iter().map(|row| (row.identity, row.date.to_string(), row.cost)).collect()
+    }
+
+    #[test]
+    fn table_is_bounded_and_drops_old_days() {
+        let table = UsageTable::new(2 * SHARDS);
+        let add = |identity, day: &str, amount| table.add("l", Identity(identity), date(day), amount);
+        add(1, "2025-10-19", 5);
+        add(1, "2026-11-22", 7);
+        assert_eq!(read(&table).len(), 2, "400 days before 23 November 2026 is 19 October 2025");
+        add(1, "2026-11-22", -2);
+        // Identities 1, 65, 129 share a shard.
+        add(65, "2026-11-22", 3);
+        assert_eq!((read(&table).len(), table.lost(), table.len()), (2, 3, 2), "the shard is full");
+        add(129, "2026-11-24", 4);
+        assert_eq!(read(&table), [(1, "2026-11-22".into(), 5), (129, "2026-11-24".into(), 4)]);
+        assert_eq!((table.lost(), table.len()), (3, 2));
+    }
+
+    #[test]
+    fn posts_have_each_total_once() {
+        let table = UsageTable::new(1000);
+        let add = |identity, day: &str, amount| table.add("l", Identity(identity), date(day), amount);
+        assert!(!table.claim_posting(), "there is nothing to post");
+        add(1, "2026-11-30", 5);
+        add(1, "2026-11-29", 2);
+        add(1, "2026-12-01", -1);
+        add(2, "2026-12-01", 3);
+        add(2, "2026-12-01", -3);
+        assert!(table.claim_posting() && !table.claim_posting(), "one task posts");
+        let posts = table.take_posts(100);
+        let told: Vec<_> = posts.iter().map(|post| (post.key.month.to_string(), post.days.clone())).collect();
+        assert_eq!(told, [("2026-11".into(), vec![(29, 2), (30, 5)]), ("2026-12".into(), vec![(1, -1)])]);
+        assert!(posts[0].sequence < posts[1].sequence);
+        add(1, "2026-11-30", 9);
+        table.confirm(&posts[0]);
+        table.put_back(posts[1].clone());
+        assert_eq!(table.take_posts(100), posts[1..], "unconfirmed posts come first, with the same sequence");
+        table.lose(&posts[1]);
+        assert_eq!((table.lost(), table.len()), (1, 1));
+        let later = table.take_posts(100);
+        assert_eq!((later[0].days.clone(), later.len()), (vec![(30, 9)], 1));
+        assert!(later[0].sequence > posts[1].sequence);
+        table.confirm(&later[0]);
+        table.end_posting();
+        assert!(table.is_empty() && !table.claim_posting());
+    }
+}
