@@ -166,8 +166,9 @@ fn labels(sample: &str) -> Vec<(&str, &str)> {
 /// A table row has the name, the type, the labels, the unit and the meaning of a metric.
 #[test]
 fn manual_lists_exactly_the_exported_metrics() {
-    let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n[upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n\
-                   [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\"]\nmirror = { upstream = \"api\" }\n";
+    let limited = "[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n\
+                   [limit.tokens]\nby = \"ip\"\nquota = \"9000/min\"\nunit = \"tokens\"\ncost = { llm = \"auto\" }\n[upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n\
+                   [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"api\"\nlimits = [\"ip\", \"tokens\"]\nmirror = { upstream = \"api\" }\n";
     let providers = "[auth.sso]\nkind = \"forward\"\nurl = \"http://127.0.0.1:1/\"\n\
                      [auth.tokens]\nkind = \"jwt\"\njwks_url = \"http://127.0.0.1:1/\"\n";
     // The metrics of certificates need one.
@@ -700,7 +701,7 @@ fn fault_table_is_complete_and_names_tests_that_exist() {
     let page = pages::read("docs/testing.md");
     let rows = rows(&page, "## Fault table");
     let numbers: Vec<usize> = rows.iter().map(|row| row.split(' ').nth(1).unwrap().parse().unwrap()).collect();
-    assert_eq!(numbers, (1..=47).collect::<Vec<_>>());
+    assert_eq!(numbers, (1..=58).collect::<Vec<_>>());
     for row in rows {
         let run = row.rsplit(" | ").nth(1).unwrap();
         assert!(["Q", "L", "Q, L"].contains(&run), "Q, L or both: {row}");

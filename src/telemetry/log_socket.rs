@@ -342,9 +342,9 @@ mod tests {
         let expected = [
             &b"MESSAGE\n"[..],
             &14_u64.to_le_bytes(),
-            b"- - /a\nb 503 -\nPRIORITY=4\nSYSLOG_IDENTIFIER=tag\nLIMITS=[{\"limit\":\"l\"}]\nPATH\n",
+            b"- - /a\nb 503 -\nPRIORITY=4\nSYSLOG_IDENTIFIER=tag\nSTATUS=503\nPATH\n",
             &4_u64.to_le_bytes(),
-            b"/a\nb\nSHADOW_DENIED=a,b\nSTATUS=503\n",
+            b"/a\nb\nSHADOW_DENIED=a,b\nLIMITS=[{\"limit\":\"l\"}]\n",
         ];
         assert_eq!(String::from_utf8_lossy(&entry), String::from_utf8_lossy(&expected.concat()));
     }
