@@ -207,7 +207,7 @@ enum Command {
     /// Reads the Redis store, or asks the running gateway if the totals are in its memory.
     #[command(after_help = examples![
         "sluicegate usage --by month",
-        "sluicegate usage --limit tokens --identity acme --from 2026-11-01 --to 2026-11-30",
+        "sluicegate usage --limit rate --identity acme --from 2026-11-01 --to 2026-11-30",
         "sluicegate usage --by month --from 2026-10-01 --to 2026-10-31 --csv > october.csv",
     ])]
     Usage(usage::Arguments),

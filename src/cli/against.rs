@@ -1,5 +1,6 @@
 //! `sluicegate check --against`: compares a configuration with that of the running gateway.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::Path;
 
@@ -12,14 +13,15 @@ use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{format_parts, request_target};
 use crate::config::diff;
 use crate::config::diff::Difference;
-use crate::identity::api_key::Caller;
+use crate::identity::api_key::{Caller, ConsumerDirectory};
+use crate::identity::auth::TierSource;
 use crate::identity::display::IdentityInput;
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
 /// Maximum number of identities that are reported.
 const MAX_IDENTITIES: usize = 20;
 
-/// Maximum number of identities of a limit whose usage is read. Each takes a request.
+/// Maximum number of consumers of a limit whose usage is read. Each takes a request.
 const MAX_REQUESTS: usize = 500;
 
 /// The changes that a reload of the running gateway with this configuration would make.
@@ -31,11 +33,11 @@ pub(super) struct Comparison {
     restart: Vec<String>,
     /// New addresses that cannot be bound while the gateway runs, each with the reason.
     pub(super) unavailable: Vec<String>,
-    /// Known identities that have used more than a changed limit admits.
+    /// Known identities that have used more than their new quota.
     over_quota: Vec<OverQuota>,
 }
 
-/// An identity that has used more than a changed limit admits.
+/// An identity that has used more than its new quota.
 #[derive(Debug, Serialize)]
 struct OverQuota {
     limit: String,
@@ -55,7 +57,8 @@ struct OverQuota {
 pub(super) fn compare(path: &Path, config: &CompiledConfig, admin: &str) -> anyhow::Result<Comparison> {
     let client = AdminClient::find(path, Some(admin).filter(|admin| !admin.is_empty()))?;
     let running = client.request(Method::GET, "/api/config", None)?;
-    let differences = diff::differences(&running["configuration"], &config.redacted());
+    let own_config = config.redacted();
+    let differences = diff::differences(&running["configuration"], &own_config);
     let restart = super::check::restart_only_keys(&client, config)?;
     let used: Vec<SocketAddr> = strings(&running["addresses"]).filter_map(|text| text.parse().ok()).collect();
     let own = config.listeners.iter().map(|listener| listener.address);
@@ -65,81 +68,187 @@ pub(super) fn compare(path: &Path, config: &CompiledConfig, admin: &str) -> anyh
         Some(format!("cannot listen on {address} while the gateway runs: {error}"))
     });
     let unavailable = unavailable.collect();
-    let over_quota = over_quota(&client, config, &differences);
+    let over_quota = Quotas { client: &client, config, consumers: config.auth.consumers() }.over_quota(
+        &running["configuration"],
+        &own_config,
+        &differences,
+    );
     Ok(Comparison { changes: differences.iter().map(ToString::to_string).collect(), restart, unavailable, over_quota })
 }
 
-/// Find the identities that have used more than a changed limit admits: consumers, and the most frequently denied ones.
-fn over_quota(client: &AdminClient, config: &CompiledConfig, differences: &[Difference]) -> Vec<OverQuota> {
-    let mut found = Vec::new();
-    let changed = differences.iter().filter(|difference| difference.table == "limit" && difference.is_change);
-    for compiled in changed.filter_map(|difference| config.limits.get(difference.name.as_deref()?)) {
-        for (identity, query) in known_identities(client, config, compiled) {
-            let query: Vec<_> = query.iter().map(|(name, value)| (&**name, &**value)).collect();
-            let target = request_target("/api/identities", &query);
-            // An identity that the running gateway does not know, such as a new consumer, has used nothing.
-            let Ok(response) = client.request(Method::GET, &target, None) else { continue };
-            for status in response["limits"].as_array().into_iter().flatten() {
-                found.extend(exceeds(config, compiled, &identity, status));
+/// The new quotas, and the gateway whose identities use the old ones.
+struct Quotas<'a> {
+    client: &'a AdminClient,
+    config: &'a CompiledConfig,
+    /// The consumers of the new configuration.
+    consumers: ConsumerDirectory,
+}
+
+/// An identity that the running gateway knows.
+struct KnownIdentity {
+    /// The consumer, or the parts of the identity and its hash.
+    display: String,
+    /// Its parts, unless some are hidden.
+    parts: Option<Vec<(String, String)>>,
+    /// Its hash, if it is known.
+    hash: Option<String>,
+    /// Name of the consumer, if its API key is a part of the identity.
+    consumer: Option<String>,
+    /// Whether the client network stands for an API key.
+    is_anonymous: bool,
+}
+
+/// The usage of an identity.
+struct Usage {
+    /// An entry of `/api/identities`.
+    status: Value,
+    /// Whether it is that of the quota of the limit itself: a hash does not tell the consumer or the tier.
+    is_of_default_quota: bool,
+}
+
+impl Quotas<'_> {
+    /// Find the identities that have used more than a new quota admits: consumers, and the most frequently denied ones.
+    fn over_quota(&self, old: &Value, new: &Value, differences: &[Difference]) -> Vec<OverQuota> {
+        let is_changed = |limit: &str| {
+            differences
+                .iter()
+                .any(|difference| difference.table == "limit" && difference.name.as_deref() == Some(limit))
+        };
+        let mut found = Vec::new();
+        for compiled in self.config.limits.values() {
+            let name = &*compiled.limit.name;
+            let (old, new) = (&old["limit"][name], &new["limit"][name]);
+            // A new limit, or one of other identities, starts with new counters.
+            if old.is_null() || parts(&old["by"]) != parts(&new["by"]) || self.has_unknown_tiers(compiled) {
+                continue;
             }
+            let mut known = Vec::new();
+            // The quotas of consumers are in other files, too.
+            if is_changed(name) || self.has_own_quotas(compiled) {
+                known.extend(self.known_consumers(compiled));
+            }
+            if is_changed(name) {
+                known.extend(self.denied_identities(compiled));
+            }
+            found.extend(known.iter().filter_map(|identity| self.exceeds(compiled, identity)));
         }
+        found.sort_by_key(|over| std::cmp::Reverse(over.used));
+        let mut seen = BTreeSet::new();
+        found.retain(|over| seen.insert((over.limit.clone(), over.identity.clone())));
+        found.truncate(MAX_IDENTITIES);
+        found
     }
-    found.sort_by_key(|over| std::cmp::Reverse(over.used));
-    let mut seen = std::collections::BTreeSet::new();
-    found.retain(|over| seen.insert((over.limit.clone(), over.identity.clone())));
-    found.truncate(MAX_IDENTITIES);
-    found
+
+    /// Return whether consumers may have other quotas than the limit itself.
+    fn has_own_quotas(&self, compiled: &CompiledLimit) -> bool {
+        let name = &compiled.limit.name;
+        !compiled.limit.tiers.is_empty() || self.consumers.iter().any(|consumer| consumer.variants.contains_key(name))
+    }
+
+    /// Return whether the quota of an identity depends on a token or on an authentication server, which are not asked.
+    fn has_unknown_tiers(&self, compiled: &CompiledLimit) -> bool {
+        !compiled.limit.tiers.is_empty() && self.config.auth.tier_source != TierSource::ApiKey
+    }
+
+    /// Return the consumers of a limit by API key alone.
+    fn known_consumers(&self, compiled: &CompiledLimit) -> Vec<KnownIdentity> {
+        // Once for each consumer, which may have several keys.
+        let names: BTreeSet<_> = self.consumers.iter().map(|consumer| consumer.name.to_string()).collect();
+        let is_limited = |name: &String| {
+            let input = IdentityInput::from([("api-key".to_owned(), name.clone())]);
+            let CompiledConfig { client_ip, hasher, .. } = self.config;
+            let resolved = compiled.identity_spec.resolve(&input, client_ip, &self.consumers, hasher);
+            resolved.is_ok_and(|resolved| !resolved.is_exempt)
+        };
+        let identity = |name: String| KnownIdentity {
+            display: format!("api-key={name}"),
+            parts: Some(vec![("api-key".to_owned(), name.clone())]),
+            hash: None,
+            consumer: Some(name),
+            is_anonymous: false,
+        };
+        names.into_iter().filter(is_limited).take(MAX_REQUESTS).map(identity).collect()
+    }
+
+    /// Return the top denied identities of a limit.
+    fn denied_identities(&self, compiled: &CompiledLimit) -> Vec<KnownIdentity> {
+        let target = request_target("/api/top", &[("limit", &*compiled.limit.name), ("count", "96")]);
+        let top = self.client.request(Method::GET, &target, None).unwrap_or_default();
+        let entries = top["limits"].as_array().into_iter().flatten().flat_map(|limit| limit["identities"].as_array());
+        let identity = |entry: &Value| {
+            let (hash, named) = (entry["identity"].as_str().unwrap_or_default(), &entry["parts"]);
+            let pair = |(label, value): (&String, &Value)| Some((label.clone(), value.as_str()?.to_owned()));
+            let parts: Option<Vec<_>> = named.as_object().and_then(|named| named.iter().map(pair).collect());
+            let is_consumer = matches!(parts.as_deref(), Some([(label, _)]) if label == "api-key");
+            let suffix = if is_consumer { String::new() } else { format!(" ({hash})") };
+            KnownIdentity {
+                display: format_parts(named) + &suffix,
+                parts,
+                hash: Some(hash.to_owned()),
+                consumer: named["api-key"].as_str().map(str::to_owned),
+                is_anonymous: named["anonymous"].is_string(),
+            }
+        };
+        entries.flatten().map(identity).collect()
+    }
+
+    /// Return the usage of an identity. `None` if the running gateway does not know it, such as a new consumer.
+    fn usage(&self, compiled: &CompiledLimit, identity: &KnownIdentity) -> Option<Usage> {
+        let by_parts = identity.parts.as_ref().and_then(|parts| self.status(compiled, parts));
+        // The displayed parts may be shortened.
+        let is_same =
+            |status: &Value| identity.hash.is_none() || status["identity"].as_str() == identity.hash.as_deref();
+        if let Some(status) = by_parts.filter(is_same) {
+            return Some(Usage { status, is_of_default_quota: false });
+        }
+        let status = self.status(compiled, &[("identity".to_owned(), identity.hash.clone()?)])?;
+        Some(Usage { status, is_of_default_quota: true })
+    }
+
+    fn status(&self, compiled: &CompiledLimit, query: &[(String, String)]) -> Option<Value> {
+        let limit = ("limit", &*compiled.limit.name);
+        let pairs: Vec<_> = query.iter().map(|(name, value)| (&**name, &**value)).chain([limit]).collect();
+        let mut response = self.client.request(Method::GET, &request_target("/api/identities", &pairs), None).ok()?;
+        Some(response["limits"][0].take()).filter(Value::is_object)
+    }
+
+    /// Return the identity if its usage exceeds its new quota. A limit with another algorithm or window starts anew.
+    fn exceeds(&self, compiled: &CompiledLimit, identity: &KnownIdentity) -> Option<OverQuota> {
+        let Usage { status, is_of_default_quota } = self.usage(compiled, identity)?;
+        // An override stays in force.
+        if status["override"].is_object() {
+            return None;
+        }
+        let caller = match (&identity.consumer, identity.is_anonymous) {
+            // A consumer that is removed is not limited, but rejected.
+            (Some(name), _) => Caller::Consumer(self.consumers.find_by_name(name)?.clone()),
+            (None, true) => Caller::Anonymous,
+            (None, false) => Caller::Missing,
+        };
+        if is_of_default_quota && caller != Caller::Missing && self.has_own_quotas(compiled) {
+            return None;
+        }
+        let variant = caller.variant(&compiled.limit);
+        let (quota, capacity) = (variant.quota.to_string(), variant.rule.capacity());
+        let (old_quota, old_capacity) = (status["quota"].as_str()?, status["capacity"].as_u64()?);
+        let window = |quota: &str| quota.split_once('/').map(|(_, window)| window.to_owned());
+        let is_same_state =
+            window(old_quota) == window(&quota) && status["algorithm"].as_str()? == variant.rule.algorithm_name();
+        let is_new = old_quota != quota || old_capacity != capacity;
+        let used = old_capacity.saturating_sub(status["remaining"].as_u64()?);
+        (is_same_state && is_new && used > capacity).then(|| OverQuota {
+            limit: compiled.limit.name.to_string(),
+            identity: identity.display.clone(),
+            used,
+            capacity,
+            quota,
+        })
+    }
 }
 
-/// Return the known identities of a limit, each with its query parameters.
-fn known_identities(
-    client: &AdminClient,
-    config: &CompiledConfig,
-    compiled: &CompiledLimit,
-) -> Vec<(String, Vec<(String, String)>)> {
-    let limit = &*compiled.limit.name;
-    let mut known = Vec::new();
-    let consumers = config.auth.consumers();
-    for consumer in consumers.iter().take(MAX_REQUESTS) {
-        let input = IdentityInput::from([("api-key".to_owned(), consumer.name.to_string())]);
-        let resolved = compiled.identity_spec.resolve(&input, &config.client_ip, &consumers, &config.hasher);
-        if resolved.is_ok_and(|resolved| !resolved.is_exempt) {
-            let query = vec![("limit".to_owned(), limit.to_owned()), ("api-key".to_owned(), consumer.name.to_string())];
-            known.push((format!("api-key={}", consumer.name), query));
-        }
-    }
-    let target = request_target("/api/top", &[("limit", limit), ("count", "96")]);
-    let top = client.request(Method::GET, &target, None).unwrap_or_default();
-    for entry in
-        top["limits"].as_array().into_iter().flatten().flat_map(|limit| limit["identities"].as_array()).flatten()
-    {
-        let hash = entry["identity"].as_str().unwrap_or_default();
-        let query = vec![("limit".to_owned(), limit.to_owned()), ("identity".to_owned(), hash.to_owned())];
-        known.push((format!("{} ({hash})", format_parts(&entry["parts"])), query));
-    }
-    known
-}
-
-/// Return the identity if its usage exceeds the new quota. A limit with another algorithm or window starts anew.
-fn exceeds(config: &CompiledConfig, compiled: &CompiledLimit, identity: &str, status: &Value) -> Option<OverQuota> {
-    let consumers = config.auth.consumers();
-    let consumer = status["consumer"].as_str();
-    let caller = consumers.iter().find(|known| Some(&*known.name) == consumer);
-    let caller = caller.cloned().map_or(Caller::Missing, Caller::Consumer);
-    let variant = caller.variant(&compiled.limit);
-    let quota = variant.quota.to_string();
-    let window = |quota: &str| quota.split_once('/').map(|(_, window)| window.to_owned());
-    let is_same_state = window(status["quota"].as_str()?) == window(&quota)
-        && status["algorithm"].as_str()? == variant.rule.algorithm_name();
-    let used = status["capacity"].as_u64()?.saturating_sub(status["remaining"].as_u64()?);
-    let capacity = variant.rule.capacity();
-    (is_same_state && used > capacity).then(|| OverQuota {
-        limit: compiled.limit.name.to_string(),
-        identity: consumer.map_or_else(|| identity.to_owned(), |name| format!("api-key={name}")),
-        used,
-        capacity,
-        quota,
-    })
+/// Return `by` of a limit, which may be a single part, as a list.
+fn parts(by: &Value) -> Vec<&Value> {
+    by.as_array().map_or_else(|| vec![by], |parts| parts.iter().collect())
 }
 
 impl Comparison {

@@ -26,8 +26,7 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
     let (stop_token, stopping) = (stop.clone(), app.stopping());
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         signal_runtime.block_on(async {
-            let cause = signals.handle(&config_handle, hot_restart).await;
-            if cause == StopCause::Signal || cause == StopCause::HotRestart {
+            if signals.handle(&config_handle, hot_restart).await == StopCause::Signal {
                 sd_notify::notify_stopping();
                 stopping.cancel();
                 signals.stop.wait_accept_grace(&config_handle).await;

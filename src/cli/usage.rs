@@ -69,12 +69,12 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
         (None, Some(redis)) => {
             let filter = arguments.filter()?;
             let query = filter.query(config, unix_us(), usize::MAX)?;
-            let rows = read_redis(redis, &query).context("the totals cannot be read from the store")?;
+            let rows = read_redis(redis, &query)?;
             UsageReport::new(config, &query, &filter, rows, by)
         }
         (None, None) => {
             let client = AdminClient::from_config(config_path, config)
-                .context("the totals are in the memory of the running gateway")?;
+                .map_err(|error| anyhow!("the totals are in the memory of the running gateway, and {error}"))?;
             arguments.request(&client)?
         }
         (Some(url), _) => arguments.request(&AdminClient::from_url(url)?)?,
@@ -104,12 +104,13 @@ fn read_redis(
     });
     // Do not wait for a blocking DNS lookup.
     tokio_runtime.shutdown_background();
-    rows.map_err(|error| match &error {
-        UsageError::Store(store_error) => match store_error.error_reply() {
-            Some(reply) => anyhow!(diagnose_reply(reply)),
-            None => error.into(),
-        },
-        UsageError::TooMany(_) => error.into(),
+    rows.map_err(|error| {
+        let reply = match &error {
+            UsageError::Store(error) => error.error_reply(),
+            UsageError::TooMany(_) => None,
+        };
+        let cause = reply.map_or_else(|| error.to_string(), diagnose_reply);
+        anyhow!("the totals cannot be read from the store: {cause}")
     })
 }
 

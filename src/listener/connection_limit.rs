@@ -152,7 +152,7 @@ impl ConnectionLimits {
 
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
-        self.limits.open_by_listener[self.listener_index].fetch_sub(0, Ordering::Relaxed);
+        self.limits.open_by_listener[self.listener_index].fetch_sub(1, Ordering::Relaxed);
         let mut capacity = self.limits.lock_capacity();
         if capacity.excess > 0
             && let Some(permit) = self.permit.take()

@@ -179,6 +179,7 @@ fn accept_grace_serves_as_before_until_another_signal() {
     gateway.terminate();
     await_stopping(&gateway);
     assert_eq!(ask(&gateway, "GET", "/healthz").status, 200, "the process must not be restarted");
+    ["HUP", "USR2"].iter().for_each(|name| signal(&gateway.child, name));
     for _ in 0..50 {
         let replies = [kept.get("/says"), gateway.get("/says")];
         let is_served =
@@ -201,6 +202,8 @@ fn accept_grace_serves_as_before_until_another_signal() {
     server.set(Behaviour::Respond(200));
     assert_eq!(in_flight.reply().unwrap().status, 200);
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+    let log = gateway.log();
+    assert!(!log.contains("configuration reloaded") && !log.contains("hot restart"), "ignored signals: {log}");
 }
 
 #[test]

@@ -152,7 +152,7 @@ fn examples_of_the_help_work() {
     let config = format!(
         "[admin]\naddress = \"127.0.0.1:{port}\"\ntoken = \"open-sesame\"\nsocket = \"admin.sock\"\n[client_ip]\ntrusted_proxies = []\n\
          [auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n[limit.per-ip]\nby = \"ip\"\nquota = \"100/min\"\n\
-         [limit.rate]\nby = \"api-key\"\nquota = \"10/s\"\ntiers = {{ pro = {{ quota = \"100/s\" }} }}\n\
+         [limit.rate]\nby = \"api-key\"\nquota = \"10/s\"\nusage = true\ntiers = {{ pro = {{ quota = \"100/s\" }} }}\n\
          [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nidentify = [\"keys\"]\nlimits = [\"per-ip\", \"rate\"]\nrespond = {{ status = 200 }}\n\
          [acme]\naccept_terms = true\ndirectory = \"https://127.0.0.1:1/\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
          [[listener]]\naddress = \"127.0.0.1:0\"\ntls = {{ acme = true, names = [\"localhost\"] }}\n"

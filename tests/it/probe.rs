@@ -7,6 +7,7 @@ use std::process::Command;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::reload::says;
 use crate::support::{eventually, signal};
+use socket2::{Domain, SockAddr, Socket, Type};
 
 const TOKEN: &str = "open-sesame";
 
@@ -102,7 +103,20 @@ fn probe_finds_the_admin_socket() {
     let mut by_directory = command(Path::new("/nowhere"), &[]);
     let output = by_directory.env("RUNTIME_DIRECTORY", gateway.directory()).output().unwrap();
     assert_eq!((output.status.code(), String::from_utf8(output.stdout).unwrap()), (Some(0), format!("{}\n", ready.1)));
-    drop(gateway);
+
+    // The queue of the socket is full: a blocking connect would wait for a process that does not accept.
+    signal(&gateway.child, "STOP");
+    let connect = || {
+        let client = Socket::new(Domain::UNIX, Type::STREAM.nonblocking(), None).unwrap();
+        client.connect(&SockAddr::unix(&socket).unwrap()).map(|()| client)
+    };
+    let queued: Vec<_> = std::iter::from_fn(|| connect().ok()).collect();
+    assert!(queued.len() > 50, "{}", queued.len());
+    let probe = command(&config, &["--timeout", "200ms"]);
+    let output = Command::new("timeout").arg("15").arg(probe.get_program()).args(probe.get_args()).output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains(&format!("cannot connect to {}", socket.display())), "{text}");
 }
 
 #[test]

@@ -358,6 +358,7 @@ fn admin_section(text: &str) -> &str {
 fn is_listening(path: &Path) -> bool {
     let connect = || {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+        socket.set_nonblocking(true)?;
         socket.connect(&SockAddr::unix(path)?)
     };
     connect().map_or_else(|error| error.kind() == io::ErrorKind::WouldBlock, |()| true)
