@@ -197,7 +197,8 @@ fn manual_lists_exactly_the_exported_metrics() {
         };
         let samples: Vec<_> = exposition.lines().filter(is_sample).flat_map(labels).collect();
         let names: BTreeSet<_> = samples.iter().map(|(label, _)| *label).filter(|label| *label != "le").collect();
-        assert_eq!(code(row[2]), names, "labels of {name}");
+        // A metric without samples, such as those of ACME here, has no labels to compare.
+        assert!(samples.is_empty() || code(row[2]) == names, "labels of {name}: {names:?}");
         for (label, value) in samples.iter().filter(|(label, _)| !NAME_LABELS.contains(label)) {
             let is_documented = page.contains(&format!("| `{value}` |")) || code(row[4]).contains(value);
             assert!(is_documented, "{name}: {label} = {value} is not documented");

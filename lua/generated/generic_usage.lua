@@ -34,9 +34,8 @@
 --          failed requests. Two elements follow for each failed request: the number of keys before the keys of this
 --          request, and the error. The error is RLARG, RLSTALE (see fixed_window.lua) or an error of Redis.
 -- Errors   RLARG: the arguments of the call are invalid. Nothing was written.
--- The lines from `--@usage` to `--@end usage` are only in scripts that count usage.
--- If arguments and replies were text, a call would cost Redis 10 % more, and the gateway would need 3,000 more
--- instructions per limit to parse the reply.
+-- The blocks of usage are only in scripts for calls with limits that count it.
+-- Text instead of bytes would cost Redis a tenth more, and the parser of the gateway 3,000 instructions per limit.
 --
 -- Each algorithm is a branch of one `if`. A function for each algorithm would be slower: calling it costs more than the
 -- algorithm itself.

@@ -140,13 +140,13 @@ fn errors_of_admin_commands_are_one_sentence() {
             "unknown limit `x`: the limits are `net`, `one`",
         ),
         (&["inspect", "--admin", &admin, "a", "b"], TOKEN, 1, "PART=VALUE"),
-        (&["inspect", "--admin", &admin, "ip=here"], TOKEN, 1, "`ip` is not an address"),
+        (&["inspect", "--admin", &admin, "ip=here"], TOKEN, 1, "is not an IP address"),
         (&["inspect", "--admin", &admin], TOKEN, 2, "PART=VALUE"),
         (
             &["reset", "--admin", &admin, "--limit", "one", "ip=127.0.0.1"],
             TOKEN,
             1,
-            "is keyed by header:x-id, not by `ip`",
+            "limit `one` counts by header:x-id, not by `ip`",
         ),
     ] {
         let output = binary().args(arguments).env("SLUICEGATE_ADMIN_TOKEN", token).output().unwrap();

@@ -219,7 +219,7 @@ fn store_errors_say_what_to_do() {
         ),
         (
             format!("rediss://{}", at(&tls)),
-            format!("the certificate of {} is not accepted (UnknownIssuer); name the CA", at(&tls)),
+            format!("the certificate of {} is not accepted (UnknownIssuer); name its CA", at(&tls)),
         ),
         (
             format!("rediss://{}", at(&redis)),

@@ -174,11 +174,11 @@ fn persistent_errors_open_the_breaker_and_are_logged_once() {
         "ERR unknown command 'EVALSHA', with args beginning with: ",
     ];
     let garbage = [
-        ("+OK\r\n", "not a verdict"),
-        ("*2\r\n:1\r\n:2\r\n", "not a verdict"),
-        ("$8\r\n12345678\r\n", "not a verdict"),
+        ("+OK\r\n", "the reply of the store is malformed"),
+        ("*2\r\n:1\r\n:2\r\n", "the reply of the store is malformed"),
+        ("$8\r\n12345678\r\n", "the reply of the store is malformed"),
         // Decoded as doubles, tiny numbers.
-        ("$48\r\n012345670123456701234567012345670123456701234567\r\n", "not a verdict"),
+        ("$48\r\n012345670123456701234567012345670123456701234567\r\n", "the reply of the store is malformed"),
         ("HTTP/1.1 400 Bad Request\r\n\r\n", "reached"),
     ];
     let replies = PASSING.iter().chain(&lasting).map(|text| (format!("-{text}\r\n"), text.split(' ').next().unwrap()));

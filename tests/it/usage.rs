@@ -626,7 +626,7 @@ fn command_prints_totals_by_day_month_and_identity() {
 
     for (arguments, code, problem) in [
         (&["--limit", "m"][..], 1, "unknown limit `m`"),
-        (&["--identity", "nobody"], 1, "no consumer has this name"),
+        (&["--identity", "stranger"], 1, "no consumer has this name"),
         (&["--identity", "ip=192.0.2.7"], 1, "no limit that counts usage is keyed by `ip`"),
         (&["--identity", "a", "--identity", "b"], 1, "PART=VALUE"),
         (&["--from", "2026-11-02", "--to", "2026-11-01"], 1, "`from` (2026-11-02) is after `to` (2026-11-01)"),
@@ -683,12 +683,12 @@ fn missing_permission_for_totals_is_a_failure_of_the_store_until_it_is_granted()
     let mut ask = || client.get_with("/r", &[("x-api-key", "acme")]).status;
     eventually("the breaker opens", || {
         assert_eq!(ask(), 503);
-        gateway.log().contains("the store fails")
+        gateway.log().contains("the store is down")
     });
     // Probes fail as the calls do.
     let rejected = redis.rejections("hincrby");
     eventually("three probes", || redis.rejections("hincrby") >= rejected + 3);
-    assert_eq!((ask(), gateway.log().matches("the store fails").count()), (503, 1));
+    assert_eq!((ask(), gateway.log().matches("the store is down").count()), (503, 1));
     assert_eq!(redis.keys().len(), 0, "no state without a total: {:?}", redis.keys());
     acl("+hincrby");
     eventually("the store decides", || ask() == 200);
@@ -734,7 +734,7 @@ fn api_returns_the_totals_of_both_stores() {
             ("?by=year", 400, "day, month, identity"),
             ("?from=now", 400, "`from` must be a date"),
             ("?identity=acme", 400, "32 hexadecimal digits"),
-            ("?api-key=nobody", 400, "no consumer"),
+            ("?api-key=stranger", 400, "no consumer"),
             ("?from=2026-02-01&to=2026-01-01", 400, "is after"),
         ] {
             let reply = ask(&gateway, &format!("/api/usage{query}"));
