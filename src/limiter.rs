@@ -258,7 +258,7 @@ impl Limiter {
             }
         };
         match permits {
-            Some(permits) if decision.admitted => hold_permits(permits, checks.iter(), &mut decision),
+            Some(permits) if decision.admitted => hold_permits(permits, &checks.iter(), &mut decision),
             Some(permits) => permits.discard(),
             None => {}
         }
@@ -282,7 +282,7 @@ impl Limiter {
         let mut decision = Decision::new(verdict, DecidedBy::Store, counted.iter().copied());
         if decision.admitted && checks.iter().any(LimitCheck::is_concurrency) {
             let permits = self.requested_permits(checks, DecidedBy::Store, first_permit_id);
-            hold_permits(permits, counted.into_iter(), &mut decision);
+            hold_permits(permits, &counted.into_iter(), &mut decision);
         }
         self.attach_deferred_charges(checks, &mut decision, None, &[]);
         Ok(decision)
@@ -430,12 +430,11 @@ const NOT_INVOLVED: Outcome = Outcome { status: Status::Ok, remaining: 0, reset_
 /// none, and a renewal would add the permit beyond the limit.
 fn hold_permits<'c>(
     permits: ConcurrencyPermits,
-    counted: impl Iterator<Item = &'c LimitCheck<'c, 'c>> + Clone,
+    counted: &(impl Iterator<Item = &'c LimitCheck<'c, 'c>> + Clone),
     decision: &mut Decision<'_>,
 ) {
     let is_granted = |limit_index| {
-        let mut counted = counted.clone();
-        counted.any(|check| check.limit_index == limit_index && !decision.is_shadow_denied(check.limit))
+        counted.clone().any(|check| check.limit_index == limit_index && !decision.is_shadow_denied(check.limit))
     };
     decision.permits = Some(Box::new(permits.hold(is_granted)));
 }

@@ -18,8 +18,8 @@ use crate::config::{Text, schema};
 pub enum LimitCost {
     /// The same cost for each request.
     Fixed(#[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))] i64),
-    /// The value of a header.
-    FromHeader(CostTable),
+    /// The value of a header, or the tokens of a request to an LLM API.
+    Table(Box<CostTable>),
 }
 
 /// `{ request_header = "…", max = … }`, `{ response_header = "…" }` or `{ llm = "auto", … }`
@@ -114,7 +114,7 @@ pub enum AccessLog {
     /// The destination.
     To(String),
     /// The destination with settings.
-    Table(AccessLogTable),
+    Table(Box<AccessLogTable>),
 }
 
 /// `{ to = "syslog", … }`
@@ -251,7 +251,8 @@ impl<'de> Deserialize<'de> for AccessLog {
                 Ok(AccessLog::To(to.to_owned()))
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<AccessLog, A::Error> {
-                AccessLogTable::deserialize(value::MapAccessDeserializer::new(map)).map(AccessLog::Table)
+                AccessLogTable::deserialize(value::MapAccessDeserializer::new(map))
+                    .map(|table| AccessLog::Table(Box::new(table)))
             }
         }
         deserializer.deserialize_any(Either)
@@ -383,7 +384,8 @@ impl<'de> Deserialize<'de> for LimitCost {
                 Ok(LimitCost::Fixed(cost))
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<LimitCost, A::Error> {
-                CostTable::deserialize(value::MapAccessDeserializer::new(map)).map(LimitCost::FromHeader)
+                CostTable::deserialize(value::MapAccessDeserializer::new(map))
+                    .map(|table| LimitCost::Table(Box::new(table)))
             }
         }
         deserializer.deserialize_any(Either)

@@ -398,11 +398,9 @@ impl UsageShard {
     }
 
     fn days(&self) -> impl Iterator<Item = (&str, u128, &BTreeMap<Date, i64>)> {
-        let identities = |(limit, identities)| {
-            let (limit, identities): (&Box<str>, &LimitTotals) = (limit, identities);
-            identities.iter().map(move |(identity, days)| (&**limit, *identity, days))
-        };
-        self.limits.iter().flat_map(identities)
+        self.limits
+            .iter()
+            .flat_map(|(limit, identities)| identities.iter().map(move |(identity, days)| (&**limit, *identity, days)))
     }
 }
 

@@ -157,7 +157,7 @@ fn cost(limit: &config::tables::Limit, trusted_proxies: usize, reader: &mut Vali
             }
             return Some(Cost::Fixed(*cost as u64));
         }
-        LimitCost::FromHeader(table) => table,
+        LimitCost::Table(table) => table,
     };
     if table.llm.is_some() {
         let cost = llm::llm_cost(table, reader);

@@ -236,7 +236,7 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
         AccessLog::To(to) => (Some((to, written.span())), &no_settings),
         AccessLog::Table(table) => {
             let to = reader.required(table.to.as_ref(), &written.span(), "to", "\"syslog\"");
-            (to.map(|to| (to.get_ref(), to.span())), table)
+            (to.map(|to| (to.get_ref(), to.span())), &**table)
         }
     };
     let sample = match &table.sample {

@@ -36,26 +36,23 @@ struct Order {
 struct Provider {
     address: SocketAddr,
     seen: Arc<Mutex<Vec<Seen>>>,
-    /// Deltas that were written, by response.
-    streamed: Arc<AtomicU64>,
     gate: Arc<(Mutex<bool>, Condvar)>,
 }
 
 impl Provider {
     fn start() -> Provider {
         let seen = Arc::<Mutex<Vec<Seen>>>::default();
-        let streamed = Arc::<AtomicU64>::default();
         let gate = Arc::<(Mutex<bool>, Condvar)>::default();
-        let (record, counter, opening) = (seen.clone(), streamed.clone(), gate.clone());
+        let (record, opening) = (seen.clone(), gate.clone());
         let address = serve(move |mut stream| {
             while let Some(request) = read_request(&mut stream) {
                 record.lock().unwrap().push(request.clone());
-                if respond(&mut stream, &request, &counter, &opening).is_err() {
+                if respond(&mut stream, &request, &opening).is_err() {
                     return;
                 }
             }
         });
-        Provider { address, seen, streamed, gate }
+        Provider { address, seen, gate }
     }
 
     fn release(&self) {
@@ -72,12 +69,7 @@ impl Provider {
     }
 }
 
-fn respond(
-    stream: &mut TcpStream,
-    request: &Seen,
-    streamed: &AtomicU64,
-    gate: &(Mutex<bool>, Condvar),
-) -> std::io::Result<()> {
+fn respond(stream: &mut TcpStream, request: &Seen, gate: &(Mutex<bool>, Condvar)) -> std::io::Result<()> {
     let body: Value = serde_json::from_slice(&request.body).unwrap_or(Value::Null);
     let mock = &body["mock"];
     if let Some(status) = mock["status"].as_u64() {
@@ -122,7 +114,6 @@ fn respond(
             stream.write_all(b"\r\n")?;
             rest = &rest[length..];
         }
-        streamed.fetch_add(1, Ordering::SeqCst);
     }
     stream.write_all(b"0\r\n\r\n")
 }
