@@ -193,6 +193,7 @@ fn examples_of_the_help_work() {
             // This gateway is not ready: no CA is there.
             let is_ready_check = script.starts_with("sluicegate probe") && !script.contains("--live");
             let script = script + if is_ready_check { " --live" } else { "" };
+            let script = format!("timeout 60 sh -c '{}'", script.replace('\'', r"'\''"));
             let Output { status, stderr, .. } = shell(directory, &script).output().unwrap();
             assert!(status.success(), "{example}: {}", String::from_utf8_lossy(&stderr));
         }
