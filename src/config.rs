@@ -303,7 +303,7 @@ pub struct Store {
     /// Redis until Redis could decide otherwise. 0 = no cache.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 100000))]
     pub denial_cache: Option<Spanned<i64>>,
-    /// Maximum number of states in the memory of this process, for all limits together. Each limit is guaranteed an
+    /// Maximum number of rate limit states (one for each limit and identity) in the memory of this process. Each limit is guaranteed an
     /// equal part ([what happens when it is full](limits.md#memory)). A state takes about 150 bytes;
     /// sliding-buckets 9 more for each bucket, sliding-log for each logged unit of cost.
     #[schemars(range(min = 1, max = 1_099_511_627_775_i64), extend("default" = 1000000))]

@@ -96,7 +96,7 @@ impl ForwardProvider {
 }
 
 impl Admission {
-    /// Return the header that names an identity: its only value, unless it is empty.
+    /// Return the value of the header `name`, which is an identity. `None` if the header is absent, empty or repeated.
     pub fn identity(&self, name: &HeaderName) -> Option<&[u8]> {
         let mut values = self.headers.get_all(name).iter().map(HeaderValue::as_bytes);
         values.next().filter(|value| !value.is_empty() && values.next().is_none())

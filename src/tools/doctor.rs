@@ -232,6 +232,7 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     if server.endpoint.mode() == ServerMode::Cluster {
         report.record("full coverage", server::check_full_coverage(connection).await)?;
     }
+    report.record("script time", server::check_script_time_limit(connection).await)?;
     report.record("round trip", server::check_round_trip(connection, requirements.timeout).await)?;
     report.record("clock", server::check_clock(connection).await)?;
     report.record("permissions", permissions::check_permissions(connection, server, requirements).await)?;

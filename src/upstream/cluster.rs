@@ -296,7 +296,7 @@ impl UpstreamCluster {
                 true => {
                     warn!(%upstream, "more than half of the servers are ejected or unhealthy; ejections are ignored")
                 }
-                false => info!(%upstream, "ejections of servers apply again"),
+                false => info!(%upstream, "ejections of servers are no longer ignored"),
             }
         }
         let table = Arc::new(table);

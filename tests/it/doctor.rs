@@ -116,6 +116,7 @@ fn doctor_passes_a_healthy_server_and_leaves_no_keys() {
         "evictions",
         "keys",
         "persistence",
+        "script time",
         "round trip",
         "clock",
         "permissions",
@@ -130,6 +131,7 @@ fn doctor_passes_a_healthy_server_and_leaves_no_keys() {
         ("policy", "noeviction"),
         ("keys", "0 keys under rl:, 0 without a TTL; the whole database (0 keys) was scanned"),
         ("persistence", "none; 0 overrides stored"),
+        ("script time", "limit of 5000 ms"),
         ("round trip", "of 50 calls; store.timeout is 5000 ms"),
         ("clock", "no decision depends on it"),
         ("permissions", "26 commands"),
@@ -209,6 +211,16 @@ fn eviction_policy_and_evicted_keys_are_reported() {
 }
 
 #[test]
+fn short_time_limit_of_scripts_is_a_warning() {
+    let redis = Redis::start();
+    for (limit, expected) in [("99", "warning"), ("100", "ok"), ("0", "ok")] {
+        command(&redis, &["CONFIG", "SET", "lua-time-limit", limit]);
+        let (code, status, found) = check(&redis.url(), "script time");
+        assert_eq!((code, status.as_str()), (Some(0), expected), "{found}");
+    }
+}
+
+#[test]
 fn full_server_with_noeviction_fails_the_trial_with_its_reason() {
     let redis = Redis::start();
     command(&redis, &["CONFIG", "SET", "maxmemory", "100kb"]);
@@ -230,6 +242,7 @@ fn checks_without_permission_are_skipped_for_the_gateway_user() {
         ("evictions", "+info"),
         ("keys", "+pttl"),
         ("persistence", "+config|get"),
+        ("script time", "+config|get"),
     ];
     assert_eq!(left_out.len(), expected.len(), "{left_out:?}");
     for (check, (name, right)) in left_out.iter().zip(expected) {

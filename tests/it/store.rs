@@ -502,7 +502,7 @@ fn override_beyond_maxmemory_fails_and_deletes_nothing() {
     max_memory(&server, "1");
     let refused = put("limit two").unwrap_err();
     max_memory(&server, "0");
-    assert_eq!(refused.code(), Some("OOM"), "{refused}");
+    assert!(refused.to_string().contains("OOM"), "{refused}");
     assert_eq!(content(&server), before);
     put("limit two").unwrap();
     let fields: Vec<String> = redis::cmd("HKEYS").arg("overrides").query(&mut server.connection()).unwrap();

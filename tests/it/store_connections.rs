@@ -278,10 +278,12 @@ fn missing_redis_permission_is_named() {
     // Permissions needed to decide: reported with the first decision.
     set_user(&["gateway", "+script", "-set"]);
     let without = gateway(&store);
-    let expected =
-        "the Redis user lacks a permission that the gateway needs, a command of the scripts; grant the permissions";
+    // Redis 7.0 does not name the command of a script, later versions do.
+    let expected = |named: &str| {
+        format!("the Redis user lacks a permission that the gateway needs, {named}; grant the permissions")
+    };
     eventually("it is logged", || {
         without.get("/r").assert_problem(503, "a decision that may not write");
-        without.log().contains(expected)
+        ["a command of the scripts", "+set"].iter().any(|named| without.log().contains(&expected(named)))
     });
 }

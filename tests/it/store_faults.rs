@@ -365,7 +365,7 @@ fn errors_of_a_real_redis_are_handled_alike() {
         // A server that rejects writes is left for a new connection, which finds the reason.
         ("is a replica; give the address of its master", 3, &*replica, "REPLICAOF NO ONE"),
         (
-            "The user executing the script",
+            "lacks a permission that the gateway needs",
             3,
             "ACL SETUSER default -set -setrange",
             "ACL SETUSER default +set +setrange",

@@ -1,9 +1,10 @@
 //! A real Redis Cluster: masters, replicas, slot migrations, killed masters.
 
 use std::collections::BTreeSet;
+use std::net::TcpListener;
 
 use super::eventually;
-use super::redis::{Redis, free_port};
+use super::redis::{Redis, free_port, redis_version};
 
 const SLOTS: usize = 16_384;
 
@@ -16,27 +17,36 @@ pub struct Cluster {
     _directory: tempfile::TempDir,
 }
 
+/// Return two free ports, the second of which is the default port of the bus for the first.
+fn free_port_with_bus() -> (u16, u16) {
+    let bus_of = |port: u16| port.checked_add(10_000).filter(|bus| TcpListener::bind(("127.0.0.1", *bus)).is_ok());
+    (0..100).find_map(|_| Some(free_port()).and_then(|port| Some((port, bus_of(port)?)))).expect("a free pair of ports")
+}
+
 impl Cluster {
     /// Start a cluster and wait until it serves and all replicas are in sync. A promotion needs a majority of the
     /// masters: with three, one may be lost.
     pub fn start(masters: usize, replicas_per_master: usize) -> Cluster {
         let directory = tempfile::tempdir().unwrap();
+        // Redis 6.2 has no option for the port of the bus.
+        let has_bus_option = redis_version() >= (7, 0);
         let start = |index: usize| {
-            let (port, bus) = (free_port(), free_port());
+            let (port, bus) = if has_bus_option { (free_port(), free_port()) } else { free_port_with_bus() };
             let path = directory.path().join(format!("{index}-{port}"));
             std::fs::create_dir(&path).unwrap();
             let (port_text, bus_text) = (port.to_string(), bus.to_string());
             let arguments = [
                 ["--port", &port_text],
                 ["--cluster-enabled", "yes"],
-                ["--cluster-port", &bus_text],
                 ["--cluster-node-timeout", "1000"],
                 // Promote the replica even if it has not heard from its master for long: there is no other.
                 ["--cluster-replica-validity-factor", "0"],
                 ["--repl-diskless-sync-delay", "0"],
                 ["--dir", path.to_str().unwrap()],
             ];
-            let node = Redis::start_with(port, arguments.as_flattened())?;
+            let bus_option = [["--cluster-port", &bus_text]];
+            let options = if has_bus_option { &bus_option[..] } else { &[] };
+            let node = Redis::start_with(port, [&arguments[..], options].concat().as_flattened())?;
             Some((node, bus))
         };
         let started = (0..masters * (1 + replicas_per_master)).map(|index| {
@@ -55,7 +65,8 @@ impl Cluster {
         }
         for (index, master) in self.nodes[..self.masters].iter().enumerate() {
             let (first, end) = (index * SLOTS / self.masters, (index + 1) * SLOTS / self.masters);
-            cluster("ADDSLOTSRANGE").arg(first).arg(end - 1).exec(&mut master.connection()).unwrap();
+            // ADDSLOTSRANGE needs Redis 7.0.
+            cluster("ADDSLOTS").arg((first..end).collect::<Vec<_>>()).exec(&mut master.connection()).unwrap();
         }
         let mut first = self.nodes[0].connection();
         for (node, bus) in self.nodes.iter().zip(buses).skip(1) {

@@ -34,6 +34,8 @@ impl Redis {
             // A configuration file must be the first argument.
             .args(arguments)
             .args(["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+            // The default before Redis 7.0 writes a file, which the next server in this directory would load.
+            .args(["--repl-diskless-sync", "yes"])
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
@@ -157,4 +159,13 @@ impl Drop for Redis {
 /// Return a port that is currently free.
 pub fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// Return the version of the server that the tests start, such as `(7, 0)`.
+pub fn redis_version() -> (u32, u32) {
+    let output = Command::new("redis-server").arg("--version").output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let version = text.split_once("server v=").expect("a version").1;
+    let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
+    (parts.next().unwrap(), parts.next().unwrap())
 }

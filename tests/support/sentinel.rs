@@ -116,8 +116,8 @@ impl Sentinels {
 /// Start a replica with its files in `folder` and wait until it is in sync.
 pub fn replica_of(master: &Redis, folder: &Path) -> Redis {
     redis::cmd("CONFIG").arg("SET").arg("repl-diskless-sync-delay").arg(0).exec(&mut master.connection()).unwrap();
-    let master = format!("127.0.0.1 {}", master.port);
-    let replica = Redis::start_as(&["--replicaof", &master, "--dir", folder.to_str().unwrap()]);
+    let (host, port) = ("127.0.0.1", master.port.to_string());
+    let replica = Redis::start_as(&["--replicaof", host, &port, "--dir", folder.to_str().unwrap()]);
     eventually("the replica is in sync", || replica.info("replication").contains("master_link_status:up"));
     replica
 }

@@ -109,6 +109,15 @@ pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
     }
 }
 
+/// Starts of the error of a script that uses a command or key without permission: up to Redis 7.0, and since Redis 7.2
+/// and in Valkey.
+const SCRIPT_PERMISSION_ERRORS: [&str; 2] = ["The user executing the script can't", "ACL failure in script"];
+
+/// Return whether a part of an error reply is the error of a script that lacks a permission.
+pub(super) fn is_script_permission_error(detail: &str) -> bool {
+    SCRIPT_PERMISSION_ERRORS.iter().any(|start| detail.starts_with(start))
+}
+
 /// Return the permission that the user lacks, as `ACL SETUSER` takes it. Return `None` for other errors.
 pub fn missing_permission(error: &RedisError) -> Option<String> {
     permission_in_reply(error.code().unwrap_or_default(), error.detail()?)
@@ -116,7 +125,7 @@ pub fn missing_permission(error: &RedisError) -> Option<String> {
 
 fn permission_in_reply(code: &str, detail: &str) -> Option<String> {
     // Redis 7.0 does not name the command of the script.
-    let script = detail.starts_with("The user executing the script can't") || detail.contains("ACL failure in script");
+    let script = is_script_permission_error(detail);
     if code != "NOPERM" && !script {
         return None;
     }

@@ -30,8 +30,8 @@ pub enum RedisErrorKind {
 impl RedisErrorKind {
     /// Classify an error. Return `None` if it is not an error reply.
     pub fn from_error(error: &RedisError) -> Option<Self> {
-        let detail = error.detail().unwrap_or_default();
-        Some(match error_code(error)? {
+        let (code, detail) = code_and_detail(error)?;
+        Some(match code {
             // Nothing was written: Redis does not stop a script that has written, and changes its role between scripts.
             "LOADING" | "BUSY" | "CLUSTERDOWN" | "MASTERDOWN" | "READONLY" => RedisErrorKind::Retryable,
             "MOVED" | "ASK" | "TRYAGAIN" => RedisErrorKind::Redirect,
@@ -40,6 +40,7 @@ impl RedisErrorKind {
             "ERR" if detail.contains("user_script") || detail.starts_with(REDIS_6_SCRIPT_ERROR) => {
                 RedisErrorKind::Script
             }
+            REDIS_6_CALL_ERROR => RedisErrorKind::Script,
             // NOPERM, NOAUTH, WRONGPASS and unknown codes. No client can cause them, so they are failures of the store.
             _ => RedisErrorKind::Fatal,
         })
@@ -50,7 +51,8 @@ impl RedisErrorKind {
         let Some(kind) = RedisErrorKind::from_error(error) else {
             return StoreError::Unreachable(diagnosis::diagnose_call(error));
         };
-        let reply = ErrorReply::new(error.code().unwrap_or_default(), error.detail().unwrap_or_default());
+        let (code, detail) = code_and_detail(error).unwrap_or_default();
+        let reply = ErrorReply::new(code, detail);
         match kind {
             RedisErrorKind::Retryable | RedisErrorKind::Fatal => StoreError::Rejected(reply),
             RedisErrorKind::Redirect => StoreError::Redirected(reply),
@@ -62,32 +64,30 @@ impl RedisErrorKind {
 
 /// Return whether another connection may succeed: it may lead to a new master at the same address, or log in again.
 pub fn is_connection_error(error: &RedisError) -> bool {
-    matches!(error_code(error), Some("READONLY" | "NOAUTH"))
+    matches!(code_and_detail(error), Some(("READONLY" | "NOAUTH", _)))
 }
 
 /// Start of a script error before Redis 7: `Error running script (call to f_…): @user_script: 1: -OOM …`.
 const REDIS_6_SCRIPT_ERROR: &str = "Error running script";
 
-/// Start of the error of a script that uses a command without permission.
-const SCRIPT_PERMISSION_ERROR: &str = "The user executing the script can't";
+/// Start of the error of a command that a script called by `pcall`, before Redis 7: `@user_script: 1: -OOM …`.
+const REDIS_6_CALL_ERROR: &str = "@user_script:";
 
-/// Return the code of an error reply or, for a script, of the error that stopped it.
-fn error_code(error: &RedisError) -> Option<&str> {
+/// Return the code and the detail of an error reply or, for a script, of the error that stopped it.
+fn code_and_detail(error: &RedisError) -> Option<(&str, &str)> {
     let code = error.code()?;
     let detail = error.detail().unwrap_or_default();
-    if code != "ERR" {
-        return Some(code);
-    }
+    let is_redis_6 = code == REDIS_6_CALL_ERROR || (code == "ERR" && detail.starts_with(REDIS_6_SCRIPT_ERROR));
     let segments = detail.split(": ");
-    if segments.clone().any(|part| part.starts_with(SCRIPT_PERMISSION_ERROR)) {
-        return Some("NOPERM");
+    if (is_redis_6 || code == "ERR") && segments.clone().any(diagnosis::is_script_permission_error) {
+        return Some(("NOPERM", detail));
     }
-    if !detail.starts_with(REDIS_6_SCRIPT_ERROR) {
-        return Some(code);
+    let is_code = |word: &str| word.len() > 1 && word.bytes().all(|byte| byte.is_ascii_uppercase());
+    let coded = segments.filter_map(|part| part.trim_start_matches('-').split_once(' '));
+    match coded.into_iter().find(|(word, _)| is_redis_6 && is_code(word)) {
+        Some(found) => Some(found),
+        None => Some((code, detail)),
     }
-    let mut words = segments.filter_map(|part| part.trim_start_matches('-').split(' ').next());
-    let is_code = |word: &&str| word.len() > 1 && word.bytes().all(|byte| byte.is_ascii_uppercase());
-    words.find(is_code).or(Some(code))
 }
 
 /// The delays between the attempts of one call.
@@ -146,6 +146,11 @@ mod tests {
                 &format!("ERR The user executing the script can't run this command or subcommand {script}"),
                 RedisErrorKind::Fatal,
             ),
+            (
+                &format!("ERR ACL failure in script: User u has no permissions to run the 'set' command {script}"),
+                RedisErrorKind::Fatal,
+            ),
+            (&format!("ERR ACL failure in script: No permissions to access a key {script}"), RedisErrorKind::Fatal),
             ("NOAUTH Authentication required.", RedisErrorKind::Fatal),
             ("WRONGPASS invalid username-password pair or user is disabled.", RedisErrorKind::Fatal),
             ("CROSSSLOT Keys in request don't hash to the same slot", RedisErrorKind::Fatal),
@@ -190,6 +195,32 @@ mod tests {
             ("attempt to perform arithmetic on a nil value", RedisErrorKind::Script),
         ] {
             assert_eq!(script(rest), Some(fault), "{rest}");
+        }
+    }
+
+    #[test]
+    fn redis_6_errors_of_called_commands_have_their_code() {
+        for (rest, fault, shown) in [
+            (
+                "137: -OOM command not allowed when used memory > 'maxmemory'.",
+                RedisErrorKind::WritesRejected,
+                "OOM command not allowed when used memory > 'maxmemory'.",
+            ),
+            (
+                "41: -WRONGTYPE Operation against a key holding the wrong kind of value",
+                RedisErrorKind::Script,
+                "WRONGTYPE Operation against a key holding the wrong kind of value",
+            ),
+            (
+                "41: The user executing the script can't run this command",
+                RedisErrorKind::Fatal,
+                "NOPERM 41: The user executing the script can't run this command",
+            ),
+            ("41: wrong", RedisErrorKind::Script, "@user_script: 41: wrong"),
+        ] {
+            let error = reply(&format!("@user_script: {rest}"));
+            assert_eq!(RedisErrorKind::from_error(&error), Some(fault), "{rest}");
+            assert_eq!(RedisErrorKind::to_store_error(&error).error_reply().unwrap().to_string(), shown);
         }
     }
 

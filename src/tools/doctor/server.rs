@@ -13,8 +13,12 @@ use crate::tools::doctor::{CALL_TIMEOUT, CallError, Check, DiagnosticConnection,
 
 /// Oldest version with all commands and options that the scripts use.
 const MIN_VERSION: (u32, u32) = (6, 2);
-/// Version that the tests use.
-const TESTED_VERSION: (u32, u32) = (7, 0);
+/// Releases that `make test-stores` runs.
+const TESTED_RELEASES: [(&str, (u32, u32)); 4] =
+    [("redis", (6, 2)), ("redis", (7, 0)), ("redis", (8, 2)), ("valkey", (9, 1))];
+/// While a script runs for longer than the server's limit, the server replies BUSY to all clients. The scripts take less
+/// than 1 ms; a limit below this value leaves no room for a busy machine.
+const SHORT_SCRIPT_LIMIT_MS: u64 = 100;
 const PING_COUNT: usize = 50;
 const CLOCK_READINGS: usize = 5;
 /// `store.timeout` must be at least this many median round trips: a call may wait for another call and for the script.
@@ -65,8 +69,8 @@ pub(super) async fn check_version(
     let check = Check::ok("version", format!("{server} {version}"));
     Ok(if number < MIN_VERSION {
         check.with_status(Status::Failed).with_advice("6.2 or newer is needed")
-    } else if server != "redis" || number != TESTED_VERSION {
-        check.with_advice("the gateway is tested with Redis 7.0; this version should work")
+    } else if !TESTED_RELEASES.contains(&(server.as_str(), number)) {
+        check.with_advice("the gateway is tested with Redis 6.2, 7.0 and 8.2 and Valkey 9.1; this version should work")
     } else {
         check
     })
@@ -327,6 +331,22 @@ async fn override_count(connection: &mut DiagnosticConnection, prefix: &str) -> 
     let in_force =
         |record: &&overrides::OverrideEntry| record.expires_at_us > snapshot.now_us && !record.value.is_empty();
     Ok(Some(snapshot.entries.iter().filter(in_force).count() as u64))
+}
+
+/// Check the time after which the server replies BUSY while a script runs.
+pub(super) async fn check_script_time_limit(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
+    // The name since Redis 7.0 is busy-reply-threshold; all versions know this one.
+    let limit = config_value(connection, "lua-time-limit").await?;
+    Ok(match limit.parse() {
+        Ok(limit_ms @ 1..SHORT_SCRIPT_LIMIT_MS) => {
+            let found = format!("lua-time-limit {limit_ms} ms: a script that is delayed for longer stops all clients");
+            Check::ok("script time", found)
+                .with_status(Status::Warning)
+                .with_advice("use the default of 5 s: CONFIG SET lua-time-limit 5000")
+        }
+        Ok(0) | Err(_) => Check::ok("script time", "no limit"),
+        Ok(limit_ms) => Check::ok("script time", format!("limit of {limit_ms} ms")),
+    })
 }
 
 /// Whether a cluster serves the slots of the other masters while one master is down.

