@@ -6,6 +6,7 @@ mod collector;
 pub mod hot_restart;
 pub mod jwks_refresh;
 pub(crate) mod listen;
+pub mod quota_events;
 mod reload;
 pub mod sd_notify;
 mod upstream_maintenance;
@@ -28,6 +29,7 @@ use crate::app::acme::{AcmeClient, AcmeDeps, AcmeError};
 use crate::app::admin_socket::AdminSocketFile;
 use crate::app::hot_restart::HotRestart;
 use crate::app::listen::{InheritedSockets, ListenerSockets};
+use crate::app::quota_events::{EventDeps, EventThread};
 use crate::app::reload::file_watcher::FileWatcher;
 use crate::app::reload::{Reloader, WorkerGateways, files};
 use crate::app::upstream_maintenance::MaintenanceThread;
@@ -36,6 +38,7 @@ use crate::limiter::clock;
 use crate::limiter::clock::Clock;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
+use crate::limiter::notify::EventQueue;
 use crate::limiter::overrides::Overrides;
 use crate::limiter::prefetch::PrefetchPool;
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
@@ -229,6 +232,8 @@ impl App {
         let metrics = Arc::<RequestMetrics>::default();
         let listener_metrics = Arc::<MetricFamily<ListenerMetrics>>::default();
         let limit_metrics = Arc::<MetricFamily<limiter::metrics::LimiterMetrics>>::default();
+        let (event_queue, queued_events) = EventQueue::new();
+        let (event_queue, delivery_stats) = (Arc::new(event_queue), Arc::default());
         let entries = self.config.store.denial_cache;
         let denial_cache =
             (entries > 0 && self.config.store.redis.is_some()).then(|| Arc::new(DenialCache::new(entries)));
@@ -254,6 +259,8 @@ impl App {
             memory: memory.clone(),
             circuit_breaker: breaker.clone(),
             cluster_map: topology.clone(),
+            event_queue: event_queue.clone(),
+            delivery_stats: Arc::clone(&delivery_stats),
             telemetry_sinks: self.sinks.clone(),
             started_at_s: clock::unix_us() / 1_000_000,
             stopping: self.stopping,
@@ -289,6 +296,14 @@ impl App {
             })?);
         }
         let background_threads = workers.len();
+        let deps = EventDeps {
+            config_handle: self.config_handle.clone(),
+            queue: event_queue.clone(),
+            stats: delivery_stats,
+            circuit_breaker: breaker.clone(),
+            cluster_map: topology.clone(),
+        };
+        let event_thread = EventThread::start(deps, queued_events)?;
         let (ready_sender, ready_receiver) = channel();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
@@ -300,6 +315,7 @@ impl App {
                 prefetch_pool: prefetch_pool.clone(),
                 denial_cache: denial_cache.clone(),
                 overrides: overrides.clone(),
+                events: event_queue.clone(),
                 connection_limits: connections.clone(),
                 config_handle: self.config_handle.clone(),
                 gateways: gateways.clone(),
@@ -326,6 +342,8 @@ impl App {
         for worker in workers {
             result = result.and(worker.join().unwrap_or(Err(AppError::Panic)));
         }
+        // The workers queue no more events.
+        result = result.and(event_thread.finish());
         self.sinks.flush();
         result
     }

@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::error::Spanned;
 use crate::config::shorthand::{AccessLog, ConsumerKey, HeaderNames};
-use crate::config::tables::{Limit, LimitVariant, Route, Upstream};
+use crate::config::tables::{Limit, LimitVariant, Notify, Route, Upstream};
 
 /// A string with its span.
 pub type Text = Spanned<String>;
@@ -52,6 +52,8 @@ pub struct Config {
     pub auth: BTreeMap<String, Spanned<Auth>>,
     /// Where the tier of a request comes from, which selects the quota of each limit with `tiers`.
     pub tiers: Tiers,
+    /// Destinations of quota events by name: webhooks and Redis streams. Limits name them in `notify`.
+    pub notify: BTreeMap<String, Spanned<Notify>>,
     /// Limits by name: identity, quota and algorithm. Each identity has one bucket, shared by all routes that use the
     /// limit.
     pub limit: BTreeMap<String, Spanned<Limit>>,

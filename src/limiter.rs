@@ -9,6 +9,7 @@ pub mod fallback;
 pub mod key;
 pub mod memory;
 pub mod metrics;
+pub mod notify;
 pub mod overrides;
 pub mod pacing;
 pub mod prefetch;
@@ -23,7 +24,6 @@ pub mod verdict;
 pub mod wait_queue;
 
 use std::cmp::Ordering;
-use std::mem;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{self, AtomicU64};
@@ -41,6 +41,7 @@ use crate::limiter::fallback::{StoreUnavailable, decide_overloaded, decide_witho
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::{AnsweredBy, LimiterMetrics};
+use crate::limiter::notify::EventQueue;
 use crate::limiter::overrides::Overrides;
 use crate::limiter::prefetch::PrefetchPool;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
@@ -92,24 +93,25 @@ impl Limiter {
     fn standalone(store: Store, denials: Option<Arc<DenialCache>>) -> Self {
         // Without a limit to look up, no override can exist, so the secret is not used.
         let overrides = Arc::new(Overrides::new(IdentityHasher::new(""), |_| None, denials.clone()));
-        Limiter::new(store, denials, Arc::default(), Arc::default(), overrides, random_permit_id())
+        let shared = (Arc::default(), Arc::default());
+        Limiter::new(store, denials, shared, overrides, Arc::default(), random_permit_id())
     }
 
-    /// Create a limiter over a store. `denials`, `prefetch_pool`, `wait_queues` and `overrides` are shared by the whole
-    /// process. Permit ids count from `first_permit_id`; no two limiters of one store may use the same ids.
+    /// Create a limiter over a store. `denials`, `prefetch_pool`, `wait_queues`, `overrides` and `events` are shared by
+    /// the whole process. Permit ids count from `first_permit_id`; no two limiters of one store may use the same ids.
     pub fn new(
         store: Store,
         denials: Option<Arc<DenialCache>>,
-        prefetch_pool: Arc<PrefetchPool>,
-        wait_queues: Arc<WaitQueues>,
+        (prefetch_pool, wait_queues): (Arc<PrefetchPool>, Arc<WaitQueues>),
         overrides: Arc<Overrides>,
+        events: Arc<EventQueue>,
         first_permit_id: u64,
     ) -> Self {
         let singleflight = match &store {
             Store::Memory(_) => None,
             Store::Redis { store, .. } => Some(Arc::new(Singleflight::new(store.timeout(), prefetch_pool))),
         };
-        let store_handle = Arc::new(StoreHandle { store, denials, tasks: TaskTracker::new() });
+        let store_handle = Arc::new(StoreHandle { store, denials, events, tasks: TaskTracker::new() });
         let settlements = Arc::new(SettlementQueue::new(store_handle.clone()));
         let next_permit_id = AtomicU64::new(first_permit_id);
         Limiter { store_handle, settlements, singleflight, wait_queues, overrides, next_permit_id }
@@ -176,12 +178,19 @@ impl Limiter {
         }
     }
 
-    /// Decide all checks without waiting in a queue: with prefetched tokens, by the denial cache, or by a call to the
-    /// store. If the store cannot answer, decide as `on_store_error` of each limit says.
+    /// Decide all checks without waiting in a queue, and queue the events of limits whose thresholds are reached.
     async fn check_now<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         if checks.is_empty() {
             return Ok(Decision::unlimited());
         }
+        let decision = self.decide(checks).await?;
+        decision.reached.iter().for_each(|usage| self.store_handle.events.offer(usage));
+        Ok(decision)
+    }
+
+    /// Decide with prefetched tokens, by the denial cache, or by a call to the store. If the store cannot answer, decide
+    /// as `on_store_error` of each limit says.
+    async fn decide<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         let singleflight_group =
             self.singleflight.as_ref().and_then(|singleflight| Some((singleflight, check_group(checks)?)));
         let prefetched = || self.try_prefetched(checks, singleflight_group?);
@@ -228,9 +237,9 @@ impl Limiter {
         }
         let mut decided_at_us = Vec::new();
         let mut decision = match result {
-            Ok(mut verdict) => {
+            Ok(verdict) => {
                 self.cache_denials(checks, &verdict, asked_at);
-                decided_at_us = mem::take(&mut verdict.decided_at_us);
+                decided_at_us.clone_from(&verdict.decided_at_us);
                 Decision::new(verdict, DecidedBy::Store, checks.iter())
             }
             Err(error) => {
@@ -335,7 +344,9 @@ impl Limiter {
         });
         let verdict = Verdict::new(0, first_hit.now_us, outcomes.collect());
         self.store_handle.store.count_check(AnsweredBy::DenialCache);
-        Some(Decision { is_from_cache: true, ..Decision::new(verdict, DecidedBy::Store, checks.iter()) })
+        let decision = Decision::new(verdict, DecidedBy::Store, checks.iter());
+        // The check that was denied first has queued the events.
+        Some(Decision { is_from_cache: true, reached: Vec::new(), ..decision })
     }
 
     fn cache_denials(&self, checks: &[LimitCheck<'_, '_>], verdict: &Verdict, asked_at: Instant) {
@@ -460,8 +471,8 @@ fn queue_denial<'a>(
         if check.limit_index == queued_check.limit_index { exceeded } else { NOT_INVOLVED }
     };
     let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
-    // The decision is not local: the store is healthy.
-    Decision::new(verdict, DecidedBy::Store, checks.iter())
+    // The decision is not local: the store is healthy. The checks before have queued the events.
+    Decision { reached: Vec::new(), ..Decision::new(verdict, DecidedBy::Store, checks.iter()) }
 }
 
 /// Return the group for coalescing, if all checks of the request can be coalesced with other requests of the same

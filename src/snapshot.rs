@@ -14,6 +14,7 @@ mod limits;
 pub mod listeners;
 mod llm;
 pub mod mirror;
+pub mod notify;
 pub mod remote_auth;
 mod restart_required;
 pub mod route_action;
@@ -53,6 +54,7 @@ use crate::snapshot::acme::{Acme, AcmeListeners};
 use crate::snapshot::auth::Authentication;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::cost::{Cost, RefundOn};
+use crate::snapshot::notify::EventDestination;
 use crate::snapshot::remote_auth::InternalUpstreams;
 use crate::snapshot::restart_required::RestartOnlyKeys;
 use crate::snapshot::routes::Route;
@@ -102,6 +104,8 @@ pub struct CompiledConfig {
     pub upstream_tls: Vec<Arc<UpstreamTls>>,
     /// All limits by name, used or not.
     pub limits: BTreeMap<String, CompiledLimit>,
+    /// Destinations of quota events by name.
+    pub event_destinations: BTreeMap<String, EventDestination>,
     /// All routes, in file order.
     pub routes: Vec<Arc<Route>>,
     /// The routes, indexed for lookup.
@@ -276,6 +280,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let limits = limits::limits(config, &hasher, instances, trusted_proxies, &upstreams, &tier_source, reader);
     let mut internal = InternalUpstreams { first: upstreams.len(), settings: Vec::new(), tls: Vec::new() };
     let auth = auth::authentication(config, &limits, (&hasher, tier_source), &mut internal, reader);
+    let event_destinations = notify::destinations(config, &mut internal, reader);
     let (routes, table) = routes::routes(config, &limits, &auth, &upstreams, &mut network_files, reader);
     upstreams.extend(internal.settings);
     upstream_tls.extend(internal.tls);
@@ -317,6 +322,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         upstreams: upstreams.into_iter().map(Arc::new).collect(),
         upstream_tls: upstream_tls.into_iter().map(Arc::new).collect(),
         limits,
+        event_destinations,
         routes,
         table,
         restart_only_keys: fixed,

@@ -28,6 +28,7 @@ const LIMITER_ROWS: &[&[&str]] = &[
     &["denial_cache", "prefetch", "store"],
     &["memory", "redis"],
     &["spec", "verdict"],
+    &["notify"],
     &["algorithm", "usage"],
     &["clock", "key", "metrics", "pacing", "quota"],
 ];

@@ -6,6 +6,7 @@ use std::fmt;
 use crate::admin::process::ProcessUsage;
 use crate::admin::state::AdminState;
 use crate::limiter::metrics::AnsweredBy;
+use crate::limiter::notify::DeliveryResult;
 use crate::listener::metrics::{APPLICATION_PROTOCOLS, HandshakeFailure, TLS_VERSIONS};
 use crate::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
 use crate::proxy::metrics::{
@@ -52,6 +53,7 @@ impl MetricSource for AdminState {
         self.write_upstreams(exposition)?;
         self.write_authentication(exposition)?;
         self.write_acme(exposition)?;
+        self.write_quota_events(exposition)?;
         self.write_dropped(exposition)
     }
 
@@ -366,6 +368,35 @@ impl AdminState {
             writer.write_gauge(&[("name", name)], u64::from(acme.certificates.get(name).failures))?;
         }
         Ok(())
+    }
+
+    fn write_quota_events(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
+        let all = self.delivery_stats.all();
+        let destinations = || all.iter().flat_map(|(name, stats)| stats.iter().map(move |stats| (&**name, stats)));
+        let mut writer = exposition.counter(
+            "quota_events",
+            "Quota events by destination and result; claimed: another gateway sends the event",
+        )?;
+        for (destination, stats) in destinations() {
+            for (result, count) in DeliveryResult::ALL.iter().zip(stats.results.values()) {
+                writer.write_counter(&[("destination", destination), ("result", result.label())], count)?;
+            }
+        }
+        let mut writer = exposition
+            .counter("quota_event_failed_attempts", "Failed attempts to deliver a quota event, by destination")?;
+        for (destination, stats) in destinations() {
+            writer.write_counter(&[("destination", destination)], stats.failed_attempts())?;
+        }
+        let mut writer = exposition.gauge("quota_events_pending", "Undelivered quota events by destination")?;
+        for (destination, stats) in destinations() {
+            writer.write_gauge(&[("destination", destination)], stats.pending())?;
+        }
+        exposition
+            .counter(
+                "quota_events_dropped",
+                "Quota events that were dropped because the queue of the process was full",
+            )?
+            .write_counter(&[], self.event_queue.dropped())
     }
 
     fn write_dropped(&self, exposition: &mut Exposition<'_>) -> fmt::Result {

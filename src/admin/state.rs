@@ -7,6 +7,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics;
+use crate::limiter::notify::{DeliveryStats, EventQueue};
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::listener::connection_limit::ConnectionLimits;
@@ -39,6 +40,10 @@ pub struct AdminState {
     pub circuit_breaker: Arc<CircuitBreaker>,
     /// Slot map of a Redis Cluster, with a circuit breaker per node.
     pub cluster_map: Arc<ClusterMap>,
+    /// The queue of quota events.
+    pub event_queue: Arc<EventQueue>,
+    /// Deliveries of quota events by destination.
+    pub delivery_stats: Arc<MetricFamily<DeliveryStats>>,
     /// Access log and trace exporter.
     pub telemetry_sinks: TelemetrySinks,
     /// Start time of the process, s since the Unix epoch.

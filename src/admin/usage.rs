@@ -251,6 +251,16 @@ fn consumer_names(config: &CompiledConfig, rows: &[UsageRow]) -> HashMap<Box<str
     names.collect()
 }
 
+/// Return the name of the consumer that an identity of a limit is. `None` for other identities, and for limits that are
+/// not by API key alone.
+pub fn consumer_name(config: &CompiledConfig, limit: &str, identity: Identity) -> Option<String> {
+    let compiled = config.limits.get(limit)?;
+    if compiled.identity_spec.descriptors != [Descriptor::ApiKey] {
+        return None;
+    }
+    names_by_hash(compiled, config, &config.auth.consumers()).remove(&identity.0)
+}
+
 fn names_by_hash(
     compiled: &CompiledLimit,
     config: &CompiledConfig,

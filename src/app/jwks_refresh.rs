@@ -168,7 +168,7 @@ pub(super) async fn refresh(config: Arc<CompiledConfig>, index: usize, first: Se
 }
 
 /// Return a duration that differs by up to 10 %, so that gateways that started together do not ask together.
-fn with_jitter(duration: Duration) -> Duration {
+pub(super) fn with_jitter(duration: Duration) -> Duration {
     let permille = 900 + (Uuid::new_v4().as_u64_pair().0 % 201) as u32;
     duration * permille / 1000
 }

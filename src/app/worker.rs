@@ -15,6 +15,7 @@ use crate::app::reload::WorkerGateways;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::LimiterMetrics;
+use crate::limiter::notify::EventQueue;
 use crate::limiter::overrides::Overrides;
 use crate::limiter::prefetch::PrefetchPool;
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
@@ -46,6 +47,7 @@ pub(super) struct Worker {
     pub(super) prefetch_pool: Arc<PrefetchPool>,
     pub(super) denial_cache: Option<Arc<DenialCache>>,
     pub(super) overrides: Arc<Overrides>,
+    pub(super) events: Arc<EventQueue>,
     pub(super) connection_limits: Arc<ConnectionLimits>,
     pub(super) config_handle: Arc<ConfigHandle>,
     pub(super) gateways: Arc<WorkerGateways>,
@@ -111,6 +113,8 @@ impl Worker {
         let denial_cache = self.denial_cache.clone();
         let prefetch_pool = self.prefetch_pool.clone();
         let wait_queues = self.wait_queues.clone();
-        Limiter::new(store, denial_cache, prefetch_pool, wait_queues, self.overrides.clone(), random_permit_id())
+        let shared = (prefetch_pool, wait_queues);
+        let (overrides, events) = (self.overrides.clone(), self.events.clone());
+        Limiter::new(store, denial_cache, shared, overrides, events, random_permit_id())
     }
 }

@@ -157,6 +157,16 @@ fn check_loaded(
             warnings.push(Issue { span: url.map(|url| url.span()), message, hint });
         }
     }
+    if !options.offline {
+        for (name, _, connected) in doctor::connect_webhooks(config)? {
+            let url = parsed.notify.get(name).and_then(|notify| notify.get_ref().webhook.as_ref());
+            warnings.extend(connected.err().map(|error| Issue {
+                span: url.map(|url| url.span()),
+                message: format!("[notify.{name}]: {error}"),
+                hint: Some(error.hint().to_owned()),
+            }));
+        }
+    }
     let mut notes = check::notes(&parsed, config);
     let comparison = options.against.as_ref().map(|admin| against::compare(path, config, admin)).transpose()?;
     if !options.offline {

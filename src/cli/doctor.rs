@@ -1,4 +1,5 @@
-//! `sluicegate doctor`: checks the Redis servers and the token issuers of the configuration and advises what to change.
+//! `sluicegate doctor`: checks the Redis servers, the token issuers and the webhooks of the configuration, and advises
+//! what to change.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -9,8 +10,11 @@ use serde::Serialize;
 
 use crate::app::jwks_refresh;
 use crate::app::jwks_refresh::{FetchedKeys, JwksError};
+use crate::app::quota_events;
+use crate::app::quota_events::DeliveryError;
 use crate::limiter::redis::RedisSettings;
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::notify::{EventDestination, Webhook};
 use crate::snapshot::remote_auth::KeyUrl;
 use crate::tools::doctor;
 use crate::tools::doctor::{Check, Requirements, ServerReport, Status, examine};
@@ -22,6 +26,9 @@ struct Diagnosis {
     /// The issuers of tokens whose keys are fetched, with their URL as the address.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     issuers: Vec<ServerReport>,
+    /// The webhooks of quota events, with their host as the address.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    webhooks: Vec<ServerReport>,
 }
 
 pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCode> {
@@ -38,16 +45,17 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
         tokio_runtime.shutdown_background();
     }
     let issuers: Vec<_> = fetch_key_sets(config)?.iter().map(|(source, fetched)| issuer(source, fetched)).collect();
-    let checks = || servers.iter().chain(&issuers).flat_map(|report| &report.checks);
-    let ok = checks().all(|check| check.status != Status::Failed);
-    let diagnosis = Diagnosis { ok, servers, issuers };
+    let webhooks: Vec<_> = connect_webhooks(config)?.iter().map(webhook_report).collect();
+    let mut checks = servers.iter().chain(&issuers).chain(&webhooks).flat_map(|report| &report.checks);
+    let ok = checks.all(|check| check.status != Status::Failed);
+    let diagnosis = Diagnosis { ok, servers, issuers, webhooks };
     if json {
         writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&diagnosis)?)?;
     } else {
         if diagnosis.servers.is_empty() {
             writeln!(std::io::stdout(), "store: {}: there is no Redis to examine", config.store.name)?;
         }
-        if diagnosis.servers.is_empty() && diagnosis.issuers.is_empty() {
+        if diagnosis.servers.is_empty() && diagnosis.issuers.is_empty() && diagnosis.webhooks.is_empty() {
             return Ok(ExitCode::SUCCESS);
         }
         // anstream writes colors only to a terminal, and not if NO_COLOR is set.
@@ -88,6 +96,41 @@ fn issuer(source: &KeyUrl, fetched: &Result<FetchedKeys, JwksError>) -> ServerRe
     ServerReport { address, checks: vec![check] }
 }
 
+/// A webhook by name with the result of connecting to it.
+pub(super) type ConnectedWebhook<'c> = (&'c str, &'c Webhook, Result<(), DeliveryError>);
+
+/// Connect to all webhooks of a configuration, as a gateway does. Nothing is sent.
+///
+/// # Errors
+/// The runtime cannot be started.
+pub(super) fn connect_webhooks(config: &CompiledConfig) -> std::io::Result<Vec<ConnectedWebhook<'_>>> {
+    let webhooks = config.event_destinations.iter().filter_map(|(name, destination)| match destination {
+        EventDestination::Webhook(webhook) => Some((&**name, webhook)),
+        EventDestination::Stream(_) => None,
+    });
+    let webhooks: Vec<_> = webhooks.collect();
+    if webhooks.is_empty() {
+        return Ok(Vec::new());
+    }
+    let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let connecting = join_all(webhooks.iter().map(|(_, webhook)| quota_events::connect(webhook)));
+    let connected = tokio_runtime.block_on(connecting);
+    // Do not wait for a blocking DNS lookup.
+    tokio_runtime.shutdown_background();
+    Ok(webhooks.into_iter().zip(connected).map(|((name, webhook), result)| (name, webhook, result)).collect())
+}
+
+fn webhook_report((name, webhook, connected): &ConnectedWebhook<'_>) -> ServerReport {
+    let (status, message, advice) = match connected {
+        Ok(()) => (Status::Ok, "connected; nothing was sent".to_owned(), None),
+        Err(error) => (Status::Failed, error.to_string(), Some(error.hint().to_owned())),
+    };
+    let check = Check { name: "reachable", status, message, advice };
+    // The path of the URL may be a secret.
+    let authority = webhook.url.authority().map_or("", |authority| authority.as_str());
+    ServerReport { address: format!("{authority} (notify.{name})"), checks: vec![check] }
+}
+
 /// The requirements of a configuration on its servers.
 pub(super) fn requirements(config: &CompiledConfig, settings: &RedisSettings) -> Requirements {
     Requirements {
@@ -96,6 +139,15 @@ pub(super) fn requirements(config: &CompiledConfig, settings: &RedisSettings) ->
         algorithms: settings.algorithms,
         rules: config.limits.values().map(|compiled| compiled.limit.default_variant.rule.clone()).collect(),
         can_set_overrides: config.admin.as_ref().is_some_and(|admin| admin.token.is_some()),
+        sends_events: config.limits.values().any(|compiled| compiled.limit.notify.is_some()),
+        streams: config
+            .event_destinations
+            .values()
+            .filter_map(|destination| match destination {
+                EventDestination::Stream(stream) => Some(stream.key.to_string()),
+                EventDestination::Webhook(_) => None,
+            })
+            .collect(),
     }
 }
 
@@ -105,9 +157,9 @@ fn store_addresses(name: &str) -> &str {
 }
 
 fn write_table(diagnosis: &Diagnosis, out: &mut impl Write) -> std::io::Result<()> {
-    let reports = || diagnosis.servers.iter().chain(&diagnosis.issuers);
-    for (index, ServerReport { address, checks }) in reports().enumerate() {
-        let kind = if index < diagnosis.servers.len() { "redis" } else { "token issuer" };
+    let kinds = [("redis", &diagnosis.servers), ("token issuer", &diagnosis.issuers), ("webhook", &diagnosis.webhooks)];
+    let reports = || kinds.iter().flat_map(|(kind, reports)| reports.iter().map(move |report| (kind, report)));
+    for (kind, ServerReport { address, checks }) in reports() {
         writeln!(out, "{kind} at {address}")?;
         let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
         for check in checks {
@@ -119,7 +171,7 @@ fn write_table(diagnosis: &Diagnosis, out: &mut impl Write) -> std::io::Result<(
         }
     }
     let count = |status| {
-        let checks = reports().flat_map(|report| &report.checks);
+        let checks = reports().flat_map(|(_, report)| &report.checks);
         checks.filter(|check| check.status == status).count()
     };
     let [failed, warnings, skipped] = [Status::Failed, Status::Warning, Status::Skipped].map(count);

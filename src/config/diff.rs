@@ -84,7 +84,7 @@ fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
 }
 
 /// Tables whose keys are names.
-const NAMED_TABLES: [&str; 3] = ["limit", "upstream", "auth"];
+const NAMED_TABLES: [&str; 4] = ["limit", "upstream", "auth", "notify"];
 
 /// Return each key that differs, as `key old → new`, sorted.
 fn changed_keys(prefix: &str, old: Option<&Value>, new: Option<&Value>) -> Vec<String> {

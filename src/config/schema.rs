@@ -99,6 +99,10 @@ pub(super) fn statuses(_: &mut SchemaGenerator) -> Schema {
     array_schema(&pattern_schema("^[1-5]([0-9][0-9]|xx)$"))
 }
 
+pub(super) fn percentages(_: &mut SchemaGenerator) -> Schema {
+    array_schema(&json_schema!({ "type": "integer", "minimum": 1, "maximum": 100 }))
+}
+
 pub(super) fn key_hash(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^sha256:[0-9a-f]{64}$")
 }

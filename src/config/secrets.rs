@@ -30,7 +30,7 @@ const FUZZY_SECRET_WORDS: [&str; 3] = ["token", "secret", "password"];
 const HEADER_RULE_KEYS: [&str; 2] = ["request_headers", "response_headers"];
 
 /// Tables whose keys are names chosen by the administrator.
-const NAMED_TABLES: [&str; 4] = ["auth", "limit", "upstream", "tiers"];
+const NAMED_TABLES: [&str; 5] = ["auth", "limit", "upstream", "tiers", "notify"];
 
 /// Keys of `[auth.NAME]` that are not secret, whatever their names and the names below them are.
 const PUBLIC_AUTH_KEYS: [&str; 5] = ["forward_credential", "claims", "request_headers", "response_headers", "cache"];
@@ -58,6 +58,10 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     if let ["limit", _, "cost", "models", ..] = path {
         // Names of models.
         return false;
+    }
+    if let ["notify", _, "webhook"] = path {
+        // Many webhooks have a secret in the path of their URL.
+        return true;
     }
     if let ["limit", _, "cost", key] = path
         && PUBLIC_COST_KEYS.contains(key)
@@ -161,6 +165,10 @@ mod tests {
             (&["limit", "l", "cost", "image_tokens"], "", false),
             (&["limit", "l", "cost", "models", "my-token-model", "input"], "", false),
             (&["log", "access"], "stdout", false),
+            (&["notify", "token-hook", "stream"], "events", false),
+            (&["notify", "billing", "webhook"], "https://hooks.example.com/T0/B0", true),
+            (&["notify", "billing", "secret"], "whsec_", true),
+            (&["limit", "l", "notify", "to"], "token-hook", false),
         ] {
             assert_eq!(is_secret(path, text), expected, "{path:?} {text}");
         }

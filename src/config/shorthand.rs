@@ -392,6 +392,47 @@ impl<'de> Deserialize<'de> for LimitCost {
     }
 }
 
+/// `"NAME"` of a destination, or a table with thresholds.
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
+pub enum LimitNotify {
+    /// The destination.
+    To(String),
+    /// The destination and the thresholds.
+    Table(LimitNotifyTable),
+}
+
+/// `{ to = "…", at = […] }`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["to"]))]
+pub struct LimitNotifyTable {
+    /// Name of the destination `[notify.NAME]`.
+    pub to: Option<Text>,
+    /// Thresholds in percent of the capacity, from 1 to 100.
+    #[schemars(schema_with = "schema::percentages", extend("default" = [80, 100]))]
+    pub at: Option<Vec<Spanned<i64>>>,
+}
+
+impl<'de> Deserialize<'de> for LimitNotify {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = LimitNotify;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("the name of a destination or a table with `to`")
+            }
+            fn visit_str<E>(self, to: &str) -> Result<LimitNotify, E> {
+                Ok(LimitNotify::To(to.to_owned()))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<LimitNotify, A::Error> {
+                LimitNotifyTable::deserialize(value::MapAccessDeserializer::new(map)).map(LimitNotify::Table)
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
+
 /// The table form of a server.
 #[derive(Debug, Deserialize, JsonSchema)]
 pub(super) struct ServerTable {

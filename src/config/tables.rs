@@ -6,7 +6,9 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 
 use crate::config::error::Spanned;
-use crate::config::shorthand::{HealthCheck, LimitCost, OneOrMany, Requirement, UpstreamServer, UpstreamWeights};
+use crate::config::shorthand::{
+    HealthCheck, LimitCost, LimitNotify, OneOrMany, Requirement, UpstreamServer, UpstreamWeights,
+};
 use crate::config::{Text, schema};
 
 /// `[[route]]`
@@ -309,6 +311,30 @@ pub struct Limit {
     /// the totals. Not for `concurrency`.
     #[schemars(extend("default" = false))]
     pub usage: Option<Spanned<bool>>,
+    /// Send a quota event when an identity has used 80 % and 100 % of the quota: `"NAME"` of a destination
+    /// `[notify.NAME]`, or `{ to = "NAME", at = [50, 100] }`. Each threshold has one event in a window, from all gateways
+    /// together ([quota events](../how-to/events.md)). Not for `concurrency`. Default: no events.
+    pub notify: Option<Spanned<LimitNotify>>,
+}
+
+/// `[notify.NAME]`: a destination of quota events, either `webhook` or `stream`.
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct Notify {
+    /// URL that gets each event as a POST request, signed as in the Standard Webhooks specification.
+    pub webhook: Option<Text>,
+    /// Key of a Redis stream in the server of the store, to which events are added.
+    pub stream: Option<Text>,
+    /// webhook: key of the signature: `whsec_` and 24 to 64 bytes in base64. Required.
+    pub secret: Option<Text>,
+    /// webhook with `https://`: PEM file of CA certificates for the server. Default: the trust roots of the system.
+    pub ca: Option<Text>,
+    /// webhook: maximum time for a request and its response.
+    #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
+    pub timeout: Option<Text>,
+    /// stream: number of entries that Redis keeps, approximately.
+    #[schemars(range(min = 1, max = 1_000_000_000), extend("default" = 10000))]
+    pub max_length: Option<Spanned<i64>>,
 }
 
 /// `{ quota = "…", burst = … }`: another quota of a limit, for a tier or a consumer.

@@ -7,6 +7,7 @@ pub mod cluster;
 pub mod connection;
 pub mod diagnosis;
 pub mod error;
+pub mod event_claim;
 pub mod fenced_hash;
 pub mod overrides;
 mod probe;

@@ -21,6 +21,7 @@ use crate::limiter::algorithm::{Outcome, Rule};
 use crate::limiter::clock::{elapsed_since, monotonic};
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::key::{Identity, Key};
+use crate::limiter::notify::{EventQueue, LimitUsage, Notify};
 use crate::limiter::spec::LimitVariant;
 use crate::limiter::store::{DecidedBy, Store};
 use crate::limiter::usage::{UsageDays, UsageTable};
@@ -97,6 +98,8 @@ pub struct OwnedCharge {
     pub debt_before_us: u64,
     /// The days by which the cost is totalled. `None`: the limit counts no usage.
     pub usage: Option<Arc<UsageDays>>,
+    /// The thresholds for events. `None`: the limit has none.
+    pub notify: Option<Arc<Notify>>,
 }
 
 /// Access to the store for one worker, including background calls that outlive their requests.
@@ -106,6 +109,8 @@ pub struct StoreHandle {
     pub store: Store,
     /// The denial cache. `None` if a check makes no call.
     pub denials: Option<Arc<DenialCache>>,
+    /// Takes the events of limits whose thresholds are reached.
+    pub events: Arc<EventQueue>,
     /// Background work in progress, such as permit releases and deferred charges.
     pub tasks: TaskTracker,
 }
@@ -204,8 +209,24 @@ impl StoreHandle {
         operation: Operation,
         charges: &[OwnedCharge],
     ) -> Result<Verdict, StoreError> {
-        let charges: Vec<_> = charges.iter().map(|owned| owned.charge(decided_by)).collect();
-        self.store.call(decided_by, started_at, operation, &charges).await
+        let store_charges: Vec<_> = charges.iter().map(|owned| owned.charge(decided_by)).collect();
+        let verdict = self.store.call(decided_by, started_at, operation, &store_charges).await?;
+        if let Operation::Charge | Operation::Refund { .. } = operation {
+            self.offer_events(decided_by, charges, &verdict);
+        }
+        Ok(verdict)
+    }
+
+    /// Queue the events of charges whose limits have reached a threshold.
+    fn offer_events(&self, decided_by: DecidedBy, charges: &[OwnedCharge], verdict: &Verdict) {
+        for (index, (owned, outcome)) in charges.iter().zip(&verdict.outcomes).enumerate() {
+            let Some(notify) = &owned.notify else { continue };
+            let now_us = verdict.decided_at_us.get(index).copied().unwrap_or(verdict.now_us);
+            let decider = (owned.variant.quota, owned.rule(decided_by), decided_by == DecidedBy::Local);
+            if let Some(usage) = LimitUsage::new(notify, owned.identity, decider, outcome, (now_us, 0)) {
+                self.events.offer(&usage);
+            }
+        }
     }
 
     /// Call the store for charges that no request waits for. Retry for 30 s while too many checks are queued.
@@ -686,9 +707,10 @@ mod tests {
             prefetch: 0,
             debt_before_us: 0,
             usage: None,
+            notify: None,
         };
         let store = Store::Memory(Arc::new(MemoryStore::new(100, Clock::Store)));
-        let store_handle = StoreHandle { store, denials: None, tasks: TaskTracker::new() };
+        let store_handle = StoreHandle { store, denials: None, events: Arc::default(), tasks: TaskTracker::new() };
         (Arc::new(SettlementQueue::new(Arc::new(store_handle))), permit)
     }
 
@@ -743,6 +765,7 @@ mod tests {
         };
         OwnedCharge {
             usage: None,
+            notify: None,
             limit_index: 0,
             variant: Arc::new(variant),
             identity: Identity(1),

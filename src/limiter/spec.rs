@@ -8,6 +8,7 @@ use crate::limiter::algorithm::Rule;
 use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::key::{IdentityHasher, StateName};
+use crate::limiter::notify::Notify;
 use crate::limiter::quota::{Quota, QuotaError};
 use crate::limiter::usage::UsageDays;
 
@@ -41,6 +42,9 @@ pub struct LimitSpec {
     /// The days by which the charged cost of each identity is totalled. `None` counts no usage. Not for concurrency
     /// limits.
     pub usage: Option<Arc<UsageDays>>,
+    /// The thresholds at which an identity causes a quota event, which only the gateway sends. `None`: no events. Not
+    /// for concurrency limits.
+    pub notify: Option<Arc<Notify>>,
     /// Parameters of this gateway's local share while the store is down.
     pub local_share: LocalShare,
 }
@@ -127,6 +131,7 @@ impl LimitSpec {
             queue_policy: None,
             prefetch: 0,
             usage: None,
+            notify: None,
             local_share,
         })
     }

@@ -15,10 +15,11 @@ use crate::limiter::metrics::{AnsweredBy, LimiterMetrics};
 use crate::limiter::redis::circuit_breaker::{CircuitBreaker, RecoverySignal};
 use crate::limiter::redis::cluster::ClusterStore;
 use crate::limiter::redis::cluster::topology::{ClusterMap, identity_slot, key_slot};
+use crate::limiter::redis::event_claim::EventClaim;
 use crate::limiter::redis::fenced_hash::Fields;
 use crate::limiter::redis::overrides::{OverrideEntry, OverrideWrite, Snapshot, WriteStatus};
 use crate::limiter::redis::server_store::ServerStore;
-use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, fenced_hash, overrides, usage};
+use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, event_claim, fenced_hash, overrides, usage};
 use crate::limiter::usage::{UsageKey, UsageMonth, UsagePost, UsageQuery, UsageRow};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
@@ -199,6 +200,18 @@ impl RedisStore {
     /// See [`StoreError`].
     pub async fn write_fenced(&self, key: &str, token: u64, field: &str, value: &[u8]) -> Result<bool, StoreError> {
         let command = fenced_hash::write_command(key, token, field, value);
+        let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
+        Ok(fenced_hash::parse_number(reply)? == 1)
+    }
+
+    /// Claim a quota event, and add it to a stream. Return whether no other event has the claim. Repeating the call is
+    /// harmless.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn claim_event(&self, claim: &EventClaim<'_>) -> Result<bool, StoreError> {
+        let key = format!("{}:{}", self.prefix(), claim.key);
+        let command = event_claim::claim_command(&key, claim);
         let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
         Ok(fenced_hash::parse_number(reply)? == 1)
     }

@@ -28,7 +28,7 @@ use crate::limiter::usage::UsageDays;
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::route_action::upstream_indices;
 use crate::snapshot::validator::Validator;
-use crate::snapshot::{CompiledLimit, identities, llm, remote_auth};
+use crate::snapshot::{CompiledLimit, identities, llm, notify, remote_auth};
 use crate::upstream::UpstreamSettings;
 
 /// Added to the response timeout of the slowest upstream for the TTL of a concurrency permit. Permits are renewed while
@@ -88,12 +88,23 @@ pub(super) fn limits(
         let Some((quota, rule)) = rule(limit, &span, permit_ttl(config, name, upstreams), reader) else { continue };
         check_conflicts(limit, cost.as_ref(), &rule, reader);
         let usage = usage_days(limit, &rule, reader);
+        let notify = notify::limit_notify(name, limit, &rule, config, reader);
         let division = LocalShare { gateway_count: instances, max_cost: max_cost(config, name, cost.as_ref()) };
         let mut compiled = match LimitSpec::new(hasher, name, quota, rule, division) {
             Ok(spec) => {
                 let unit = unit.unwrap_or(spec.unit);
                 let shadow = limit.shadow;
-                LimitSpec { on_store_error, shadow, announce, unit, queue_policy: wait, prefetch, usage, ..spec }
+                LimitSpec {
+                    on_store_error,
+                    shadow,
+                    announce,
+                    unit,
+                    queue_policy: wait,
+                    prefetch,
+                    usage,
+                    notify,
+                    ..spec
+                }
             }
             Err(error) => {
                 reader.push_issue(Issue::new(span, error.to_string()).with_hint(quota_hint(&error)));

@@ -296,7 +296,7 @@ fn server_url(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
 }
 
 /// Return a server as a table `[upstream.NAME]`. Errors point to the span of its URL.
-fn internal_table(url: &Uri, span: Range<usize>, ca: Option<&Text>, reader: &mut Validator<'_>) -> Upstream {
+pub(super) fn internal_table(url: &Uri, span: Range<usize>, ca: Option<&Text>, reader: &mut Validator<'_>) -> Upstream {
     if let Some(ca) = ca.filter(|_| url.scheme() != Some(&Scheme::HTTPS)) {
         reader.push_issue(Issue::new(ca.span(), "`ca` is valid only for a URL with `https://`"));
     }

@@ -45,6 +45,7 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
     let mut issues: Vec<_> =
         config.warnings(now).into_iter().map(|(subject, text)| input.warning_issue(&subject, text)).collect();
     issues.extend(limit_warnings(&input));
+    issues.extend(unused_destinations(&input));
     issues.extend(route_warnings(&input));
     issues.extend(access_warnings(&input));
     issues.extend(client_warnings(&input));
@@ -724,6 +725,7 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         }
         issues.extend(unused_prefetch(input, compiled));
         issues.extend(volatile_usage(input, compiled));
+        issues.extend(frequent_events(input, compiled));
         issues.extend(cost_exceeds_capacity(input, compiled));
         issues.extend(unreachable_burst(input, compiled, &routes));
         issues.extend(login_fails_open(input, compiled, &routes));
@@ -763,6 +765,40 @@ fn volatile_usage(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Iss
     let message =
         format!("a restart loses the `usage` totals of `{}`: they are in the memory of the process", limit.name);
     Some(Issue::new(span, message).with_hint("[store] with url = \"redis://…\""))
+}
+
+/// Limits with quota events whose period is so short that an identity may cause an event each few seconds.
+fn frequent_events(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Issue> {
+    let limit = &compiled.limit;
+    limit.notify.as_ref()?;
+    let rule = &limit.default_variant.rule;
+    let period_us = match rule {
+        Rule::TokenBucket(_) => rule.refill_time_us(rule.capacity()),
+        _ => limit.default_variant.quota.window_us?,
+    };
+    if period_us >= MIN_EVENT_PERIOD_US {
+        return None;
+    }
+    let span = input.span_of(&limit.name, |parsed| parsed.notify.as_ref());
+    let message =
+        format!("`{}` may send an event for each identity and threshold every {} ms", limit.name, period_us / 1000);
+    Some(Issue::new(span, message).with_hint("`notify` is meant for quotas by the hour, day or month"))
+}
+
+/// Period of quota events below which `check` warns, µs: a minute.
+const MIN_EVENT_PERIOD_US: u64 = 60_000_000;
+
+/// Destinations of quota events that no limit names.
+fn unused_destinations(input: &LintInput<'_>) -> impl Iterator<Item = Issue> {
+    let is_used = |name: &str| {
+        let mut notify = input.config.limits.values().filter_map(|compiled| compiled.limit.notify.as_ref());
+        notify.any(|notify| &*notify.to == name)
+    };
+    let unused = input.parsed.notify.iter().filter(move |(name, _)| !is_used(name));
+    unused.map(|(name, destination)| {
+        Issue::new(destination.span(), format!("no limit sends events to `{name}`"))
+            .with_hint(format!("notify = \"{name}\" in a limit, or remove it"))
+    })
 }
 
 /// Quotas whose capacity is below the maximum cost of a request. A cost that always exceeds the capacity is an error

@@ -78,6 +78,10 @@ pub struct Requirements {
     pub rules: Vec<Rule>,
     /// Whether operators can set overrides: the admin listener has a token.
     pub can_set_overrides: bool,
+    /// Whether limits send quota events.
+    pub sends_events: bool,
+    /// The streams that quota events are added to.
+    pub streams: Vec<String>,
 }
 
 /// The results for one server.

@@ -1,4 +1,5 @@
-//! Single HTTP/1.1 exchanges, each on its own connection: the trace exporter, and the key sets of token issuers.
+//! Single HTTP/1.1 exchanges, each on its own connection: the trace exporter, the key sets of token issuers, and
+//! webhooks.
 
 use std::error::Error;
 use std::io;
@@ -49,13 +50,7 @@ pub async fn send(
     tls: Option<&EndpointTls>,
     max_body: usize,
 ) -> Result<Response<Bytes>, FetchError> {
-    let uri = request.uri();
-    let port = uri.port_u16().unwrap_or(if uri.scheme() == Some(&Scheme::HTTPS) { 443 } else { 80 });
-    let stream = match host(uri).parse::<IpAddr>() {
-        Ok(address) => TcpStream::connect((address, port)).await,
-        Err(_) => TcpStream::connect((host(uri), port)).await,
-    };
-    let stream = stream.map_err(FetchError::Connect)?;
+    let stream = open(request.uri()).await?;
     match tls {
         None => send_over(TokioIo::new(stream), request, max_body).await,
         Some(tls) => {
@@ -63,6 +58,28 @@ pub async fn send(
             send_over(TokioIo::new(stream), request, max_body).await
         }
     }
+}
+
+/// Connect to the server of a URL, with a TLS handshake for `https://`, and close the connection. The caller limits the
+/// time.
+///
+/// # Errors
+/// See [`FetchError`].
+pub async fn connect(uri: &Uri, tls: Option<&EndpointTls>) -> Result<(), FetchError> {
+    let stream = open(uri).await?;
+    match tls {
+        None => Ok(()),
+        Some(tls) => tls.connect(stream).await.map(drop).map_err(FetchError::Tls),
+    }
+}
+
+async fn open(uri: &Uri) -> Result<TcpStream, FetchError> {
+    let port = uri.port_u16().unwrap_or(if uri.scheme() == Some(&Scheme::HTTPS) { 443 } else { 80 });
+    let stream = match host(uri).parse::<IpAddr>() {
+        Ok(address) => TcpStream::connect((address, port)).await,
+        Err(_) => TcpStream::connect((host(uri), port)).await,
+    };
+    stream.map_err(FetchError::Connect)
 }
 
 async fn send_over(

@@ -56,6 +56,18 @@ fn http_01_obtains_a_certificate_for_each_name_and_stores_it() {
 }
 
 #[test]
+fn http_01_validates_also_where_the_listener_denies_all_clients() {
+    let pebble = Pebble::start();
+    let config = config(&pebble, &["one.test"], "challenges = [\"http-01\"]\n");
+    let config = config.replacen("[[listener]]\n", "[[listener]]\ndeny = [\"127.0.0.0/8\"]\n", 1);
+    let gateway = start_as(&pebble, &config);
+    let client = trusting(&pebble);
+    eventually("the certificate", || served(&gateway, &client, "one.test").is_some());
+    assert_eq!(pebble.orders(), 1, "{}", pebble.log());
+    assert_eq!(gateway.get("/.well-known/acme-challenge/unknown").status, 403);
+}
+
+#[test]
 fn tls_alpn_01_validates_also_where_clients_need_certificates() {
     let pebble = Pebble::start();
     let clients = Authority::new("clients");

@@ -250,7 +250,12 @@ impl Hot {
         let fallback = Arc::new(MemoryStore::new(1, Clock::Store));
         let backend = Store::Redis { store, fallback, metrics: Arc::default() };
         Hot {
-            ledger: Arc::new(StoreHandle { store: backend, denials: None, tasks: TaskTracker::new() }),
+            ledger: Arc::new(StoreHandle {
+                store: backend,
+                denials: None,
+                events: Arc::default(),
+                tasks: TaskTracker::new(),
+            }),
             coalescer: Arc::new(Singleflight::new(timeout, Arc::default())),
             plan: Arc::new(plan()),
         }
@@ -267,6 +272,7 @@ impl Hot {
             prefetch: 0,
             debt_before_us: 0,
             usage: None,
+            notify: None,
         };
         let key = Key { identity: Identity(1), state_name: &plan.state_name };
         let (mode, usage) = (ChargeMode::Enforced, None);

@@ -66,6 +66,7 @@ mod probe;
 mod protocols;
 mod proxy_protocol;
 mod proxy_status;
+mod quota_events;
 mod real_servers;
 mod recovery;
 mod reload;

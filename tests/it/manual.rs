@@ -43,6 +43,7 @@ const SHOWN: &[(&str, &str)] = &[
     ("ini", "of systemd"),
     ("logrotate", "of logrotate"),
     ("js", "of Node"),
+    ("python", "of docs/how-to/events.md, whose commands run it"),
     ("sh", "builds and runs the tests"),
     ("rust", "an example of a test, or a doctest: src/lib.rs"),
 ];
@@ -59,6 +60,10 @@ fn provide(walk: &Walk, document: &str) {
         "docs/how-to/routing.md" => {
             walk.put("cert.pem", &read("certs/dev.pem"));
             walk.put("cert.key", &read("certs/dev.key"));
+        }
+        "docs/how-to/events.md" => {
+            let hook = blocks(document).into_iter().find(|block| block.language == "python").unwrap();
+            walk.put("hook.py", &hook.text);
         }
         "docs/how-to/tune-limits.md" => {
             let log = read("tests/logs/common.log");

@@ -128,6 +128,12 @@ fn every_key() -> Value {
             "tls": { "certificates": [{ "cert": "one.pem", "key": "one.key" }], "client_ca": "one.pem" },
         }],
         "acme": { "accept_terms": true },
+        "notify": {
+            "n": {
+                "webhook": "http://127.0.0.1:1/",
+                "secret": "whsec_a2tra2tra2tra2tra2tra2tra2tra2tra2tra2tra2s=",
+            },
+        },
         "admin": { "address": "127.0.0.1:1" },
         "limit": {
             "l": { "by": "ip", "quota": "1/s" },
@@ -153,7 +159,19 @@ fn load(file: &Value) -> Result<String, String> {
     std::fs::write(&path, toml::to_string(file).unwrap()).unwrap();
     let config = CompiledConfig::load(&path, &|_| None).map_err(|error| error.to_string())?;
     let CompiledConfig {
-        server, store, log, client_ip, auth, upstreams, limits, routes, admin, listeners, acme, ..
+        server,
+        store,
+        log,
+        client_ip,
+        auth,
+        upstreams,
+        limits,
+        event_destinations,
+        routes,
+        admin,
+        listeners,
+        acme,
+        ..
     } = &config;
     let acme = acme.as_ref().map(|acme| (&acme.settings.directory, &acme.settings.challenges));
     let listeners: Vec<_> = listeners
@@ -176,7 +194,7 @@ fn load(file: &Value) -> Result<String, String> {
                 limit.unit.clone(),
                 limit.queue_policy,
                 limit.prefetch,
-                limit.usage.as_ref().map(|days| days.zone_name().to_owned()),
+                (limit.usage.as_ref().map(|days| days.zone_name().to_owned()), limit.notify.clone()),
                 terms.clone().identity_spec,
                 terms.cost.clone(),
             )
@@ -197,7 +215,7 @@ fn load(file: &Value) -> Result<String, String> {
             )
         })
         .collect();
-    let (clients, targets) = ((client_ip, &auth.providers, limits), (upstreams, routes));
+    let (clients, targets) = ((client_ip, &auth.providers, limits), (upstreams, routes, event_destinations));
     let text = format!("{:?}", (server, store, log, listeners, acme, admin, clients, targets));
     Ok(text.replace(&directory.path().display().to_string(), ""))
 }
@@ -250,6 +268,9 @@ fn file_with(path: &str) -> Value {
             let cost = json!({ "llm": "auto", "weights": {}, "models": { "m": {} } });
             set("limit.l", json!({ "by": "ip", "quota": "1/s", "unit": "tokens", "cost": cost }));
         }
+        "limit.*.notify.at.*" => set("limit.l.notify", json!({ "to": "n", "at": [null] })),
+        path if path.starts_with("limit.*.notify.") => set("limit.l.notify", json!({ "to": "n" })),
+        "notify.*.max_length" => set("notify.n", json!({ "stream": "s" })),
         "upstream.*.max_queue" => set("upstream.u.max_requests", json!(1)),
         path if path.starts_with("route.*.mirror") => {
             set("route", json!([{ "name": "m", "path": "/m", "upstream": "u", "mirror": { "upstream": "u" } }]));

@@ -516,7 +516,8 @@ async fn coalesced_tokens_return_the_debt_before_each() {
     let store = RedisStore::Single(redis_store(&server, "coalesced", clock.clone()));
     let fallback = Arc::new(MemoryStore::new(1, clock));
     let backend = Store::Redis { store, fallback, metrics: Arc::default() };
-    let ledger = Arc::new(StoreHandle { store: backend, denials: None, tasks: TaskTracker::new() });
+    let ledger =
+        Arc::new(StoreHandle { store: backend, denials: None, events: Arc::default(), tasks: TaskTracker::new() });
     let coalescer = Arc::new(Singleflight::new(MAX_WAIT, Arc::default()));
     let Limit { rule, bucket, .. } = Limit::new("l", bucket(10, SECOND, 10));
     let plan = Arc::new(LimitVariant {
@@ -534,6 +535,7 @@ async fn coalesced_tokens_return_the_debt_before_each() {
         prefetch: 0,
         debt_before_us: 0,
         usage: None,
+        notify: None,
     };
     let key = Key { identity: Identity(1), state_name: &plan.state_name };
     let (mode, usage) = (ChargeMode::Enforced, None);

@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::support::admin_listener::{HERE, ask, metric, with_admin};
 use crate::support::client::{Client, load};
 use crate::support::cluster::Cluster;
-use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::redis::{Redis, free_port};
 use crate::support::stores::{ALIGNED, Limit, SECOND, bucket, call, log, redis_store, usage_in_redis, window};
 use crate::support::upstream::{Seen, Upstream};
+use crate::support::{eventually, signal};
 use aws_lc_rs::digest::{SHA256, digest};
 use jiff::Timestamp;
 use redis::Commands;
@@ -305,6 +305,24 @@ fn local_admissions_of_an_outage_are_posted_after_it() {
         });
         assert_eq!(metric(&gateway, "sluicegate_usage_cost_lost_total"), 0.0);
     }
+}
+
+#[test]
+fn usage_of_an_outage_is_lost_if_the_gateway_is_killed_before_it_is_posted() {
+    let redis = Redis::start();
+    let port = redis.port;
+    let limit = "algorithm = \"fixed-window\"\nquota = \"1000/24h\"";
+    let mut gateway = start(&with_admin(&by_key(&redis.store(), limit)));
+    let ask = |gateway: &Gateway| gateway.client().get_with("/r", &[("x-api-key", "acme")]).status;
+    drop(redis);
+    assert_eq!([(); 5].map(|()| ask(&gateway)), [200; 5]);
+    assert_eq!(metric(&gateway, "sluicegate_memory_usage_totals"), 1.0);
+    signal(&gateway.child, "KILL");
+    gateway.wait();
+    let _redis = Redis::start_on(port).expect("the port is still free");
+    let next = Gateway::start_file(&gateway.directory().join("gateway.toml"));
+    assert_eq!([(); 3].map(|()| ask(&next)), [200; 3]);
+    assert_eq!(cost_of(&next, "acme"), 3);
 }
 
 #[tokio::test(flavor = "multi_thread")]

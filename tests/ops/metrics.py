@@ -53,10 +53,14 @@ url = "http://127.0.0.1:{server}/auth"
 [auth.tokens]
 kind = "jwt"
 jwks_url = "http://127.0.0.1:{server}/jwks"
+[notify.billing]
+webhook = "http://127.0.0.1:{server}/events"
+secret = "whsec_a2tra2tra2tra2tra2tra2tra2tra2tra2tra2tra2s="
 [limit.address]
 by = "ip"
 quota = "5/hour"
 prefetch = 2
+notify = "billing"
 [limit.trial]
 by = "ip"
 quota = "1/hour"
@@ -157,6 +161,8 @@ def main():
             expect(status(f"{clear}/signed-in", {}) == 200, "forward authentication")
             expect(status(f"{clear}/token", {"authorization": "Bearer a.b.c"}) in (401, 503), "a token without keys")
             expect(status(f"{clear}/unknown", {}) == 404, "no route")
+            while 'quota_events_total{destination="billing"' not in scrape(gateway.admin, "text/plain"):
+                time.sleep(0.01)
             pages = [scrape(gateway.admin, "text/plain"), scrape(gateway.admin, "application/openmetrics-text; version=1.0.0")]
     finally:
         store.kill()

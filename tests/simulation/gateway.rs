@@ -77,8 +77,9 @@ impl Gateway {
             tokio::spawn(async move { connecting_store.connect().await });
             let backend = Store::Redis { store, fallback: fallback.clone(), metrics };
             let first_permit_id = (index as u64) << 40 | (worker as u64 + 1) << 32;
-            let (advances, lines) = (Arc::clone(&prefetch_pool), Arc::clone(&wait_queues));
-            Arc::new(Limiter::new(backend, denials.clone(), advances, lines, overrides.clone(), first_permit_id))
+            let shared = (Arc::clone(&prefetch_pool), Arc::clone(&wait_queues));
+            let (overrides, events) = (overrides.clone(), Arc::default());
+            Arc::new(Limiter::new(backend, denials.clone(), shared, overrides, events, first_permit_id))
         };
         let workers = (0..schedule.workers).map(worker).collect();
         let store = first.expect("a worker");

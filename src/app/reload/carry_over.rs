@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::identity::auth::ProviderKind;
 use crate::snapshot::remote_auth::internal_name;
-use crate::snapshot::{CompiledConfig, Listener};
+use crate::snapshot::{CompiledConfig, Listener, notify};
 use crate::tls::Certificate;
 use crate::upstream::UpstreamSettings;
 
@@ -121,6 +121,13 @@ impl CompiledConfig {
             for source in &mut self.auth.key_urls {
                 if *tls.name == *internal_name(&source.name)
                     && let Some(endpoint) = &mut source.tls
+                {
+                    tls.attach_to(endpoint);
+                }
+            }
+            for (name, destination) in &mut self.event_destinations {
+                if *tls.name == *notify::internal_name(name)
+                    && let Some(endpoint) = destination.tls_mut()
                 {
                     tls.attach_to(endpoint);
                 }

@@ -60,7 +60,17 @@ pub(super) async fn check_permissions(
     server: &RedisServer,
     requirements: &Requirements,
 ) -> Result<Check, CallError> {
-    let commands = required_commands(&requirements.rules, requirements.algorithms.counts_usage());
+    let mut commands: Vec<_> = required_commands(&requirements.rules, requirements.algorithms.counts_usage())
+        .into_iter()
+        .map(str::to_owned)
+        .collect();
+    if requirements.sends_events {
+        commands.push("set KEY x nx px 1".to_owned());
+        commands.push("get KEY".to_owned());
+    }
+    commands.extend(requirements.streams.iter().map(|stream| format!("xadd {stream} maxlen ~ 1 * x x")));
+    commands.sort_unstable();
+    commands.dedup();
     let mut eval = redis::cmd("EVAL");
     eval.arg(ACL_CHECK_SCRIPT).arg(1).arg(server.probe_key(&requirements.prefix)).arg(&commands);
     let refused = match connection.call::<Value>(&eval).await {
@@ -125,6 +135,8 @@ fn acl_rule(command_words: &str) -> String {
     let mut command_words = command_words.split(' ');
     match (command_words.next().unwrap_or_default(), command_words.next()) {
         ("script", Some(subcommand)) => format!("+script|{subcommand}"),
+        // The user may lack the command or the key.
+        ("xadd", Some(stream)) => format!("+xadd ~{stream}"),
         (command, _) => format!("+{command}"),
     }
 }

@@ -1,0 +1,18 @@
+-- Claims a quota event, so that one of several gateways sends it. With a stream, the event is added in the same call. A
+-- call that is sent again has the same reply and adds nothing.
+--
+-- KEYS[1]  The claim: the id of the event, for the period in which there is one event.
+-- KEYS[2]  Optional: the stream, in the slot of the claim.
+-- ARGV[1]  Id of the event.
+-- ARGV[2]  TTL of the claim in milliseconds.
+-- ARGV[3]  With a stream: number of entries to keep, approximately.
+-- ARGV[4]  With a stream: the event as JSON.
+-- Reply    1, or 0 if another event has the claim.
+local call = redis.call
+if not call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then
+  return call('GET', KEYS[1]) == ARGV[1] and 1 or 0
+end
+if KEYS[2] then
+  call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[3], '*', 'id', ARGV[1], 'event', ARGV[4])
+end
+return 1

@@ -1,0 +1,444 @@
+//! The thread that sends quota events: it claims each event, so that one of several gateways sends it, and delivers it to
+//! its webhook or stream.
+
+use std::sync::Arc;
+use std::thread;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use aws_lc_rs::hmac::{Key, sign};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use bytes::Bytes;
+use http::header::{CONTENT_TYPE, USER_AGENT};
+use http::{HeaderName, HeaderValue, Method, Request};
+use jiff::Timestamp;
+use serde::Serialize;
+use tokio::runtime::Builder;
+use tokio::sync::Semaphore;
+use tokio::sync::mpsc::Receiver;
+use tokio::task::JoinSet;
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, warn};
+use uuid::Uuid;
+
+use crate::admin::usage::consumer_name;
+use crate::app::AppError;
+use crate::app::jwks_refresh::with_jitter;
+use crate::limiter::clock::{LogThrottle, elapsed_since, unix_us};
+use crate::limiter::notify::{DeliveryResult, DeliveryStats, EventPeriod, EventQueue, QuotaEvent};
+use crate::limiter::redis::RedisSettings;
+use crate::limiter::redis::circuit_breaker::CircuitBreaker;
+use crate::limiter::redis::cluster::topology::ClusterMap;
+use crate::limiter::redis::event_claim::{EventClaim, StreamEntry};
+use crate::limiter::store::RedisStore;
+use crate::limiter::verdict::StoreError;
+use crate::metrics::MetricFamily;
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::current::ConfigHandle;
+use crate::snapshot::notify::{EventDestination, EventStream, Webhook};
+use crate::upstream::fetch;
+use crate::upstream::fetch::FetchError;
+
+/// Name of the type of the events.
+const EVENT_TYPE: &str = "quota.threshold_reached";
+
+/// Maximum number of undelivered events of a destination.
+const MAX_PENDING: u64 = 1000;
+
+/// Maximum number of deliveries in flight, for all destinations together.
+const MAX_CONCURRENT_DELIVERIES: usize = 16;
+
+/// Wait after the first failed attempt. It doubles with each failure.
+const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
+
+/// Maximum wait between two attempts.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(300);
+
+/// Age at which an event is given up.
+const MAX_AGE: Duration = Duration::from_secs(3600);
+
+/// Maximum time to deliver the last events at the end of the process.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Interval for forgetting events whose period has ended.
+const FORGET_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Time for which a claim outlives the window of its event. Other gateways may claim it that late.
+const CLAIM_GRACE: Duration = Duration::from_secs(60);
+
+/// A claim of a rolling period ends earlier than the memory of the gateway by this part of the period, and by at most
+/// this time. Otherwise the next event of the same gateway would meet its own claim.
+const CLAIM_MARGIN_DIVISOR: u32 = 10;
+const MAX_CLAIM_MARGIN: Duration = Duration::from_secs(1);
+
+/// Minimum store timeout: a call may include connecting.
+const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Maximum size of the response of a webhook, in bytes. It is not used.
+const MAX_RESPONSE: usize = 64 << 10;
+
+/// Minimum interval between two messages of one kind.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// The parts of the process that the thread needs.
+#[derive(Debug)]
+pub(super) struct EventDeps {
+    /// The active configuration.
+    pub(super) config_handle: Arc<ConfigHandle>,
+    /// The queue that the receiver belongs to.
+    pub(super) queue: Arc<EventQueue>,
+    /// Deliveries by destination.
+    pub(super) stats: Arc<MetricFamily<DeliveryStats>>,
+    /// Circuit breaker of a single Redis server.
+    pub(super) circuit_breaker: Arc<CircuitBreaker>,
+    /// Slot map of a Redis Cluster.
+    pub(super) cluster_map: Arc<ClusterMap>,
+}
+
+/// The running thread.
+#[derive(Debug)]
+pub(super) struct EventThread {
+    stop: CancellationToken,
+    thread: JoinHandle<Result<(), AppError>>,
+}
+
+/// Why an attempt failed.
+#[derive(Debug, thiserror::Error)]
+pub enum DeliveryError {
+    /// There is no response.
+    #[error(transparent)]
+    Fetch(#[from] FetchError),
+    /// The exchange took too long.
+    #[error("no complete response within {} ms", .0.as_millis())]
+    Timeout(Duration),
+    /// The status of the response is not 2xx.
+    #[error("the server responded with status {0}")]
+    Status(u16),
+    /// The stream cannot be written.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+impl EventThread {
+    /// Start the thread.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub(super) fn start(deps: EventDeps, events: Receiver<QuotaEvent>) -> Result<Self, AppError> {
+        let stop = CancellationToken::new();
+        let stopped = stop.clone();
+        let run = move || {
+            let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
+            runtime.block_on(async {
+                let store = deps.connect();
+                run(
+                    Arc::new(Courier { deps, store, deliveries: Semaphore::new(MAX_CONCURRENT_DELIVERIES) }),
+                    events,
+                    stopped,
+                )
+                .await;
+            });
+            // Do not wait for a blocking DNS lookup.
+            runtime.shutdown_background();
+            Ok(())
+        };
+        let thread = thread::Builder::new().name("quota-events".to_owned()).spawn(run).map_err(AppError::Worker)?;
+        Ok(EventThread { stop, thread })
+    }
+
+    /// Deliver the queued events for at most [`FLUSH_TIMEOUT`], and end the thread.
+    ///
+    /// # Errors
+    /// The thread could not create its runtime, or panicked.
+    pub(super) fn finish(self) -> Result<(), AppError> {
+        self.stop.cancel();
+        self.thread.join().unwrap_or(Err(AppError::Panic))
+    }
+}
+
+impl EventDeps {
+    /// Return a separate store client, which connects when it is used.
+    fn connect(&self) -> Option<RedisStore> {
+        let active = self.config_handle.active();
+        let (deployment, redis) = active.config.store.redis.as_ref()?;
+        let redis = RedisSettings { timeout: redis.timeout.max(MIN_STORE_TIMEOUT), connections: 1, ..redis.clone() };
+        let (breaker, topology) = (self.circuit_breaker.clone(), self.cluster_map.clone());
+        Some(RedisStore::new(&(deployment.clone(), redis), breaker, topology, Arc::default()))
+    }
+}
+
+async fn run(courier: Arc<Courier>, mut events: Receiver<QuotaEvent>, stop: CancellationToken) {
+    let mut deliveries = JoinSet::new();
+    let mut forget = interval(FORGET_INTERVAL);
+    forget.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            Some(event) = events.recv() => courier.accept(event, &mut deliveries),
+            _ = forget.tick() => courier.deps.queue.forget_ended(),
+            Some(_) = deliveries.join_next() => {}
+            () = stop.cancelled() => break,
+        }
+    }
+    events.close();
+    while let Ok(event) = events.try_recv() {
+        courier.accept(event, &mut deliveries);
+    }
+    let all = async { while deliveries.join_next().await.is_some() {} };
+    if timeout(FLUSH_TIMEOUT, all).await.is_err() {
+        warn!(
+            events = deliveries.len(),
+            "quota events are lost: they could not be delivered before the end of the process"
+        );
+    }
+}
+
+/// Delivers events.
+#[derive(Debug)]
+struct Courier {
+    deps: EventDeps,
+    /// `None` with a memory store: no other gateway sends events.
+    store: Option<RedisStore>,
+    /// Limits the deliveries in flight.
+    deliveries: Semaphore,
+}
+
+/// An event on its way to its destination.
+#[derive(Debug)]
+struct Delivery {
+    event: QuotaEvent,
+    id: String,
+    /// The event as JSON. All attempts send the same.
+    body: Bytes,
+    /// Whether this gateway has claimed the event, or sends it without a claim.
+    is_claimed: bool,
+}
+
+impl Courier {
+    /// Start to deliver an event, unless too many are undelivered.
+    fn accept(self: &Arc<Self>, event: QuotaEvent, deliveries: &mut JoinSet<()>) {
+        let destination = &event.usage.notify.to;
+        let stats = self.deps.stats.get_or_create(destination, 0);
+        if stats.pending() >= MAX_PENDING {
+            static LOG_THROTTLE: LogThrottle = LogThrottle::new();
+            if LOG_THROTTLE.should_log(LOG_INTERVAL) {
+                warn!(destination = %destination, "too many undelivered quota events: new events are dropped");
+            }
+            stats.count(DeliveryResult::Dropped);
+            return;
+        }
+        let courier = self.clone();
+        let pending = stats.begin();
+        deliveries.spawn(async move {
+            let result = courier.deliver(event, &stats).await;
+            stats.count(result);
+            drop(pending);
+        });
+    }
+
+    /// Attempt to deliver an event until it is delivered, another gateway has claimed it, or it is too old.
+    async fn deliver(&self, event: QuotaEvent, stats: &DeliveryStats) -> DeliveryResult {
+        let (id, destination) = (format!("evt_{}", Uuid::new_v4().simple()), event.usage.notify.to.clone());
+        let body = body(&event, &self.deps.config_handle.active().config);
+        let mut delivery = Delivery { event, id, body, is_claimed: false };
+        let mut failures = 0;
+        loop {
+            // Read for each attempt: a reload may have corrected the destination.
+            let active = self.deps.config_handle.active();
+            let Some(found) = active.config.event_destinations.get(&*destination) else {
+                debug!(%destination, "a reload removed the destination of a quota event");
+                return DeliveryResult::Failed;
+            };
+            let error = match self.attempt(&mut delivery, found).await {
+                Ok(true) => return DeliveryResult::Delivered,
+                Ok(false) => return DeliveryResult::Claimed,
+                Err(error) => error,
+            };
+            stats.count_failed_attempt();
+            let delay = (FIRST_RETRY_DELAY * 2_u32.pow(failures)).min(MAX_RETRY_DELAY);
+            failures = (failures + 1).min(10);
+            let is_lost = elapsed_since(delivery.event.queued_at) + delay > MAX_AGE;
+            static LOG_THROTTLE: LogThrottle = LogThrottle::new();
+            if is_lost {
+                warn!(%destination, id = delivery.id, %error, "a quota event is lost: it could not be delivered");
+                return DeliveryResult::Failed;
+            }
+            if LOG_THROTTLE.should_log(LOG_INTERVAL) {
+                warn!(%destination, %error, retry_in_s = delay.as_secs(), "cannot deliver a quota event");
+            }
+            sleep(with_jitter(delay)).await;
+        }
+    }
+
+    /// Return whether the event was delivered. `false`: another gateway has claimed it.
+    async fn attempt(&self, delivery: &mut Delivery, destination: &EventDestination) -> Result<bool, DeliveryError> {
+        // The semaphore is never closed.
+        let _permit = self.deliveries.acquire().await;
+        match destination {
+            EventDestination::Stream(EventStream { key, max_length }) => {
+                // Without Redis there is no stream: `check` reports it.
+                let Some(store) = &self.store else { return Ok(false) };
+                let entry = StreamEntry { stream: key, max_length: *max_length, body: &delivery.body };
+                Ok(store.claim_event(&delivery.claim(&delivery.claim_key(key), Some(entry))).await?)
+            }
+            EventDestination::Webhook(webhook) => {
+                if let Some(store) = self.store.as_ref().filter(|_| !delivery.is_claimed) {
+                    let key = delivery.claim_key(&delivery.event.usage.notify.to);
+                    match store.claim_event(&delivery.claim(&key, None)).await {
+                        Ok(true) => {}
+                        Ok(false) => return Ok(false),
+                        // Each gateway sends its own event rather than none.
+                        Err(error) => debug!(%error, "a quota event is sent without a claim"),
+                    }
+                }
+                delivery.is_claimed = true;
+                post(webhook, &delivery.id, &delivery.body).await.map(|()| true)
+            }
+        }
+    }
+}
+
+impl Delivery {
+    /// Return the key of the claim. `tag` is its hash tag, which selects the slot in a cluster.
+    fn claim_key(&self, tag: &str) -> String {
+        let QuotaEvent { usage, threshold, .. } = &self.event;
+        let (limit, identity) = (&usage.notify.limit, usage.identity);
+        match usage.period {
+            EventPeriod::Window(end_us) => format!("event:{{{tag}}}:{limit}:{identity}:{threshold}:{end_us}"),
+            EventPeriod::Rolling(_) => format!("event:{{{tag}}}:{limit}:{identity}:{threshold}"),
+        }
+    }
+
+    fn claim<'a>(&'a self, key: &'a str, entry: Option<StreamEntry<'a>>) -> EventClaim<'a> {
+        let usage = &self.event.usage;
+        let ttl = match usage.period {
+            EventPeriod::Window(_) => Duration::from_micros(usage.reset_us) + CLAIM_GRACE,
+            EventPeriod::Rolling(period) => {
+                let margin = (period / CLAIM_MARGIN_DIVISOR).min(MAX_CLAIM_MARGIN);
+                period.saturating_sub(margin + elapsed_since(self.event.queued_at))
+            }
+        };
+        EventClaim { key, id: &self.id, ttl, entry }
+    }
+}
+
+/// Send an event to a webhook, signed as in the Standard Webhooks specification 1.0.0.
+async fn post(webhook: &Webhook, id: &str, body: &Bytes) -> Result<(), DeliveryError> {
+    let timestamp = (unix_us() / 1_000_000).to_string();
+    let signature = signature(&webhook.key, id, &timestamp, body);
+    let mut request = Request::new(body.clone());
+    *request.method_mut() = Method::POST;
+    *request.uri_mut() = webhook.url.clone();
+    let headers = request.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    headers.insert(USER_AGENT, HeaderValue::from_static(concat!("sluicegate/", env!("CARGO_PKG_VERSION"))));
+    for (name, value) in [("webhook-id", id), ("webhook-timestamp", &timestamp), ("webhook-signature", &signature)] {
+        // Letters, digits and punctuation are valid header values.
+        headers.extend(HeaderValue::from_str(value).ok().map(|value| (HeaderName::from_static(name), value)));
+    }
+    let exchange = fetch::send(request, webhook.tls.as_ref(), MAX_RESPONSE);
+    let response = timeout(webhook.timeout, exchange).await.map_err(|_| DeliveryError::Timeout(webhook.timeout))??;
+    match response.status() {
+        status if status.is_success() => Ok(()),
+        status => Err(DeliveryError::Status(status.as_u16())),
+    }
+}
+
+/// Return the value of `webhook-signature`.
+fn signature(key: &Key, id: &str, timestamp: &str, body: &[u8]) -> String {
+    let signed = [id.as_bytes(), b".", timestamp.as_bytes(), b".", body].concat();
+    format!("v1,{}", STANDARD.encode(sign(key, &signed)))
+}
+
+/// Connect to a webhook without sending anything, as a delivery does.
+///
+/// # Errors
+/// The server cannot be reached, or its certificate is not valid.
+pub async fn connect(webhook: &Webhook) -> Result<(), DeliveryError> {
+    let connecting = fetch::connect(&webhook.url, webhook.tls.as_ref());
+    let connected = timeout(webhook.timeout, connecting).await.map_err(|_| DeliveryError::Timeout(webhook.timeout))?;
+    Ok(connected?)
+}
+
+impl DeliveryError {
+    /// Return what the administrator can do about the error.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            DeliveryError::Fetch(FetchError::Tls(_)) => {
+                "check the certificate of the server, or name its CA: ca = \"ca.pem\""
+            }
+            DeliveryError::Fetch(_) | DeliveryError::Timeout(_) => {
+                "check `webhook`, and that the gateway may connect to the server"
+            }
+            DeliveryError::Status(_) => "check the log of the server",
+            DeliveryError::Store(_) => "check the store: sluicegate doctor",
+        }
+    }
+}
+
+/// An event as destinations get it.
+#[derive(Debug, Serialize)]
+struct EventBody<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    timestamp: String,
+    data: EventData<'a>,
+}
+
+#[derive(Debug, Serialize)]
+struct EventData<'a> {
+    limit: &'a str,
+    threshold: u8,
+    consumer: Option<String>,
+    identity: String,
+    quota: String,
+    unit: &'a str,
+    capacity: u64,
+    used: u64,
+    remaining: u64,
+    denied: bool,
+    shadow: bool,
+    decided_by: &'static str,
+    resets_at: String,
+}
+
+/// Return an event as JSON. Identities are named as in usage reports: consumers by name, others by their hash alone.
+fn body(event: &QuotaEvent, config: &CompiledConfig) -> Bytes {
+    let QuotaEvent { usage, threshold, .. } = event;
+    let limit = &*usage.notify.limit;
+    let compiled = config.limits.get(limit);
+    let time = |us: u64| Timestamp::from_microsecond(us as i64).unwrap_or(Timestamp::UNIX_EPOCH).to_string();
+    let data = EventData {
+        limit,
+        threshold: *threshold,
+        consumer: consumer_name(config, limit, usage.identity),
+        identity: usage.identity.to_string(),
+        quota: usage.quota.to_string(),
+        unit: compiled.map_or("", |compiled| &compiled.limit.unit),
+        capacity: usage.capacity,
+        used: usage.capacity.saturating_sub(usage.remaining),
+        remaining: usage.remaining,
+        denied: usage.is_denied,
+        shadow: compiled.is_some_and(|compiled| compiled.limit.shadow),
+        decided_by: if usage.is_local { "local" } else { "store" },
+        resets_at: time(usage.now_us.saturating_add(usage.reset_us)),
+    };
+    let body = EventBody { kind: EVENT_TYPE, timestamp: time(usage.now_us), data };
+    // Strings and numbers always serialize.
+    serde_json::to_vec(&body).unwrap_or_default().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aws_lc_rs::hmac::HMAC_SHA256;
+
+    /// The example of the libraries for Standard Webhooks.
+    #[test]
+    fn signature_equals_the_published_example() {
+        let key = Key::new(HMAC_SHA256, &STANDARD.decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw").unwrap());
+        let signed = signature(&key, "msg_p5jXN8AQM9LWM0D4loKWxJek", "1614265330", b"{\"test\": 2432232314}");
+        assert_eq!(signed, "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=");
+    }
+}

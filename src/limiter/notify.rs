@@ -1,0 +1,391 @@
+//! Quota events: an identity has used a percentage of a limit. A decision finds the limits whose thresholds are
+//! reached, and a bounded queue takes the events to the task that sends them.
+
+use std::collections::HashMap;
+use std::hash::RandomState;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc::{Receiver, Sender, channel};
+
+use crate::limiter::algorithm::{Outcome, Rule, Status};
+use crate::limiter::clock::monotonic;
+use crate::limiter::key::Identity;
+use crate::limiter::quota::Quota;
+use crate::metrics::Counter;
+
+/// Maximum number of events that wait for the task.
+const QUEUE_LENGTH: usize = 4096;
+
+/// Maximum number of events that are remembered, so that a window has one event for each threshold.
+const MAX_REMEMBERED: usize = 100_000;
+
+/// The percentage at which a limit is used up.
+const USED_UP: u8 = 100;
+
+/// The thresholds of a limit, and the destination of its events.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Notify {
+    /// Name of the limit.
+    pub limit: Box<str>,
+    /// Name of the destination.
+    pub to: Box<str>,
+    /// Percentages of the capacity, from 1 to 100, in ascending order.
+    pub at: Box<[u8]>,
+}
+
+/// The period in which a threshold has one event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EventPeriod {
+    /// A fixed window, until this instant by the clock of the store, µs since the Unix epoch.
+    Window(u64),
+    /// This time from the event on: the length of a sliding window, or the time in which an empty bucket is full.
+    Rolling(Duration),
+}
+
+/// The usage of a limit by an identity that has reached the lowest threshold.
+#[derive(Debug, Clone)]
+pub struct LimitUsage {
+    /// The thresholds of the limit.
+    pub notify: Arc<Notify>,
+    /// The identity.
+    pub identity: Identity,
+    /// The quota that applied.
+    pub quota: Quota,
+    /// Capacity of the rule that decided.
+    pub capacity: u64,
+    /// Tokens remaining.
+    pub remaining: u64,
+    /// Whether the limit denied the request, or would have denied it if it were not a shadow limit.
+    pub is_denied: bool,
+    /// Whether the local share of the gateway decided.
+    pub is_local: bool,
+    /// Time of the decision by the clock of the store, µs since the Unix epoch.
+    pub now_us: u64,
+    /// µs until the limit is fully reset.
+    pub reset_us: u64,
+    /// The period of the events.
+    pub period: EventPeriod,
+}
+
+/// An event: the usage has reached a threshold.
+#[derive(Debug, Clone)]
+pub struct QuotaEvent {
+    /// The usage.
+    pub usage: LimitUsage,
+    /// The threshold, in percent.
+    pub threshold: u8,
+    /// When it was queued.
+    pub queued_at: Instant,
+}
+
+impl LimitUsage {
+    /// Return the usage after an outcome, if it has reached a threshold. `reserved` tokens of the outcome may be refunded.
+    pub fn new(
+        notify: &Arc<Notify>,
+        identity: Identity,
+        (quota, rule, is_local): (Quota, &Rule, bool),
+        outcome: &Outcome,
+        (now_us, reserved): (u64, u64),
+    ) -> Option<Self> {
+        let period = match rule {
+            Rule::FixedWindow(_) => EventPeriod::Window(now_us + outcome.reset_us),
+            Rule::TokenBucket(_) => EventPeriod::Rolling(Duration::from_micros(rule.refill_time_us(rule.capacity()))),
+            Rule::SlidingWindow(rule) => EventPeriod::Rolling(Duration::from_micros(rule.window)),
+            Rule::SlidingBuckets(rule) => EventPeriod::Rolling(Duration::from_micros(rule.window)),
+            Rule::SlidingLog(rule) => EventPeriod::Rolling(Duration::from_micros(rule.window)),
+            Rule::Concurrency(_) => return None,
+        };
+        let Outcome { status, remaining, reset_us, .. } = *outcome;
+        let is_denied = match status {
+            Status::Ok => false,
+            Status::Exceeded => true,
+            // A cost above the capacity says nothing about the usage.
+            Status::CostTooLarge | Status::Saturated => return None,
+        };
+        let capacity = rule.capacity();
+        let remaining = if is_denied { remaining } else { remaining.saturating_add(reserved).min(capacity) };
+        let usage = LimitUsage {
+            notify: notify.clone(),
+            identity,
+            quota,
+            capacity,
+            remaining,
+            is_denied,
+            is_local,
+            now_us,
+            reset_us,
+            period,
+        };
+        // With a reset of 0 nothing is used, or the limit did not take part in the decision.
+        (reset_us > 0 && usage.thresholds().next().is_some()).then_some(usage)
+    }
+
+    /// Return the thresholds that the usage has reached.
+    fn thresholds(&self) -> impl Iterator<Item = u8> {
+        self.notify.at.iter().copied().filter(|at| self.has_reached(*at))
+    }
+
+    fn has_reached(&self, threshold: u8) -> bool {
+        let used = self.capacity.saturating_sub(self.remaining);
+        // A denied request may leave tokens that are too few for its cost.
+        threshold == USED_UP && self.is_denied
+            || u128::from(used) * 100 >= u128::from(threshold) * u128::from(self.capacity)
+    }
+}
+
+/// The limit, the identity and the threshold of an event.
+type EventKey = (Box<str>, Identity, u8);
+
+/// The end of a period.
+#[derive(Debug, Clone, Copy)]
+struct Remembered {
+    period: EventPeriod,
+    until: Instant,
+}
+
+/// The events of this process: each threshold has one event in a period. The queue is bounded, and never waits.
+#[derive(Debug)]
+pub struct EventQueue {
+    sender: Sender<QuotaEvent>,
+    remembered: Mutex<HashMap<EventKey, Remembered, RandomState>>,
+    dropped: AtomicU64,
+}
+
+impl Default for EventQueue {
+    /// A queue from which no task takes events.
+    fn default() -> Self {
+        EventQueue::new().0
+    }
+}
+
+impl EventQueue {
+    /// Create an empty queue, and the receiver of its events.
+    pub fn new() -> (Self, Receiver<QuotaEvent>) {
+        let (sender, receiver) = channel(QUEUE_LENGTH);
+        (EventQueue { sender, remembered: Mutex::default(), dropped: AtomicU64::new(0) }, receiver)
+    }
+
+    /// Queue an event for each threshold that is reached for the first time in its period. If the queue is full, the
+    /// event is dropped and counted, and the next request queues it.
+    pub fn offer(&self, usage: &LimitUsage) {
+        let now = monotonic();
+        let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
+        for threshold in usage.thresholds() {
+            let key = (usage.notify.limit.clone(), usage.identity, threshold);
+            if remembered.get(&key).is_some_and(|earlier| earlier.covers(usage.period, now)) {
+                continue;
+            }
+            let event = QuotaEvent { usage: usage.clone(), threshold, queued_at: now };
+            let has_room = remembered.len() < MAX_REMEMBERED || remembered.contains_key(&key);
+            if !has_room || self.sender.try_send(event).is_err() {
+                self.dropped.fetch_add(1, Ordering::Relaxed);
+                continue;
+            }
+            let length = match usage.period {
+                EventPeriod::Window(_) => Duration::from_micros(usage.reset_us),
+                EventPeriod::Rolling(length) => length,
+            };
+            // Too far for the clock: forever.
+            let until = now.checked_add(length).unwrap_or(now + FOREVER);
+            remembered.insert(key, Remembered { period: usage.period, until });
+        }
+    }
+
+    /// Forget the events whose period has ended.
+    pub fn forget_ended(&self) {
+        let now = monotonic();
+        let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
+        remembered.retain(|_, earlier| now < earlier.until);
+    }
+
+    /// Return the number of events that were dropped.
+    pub fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+}
+
+/// Longer than a process runs.
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 86_400);
+
+impl Remembered {
+    /// Return whether the event of a period was queued before.
+    fn covers(&self, period: EventPeriod, now: Instant) -> bool {
+        match (self.period, period) {
+            (EventPeriod::Window(earlier), EventPeriod::Window(end)) => earlier == end,
+            _ => now < self.until,
+        }
+    }
+}
+
+// === Deliveries ===
+
+/// The end of a delivery.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeliveryResult {
+    /// The destination has the event.
+    Delivered,
+    /// Another gateway sends the event.
+    Claimed,
+    /// The event could not be delivered.
+    Failed,
+    /// Too many events were undelivered.
+    Dropped,
+}
+
+impl DeliveryResult {
+    /// All values, in the order of their counters.
+    pub const ALL: [DeliveryResult; 4] =
+        [DeliveryResult::Delivered, DeliveryResult::Claimed, DeliveryResult::Failed, DeliveryResult::Dropped];
+
+    /// Return the value of the metric label.
+    pub fn label(self) -> &'static str {
+        match self {
+            DeliveryResult::Delivered => "delivered",
+            DeliveryResult::Claimed => "claimed",
+            DeliveryResult::Failed => "failed",
+            DeliveryResult::Dropped => "dropped",
+        }
+    }
+}
+
+/// The deliveries of a destination.
+#[derive(Debug, Default)]
+pub struct DeliveryStats {
+    /// Events by [`DeliveryResult`].
+    pub results: Counter<4>,
+    /// Failed attempts.
+    failed_attempts: AtomicU64,
+    pending: Arc<AtomicU64>,
+}
+
+/// An undelivered event.
+#[derive(Debug)]
+pub struct PendingDelivery(Arc<AtomicU64>);
+
+impl Drop for PendingDelivery {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl DeliveryStats {
+    /// Count an event as undelivered until the value is dropped.
+    pub fn begin(&self) -> PendingDelivery {
+        self.pending.fetch_add(1, Ordering::Relaxed);
+        PendingDelivery(self.pending.clone())
+    }
+
+    /// Count the end of a delivery.
+    pub fn count(&self, result: DeliveryResult) {
+        self.results.increment(result as usize);
+    }
+
+    /// Count a failed attempt.
+    pub fn count_failed_attempt(&self) {
+        self.failed_attempts.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Return the number of undelivered events.
+    pub fn pending(&self) -> u64 {
+        self.pending.load(Ordering::Relaxed)
+    }
+
+    /// Return the number of failed attempts.
+    pub fn failed_attempts(&self) -> u64 {
+        self.failed_attempts.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+    use crate::limiter::algorithm::token_bucket::TokenBucket;
+
+    const MINUTE_US: u64 = 60_000_000;
+
+    fn notify(at: &[u8]) -> Arc<Notify> {
+        Arc::new(Notify { limit: "l".into(), to: "hook".into(), at: at.into() })
+    }
+
+    fn window(quota: Quota) -> Rule {
+        Rule::FixedWindow(FixedWindow::new(quota, WindowStart::FirstRequest).unwrap())
+    }
+
+    fn usage(notify: &Arc<Notify>, rule: &Rule, outcome: Outcome, now_us: u64, reserved: u64) -> Option<LimitUsage> {
+        let quota = "10/min".parse().unwrap();
+        LimitUsage::new(notify, Identity(1), (quota, rule, false), &outcome, (now_us, reserved))
+    }
+
+    fn outcome(remaining: u64, status: Status) -> Outcome {
+        Outcome { status, remaining, reset_us: MINUTE_US, retry_us: 0 }
+    }
+
+    #[test]
+    fn thresholds_are_percentages_of_the_capacity() {
+        let (notify, rule) = (notify(&[80, 100]), window("10/min".parse().unwrap()));
+        for (remaining, status, reserved, expected) in [
+            (10, Status::Ok, 0, &[][..]),
+            (3, Status::Ok, 0, &[]),
+            (2, Status::Ok, 0, &[80]),
+            (1, Status::Ok, 0, &[80]),
+            (0, Status::Ok, 0, &[80, 100]),
+            // A request with a cost of 5 is denied although 3 tokens remain.
+            (3, Status::Exceeded, 0, &[100]),
+            (0, Status::Exceeded, 0, &[80, 100]),
+            (0, Status::CostTooLarge, 0, &[]),
+            // The request has reserved 8 tokens.
+            (0, Status::Ok, 8, &[]),
+            (0, Status::Ok, 2, &[80]),
+        ] {
+            let found = usage(&notify, &rule, outcome(remaining, status), 1, reserved);
+            let reached: Vec<_> = found.iter().flat_map(LimitUsage::thresholds).collect();
+            assert_eq!(reached, expected, "{remaining} {status:?} {reserved}");
+        }
+    }
+
+    #[test]
+    fn limit_that_is_not_involved_in_a_denial_has_no_event() {
+        let rule = window("10/min".parse().unwrap());
+        let idle = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
+        assert!(usage(&notify(&[80]), &rule, idle, 1, 0).is_none());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn period_has_one_event_for_each_threshold() {
+        let quota: Quota = "10/min".parse().unwrap();
+        let notify = notify(&[80, 100]);
+        let bucket = Rule::TokenBucket(TokenBucket::new(quota, 5).unwrap());
+        let (queue, mut events) = EventQueue::new();
+        let mut queued = |rule: &Rule, remaining, now_us| {
+            queue.offer(&usage(&notify, rule, outcome(remaining, Status::Ok), now_us, 0).unwrap());
+            std::iter::from_fn(|| events.try_recv().ok()).map(|event| event.threshold).collect::<Vec<_>>()
+        };
+        let window = window(quota);
+        assert_eq!(queued(&window, 2, 1000), [80]);
+        assert_eq!(queued(&window, 1, 1000), [0_u8; 0]);
+        assert_eq!(queued(&window, 0, 1000), [100]);
+        assert_eq!(queued(&window, 0, 1000 + MINUTE_US), [80, 100], "the next window");
+        queue.forget_ended();
+        tokio::time::advance(Duration::from_secs(61)).await;
+        queue.forget_ended();
+        assert_eq!(queued(&bucket, 1, 0), [80], "a bucket of 5 tokens");
+        tokio::time::advance(Duration::from_secs(29)).await;
+        assert_eq!(queued(&bucket, 1, 0), [0_u8; 0], "5 tokens refill in 30 s");
+        tokio::time::advance(Duration::from_secs(1)).await;
+        assert_eq!(queued(&bucket, 1, 0), [80]);
+    }
+
+    #[test]
+    fn full_queue_drops_events_and_counts_them() {
+        let (queue, _events) = EventQueue::new();
+        let (notify, rule) = (notify(&[80]), window("10/min".parse().unwrap()));
+        for number in 0..QUEUE_LENGTH as u128 + 10 {
+            let found = usage(&notify, &rule, outcome(2, Status::Ok), 1, 0).unwrap();
+            queue.offer(&LimitUsage { identity: Identity(number), ..found });
+        }
+        assert_eq!(queue.dropped(), 10);
+    }
+}
