@@ -19,11 +19,12 @@ SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH TZ=UTC LC_ALL=C.UTF-8
 umask 022
 
+packaging/stage.sh "$binary" $stage
+# With these counts, `make release PROFDATA=` builds the same binary. They may be a file of an earlier run.
+if [ -n "${PROFDATA-}" ]; then cp "$PROFDATA" $stage/profdata; fi
 mkdir -p "$dist"
 rm -f "$dist"/sluicegate[-_]* "$dist/SHA256SUMS"
-# With these counts, `make release PROFDATA=` builds the same binary.
-if [ -n "${PROFDATA-}" ]; then cp "$PROFDATA" "$dist/sluicegate-$version.profdata"; fi
-packaging/stage.sh "$binary" $stage
+if [ -n "${PROFDATA-}" ]; then cp $stage/profdata "$dist/sluicegate-$version-$arch.profdata"; fi
 
 # Sorted names, one time, no owner: the archive does not depend on the machine.
 name=sluicegate-$version-$triple
@@ -33,12 +34,15 @@ cp -r README.md LICENSE CHANGELOG.md gateway.toml consumers.toml ops $stage/tarb
 tar --create --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --numeric-owner --mode=go=rX,u=rwX \
   --directory=$stage/tarball "$name" | gzip -9n > "$dist/$name.tar.gz"
 
-cargo deb --quiet --no-build --no-strip --target "$triple" --deb-version "$(packaging/version.sh deb)" \
-  --output "$dist/sluicegate_$(packaging/version.sh deb)_$debian.deb"
-cargo generate-rpm --arch "$arch" --set-metadata "version = \"$(packaging/version.sh rpm)\"" \
-  --source-date "$SOURCE_DATE_EPOCH" --output "$dist/sluicegate-$(packaging/version.sh rpm)-1.$arch.rpm"
-packaging/image.py "$binary" "$oci" "$version" "$dist/sluicegate-$version-$arch.oci.tar"
-packaging/chart.py packaging/chart "$version" "$dist/sluicegate-$version-chart.tgz"
+# A static binary is packed as a tarball only.
+if [ $libc = gnu ]; then
+  cargo deb --quiet --no-build --no-strip --target "$triple" --deb-version "$(packaging/version.sh deb)" \
+    --output "$dist/sluicegate_$(packaging/version.sh deb)_$debian.deb"
+  cargo generate-rpm --arch "$arch" --set-metadata "version = \"$(packaging/version.sh rpm)\"" \
+    --source-date "$SOURCE_DATE_EPOCH" --output "$dist/sluicegate-$(packaging/version.sh rpm)-1.$arch.rpm"
+  packaging/image.py "$binary" "$oci" "$version" "$dist/sluicegate-$version-$arch.oci.tar"
+  packaging/chart.py packaging/chart "$version" "$dist/sluicegate-$version-chart.tgz"
+fi
 packaging/sbom.sh "$triple" "$dist/sluicegate-$version-$triple.cdx.json"
 (cd "$dist" && sha256sum sluicegate[-_]* > SHA256SUMS)
 ls -l "$dist"
