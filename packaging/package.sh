@@ -38,7 +38,8 @@ tar --create --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --num
 if [ $libc = gnu ]; then
   cargo deb --quiet --no-build --no-strip --target "$triple" --deb-version "$(packaging/version.sh deb)" \
     --output "$dist/sluicegate_$(packaging/version.sh deb)_$debian.deb"
-  cargo generate-rpm --arch "$arch" --set-metadata "version = \"$(packaging/version.sh rpm)\"" \
+  # Gzip: the rpm of systems with an old glibc does not know zstd.
+  cargo generate-rpm --payload-compress gzip --arch "$arch" --set-metadata "version = \"$(packaging/version.sh rpm)\"" \
     --source-date "$SOURCE_DATE_EPOCH" --output "$dist/sluicegate-$(packaging/version.sh rpm)-1.$arch.rpm"
   packaging/image.py "$binary" "$oci" "$version" "$dist/sluicegate-$version-$arch.oci.tar"
   packaging/chart.py packaging/chart "$version" "$dist/sluicegate-$version-chart.tgz"

@@ -256,9 +256,9 @@ def rpm():
     assert saved.read_text() == "# edited\n"
     left = difference(before, files(root))
     accounts = {"etc/passwd", "etc/group", "etc/shadow", "etc/gshadow", "etc/subuid", "etc/subgid"}
-    # Folders that fish and zsh have on systems with rpm.
-    shells = {"usr/share/fish", "usr/share/fish/vendor_completions.d", "usr/share/zsh/site-functions"}
-    assert set(left) - accounts - shells == {"etc/sluicegate", str(saved.relative_to(root))}, left
+    # Folders that systems with rpm have.
+    common = {"usr/share/licenses", "usr/share/fish", "usr/share/fish/vendor_completions.d", "usr/share/zsh/site-functions"}
+    assert set(left) - accounts - common == {"etc/sluicegate", str(saved.relative_to(root))}, left
     requires = run("rpm", "--query", "--requires", "--package", package).stdout
     glibc = max((tuple(map(int, name.split("GLIBC_")[1].split(")")[0].split("."))) for name in requires.split() if "GLIBC_" in name))
     print(f"{package.name}: digests and scripts; installs {version}, upgrades, removes; needs glibc {'.'.join(map(str, glibc))}")
@@ -434,12 +434,46 @@ def reproducible(sluicegate):
     print("packed twice: the same bytes")
 
 
+def tag():
+    """`make tag` in a clone: what it rejects, and the message of the tag."""
+    clone = FOLDER / "clone"
+    shutil.rmtree(clone, ignore_errors=True)
+    run("git", "clone", "--quiet", HERE.parent.parent, clone)
+    for setting in ("user.name=Packages", "user.email=packages@example.test"):
+        run("git", "config", *setting.split("="), cwd=clone)
+    version = run(clone / "packaging/version.sh").stdout.strip()
+
+    def rejected(why):
+        refused = run(clone / "packaging/tag.sh", ok=False)
+        assert refused.returncode == 1 and why in refused.stderr, refused.stderr
+
+    changelog = clone / "CHANGELOG.md"
+    if f"## {version} (" not in changelog.read_text():
+        rejected(f"CHANGELOG.md has no section `## {version}")
+        changelog.write_text(changelog.read_text().replace("## Unreleased\n", f"## Unreleased\n\n## {version} (2027-01-02)\n", 1))
+        rejected("the work tree has changes")
+        run("git", "commit", "--quiet", "--all", "--message", "release", cwd=clone)
+    if run("git", "tag", "--list", f"v{version}", cwd=clone).stdout:
+        run("git", "tag", "--delete", f"v{version}", cwd=clone)
+    fixtures = clone / "tests/fixtures" / version
+    run("git", "mv", fixtures, fixtures.with_name("0.9.0"), cwd=clone)
+    run("git", "commit", "--quiet", "--message", "fixtures of another release", cwd=clone)
+    rejected("run `make fixtures`")
+    run("git", "reset", "--quiet", "--hard", "HEAD~1", cwd=clone)
+    run(clone / "packaging/tag.sh")
+    message = run("git", "tag", "--list", "--format=%(contents)", f"v{version}", cwd=clone).stdout
+    assert message.startswith(f"Sluicegate {version}\n\n### Added\n\n- "), message[:200]
+    assert "## Unreleased" not in message and "\n## " not in message
+    rejected(f"the tag v{version} exists")
+    print(f"tag: v{version} has its section of the changelog")
+
+
 shutil.rmtree(FOLDER / "tarball", ignore_errors=True)
 FOLDER.mkdir(parents=True, exist_ok=True)
 program = tarball()
 checks = {
     "checksums": checksums, "sbom": sbom, "deb": deb, "rpm": rpm, "image": image,
-    "chart": lambda: chart(program), "reproducible": lambda: reproducible(program),
+    "chart": lambda: chart(program), "tag": tag, "reproducible": lambda: reproducible(program),
 }
 for name in sys.argv[3:] or checks:
     checks[name]()
