@@ -1,5 +1,5 @@
 # docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
-.PHONY: run test simulation test-long test-clients test-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference docs walk certs tools peers
+.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check run test simulation test-long test-clients test-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference docs walk certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -90,27 +90,76 @@ test-page: tools
 	python3 tests/page/cors.py target/debug/sluicegate
 	python3 tests/page/page.py target/debug/sluicegate target/page target/axe/node_modules/axe-core/axe.min.js
 
-# A release build with profile-guided optimization (PGO), in dist/: about 20 minutes.
+# A release build with profile-guided optimization (PGO) and its packages, in dist/: about 20 minutes.
 #   1. Instrument: build a binary that counts how often each part of the code runs.
 #   2. Train: run it under the load of benches/compare, half a minute.
-#   3. Build: compile the same source again with the merged counts.
+#   3. Build: compile the same source again with the merged counts, for the glibc of GLIBC and newer ones.
+#   4. Pack: `make packages`.
+# PROFDATA=dist/….profdata builds with the counts of a release instead of steps 1 and 2. The same commit, toolchain and counts give
+# the same bytes. TARGET=x86_64-unknown-linux-musl builds a static binary.
 # `--target` keeps the flags away from build scripts and procedural macros. llvm-profdata reads raw profiles of its own LLVM version
-# and older ones: Debian's newest package fits rustc 1.95.
+# and older ones: Debian's newest package fits rustc 1.95. Zig links against the symbols of an old glibc, which cc cannot.
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+TARGET = $(HOST)
+GLIBC = 2.17
 PROFILE = $(CURDIR)/target/pgo/profile
+PROFDATA =
 INSTRUMENTED = target/pgo/instrumented/$(HOST)/release/sluicegate
-release: tools peers
+# The binary has no path of the machine that builds it.
+REMAP = --remap-path-prefix=$(CURDIR)=/build --remap-path-prefix=$(HOME)/.cargo=/cargo
+release: packaging-tools
+	mkdir -p dist
+	$(if $(PROFDATA),,$(MAKE) profile)
+	RUSTFLAGS="$(REMAP) -Cprofile-use=$(or $(abspath $(PROFDATA)),$(PROFILE)/merged.profdata) -Cllvm-args=-no-pgo-warn-mismatch" \
+	  CARGO_ZIGBUILD_ZIG_PATH=$(PACKAGING)/zig $(PACKAGING)/bin/cargo-zigbuild zigbuild \
+	  --locked --release --bin sluicegate --target $(TARGET)$(if $(findstring gnu,$(TARGET)),.$(GLIBC)) --target-dir target/pgo/optimized
+	cp target/pgo/optimized/$(TARGET)/release/sluicegate dist/sluicegate
+	dist/sluicegate --version
+	$(MAKE) packages BINARY=dist/sluicegate PROFDATA=$(or $(PROFDATA),$(PROFILE)/merged.profdata)
+
+profile: tools peers
 	@$(call ensure,llvm-profdata-19 h2load openssl,llvm-19 nghttp2-client openssl)
-	rm -rf $(PROFILE) dist/sluicegate
-	RUSTFLAGS="-Cprofile-generate=$(PROFILE)" cargo build --locked --release --bin sluicegate --target $(HOST) --target-dir target/pgo/instrumented
+	rm -rf $(PROFILE)
+	RUSTFLAGS="$(REMAP) -Cprofile-generate=$(PROFILE)" cargo build --locked --release --bin sluicegate --target $(HOST) --target-dir target/pgo/instrumented
 	LLVM_PROFILE_FILE=$(PROFILE)/%p.profraw BINARY=$(INSTRUMENTED) python3 benches/compare/compare.py --only "ours " --seconds 2
 	LLVM_PROFILE_FILE=$(PROFILE)/%p.profraw BINARY=$(INSTRUMENTED) python3 benches/compare/edge.py --repeat 1 --seconds 1
 	llvm-profdata-19 merge --sparse -o $(PROFILE)/merged.profdata $(PROFILE)/*.profraw
-	RUSTFLAGS="-Cprofile-use=$(PROFILE)/merged.profdata -Cllvm-args=-no-pgo-warn-mismatch" \
-	  cargo build --locked --release --bin sluicegate --target $(HOST) --target-dir target/pgo/optimized
-	mkdir -p dist
-	cp target/pgo/optimized/$(HOST)/release/sluicegate dist/sluicegate
-	dist/sluicegate --version
+
+# Packs BINARY into DIST: tarball, deb, rpm, OCI image, Helm chart, SBOM and checksums. docs/how-to/install.md.
+BINARY = target/release/sluicegate
+DIST = dist
+packages: packaging-tools
+	PATH="$(PACKAGING)/bin:$$PATH" PROFDATA=$(PROFDATA) packaging/package.sh $(BINARY) $(DIST)
+
+# Pinned, from crates.io and PyPI, into target/packaging/.
+PACKAGING = $(CURDIR)/target/packaging
+packaging-tools:
+	@$(call ensure,python3 readelf dpkg-shlibdeps,python3-venv binutils dpkg-dev)
+	@for tool in cargo-deb:3.8.0 cargo-generate-rpm:0.21.1 cargo-cyclonedx:0.5.9 cargo-zigbuild:0.24.1; do \
+	  name=$${tool%:*}; version=$${tool#*:}; \
+	  grep -qF "\"$$name $$version " $(PACKAGING)/.crates.toml 2>/dev/null || \
+	  cargo install --locked $$name --version $$version --root $(PACKAGING) || exit 1; done
+	python3 -m venv $(PACKAGING)/python
+	$(PACKAGING)/python/bin/pip install --quiet --disable-pip-version-check ziglang==0.17.1
+	ln -sf $(PACKAGING)/python/lib/python3*/site-packages/ziglang/zig $(PACKAGING)/zig
+
+# Installs, upgrades, removes and runs the packages of DIST in roots of their own, and checks them with lintian, rpm and systemd-analyze.
+test-packages: packaging-tools
+	@$(call ensure,lintian rpm mmdebstrap podman crun systemd-analyze go,lintian rpm mmdebstrap podman crun systemd golang-go golang-github-masterminds-sprig-dev golang-gopkg-yaml.v3-dev)
+	$(PACKAGING)/python/bin/pip install --quiet --disable-pip-version-check -r tests/ops/requirements.txt
+	$(PACKAGING)/python/bin/python -B tests/packages/packages.py $(DIST) target/packages
+
+# The fixtures of tests/it/rolling_upgrade.rs, by this build in place of those of the last release.
+fixtures: tools
+	UPDATE_FIXTURES=1 cargo test --locked --test it -- rolling_upgrade::fixtures
+
+# Tags the commit with its section of the changelog.
+tag:
+	packaging/tag.sh
+
+# What would be published on crates.io.
+publish-check:
+	cargo publish --locked --dry-run
 
 # Licenses, banned crates and sources of the dependencies, by deny.toml. Advisories need a database from the network: the workflow checks them.
 deny:

@@ -73,6 +73,7 @@ mod reload;
 mod reload_state;
 mod reload_under_load;
 mod replay;
+mod rolling_upgrade;
 mod route_timeouts;
 mod routes;
 mod routing;

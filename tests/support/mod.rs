@@ -9,6 +9,7 @@ pub mod certificates;
 pub mod client;
 pub mod cluster;
 pub mod dns;
+pub mod fixtures;
 pub mod frames;
 pub mod gateway;
 pub mod http2;

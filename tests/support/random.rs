@@ -5,6 +5,7 @@ use std::io::Read;
 use std::sync::Arc;
 
 use proptest::prelude::*;
+use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
 use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
@@ -198,6 +199,13 @@ fn step() -> impl Strategy<Value = Step> {
             refunded,
         },
     )
+}
+
+/// Return the same steps at each call.
+pub fn steps(count: usize, seed: u8) -> Vec<Step> {
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &[seed; 32]);
+    let mut runner = TestRunner::new_with_rng(Config::default(), rng);
+    prop::collection::vec(step(), count).new_tree(&mut runner).unwrap().current()
 }
 
 pub fn case() -> impl Strategy<Value = Case> {

@@ -1,0 +1,479 @@
+"""packages.py DIST FOLDER [CHECK…]: check the packages in DIST in roots below FOLDER. Needs root and the programs of `make test-packages`.
+
+The root of the deb and the rpm is a minimal Debian of its own, made once. Its systemd does not run: the units are verified,
+and the program is started as they do.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.error
+import urllib.request
+
+import kubernetes_validate
+import yaml
+
+HERE = pathlib.Path(__file__).parent
+DIST, FOLDER = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]).resolve()
+CONFFILE = pathlib.PurePath("etc/sluicegate/gateway.toml")
+# Written by the package managers themselves, or copies that passwd makes before a change.
+DATABASES = ("var/lib/dpkg", "var/lib/rpm", "usr/lib/sysimage/rpm", "var/log/dpkg.log", "var/cache", "root/.rpmdb", "etc/.pwd.lock")
+BACKUPS = {"etc/passwd-", "etc/group-", "etc/shadow-", "etc/gshadow-", "etc/subuid-", "etc/subgid-"}
+
+
+def run(*command, ok=True, **options):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    if ok and done.returncode != 0:
+        sys.exit(f"{' '.join(str(part) for part in command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done
+
+
+def one(pattern):
+    found = list(DIST.glob(pattern))
+    assert len(found) == 1, f"{DIST}/{pattern}: {found}"
+    return found[0]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def get(port, path):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+        return response.status, response.read().decode()
+
+
+def configuration(port, admin):
+    return (
+        f'[[listener]]\naddress = "127.0.0.1:{port}"\n[admin]\naddress = "127.0.0.1:{admin}"\n'
+        '[client_ip]\ntrusted_proxies = []\n[limit.ip]\nby = "ip"\nquota = "3/day"\n'
+        '[[route]]\nname = "r"\npath = "/r"\nlimits = ["ip"]\nrespond = { status = 200, body = "served" }\n'
+    )
+
+
+@contextlib.contextmanager
+def served(command, admin):
+    """Start a gateway, wait until it is ready, and stop it. It must end by itself after SIGTERM."""
+    process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                if get(admin, "/readyz")[0] == 200:
+                    break
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.05)
+        else:
+            sys.exit(f"{command}: not ready")
+        yield process
+    finally:
+        process.terminate()
+        assert process.wait(timeout=20) in (0, 143), process.stdout.read()
+
+
+def exceeds_its_limit(port):
+    statuses = []
+    for _ in range(4):
+        try:
+            statuses.append(get(port, "/r")[0])
+        except urllib.error.HTTPError as error:
+            statuses.append(error.code)
+    assert statuses == [200, 200, 200, 429], statuses
+
+
+def checksums():
+    lines = (DIST / "SHA256SUMS").read_text().splitlines()
+    named = {line.split("  ")[1]: line.split("  ")[0] for line in lines}
+    assert set(named) == {path.name for path in DIST.glob("sluicegate[-_]*")}, named
+    for name, digest in named.items():
+        assert hashlib.sha256((DIST / name).read_bytes()).hexdigest() == digest, name
+    run("sha256sum", "--check", "SHA256SUMS", cwd=DIST)
+    print(f"SHA256SUMS: {len(named)} files")
+
+
+def tarball():
+    folder = FOLDER / "tarball"
+    with tarfile.open(one("*.tar.gz")) as archive:
+        names = archive.getnames()
+        assert names == sorted(names, key=lambda name: name.split("/")), "the entries are sorted"
+        assert {(entry.uid, entry.gid) for entry in archive} == {(0, 0)}
+        assert len({entry.mtime for entry in archive}) == 1
+        archive.extractall(folder, filter="data")
+    [top] = folder.iterdir()
+    port, admin = free_port(), free_port()
+    (folder / "gateway.toml").write_text(configuration(port, admin))
+    run(top / "sluicegate", "check", "--config", top / "gateway.toml")
+    with served([top / "sluicegate", "--config", folder / "gateway.toml"], admin):
+        exceeds_its_limit(port)
+        run(top / "sluicegate", "probe", "--config", folder / "gateway.toml")
+    print(f"{one('*.tar.gz').name}: {len(names)} entries; serves")
+    return top / "sluicegate"
+
+
+# === deb and rpm, in a root of their own ===
+
+
+def make_root(name):
+    """Return a fresh copy of a minimal Debian with systemd."""
+    base = FOLDER / "base.tar"
+    if not base.exists():
+        sandbox = 'APT::Sandbox::User "root"'
+        run("mmdebstrap", "--mode=root", f"--aptopt={sandbox}", "--variant=minbase", "--include=systemd,passwd", "bookworm", base)
+    root = FOLDER / name
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    run("tar", "--extract", "--file", base, "--directory", root, "--exclude=./dev/*")
+    os.mknod(root / "dev/null", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    return root
+
+
+def inside(root, *command, **options):
+    return run("chroot", root, *command, **options)
+
+
+def files(root):
+    """Return the content of each file of a root, but for what package managers keep about packages."""
+    found = {}
+    for path in root.rglob("*"):
+        name = str(path.relative_to(root))
+        if name.startswith(DATABASES) or name in BACKUPS:
+            continue
+        if path.is_symlink():
+            found[name] = f"link to {os.readlink(path)}"
+        else:
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "directory"
+    return found
+
+
+def difference(before, after):
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
+def newer_deb(deb, version, change):
+    """Return a deb with a higher version and, if `change`, another configuration."""
+    folder = FOLDER / "newer"
+    shutil.rmtree(folder, ignore_errors=True)
+    run("dpkg-deb", "--raw-extract", deb, folder)
+    control = folder / "DEBIAN/control"
+    control.write_text("\n".join(
+        f"Version: {version}" if line.startswith("Version: ") else line for line in control.read_text().splitlines()
+    ) + "\n")
+    if change:
+        (folder / CONFFILE).write_text((folder / CONFFILE).read_text() + "# another default\n")
+    newer = FOLDER / f"newer-{version}.deb"
+    run("dpkg-deb", "--build", "--root-owner-group", "-Znone", folder, newer)
+    return newer
+
+
+def installed_service(root):
+    """What both packages have installed."""
+    version = inside(root, "/usr/bin/sluicegate", "--version").stdout.split()[1]
+    passwd = (root / "etc/passwd").read_text()
+    assert "\nsluicegate:" in passwd and "nologin" in passwd.split("\nsluicegate:")[1].splitlines()[0], passwd
+    assert "\nsluicegate:" in (root / "etc/group").read_text()
+    inside(root, "/usr/bin/sluicegate", "check", "--config", f"/{CONFFILE}")
+    unit = (root / "usr/lib/systemd/system/sluicegate.service").read_text()
+    assert "ExecStart=/usr/bin/sluicegate " in unit and "DynamicUser" not in unit and "\nUser=sluicegate\n" in unit
+    units = [root / "usr/lib/systemd/system" / name for name in ("sluicegate.service", "sluicegate.socket")]
+    verified = run("systemd-analyze", "verify", f"--root={root}", "--man=no", *(f"/{unit.relative_to(root)}" for unit in units))
+    complaints = [line for line in verified.stderr.splitlines() if "sluicegate" in line]
+    assert not complaints, complaints
+    for name in ("man/man1/sluicegate.1.gz", "man/man1/sluicegate-key-new.1.gz"):
+        assert gzip.decompress((root / "usr/share" / name).read_bytes()).startswith(b".ie"), name
+    for name in ("bash-completion/completions/sluicegate", "fish/vendor_completions.d/sluicegate.fish"):
+        assert "sluicegate" in (root / "usr/share" / name).read_text(), name
+    assert list((root / "usr/share/zsh").rglob("_sluicegate"))
+    assert "su sluicegate sluicegate" in (root / "etc/logrotate.d/sluicegate").read_text()
+    return version
+
+
+def deb():
+    package = one("*.deb")
+    found = run("lintian", "--allow-root", "--fail-on", "error", package)
+    warnings = len([line for line in found.stdout.splitlines() if line.startswith("W:")])
+    root = make_root("deb")
+    before = files(root)
+    shutil.copy(package, root / "tmp/sluicegate.deb")
+    inside(root, "dpkg", "--install", "/tmp/sluicegate.deb")
+    version = installed_service(root)
+
+    # An upgrade keeps a configuration that was edited, also if the package has another one.
+    edited = (root / CONFFILE).read_text() + "# edited\n"
+    (root / CONFFILE).write_text(edited)
+    for newer, change in (("2.0.0-1", False), ("3.0.0-1", True)):
+        shutil.copy(newer_deb(package, newer, change), root / "tmp/newer.deb")
+        inside(root, "dpkg", "--force-confdef", "--force-confold", "--install", "/tmp/newer.deb")
+        assert (root / CONFFILE).read_text() == edited, f"the upgrade to {newer} replaced the configuration"
+    assert "another default" in (root / f"{CONFFILE}.dpkg-dist").read_text()
+
+    # Remove keeps what belongs to the administrator, purge does not.
+    (root / "etc/sluicegate/environment").write_text("SLUICEGATE_ADMIN_TOKEN=x\n")
+    for folder in ("var/lib/sluicegate", "var/log/sluicegate"):
+        (root / folder).mkdir()
+        (root / folder / "file").touch()
+    inside(root, "systemctl", "enable", "sluicegate.service")
+    inside(root, "dpkg", "--remove", "sluicegate")
+    assert (root / CONFFILE).read_text() == edited and not (root / "usr/bin/sluicegate").exists()
+    inside(root, "dpkg", "--purge", "sluicegate")
+    for name in ("tmp/sluicegate.deb", "tmp/newer.deb"):
+        (root / name).unlink()
+    left = difference(before, files(root))
+    assert not left, f"purge leaves {left}"
+    print(f"{package.name}: lintian has no error ({warnings} warnings); installs {version}, upgrades, purges")
+
+
+def rpm():
+    package = one("*.rpm")
+    assert "digests" in run("rpm", "--checksig", "--nosignature", package).stdout
+    scripts = run("rpm", "--query", "--scripts", "--package", package).stdout
+    for kind in ("preinstall", "postinstall", "preuninstall", "postuninstall"):
+        assert f"{kind} scriptlet" in scripts, scripts
+    configuration_files = run("rpm", "--query", "--configfiles", "--package", package).stdout.split()
+    assert configuration_files == ["/etc/logrotate.d/sluicegate", f"/{CONFFILE}"], configuration_files
+    root = make_root("rpm")
+    before = files(root)
+    # The root is a Debian: its database has no packages that could satisfy the dependencies.
+    options = ["--root", root, "--nodeps", "--dbpath", "/var/lib/rpm"]
+    run("rpm", *options, "--install", package)
+    version = installed_service(root)
+    (root / CONFFILE).write_text("# edited\n")
+    run("rpm", *options, "--upgrade", "--replacepkgs", package)
+    assert (root / CONFFILE).read_text() == "# edited\n", "the upgrade replaced the configuration"
+    run("rpm", *options, "--erase", "sluicegate")
+    # rpm keeps an edited configuration under another name, and accounts are never removed.
+    saved = root / f"{CONFFILE}.rpmsave"
+    assert saved.read_text() == "# edited\n"
+    left = difference(before, files(root))
+    accounts = {"etc/passwd", "etc/group", "etc/shadow", "etc/gshadow", "etc/subuid", "etc/subgid"}
+    # Folders that systems with rpm have.
+    common = {"usr/share/licenses", "usr/share/fish", "usr/share/fish/vendor_completions.d", "usr/share/zsh/site-functions"}
+    assert set(left) - accounts - common == {"etc/sluicegate", str(saved.relative_to(root))}, left
+    requires = run("rpm", "--query", "--requires", "--package", package).stdout
+    glibc = max((tuple(map(int, name.split("GLIBC_")[1].split(")")[0].split("."))) for name in requires.split() if "GLIBC_" in name))
+    print(f"{package.name}: digests and scripts; installs {version}, upgrades, removes; needs glibc {'.'.join(map(str, glibc))}")
+
+
+# === image ===
+
+
+def image():
+    archive = one("*.oci.tar")
+    layout, root = FOLDER / "layout", FOLDER / "image"
+    for folder in (layout, root):
+        shutil.rmtree(folder, ignore_errors=True)
+    run("skopeo", "inspect", f"oci-archive:{archive}")
+    run("skopeo", "inspect", f"docker-archive:{archive}")
+    with tarfile.open(archive) as tar:
+        tar.extractall(layout, filter="data")
+
+    def blob(described):
+        content = (layout / "blobs" / described["digest"].replace(":", "/")).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == described["digest"].split(":")[1]
+        assert len(content) == described["size"]
+        return content
+
+    [manifest] = json.loads((layout / "index.json").read_text())["manifests"]
+    manifest = json.loads(blob(manifest))
+    config = json.loads(blob(manifest["config"]))
+    for described, diff_id in zip(manifest["layers"], config["rootfs"]["diff_ids"], strict=True):
+        content = gzip.decompress(blob(described))
+        assert f"sha256:{hashlib.sha256(content).hexdigest()}" == diff_id
+        root.mkdir(exist_ok=True)
+        subprocess.run(["tar", "--extract", "--directory", str(root)], input=content, check=True)
+    programs = sorted(str(path.relative_to(root)) for path in root.rglob("bin/*"))
+    assert programs == ["usr/bin/sluicegate"], f"the image has other programs, such as a shell: {programs}"
+    settings = config["config"]
+    user, group = settings["User"].split(":")
+    assert user != "0"
+    port, admin = free_port(), free_port()
+    mounted = FOLDER / "configuration"
+    mounted.mkdir(exist_ok=True)
+    (mounted / "gateway.toml").write_text(configuration(port, admin))
+    # The image as its config says: user, environment, folder and entry point, in a read-only root.
+    sandbox = [
+        "bwrap", "--ro-bind", root, "/", "--dev", "/dev", "--proc", "/proc", "--ro-bind", mounted, "/etc/sluicegate",
+        "--unshare-all", "--share-net", "--uid", user, "--gid", group, "--clearenv", "--chdir", settings["WorkingDir"],
+        "--die-with-parent",
+    ]
+    for variable in settings["Env"]:
+        sandbox += ["--setenv", *variable.split("=", 1)]
+    entrypoint = settings["Entrypoint"]
+    checked = run(*sandbox, *entrypoint, "check", "--strict").stdout
+    assert "valid" in checked, checked
+    health = settings["Healthcheck"]["Test"]
+    assert health[0] == "CMD"
+    assert run(*sandbox, *health[1:], ok=False).returncode == 1, "without a gateway the health check fails"
+    gateway = subprocess.Popen([str(part) for part in [*sandbox, *entrypoint]], stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(200):
+            if run(*sandbox, *health[1:], ok=False).returncode == 0:
+                break
+            assert gateway.poll() is None, gateway.stderr.read()
+            time.sleep(0.05)
+        else:
+            sys.exit("the health check of the image does not succeed")
+        exceeds_its_limit(port)
+        run(*sandbox, *entrypoint, "status")
+    finally:
+        gateway.kill()
+        gateway.wait()
+    size = archive.stat().st_size / 1e6
+    print(f"{archive.name}: {size:.1f} MB, user {user}; serves in a read-only root, and its health check succeeds")
+
+
+# === chart ===
+
+
+def rendered(values):
+    folder = FOLDER / "chart"
+    shutil.rmtree(folder, ignore_errors=True)
+    with tarfile.open(one("*-chart.tgz")) as archive:
+        archive.extractall(folder, filter="data")
+    version = yaml.safe_load((folder / "sluicegate/Chart.yaml").read_text())["version"]
+    # Debian's packages of Go are a GOPATH.
+    environment = os.environ | {"GO111MODULE": "off", "GOPATH": "/usr/share/gocode", "GOCACHE": str(FOLDER / "go")}
+    program = FOLDER / "render-chart"
+    run("go", "build", "-o", program, HERE / "chart/main.go", env=environment)
+    return run(program, folder / "sluicegate", version, "edge", json.dumps(values), ok=False), version
+
+
+def as_deployed(deployment):
+    """What the chart and ops/kubernetes.yaml have in common: all but names, labels and the image."""
+    pod = deployment["template"]["spec"]
+    [container] = pod["containers"]
+    kept = {key: value for key, value in container.items() if key not in ("image", "imagePullPolicy", "env")}
+    variables = [(each["name"], each["valueFrom"]["secretKeyRef"]["key"]) for each in container["env"]]
+    grace, security = pod["terminationGracePeriodSeconds"], pod["securityContext"]
+    return [deployment["replicas"], deployment["strategy"], kept, variables, grace, security]
+
+
+def chart(sluicegate):
+    secrets = {"adminToken": "a", "storeSecret": "b", "redisPassword": "c"}
+    refused, _ = rendered({})
+    assert refused.returncode != 0 and "secrets.adminToken is required" in refused.stderr, refused.stderr
+    cases = {
+        "defaults": {"secrets": secrets},
+        "own Redis, own Secret": {
+            "existingSecret": "mine", "redis": {"enabled": False}, "store": {"url": "rediss://:${REDIS_PASSWORD}@redis.test:6379"},
+            "replicas": 1, "env": [{"name": "X", "value": "y"}], "tolerations": [{"key": "k", "operator": "Exists"}],
+            "nodeSelector": {"disk": "ssd"}, "imagePullSecrets": [{"name": "pull"}], "podAnnotations": {"a": "b"},
+            "service": {"type": "LoadBalancer", "annotations": {"c": "d"}}, "affinity": {"nodeAffinity": {}},
+        },
+    }
+    manifests = yaml.safe_load_all((HERE.parent.parent / "ops/kubernetes.yaml").read_text())
+    [plain] = [each["spec"] for each in manifests if each["kind"] == "Deployment"]
+    for name, values in cases.items():
+        done, version = rendered(values)
+        assert done.returncode == 0, done.stderr
+        documents = [each for each in yaml.safe_load_all(done.stdout) if each]
+        for kubernetes in ("1.27", "1.37"):
+            for each in documents:
+                kubernetes_validate.validate(each, kubernetes, strict=True)
+        there = {(each["kind"], each["metadata"]["name"]): each for each in documents}
+        assert len(there) == len(documents)
+        pods = [each["spec"]["template"] for each in documents if each["kind"] in ("Deployment", "StatefulSet")]
+        for each in documents:
+            selector = each.get("spec", {}).get("selector")
+            if selector:
+                labels = selector.get("matchLabels", selector)
+                chosen = [pod for pod in pods if labels.items() <= pod["metadata"]["labels"].items()]
+                assert len(chosen) == 1, f"{each['kind']} chooses {len(chosen)} kinds of pods"
+        deployment = there["Deployment", "edge-sluicegate"]["spec"]
+        container = deployment["template"]["spec"]["containers"][0]
+        assert container["image"] == f"sluicegate:{version}"
+        if name == "defaults":
+            assert as_deployed(deployment) == as_deployed(plain), "the chart and ops/kubernetes.yaml differ"
+        secret = values.get("existingSecret", "edge-sluicegate")
+        for variable in container["env"][:3]:
+            reference = variable["valueFrom"]["secretKeyRef"]
+            assert reference["name"] == secret
+            assert "existingSecret" in values or reference["key"] in there["Secret", secret]["stringData"]
+        text = there["ConfigMap", "edge-sluicegate"]["data"]["gateway.toml"]
+        assert f"gateway_count = {deployment['replicas']}\n" in text
+        file = FOLDER / "chart.toml"
+        file.write_text(text)
+        environment = os.environ | {"SLUICEGATE_ADMIN_TOKEN": "a" * 32, "SLUICEGATE_STORE_SECRET": "b" * 32, "REDIS_PASSWORD": "c"}
+        run(sluicegate, "check", "--offline", "--strict", "--config", file, env=environment)
+        print(f"chart, {name}: {len(documents)} documents")
+
+
+def sbom():
+    bom = json.loads(one("*.cdx.json").read_text())
+    assert bom["bomFormat"] == "CycloneDX" and bom["metadata"]["component"]["name"] == "sluicegate"
+    locked = (HERE.parent.parent / "Cargo.lock").read_text()
+    for component in bom["components"]:
+        entry = f'name = "{component["name"]}"\nversion = "{component["version"]}"\n'
+        assert entry in locked, component
+        assert component["licenses"] and component["hashes"], component
+    names = {component["name"] for component in bom["components"]}
+    assert {"hyper", "rustls", "aws-lc-sys", "mimalloc"} <= names and "criterion" not in names
+    assert str(HERE.parent.parent) not in one("*.cdx.json").read_text(), "a path of this machine"
+    print(f"SBOM: {len(names)} crates")
+
+
+def reproducible(sluicegate):
+    again = FOLDER / "again"
+    shutil.rmtree(again, ignore_errors=True)
+    profile = list(DIST.glob("*.profdata"))
+    environment = os.environ | {"PATH": f"{HERE.parent.parent}/target/packaging/bin:{os.environ['PATH']}"}
+    environment |= {"PROFDATA": str(profile[0])} if profile else {}
+    run(HERE.parent.parent / "packaging/package.sh", sluicegate, again, env=environment)
+    for line in (DIST / "SHA256SUMS").read_text().splitlines():
+        assert line in (again / "SHA256SUMS").read_text().splitlines(), f"packed twice, {line.split('  ')[1]} differs"
+    print("packed twice: the same bytes")
+
+
+def tag():
+    """`make tag` in a clone: what it rejects, and the message of the tag."""
+    clone = FOLDER / "clone"
+    shutil.rmtree(clone, ignore_errors=True)
+    run("git", "clone", "--quiet", HERE.parent.parent, clone)
+    for setting in ("user.name=Packages", "user.email=packages@example.test"):
+        run("git", "config", *setting.split("="), cwd=clone)
+    version = run(clone / "packaging/version.sh").stdout.strip()
+
+    def rejected(why):
+        refused = run(clone / "packaging/tag.sh", ok=False)
+        assert refused.returncode == 1 and why in refused.stderr, refused.stderr
+
+    changelog = clone / "CHANGELOG.md"
+    if f"## {version} (" not in changelog.read_text():
+        rejected(f"CHANGELOG.md has no section `## {version}")
+        changelog.write_text(changelog.read_text().replace("## Unreleased\n", f"## Unreleased\n\n## {version} (2027-01-02)\n", 1))
+        rejected("the work tree has changes")
+        run("git", "commit", "--quiet", "--all", "--message", "release", cwd=clone)
+    if run("git", "tag", "--list", f"v{version}", cwd=clone).stdout:
+        run("git", "tag", "--delete", f"v{version}", cwd=clone)
+    fixtures = clone / "tests/fixtures" / version
+    run("git", "mv", fixtures, fixtures.with_name("0.9.0"), cwd=clone)
+    run("git", "commit", "--quiet", "--message", "fixtures of another release", cwd=clone)
+    rejected("run `make fixtures`")
+    run("git", "reset", "--quiet", "--hard", "HEAD~1", cwd=clone)
+    run(clone / "packaging/tag.sh")
+    message = run("git", "tag", "--list", "--format=%(contents)", f"v{version}", cwd=clone).stdout
+    assert message.startswith(f"Sluicegate {version}\n\n### Added\n\n- "), message[:200]
+    assert "## Unreleased" not in message and "\n## " not in message
+    rejected(f"the tag v{version} exists")
+    print(f"tag: v{version} has its section of the changelog")
+
+
+shutil.rmtree(FOLDER / "tarball", ignore_errors=True)
+FOLDER.mkdir(parents=True, exist_ok=True)
+program = tarball()
+checks = {
+    "checksums": checksums, "sbom": sbom, "deb": deb, "rpm": rpm, "image": image,
+    "chart": lambda: chart(program), "tag": tag, "reproducible": lambda: reproducible(program),
+}
+for name in sys.argv[3:] or checks:
+    checks[name]()
