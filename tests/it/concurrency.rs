@@ -313,5 +313,8 @@ fn permit_is_charged_together_with_other_limits() {
     drop(hold(&gateway));
     eventually("the permit is free again", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
     assert_eq!(gateway.get("/r").json()["violated-policies"], serde_json::json!(["log"]));
-    assert_eq!(gateway.get("/quick").header("ratelimit"), Some("\"places\";r=1"), "a denied request holds no permit");
+    // The permit of the last `/quick` may still be on its way back. One of a denied request would be held for 30 s.
+    eventually("a denied request holds no permit", || {
+        gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1")
+    });
 }
