@@ -117,7 +117,7 @@ enum Command {
     ])]
     Init {
         /// Use this template
-        #[arg(long = "template", value_name = "TEMPLATE", default_value = "single-api")]
+        #[arg(long = "template", visible_alias = "for", value_name = "TEMPLATE", default_value = "single-api")]
         template: init::Template,
         /// Overwrite existing files
         #[arg(long)]
@@ -168,7 +168,6 @@ enum Command {
     #[command(after_help = examples![
         "sluicegate status",
         "sluicegate status --admin http://127.0.0.1:9180",
-        "watch -n 2 sluicegate status",
         "sluicegate status --json > status.json",
     ])]
     Status(status::Options),
