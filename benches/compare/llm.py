@@ -145,10 +145,9 @@ async def read_message(reader, on_first=lambda: None):
 def request(api, stream, bound, headers):
     prompt = "Say ten words. " * 4
     body = {"model": "c" if api == "messages" else "m", "stream": stream}
-    if api == "responses":
-        body |= {"input": prompt, "max_output_tokens": bound}
-    else:
-        body |= {"messages": [{"role": "user", "content": prompt}], "max_tokens": bound}
+    body |= {"input": prompt} if api == "responses" else {"messages": [{"role": "user", "content": prompt}]}
+    if bound:
+        body["max_output_tokens" if api == "responses" else "max_tokens"] = bound
     if api == "chat" and stream:
         body["stream_options"] = {"include_usage": True}
     text = json.dumps(body)
@@ -269,23 +268,23 @@ def start(name, options, folder, provider, redis, quota):
 
 async def overrun(options, folder, redis, names):
     """Tokens that a limit of 100,000 per minute lets through, each request with 20,000."""
-    print(f"issued within {SECONDS} s by a limit of {LIMIT:,} tokens per minute; each request is bounded to and uses {COST:,}")
+    print(f"issued within {SECONDS} s by a limit of {LIMIT:,} tokens per minute; each request uses {COST:,}")
     for name in names:
         for concurrency in options.concurrency:
-            for stream in [False, True]:
+            # The input estimate counts the bytes of the body.
+            for stream, bound in [(False, COST - 200), (True, COST - 200), (False, None), (True, None)]:
                 subprocess.run(["redis-cli", "-p", str(redis), "flushall"], check=True, capture_output=True)
                 provider, port = Provider(COST - INPUT, 0.5), free_port()
                 server = await provider.serve(port)
                 peer = await asyncio.to_thread(start, name, options, folder, port, redis, LIMIT)
                 try:
-                    # The input estimate counts the bytes of the body.
-                    message = request("chat", stream, COST - 200, peer.headers)
+                    message = request("chat", stream, bound, peer.headers)
                     statuses, _ = await send(peer.port, message, 10**9, concurrency, until=time.monotonic() + SECONDS)
                 finally:
                     await asyncio.to_thread(peer.stop)
                 server.close()
-                kind = "streamed" if stream else "whole"
-                print(f"{name:12s} {concurrency:2d} clients, {kind:8s} {provider.issued:9,d} tokens, {provider.issued / LIMIT:5.2f} times; {statuses}", flush=True)
+                kind = ("streamed" if stream else "whole") + (", max_tokens" if bound else ", no maximum")
+                print(f"{name:12s} {concurrency:2d} clients, {kind:20s} {provider.issued:9,d} tokens, {provider.issued / LIMIT:5.2f} times; {statuses}", flush=True)
 
 
 async def load(options, folder, redis, names):
