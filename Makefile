@@ -1,5 +1,5 @@
 # docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
-.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check run test simulation test-long test-clients test-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference docs walk certs tools peers
+.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check run test simulation test-long test-clients test-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-llm bench-memory bench-scale pictures release reference docs walk certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -26,7 +26,7 @@ test-long: tools
 # Independent clients and parsers against the real binary, from Debian, and pinned from PyPI and npm in target/.
 test-clients:
 	@$(call ensure,npm,nodejs npm)
-	@$(call ensure,python3 node curl h2load slowhttptest sslscan lego pebble openssl,python3-venv nodejs curl nghttp2-client slowhttptest sslscan lego pebble openssl)
+	@$(call ensure,python3 node curl h2load slowhttptest sslscan lego pebble openssl redis-server,python3-venv nodejs curl nghttp2-client slowhttptest sslscan lego pebble openssl redis-server)
 	cargo build --locked
 	mkdir -p target/clients
 	python3 -m venv target/clients
@@ -35,6 +35,7 @@ test-clients:
 	npm ci --prefix target/clients --silent --no-audit --no-fund
 	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/acme.py target/debug/sluicegate
+	target/clients/bin/python -B tests/clients/budgets.py target/debug/sluicegate
 
 # Mutated HTTP/1.1 requests through Sluicegate, nginx, HAProxy and Envoy to Django, Node, nginx and Go: compares the decisions with
 # what the applications saw. Then forward authentication through Sluicegate, nginx and Traefik. About a minute. Envoy, Traefik,
@@ -218,6 +219,19 @@ bench-edge: tools peers
 bench-growth: tools peers
 	cargo build --locked --release
 	python3 benches/compare/growth.py --charts docs/pictures
+
+# LLM gateways: what a limit of 100,000 tokens lets through, CPU, first byte and memory beside LiteLLM and Portkey's gateway, pinned
+# from PyPI and npm in target/llm. LiteLLM pins other versions of its own packages than PyPI has, so its dependencies are listed.
+# PEER_REQUESTS: the number of requests of each case to the peers (8000).
+bench-llm: tools
+	@$(call ensure,npm,nodejs npm)
+	@$(call ensure,python3,python3-venv)
+	cargo build --locked --release
+	mkdir -p target/llm/portkey
+	python3 -m venv target/llm/litellm
+	target/llm/litellm/bin/pip install --quiet --disable-pip-version-check -r benches/compare/litellm.txt
+	npm install --prefix target/llm/portkey --silent --no-audit --no-fund @portkey-ai/gateway@1.15.2
+	python3 -B benches/compare/llm.py target/release/sluicegate --peer-requests $(or $(PEER_REQUESTS),8000)
 
 # What a million identities take, for each algorithm: the figures of docs/reference/limits.md. Time does not matter here.
 bench-memory: tools

@@ -117,7 +117,7 @@ enum Command {
     ])]
     Init {
         /// Use this template
-        #[arg(long = "template", value_name = "TEMPLATE", default_value = "single-api")]
+        #[arg(long = "template", visible_alias = "for", value_name = "TEMPLATE", default_value = "single-api")]
         template: init::Template,
         /// Overwrite existing files
         #[arg(long)]

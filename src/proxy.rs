@@ -12,7 +12,7 @@ pub mod metrics;
 pub mod mirror;
 pub mod rate_limit;
 pub mod target;
-pub mod top_denied;
+pub mod top_identities;
 
 use std::mem;
 use std::sync::Arc;

@@ -2,12 +2,14 @@
 """How many user instructions the gateway spends on a request, by callgrind: the same on every machine and however busy it is.
 
 Sixteen connections ask in step, so that requests meet as they do under load; what a start costs is the same in a short run and in
-a long one, and the difference is counted. The upstream is a second gateway, and Redis one of its own. Prints a table and asserts
-nothing. `make bench-instructions` builds and runs this; valgrind and redis-server must be there.
+a long one, and the difference is counted. The upstream is a second gateway, and Redis one of its own. Chat requests of 2 KiB are
+counted on a route that counts their tokens and on one that does not. Prints a table and asserts nothing. `make bench-instructions` builds and runs this; valgrind and redis-server must be there.
 """
-import argparse, pathlib, re, socket, subprocess, tempfile, time
+import argparse, json, pathlib, re, socket, subprocess, tempfile, time
 
 CONNECTIONS, SHORT, LONG = 16, 50, 250
+# Length of a chat request in bytes, and the number of deltas of a stream.
+CHAT, EVENTS = 2048, 200
 
 UPSTREAM = """[[listener]]
 address = "127.0.0.1:{upstream}"
@@ -17,6 +19,14 @@ access = "off"
 name = "all"
 path = "/{{*rest}}"
 respond = {{ status = 200, body = "{body}" }}
+[[route]]
+name = "chat"
+path = "/chat/{{*rest}}"
+respond = {{ status = 200, body = {chat}, content_type = "application/json" }}
+[[route]]
+name = "stream"
+path = "/stream/{{*rest}}"
+respond = {{ status = 200, body = {stream}, content_type = "text/event-stream" }}
 """
 
 GATEWAY = """[server]
@@ -44,14 +54,46 @@ algorithm = "fixed-window"
 [limit.tight]
 by = "api-key"
 quota = "1/hour"
+[limit.tokens]
+by = "api-key"
+quota = "1000000000/s"
+unit = "tokens"
+cost = {{ llm = "auto" }}
 [upstream.up]
 servers = ["http://127.0.0.1:{upstream}"]
 """
 
-ROUTES = {"plain": "", "one": '"wide"', "three": '"wide", "second", "third"', "deny": '"tight"'}
+ROUTES = {"plain": "", "one": '"wide"', "three": '"wide", "second", "third"', "deny": '"tight"',
+          "chat/plain": '"wide"', "chat/tokens": '"tokens"', "stream/plain": '"wide"', "stream/tokens": '"tokens"'}
 
 CASES = [("plain", "memory", "plain"), ("one limit in memory", "memory", "one"), ("one limit in Redis", "redis", "one"),
-         ("three limits in Redis", "redis", "three"), ("denied", "redis", "deny")]
+         ("three limits in Redis", "redis", "three"), ("denied", "redis", "deny"),
+         ("chat", "memory", "chat/plain"), ("chat, tokens", "memory", "chat/tokens"),
+         ("stream", "memory", "stream/plain"), ("stream, tokens", "memory", "stream/tokens")]
+
+
+def chat_response():
+    message = {"role": "assistant", "content": "An answer of some length. " * 30}
+    usage = {"prompt_tokens": 500, "completion_tokens": 200, "total_tokens": 700, "prompt_tokens_details": {"cached_tokens": 0}}
+    return json.dumps({"id": "chatcmpl-1", "object": "chat.completion", "model": "m",
+                       "choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage})
+
+
+def stream_response():
+    common = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1764000000, "model": "m", "system_fingerprint": "fp_1"}
+    deltas = [{"choices": [{"index": 0, "delta": {"content": " token"}, "finish_reason": None}]}] * EVENTS
+    chunks = [*deltas, {"choices": [], "usage": {"prompt_tokens": 500, "completion_tokens": EVENTS}}]
+    return "".join(f"data: {json.dumps({**common, **chunk})}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+def request(route, key):
+    """A request without a body, or a chat request of 2 KiB."""
+    if "/" not in route:
+        return f"GET /{route} HTTP/1.1\r\nhost: gateway\r\nx-api-key: {key}\r\n\r\n".encode()
+    body = {"model": "m", "max_tokens": 500, "stream": route.startswith("stream"), "messages": [{"role": "user", "content": ""}]}
+    body["messages"][0]["content"] = "x" * (CHAT - len(json.dumps(body)))
+    text = json.dumps(body)
+    return f"POST /{route} HTTP/1.1\r\nhost: gateway\r\nx-api-key: {key}\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode()
 
 
 def free_port():
@@ -90,7 +132,8 @@ def receive(connection):
 
 def route_table(name, limits):
     identify = 'identify = ["keys"]\n' if limits else ""
-    return f'[[route]]\nname = "{name}"\npath = "/{name}"\nupstream = "up"\n{identify}limits = [{limits}]\n'
+    path, name = name, name.replace("/", "-")
+    return f'[[route]]\nname = "{name}"\npath = "/{path}"\nupstream = "up"\n{identify}limits = [{limits}]\n'
 
 
 def instructions(binary, directory, store, route, rounds, upstream):
@@ -107,7 +150,7 @@ def instructions(binary, directory, store, route, rounds, upstream):
         connections = [(connect(port, gateway), b"") for _ in range(CONNECTIONS)]
         for number in range(rounds):
             for index, (connection, _) in enumerate(connections):
-                connection.sendall(f"GET /{route} HTTP/1.1\r\nhost: gateway\r\nx-api-key: {port}-{index}\r\n\r\n".encode())
+                connection.sendall(request(route, f"{port}-{index}"))
             for index, (connection, pending) in enumerate(connections):
                 status, pending = answer(connection, pending)
                 expected = 429 if route == "deny" and number > 0 else 200
@@ -123,11 +166,14 @@ def instructions(binary, directory, store, route, rounds, upstream):
 def main():
     args = argparse.ArgumentParser(description=__doc__)
     args.add_argument("binary")
-    binary = args.parse_args().binary
+    args.add_argument("--only", default="", help="measure only the cases whose route contains this text")
+    options = args.parse_args()
+    binary, cases = options.binary, [case for case in CASES if options.only in case[2]]
     with tempfile.TemporaryDirectory(prefix="instructions-") as name:
         directory = pathlib.Path(name)
         redis_port, upstream_port = free_port(), free_port()
-        (directory / "upstream.toml").write_text(UPSTREAM.format(upstream=upstream_port, body="x" * 100))
+        (directory / "upstream.toml").write_text(UPSTREAM.format(
+            upstream=upstream_port, body="x" * 100, chat=json.dumps(chat_response()), stream=json.dumps(stream_response())))
         quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         redis = subprocess.Popen(["redis-server", "--port", str(redis_port), "--save", "", "--bind", "127.0.0.1"], cwd=name, **quiet)
         upstream = subprocess.Popen([binary, "--config", name + "/upstream.toml"], **quiet)
@@ -136,9 +182,17 @@ def main():
                 connect(port, process).close()
             stores = {"memory": 'url = "memory:"', "redis": f'url = "redis://127.0.0.1:{redis_port}/0"\ntimeout = "1s"'}
             print("user instructions for each request")
-            for label, store, route in CASES:
+            counts = {}
+            for label, store, route in cases:
                 short, long = (instructions(binary, directory, stores[store], route, rounds, upstream_port) for rounds in (SHORT, LONG))
-                print(f"{label:24s} {(long - short) / (LONG - SHORT) / CONNECTIONS:9,.0f}", flush=True)
+                counts[route] = (long - short) / (LONG - SHORT) / CONNECTIONS
+                print(f"{label:24s} {counts[route]:9,.0f}", flush=True)
+            if not {"chat/plain", "chat/tokens", "stream/plain", "stream/tokens"} <= counts.keys():
+                return
+            chat, stream = (counts[f"{kind}/tokens"] - counts[f"{kind}/plain"] for kind in ("chat", "stream"))
+            print(f"tokens of a chat request: {chat:,.0f} more, {counts['chat/tokens'] / counts['chat/plain']:.2f} times")
+            print(f"tokens of a stream: {stream:,.0f} more, {counts['stream/tokens'] / counts['stream/plain']:.2f} times")
+            print(f"of each of its {EVENTS} events, less the request: {(stream - chat) / EVENTS:,.0f}")
         finally:
             for process in (upstream, redis):
                 process.terminate()

@@ -27,8 +27,10 @@ use crate::identity::display::IdentityDisplay;
 use crate::limiter::admin::{AdminError, LimiterAdmin};
 use crate::limiter::clock::monotonic;
 use crate::limiter::verdict::StoreError;
-use crate::proxy::top_denied::{TopDenied, WINDOW};
-use crate::snapshot::CompiledConfig;
+use crate::metrics::MetricFamily;
+use crate::proxy::top_identities::{HeavyHitter, TopIdentities, WINDOW};
+use crate::snapshot::cost::Cost;
+use crate::snapshot::{CompiledConfig, CompiledLimit};
 
 /// Maximum size of a request body, in bytes.
 const MAX_BODY_BYTES: usize = 16 * 1024;
@@ -90,7 +92,7 @@ async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<Adm
         event_stream: &admin.event_stream,
     };
     match (&*path, method) {
-        ("/api/top", _) => top_denied(context, query),
+        ("/api/top", _) => top_identities(context, query),
         ("/api/status", _) => Ok(status::show(context)),
         ("/api/differences", _) => differences(context, query),
         ("/api/certificates", _) => Ok(certificates::list(context)),
@@ -258,7 +260,7 @@ fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Admin
     Ok(json_response(&Differences { restart }))
 }
 
-// === `/api/top`: most frequently denied identities ===
+// === `/api/top`: the identities with the most denials, or the highest costs of LLM requests ===
 
 /// Number of identities per limit without `count`.
 const DEFAULT_COUNT: u64 = 10;
@@ -266,9 +268,9 @@ const DEFAULT_COUNT: u64 = 10;
 const MAX_COUNT: u64 = 96;
 
 #[derive(Serialize)]
-struct TopResponse<'a> {
+struct TopResponse<L> {
     window_seconds: u64,
-    limits: Vec<DeniedByLimit<'a>>,
+    limits: Vec<L>,
 }
 
 #[derive(Serialize)]
@@ -288,34 +290,76 @@ struct DeniedIdentity {
     denied_at_most: u64,
 }
 
+#[derive(Serialize)]
+struct CostOfLimit<'a> {
+    limit: &'a str,
+    unit: &'a str,
+    cost: u64,
+    identities: Vec<CostOfIdentity>,
+}
+
+#[derive(Serialize)]
+struct CostOfIdentity {
+    identity: String,
+    #[serde(serialize_with = "parts")]
+    parts: IdentityDisplay,
+    cost_at_least: u64,
+    cost_at_most: u64,
+}
+
 fn parts<S: Serializer>(name: &IdentityDisplay, serializer: S) -> std::result::Result<S::Ok, S::Error> {
     serializer.collect_map(name.0.iter().map(|part| (&part.label, &part.value)))
 }
 
-fn top_denied(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
+fn top_identities(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
     let count = query.number("count", 1..=MAX_COUNT, DEFAULT_COUNT)?;
     let limit_name = query.take("limit");
+    let by = query.take("by").unwrap_or_else(|| "denied".to_owned());
     if let Some((name, _)) = query.0.first() {
-        return Err(ApiError::bad_request(format!("unknown parameter `{name}`: use `limit` and `count`")));
+        return Err(ApiError::bad_request(format!("unknown parameter `{name}`: use `limit`, `count` and `by`")));
     }
     let limits = &context.config.limits;
     if let Some(name) = limit_name.as_ref().filter(|name| !limits.contains_key(*name)) {
         return Err(ApiError::bad_request(unknown_limit(context.config, name)));
     }
-    let top_denied = context.state.request_metrics.top_denied.all();
-    let workers =
-        |name: &str| top_denied.iter().find(|(limit, _)| **limit == *name).map_or(&[][..], |(_, workers)| workers);
-    let now = monotonic();
+    let (metrics, now) = (&context.state.request_metrics, monotonic());
     let selected = limits.iter().filter(|(name, _)| limit_name.as_ref().is_none_or(|name_filter| name_filter == *name));
-    let limits = selected.map(|(name, compiled)| {
-        let (denied, heavy_hitters) = TopDenied::top(workers(name), now, count as usize);
-        let identities = heavy_hitters.into_iter().map(|heavy_hitter| DeniedIdentity {
-            identity: heavy_hitter.identity.to_string(),
-            parts: heavy_hitter.name,
-            denied_at_least: heavy_hitter.lower_bound,
-            denied_at_most: heavy_hitter.upper_bound,
-        });
-        DeniedByLimit { limit: name, shadow: compiled.limit.shadow, denied, identities: identities.collect() }
-    });
-    Ok(json_response(&TopResponse { window_seconds: WINDOW.as_secs(), limits: limits.collect() }))
+    let top = |family: &MetricFamily<TopIdentities>, name: &str| {
+        let workers = family.all().into_iter().find(|(limit, _)| **limit == *name).map(|(_, workers)| workers);
+        TopIdentities::top(&workers.unwrap_or_default(), now, count as usize)
+    };
+    let window_seconds = WINDOW.as_secs();
+    match &*by {
+        "denied" => {
+            let limits = selected.map(|(name, compiled)| {
+                let (denied, heavy_hitters) = top(&metrics.top_denied, name);
+                let identities =
+                    heavy_hitters.into_iter().map(|HeavyHitter { identity, name, lower_bound, upper_bound }| {
+                        let identity = identity.to_string();
+                        DeniedIdentity {
+                            identity,
+                            parts: name,
+                            denied_at_least: lower_bound,
+                            denied_at_most: upper_bound,
+                        }
+                    });
+                DeniedByLimit { limit: name, shadow: compiled.limit.shadow, denied, identities: identities.collect() }
+            });
+            Ok(json_response(&TopResponse { window_seconds, limits: limits.collect() }))
+        }
+        "cost" => {
+            let counts_tokens = |compiled: &CompiledLimit| compiled.cost.as_ref().and_then(Cost::llm).is_some();
+            let limits = selected.filter(|(_, compiled)| counts_tokens(compiled)).map(|(name, compiled)| {
+                let (cost, heavy_hitters) = top(&metrics.top_costs, name);
+                let identities =
+                    heavy_hitters.into_iter().map(|HeavyHitter { identity, name, lower_bound, upper_bound }| {
+                        let identity = identity.to_string();
+                        CostOfIdentity { identity, parts: name, cost_at_least: lower_bound, cost_at_most: upper_bound }
+                    });
+                CostOfLimit { limit: name, unit: &compiled.limit.unit, cost, identities: identities.collect() }
+            });
+            Ok(json_response(&TopResponse { window_seconds, limits: limits.collect() }))
+        }
+        _ => Err(ApiError::bad_request("`by` must be `denied` or `cost`")),
+    }
 }

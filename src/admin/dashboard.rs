@@ -13,7 +13,7 @@ const WITH_TOKEN: &str = "data-token=\"required\"";
 
 const JAVASCRIPT_TYPE: &str = "text/javascript; charset=utf-8";
 
-const FILES: [(&str, &str, &str); 9] = [
+const FILES: [(&str, &str, &str); 10] = [
     ("/page.css", "text/css; charset=utf-8", include_str!("dashboard/page.css")),
     ("/page.js", JAVASCRIPT_TYPE, include_str!("dashboard/page.js")),
     ("/api.js", JAVASCRIPT_TYPE, include_str!("dashboard/api.js")),
@@ -23,6 +23,7 @@ const FILES: [(&str, &str, &str); 9] = [
     ("/flow.js", JAVASCRIPT_TYPE, include_str!("dashboard/flow.js")),
     ("/inspect.js", JAVASCRIPT_TYPE, include_str!("dashboard/inspect.js")),
     ("/limits.js", JAVASCRIPT_TYPE, include_str!("dashboard/limits.js")),
+    ("/tokens.js", JAVASCRIPT_TYPE, include_str!("dashboard/tokens.js")),
 ];
 
 /// Content Security Policy. Scripts and styles come from the files above only: no inline code, no other origins, no

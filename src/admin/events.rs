@@ -28,7 +28,7 @@ use crate::admin::metrics::sum_counts;
 use crate::admin::state::AdminState;
 use crate::limiter::clock::{monotonic, unix_us};
 use crate::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
-use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES};
+use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES, split_token_counter_name};
 
 /// Maximum number of concurrent subscribers. A quarter of the connections, so that the others serve health checks and
 /// metrics.
@@ -96,6 +96,8 @@ struct LimitDecisionCounts<'a> {
     shadow: bool,
     /// Decisions since the start of the process, by kind.
     decisions: BTreeMap<&'static str, u64>,
+    /// Settled cost of LLM requests since the start of the process; `None` if the limit counts no tokens.
+    settled: Option<u64>,
     /// Allowed and denied decisions of the interval that ended with this second; `None` if no interval ended.
     interval: Option<[u32; 2]>,
 }
@@ -235,12 +237,19 @@ fn second_event(
 ) -> Bytes {
     let active = state.config_handle.active();
     let decisions = LimitDecisions::take(state);
+    let mut settled = BTreeMap::<String, u64>::new();
+    for (name, workers) in state.request_metrics.tokens.all() {
+        let (_, limit) = split_token_counter_name(&name);
+        let [_reserved, by_source @ ..] = sum_counts(workers.iter().map(|counter| counter.values()));
+        *settled.entry(limit.to_owned()).or_default() += by_source.iter().sum::<u64>();
+    }
     let limits = active.config.limits.iter().map(|(name, compiled)| LimitDecisionCounts {
         limit: name,
         quota: compiled.limit.default_variant.quota.to_string(),
         unit: &compiled.limit.unit,
         shadow: compiled.limit.shadow,
         decisions: LimitDecision::ALL.iter().map(|kind| kind.label()).zip(decisions.of(name)).collect(),
+        settled: settled.get(name).copied(),
         interval: interval.and_then(|_| limit_intervals.get(name.as_str())?.back().copied()),
     });
     let responses: BTreeMap<_, _> = state.request_metrics.routes.all().into_iter().collect();

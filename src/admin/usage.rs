@@ -13,6 +13,9 @@ use crate::limiter::key::Identity;
 use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
+/// The name of the cost of no model in text output.
+pub const OTHER_MODELS: &str = "other";
+
 /// What the cost is added up by, besides the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -23,16 +26,18 @@ pub enum GroupBy {
     Month,
     /// Identity.
     Identity,
+    /// Identity, day and model.
+    Model,
 }
 
 impl GroupBy {
     /// The names of all values.
-    pub const NAMES: [&str; 3] = ["day", "month", "identity"];
+    pub const NAMES: [&str; 4] = ["day", "month", "identity", "model"];
 
     /// Return the value with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         let index = GroupBy::NAMES.iter().position(|one| *one == name)?;
-        [GroupBy::Day, GroupBy::Month, GroupBy::Identity].get(index).copied()
+        [GroupBy::Day, GroupBy::Month, GroupBy::Identity, GroupBy::Model].get(index).copied()
     }
 }
 
@@ -93,6 +98,9 @@ pub struct UsageEntry {
     pub consumer: Option<String>,
     /// The day (`2026-11-23`) or the month (`2026-11`). `None` by identity.
     pub period: Option<String>,
+    /// By model: the model. `None`: the cost of the day that no model has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
     /// Charged cost less refunds.
     pub cost: i64,
 }
@@ -124,11 +132,18 @@ pub struct UsageReport {
 }
 
 impl UsageFilter {
-    /// Return the query of a filter, for at most `max_rows` totals. `now_us` is the time since the Unix epoch.
+    /// Return the query of a filter for a report by `by`, for at most `max_rows` totals. `now_us` is the time since the
+    /// Unix epoch.
     ///
     /// # Errors
     /// The filter selects nothing.
-    pub fn query(&self, config: &CompiledConfig, now_us: u64, max_rows: usize) -> Result<UsageQuery, FilterError> {
+    pub fn query(
+        &self,
+        config: &CompiledConfig,
+        by: GroupBy,
+        now_us: u64,
+        max_rows: usize,
+    ) -> Result<UsageQuery, FilterError> {
         let limits: Vec<_> = match &self.limit {
             Some(name) => {
                 vec![config.limits.get(name).ok_or_else(|| FilterError::UnknownLimit(name.clone()))?]
@@ -158,7 +173,7 @@ impl UsageFilter {
             }
         };
         let limits = limits.iter().map(|compiled| compiled.limit.name.clone()).collect();
-        Ok(UsageQuery { limits, identities, from, to, max_rows })
+        Ok(UsageQuery { limits, identities, from, to, with_models: by == GroupBy::Model, max_rows })
     }
 }
 
@@ -212,23 +227,33 @@ impl UsageReport {
         let unit = |limit: &str| config.limits.get(limit).map_or(String::new(), |one| one.limit.unit.to_string());
         let names = consumer_names(config, &rows);
         let mut costs = BTreeMap::<_, i64>::new();
-        for UsageRow { limit, identity, date, cost } in rows {
+        for UsageRow { limit, identity, date, model, cost } in rows {
             let period = match by {
-                GroupBy::Day => Some(date.to_string()),
+                GroupBy::Day | GroupBy::Model => Some(date.to_string()),
                 GroupBy::Month => Some(UsageMonth::from(date).to_string()),
                 GroupBy::Identity => None,
             };
             let consumer = names.get(&*limit).and_then(|names| names.get(&identity)).cloned();
-            // Consumers by name, then other identities by hash.
-            let total = costs.entry((limit, consumer.is_none(), consumer, identity, period)).or_default();
-            *total = total.saturating_add(cost);
+            // Consumers by name, then other identities by hash. Models by name, then the cost of no model.
+            let group = (limit, consumer.is_none(), consumer, identity, period);
+            let mut add = |model: Option<Box<str>>, cost: i64| {
+                let total = costs.entry((group.clone(), model.is_none(), model)).or_default();
+                *total = total.saturating_add(cost);
+            };
+            if model.is_some() {
+                // The total of the day has it as well.
+                add(None, -cost);
+            }
+            add(model, cost);
         }
         let mut totals = BTreeMap::<_, i64>::new();
-        let usage = costs.into_iter().map(|((limit, _, consumer, identity, period), cost)| {
+        let usage = costs.into_iter().filter_map(|((group, is_rest, model), cost)| {
+            let (limit, _, consumer, identity, period) = group;
             let total = totals.entry(limit.clone()).or_default();
             *total = total.saturating_add(cost);
-            let (unit, identity) = (unit(&limit), Identity(identity).to_string());
-            UsageEntry { limit: limit.into(), unit, identity, consumer, period, cost }
+            let (unit, identity, model) = (unit(&limit), Identity(identity).to_string(), model.map(String::from));
+            let entry = UsageEntry { limit: limit.into(), unit, identity, consumer, period, model, cost };
+            (by != GroupBy::Model || !is_rest || cost != 0).then_some(entry)
         });
         let usage = usage.collect();
         let totals =

@@ -330,17 +330,20 @@ pub(crate) fn guarantees(compiled: &CompiledLimit) -> impl Iterator<Item = Guara
 
 /// Describe by how much a limit that counts the tokens of an LLM API can be exceeded, and under which assumption.
 fn overrun(llm: &LlmCost) -> String {
-    let LlmCost { estimate, max_body, weights, .. } = llm;
+    let LlmCost { estimate, max_body, weights, unread_cost, cuts, .. } = llm;
     let models = weights.models.iter().map(|(_, weights)| weights);
     let input_weight = models.chain([&weights.default]).map(|weights| weights.input.max(weights.cached_input)).max();
     // A token has at least one byte.
     let max_input = *max_body as u64 - (*max_body as u64).div_ceil(estimate.bytes_per_token);
     let max_excess = u128::from(max_input) * u128::from(input_weight.unwrap_or(0)) / 1000;
+    let unread =
+        unread_cost.map_or(String::new(), |cost| format!(", what bodies that cannot be read cost beyond {cost}"));
+    let cut = if *cuts { " (event streams are cut there)" } else { "" };
     format!(
         "exceeded only by what requests in flight use beyond their reservations: text with fewer than {} bytes per token \
-         (at most {max_excess} for each), input that is not in the body, and output beyond the requested maximum or, \
-         without one, beyond {} tokens",
-        estimate.bytes_per_token, estimate.default_output
+         (at most {max_excess} for each), images of more than {} and audio of more than {} tokens, input that is not in \
+         the body{unread}, and output beyond the requested maximum or, without one, beyond {} tokens{cut}",
+        estimate.bytes_per_token, estimate.image, estimate.audio, estimate.default_output
     )
 }
 

@@ -11,7 +11,7 @@ use http::Method;
 use jiff::civil::Date;
 use tokio::runtime::Builder;
 
-use crate::admin::usage::{GroupBy, IdentityFilter, UsageFilter, UsageReport};
+use crate::admin::usage::{GroupBy, IdentityFilter, OTHER_MODELS, UsageFilter, UsageReport};
 use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{printable_text, request_target, unit_suffix, write_table};
 use crate::identity::display::IdentityInput;
@@ -38,7 +38,7 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "IDENTITY")]
     identity: Vec<String>,
 
-    /// Add up the cost of each identity by this
+    /// Add up the cost of each identity by this; `model`: by day and model of an LLM API
     #[arg(long, value_name = "PERIOD", default_value = "day", value_parser = GroupBy::NAMES)]
     by: String,
 
@@ -68,7 +68,7 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
     let report = match (&arguments.admin, &config.store.redis) {
         (None, Some(redis)) => {
             let filter = arguments.filter()?;
-            let query = filter.query(config, unix_us(), usize::MAX)?;
+            let query = filter.query(config, by, unix_us(), usize::MAX)?;
             let rows = read_redis(redis, &query)?;
             UsageReport::new(config, &query, &filter, rows, by)
         }
@@ -182,6 +182,15 @@ fn write_text(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()>
             let period = if report.by == GroupBy::Day { "day" } else { "month" };
             write_table(["limit", "client", period, "cost"], rows, &["cost"], |_| None, out)?;
         }
+        GroupBy::Model => {
+            let rows = report.usage.iter().map(|one| {
+                let day = one.period.clone().unwrap_or_default();
+                let client = client(&one.consumer, &one.identity);
+                let model = printable_text(one.model.as_deref().unwrap_or(OTHER_MODELS));
+                [printable_text(&one.limit), client, day, model, cost(one.cost, &one.unit)]
+            });
+            write_table(["limit", "client", "day", "model", "cost"], rows, &["cost"], |_| None, out)?;
+        }
     }
     for total in &report.totals {
         writeln!(out, "total of {} {range}: {}", printable_text(&total.limit), cost(total.cost, &total.unit))?;
@@ -189,18 +198,21 @@ fn write_text(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()>
     Ok(())
 }
 
-/// Write CSV (RFC 4180): a header, and a record for each entry.
+/// Write CSV (RFC 4180): a header, and a record for each entry. Only reports by model have a column for it.
 fn write_csv(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()> {
-    writeln!(out, "limit,unit,consumer,identity,period,cost")?;
+    let has_models = report.by == GroupBy::Model;
+    writeln!(out, "limit,unit,consumer,identity,period,{}cost", if has_models { "model," } else { "" })?;
     for entry in &report.usage {
-        let texts = [
+        let mut texts = vec![
             &*entry.limit,
             &*entry.unit,
             entry.consumer.as_deref().unwrap_or_default(),
             &*entry.identity,
             entry.period.as_deref().unwrap_or_default(),
         ];
-        writeln!(out, "{},{}", texts.map(csv_field).join(","), entry.cost)?;
+        texts.extend(has_models.then_some(entry.model.as_deref().unwrap_or_default()));
+        let fields: Vec<_> = texts.into_iter().map(csv_field).collect();
+        writeln!(out, "{},{}", fields.join(","), entry.cost)?;
     }
     Ok(())
 }

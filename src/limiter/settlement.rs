@@ -45,8 +45,11 @@ const MAX_LAST_POSTS: u32 = 4;
 /// Interval for retrying calls that were not sent because too many checks were queued.
 const OVERLOAD_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Time after which a charge or refund that cannot be sent because of overload is dropped.
+/// Time after which a charge or refund that cannot be sent is dropped, because of overload or an outage.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The same time at the end of the process.
+const LAST_DELIVERY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The operation on a limit that is deferred until the response is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -229,7 +232,8 @@ impl StoreHandle {
         }
     }
 
-    /// Call the store for charges that no request waits for. Retry for 30 s while too many checks are queued.
+    /// Call the store for charges that no request waits for. Retry for 30 s while the call provably does not run: in an
+    /// outage, or while too many checks are queued.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -241,11 +245,15 @@ impl StoreHandle {
     ) -> Result<Verdict, StoreError> {
         let started_at = monotonic();
         loop {
-            match self.call(decided_by, monotonic(), operation, &charges).await {
-                Err(StoreError::Overloaded) if elapsed_since(started_at) < DELIVERY_TIMEOUT => {
-                    sleep(OVERLOAD_RETRY_INTERVAL).await
-                }
-                result => return result,
+            let result = self.call(decided_by, monotonic(), operation, &charges).await;
+            let Err(error) = &result else { return result };
+            let timeout = if self.tasks.is_closed() { LAST_DELIVERY_TIMEOUT } else { DELIVERY_TIMEOUT };
+            if !error.is_not_executed() || elapsed_since(started_at) >= timeout {
+                return result;
+            }
+            match error {
+                StoreError::Overloaded => sleep(OVERLOAD_RETRY_INTERVAL).await,
+                _ => self.store.recovery_within(RETRY_INTERVAL).await,
             }
         }
     }
@@ -271,7 +279,7 @@ impl StoreHandle {
         }
     }
 
-    /// Post the usage that local shares have charged, if there is any and no task posts it. Retry until the store has
+    /// Post the usage of local shares and of models, if there is any and no task posts it. Retry until the store has
     /// confirmed all of it. At the end of the process, retry [`MAX_LAST_POSTS`] times.
     pub fn post_usage(self: &Arc<Self>) {
         let Store::Redis { fallback, .. } = &self.store else { return };
@@ -307,7 +315,7 @@ impl StoreHandle {
                         Ok(_) => usage.confirm(&post),
                         Err(error @ StoreError::CorruptState(_)) => {
                             usage.lose(&post);
-                            warn!(%error, limit = %post.key.limit, "usage of an outage is lost");
+                            warn!(%error, limit = %post.key.limit, "usage totals are lost");
                         }
                         Err(error) => {
                             usage.put_back(post);
@@ -318,11 +326,11 @@ impl StoreHandle {
             }
             posts.for_each(|post| usage.put_back(post));
             let Some(error) = interrupted_by else { continue };
-            debug!(%error, "usage of an outage is not posted yet");
+            debug!(%error, "usage totals are not posted yet");
             if self.tasks.is_closed() {
                 last_posts += 1;
                 if last_posts >= MAX_LAST_POSTS {
-                    warn!(totals = usage.len(), %error, "usage of an outage is lost");
+                    warn!(totals = usage.len(), %error, "usage totals are lost");
                     return false;
                 }
             }
@@ -589,6 +597,20 @@ impl DeferredCharges {
         self.charges.iter().map(|charge| (charge.charge.limit_index, charge.charge.cost_or_permit_id))
     }
 
+    /// Add the cost that `cost_of` returns for each limit index to the usage totals of a model, on the day of the
+    /// charge.
+    pub fn count_model(&self, model: &str, cost_of: impl Fn(usize) -> Option<u64>) {
+        let store_handle = &self.settlements.store_handle;
+        let (Store::Memory(memory) | Store::Redis { fallback: memory, .. }) = &store_handle.store;
+        for DeferredCharge { charged_at, charge, .. } in &self.charges {
+            if let (Some(days), Some(cost)) = (&charge.usage, cost_of(charge.limit_index).filter(|cost| *cost > 0)) {
+                let (limit, date) = (charge.variant.state_name.limit_name(), days.day_at(*charged_at).date);
+                memory.usage.add_model(limit, charge.identity, date, model, cost as i64);
+            }
+        }
+        store_handle.post_usage();
+    }
+
     /// Perform the action that `action_for` returns for each limit index, in the background.
     pub fn settle_in_background(mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) {
         for SettlementCall { decided_by, operation, charges } in self.calls(action_for) {
@@ -640,7 +662,7 @@ impl DeferredCharges {
                         outcomes.extend(pending.iter().map(|pending| pending.limit_index).zip(verdict.outcomes));
                     }
                     Err(error) => {
-                        if let StoreError::Overloaded = error {
+                        if error.is_not_executed() {
                             // Retry in the background: the response does not wait for it.
                             settlements.push(Settlement::Deliver { decided_by, operation, charges: pending });
                         }

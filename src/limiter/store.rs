@@ -20,7 +20,7 @@ use crate::limiter::redis::fenced_hash::Fields;
 use crate::limiter::redis::overrides::{OverrideEntry, OverrideWrite, Snapshot, WriteStatus};
 use crate::limiter::redis::server_store::ServerStore;
 use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, event_claim, fenced_hash, overrides, usage};
-use crate::limiter::usage::{UsageKey, UsageMonth, UsagePost, UsageQuery, UsageRow};
+use crate::limiter::usage::{UsageAmount, UsageFields, UsageKey, UsageMonth, UsagePost, UsageQuery, UsageRow};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// The store for the counters of one worker.
@@ -243,15 +243,13 @@ impl RedisStore {
                 let reply = self.admin_command(identity_slot(Identity(key.identity)), &command).await?;
                 usage::parse_read_reply(reply)
             }));
-            for (key, days) in keys.iter().zip(hashes.await) {
-                let days = days?.into_iter().filter_map(|(day, cost)| Some((key.month.day(day)?, cost)));
-                let days = days.filter(|(date, _)| query.matches(&key.limit, key.identity, *date));
-                rows.extend(days.map(|(date, cost)| UsageRow {
-                    limit: key.limit.clone(),
-                    identity: key.identity,
-                    date,
-                    cost,
-                }));
+            for (key, amounts) in keys.iter().zip(hashes.await) {
+                let row = |UsageAmount { day, model, cost }| {
+                    let date = key.month.day(day)?;
+                    Some(UsageRow { limit: key.limit.clone(), identity: key.identity, date, model, cost })
+                };
+                let rows_of_key = amounts?.into_iter().filter_map(row);
+                rows.extend(rows_of_key.filter(|row| query.matches(&row.limit, row.identity, row.date)));
             }
             if rows.len() > query.max_rows {
                 return Err(UsageError::TooMany(query.max_rows));
@@ -270,7 +268,11 @@ impl RedisStore {
                 let command = usage::scan_command(self.prefix(), cursor);
                 let reply = node.admin_command(node.timeout(), false, &command).await?;
                 let (next, found) = usage::parse_scan_reply(self.prefix(), reply)?;
-                let is_asked = |key: &UsageKey| (from..=to).contains(&key.month) && query.limits.contains(&key.limit);
+                let is_asked = |key: &UsageKey| {
+                    (from..=to).contains(&key.month)
+                        && query.limits.contains(&key.limit)
+                        && (query.with_models || key.fields == UsageFields::Days)
+                };
                 keys.extend(found.into_iter().filter(is_asked));
                 if keys.len() > query.max_rows {
                     return Err(UsageError::TooMany(query.max_rows));
@@ -311,11 +313,17 @@ impl RedisStore {
 /// Return the keys of known identities.
 fn usage_keys(query: &UsageQuery, identities: &[Identity]) -> Vec<UsageKey> {
     let last = UsageMonth::from(query.to);
+    let kinds = if query.with_models { &[UsageFields::Days, UsageFields::Models][..] } else { &[UsageFields::Days] };
     let mut keys = Vec::new();
     for (limit, identity) in query.limits.iter().zip(identities) {
         let mut month = UsageMonth::from(query.from);
         while month <= last {
-            keys.push(UsageKey { limit: limit.clone(), identity: identity.0, month });
+            keys.extend(kinds.iter().map(|fields| UsageKey {
+                limit: limit.clone(),
+                identity: identity.0,
+                month,
+                fields: *fields,
+            }));
             month = month.next();
         }
     }

@@ -1,10 +1,11 @@
 //! Usage totals: the charged cost by limit, identity and calendar day.
 //!
 //! In Redis, the script that charges a state also writes the total: a hash for each limit, identity and month, with a
-//! field for each day. [`UsageTable`] has the totals of the memory store. Beside Redis it has what the local shares
-//! charged in an outage, until that is posted.
+//! field for each day. A second hash has a field for each day and model, of limits that count the tokens of LLM APIs.
+//! [`UsageTable`] has the totals of the memory store. Beside Redis it has what the local shares charged in an outage and
+//! the totals by model, until they are posted.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io::Write;
 use std::mem;
@@ -26,6 +27,9 @@ use crate::limiter::quota::{EXACT_INTEGER_LIMIT, QuotaError, start_of_day_us};
 /// Minimum number of days for which the total of a day is kept. The scripts have it in milliseconds. All days of a
 /// month expire together, so a day is kept for up to 30 days more.
 pub const RETENTION_DAYS: i32 = 400;
+
+/// Maximum number of models with totals of their own, for each limit, identity and month. Clients choose the names.
+pub const MAX_MODELS: usize = 64;
 
 /// Number of shards of a table, a power of two.
 const SHARDS: usize = 64;
@@ -155,7 +159,16 @@ impl FromStr for UsageMonth {
 
 // === Keys in Redis ===
 
-/// The hash with the totals of a limit and an identity in a month.
+/// What the fields of a hash with totals are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum UsageFields {
+    /// Days.
+    Days,
+    /// A day and a model each.
+    Models,
+}
+
+/// A hash with the totals of a limit and an identity in a month.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct UsageKey {
     /// Name of the limit.
@@ -164,10 +177,15 @@ pub struct UsageKey {
     pub identity: u128,
     /// The month.
     pub month: UsageMonth,
+    /// What its fields are.
+    pub fields: UsageFields,
 }
 
 /// The part of a key between the name of the limit and the month. No shape of a state begins like this.
 const KEY_PART: &str = ":usage:";
+
+/// The part after the month of the keys of totals by model.
+const MODELS_PART: &str = ":models";
 
 /// Append `<prefix>:{<identity hash>}:<limit>:usage:<month>`. The braces put it into the cluster slot of the states.
 pub fn write_key(prefix: &str, limit: &str, identity: Identity, month: UsageMonth, out: &mut Vec<u8>) {
@@ -186,6 +204,9 @@ impl UsageKey {
     pub fn to_redis_key(&self, prefix: &str) -> Vec<u8> {
         let mut key = Vec::new();
         write_key(prefix, &self.limit, Identity(self.identity), self.month, &mut key);
+        if self.fields == UsageFields::Models {
+            key.extend_from_slice(MODELS_PART.as_bytes());
+        }
         key
     }
 
@@ -194,13 +215,18 @@ impl UsageKey {
         let key = std::str::from_utf8(key).ok()?;
         let (identity, rest) = key.strip_prefix(prefix)?.strip_prefix(":{")?.split_once("}:")?;
         let (limit, month) = rest.split_once(KEY_PART)?;
-        Some(UsageKey { limit: limit.into(), identity: Identity::from_hex(identity)?.0, month: month.parse().ok()? })
+        let (month, fields) = match month.strip_suffix(MODELS_PART) {
+            Some(month) => (month, UsageFields::Models),
+            None => (month, UsageFields::Days),
+        };
+        let identity = Identity::from_hex(identity)?.0;
+        Some(UsageKey { limit: limit.into(), identity, month: month.parse().ok()?, fields })
     }
 }
 
 // === Reading ===
 
-/// The total of a limit, an identity and a day.
+/// The total of a limit, an identity and a day, or the part of it that a model has.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct UsageRow {
     /// Name of the limit.
@@ -209,6 +235,8 @@ pub struct UsageRow {
     pub identity: u128,
     /// The day.
     pub date: Date,
+    /// The model. `None`: the total of the day, which has the costs of all models.
+    pub model: Option<Box<str>>,
     /// Charged cost less refunds.
     pub cost: i64,
 }
@@ -224,6 +252,8 @@ pub struct UsageQuery {
     pub from: Date,
     /// Last day.
     pub to: Date,
+    /// Whether the totals of models are read as well.
+    pub with_models: bool,
     /// Maximum number of totals.
     pub max_rows: usize,
 }
@@ -239,8 +269,11 @@ impl UsageQuery {
 
 // === Totals in this process ===
 
-/// The totals of one limit: days by identity.
-type LimitTotals = BTreeMap<u128, BTreeMap<Date, i64>>;
+/// The totals of one identity, by day and model. Without a model: the total of the day.
+type IdentityTotals = BTreeMap<(Date, Option<Box<str>>), i64>;
+
+/// The totals of one limit.
+type LimitTotals = BTreeMap<u128, IdentityTotals>;
 
 /// Totals in this process, bounded in number.
 #[derive(Debug)]
@@ -280,12 +313,23 @@ struct Posts {
 pub struct UsagePost {
     /// The totals.
     pub key: UsageKey,
-    /// Days of the month, each with the amount to add, which is not 0.
-    pub days: Vec<(i8, i64)>,
+    /// The amounts to add, which are not 0.
+    pub amounts: Vec<UsageAmount>,
     /// Identifies the process.
     pub poster: u64,
     /// Greater than those of earlier posts of this process. 0: the post is sent at most once and needs no identity.
     pub sequence: u64,
+}
+
+/// The amount of a day of a month.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UsageAmount {
+    /// Day of the month.
+    pub day: i8,
+    /// The model, for totals by model.
+    pub model: Option<Box<str>>,
+    /// The cost, negative for refunds.
+    pub cost: i64,
 }
 
 impl UsageTable {
@@ -304,6 +348,17 @@ impl UsageTable {
 
     /// Add an amount, negative for a refund.
     pub fn add(&self, limit: &str, identity: Identity, date: Date, amount: i64) {
+        self.add_total(limit, identity, (date, None), amount);
+    }
+
+    /// Add a cost to the total of a model, which is a part of the total of the day. Only the first [`MAX_MODELS`] models
+    /// of a month have totals.
+    pub fn add_model(&self, limit: &str, identity: Identity, date: Date, model: &str, cost: i64) {
+        self.add_total(limit, identity, (date, Some(model.into())), cost);
+    }
+
+    fn add_total(&self, limit: &str, identity: Identity, at: (Date, Option<Box<str>>), amount: i64) {
+        let date = at.0;
         let mut shard = self.lock(identity.0 as usize % SHARDS);
         let is_new_day = shard.newest.is_none_or(|newest| newest < date);
         if is_new_day {
@@ -311,10 +366,12 @@ impl UsageTable {
             let removed = shard.remove_before(date.saturating_sub(RETENTION_DAYS.days()));
             self.rows.fetch_sub(removed, Ordering::Relaxed);
         }
-        if let Some(total) = shard.total_mut(limit, identity.0, date) {
+        if let Some(total) = shard.total_mut(limit, identity.0, &at) {
             *total = total.saturating_add(amount);
+        } else if at.1.is_some() && (shard.rows >= self.capacity || shard.has_max_models(limit, identity.0, &at)) {
+            // The total of the day has this cost: no cost is lost.
         } else if shard.rows < self.capacity {
-            shard.insert(limit, identity.0, date, amount);
+            shard.insert(limit, identity.0, at, amount);
             self.rows.fetch_add(1, Ordering::Relaxed);
         } else {
             drop(shard);
@@ -331,12 +388,16 @@ impl UsageTable {
         let mut rows = Vec::new();
         for index in 0..SHARDS {
             let shard = self.lock(index);
-            for (limit, identity, days) in shard.days() {
-                let days = days.iter().filter(|(date, _)| query.matches(limit, identity, **date));
-                rows.extend(days.map(|(date, cost)| UsageRow {
+            for (limit, identity, totals) in shard.totals() {
+                let is_read = |(date, model): &(Date, Option<Box<str>>)| {
+                    (query.with_models || model.is_none()) && query.matches(limit, identity, *date)
+                };
+                let totals = totals.iter().filter(|(at, _)| is_read(at));
+                rows.extend(totals.map(|((date, model), cost)| UsageRow {
                     limit: limit.into(),
                     identity,
                     date: *date,
+                    model: model.clone(),
                     cost: *cost,
                 }));
                 if rows.len() > query.max_rows {
@@ -368,16 +429,27 @@ impl UsageTable {
 }
 
 impl UsageShard {
-    fn total_mut(&mut self, limit: &str, identity: u128, date: Date) -> Option<&mut i64> {
-        self.limits.get_mut(limit)?.get_mut(&identity)?.get_mut(&date)
+    fn total_mut(&mut self, limit: &str, identity: u128, at: &(Date, Option<Box<str>>)) -> Option<&mut i64> {
+        self.limits.get_mut(limit)?.get_mut(&identity)?.get_mut(at)
     }
 
-    fn insert(&mut self, limit: &str, identity: u128, date: Date, amount: i64) {
+    /// Return whether [`MAX_MODELS`] other models have totals in the month.
+    fn has_max_models(&self, limit: &str, identity: u128, (date, model): &(Date, Option<Box<str>>)) -> bool {
+        let Some(totals) = self.limits.get(limit).and_then(|identities| identities.get(&identity)) else {
+            return false;
+        };
+        let is_in_month = |other: &Date| UsageMonth::from(*other) == UsageMonth::from(*date);
+        let models: BTreeSet<_> =
+            totals.keys().filter(|(date, _)| is_in_month(date)).filter_map(|(_, model)| model.as_deref()).collect();
+        models.len() >= MAX_MODELS && !model.as_deref().is_some_and(|model| models.contains(model))
+    }
+
+    fn insert(&mut self, limit: &str, identity: u128, at: (Date, Option<Box<str>>), amount: i64) {
         if !self.limits.contains_key(limit) {
             self.limits.insert(limit.into(), LimitTotals::new());
         }
         if let Some(identities) = self.limits.get_mut(limit) {
-            identities.entry(identity).or_default().insert(date, amount);
+            identities.entry(identity).or_default().insert(at, amount);
             self.rows += 1;
         }
     }
@@ -386,25 +458,25 @@ impl UsageShard {
     fn remove_before(&mut self, first: Date) -> usize {
         let before = self.rows;
         for identities in self.limits.values_mut() {
-            identities.retain(|_, days| {
-                let kept = days.split_off(&first);
-                self.rows -= days.len();
-                *days = kept;
-                !days.is_empty()
+            identities.retain(|_, totals| {
+                let kept = totals.split_off(&(first, None));
+                self.rows -= totals.len();
+                *totals = kept;
+                !totals.is_empty()
             });
         }
         self.limits.retain(|_, identities| !identities.is_empty());
         before - self.rows
     }
 
-    fn days(&self) -> impl Iterator<Item = (&str, u128, &BTreeMap<Date, i64>)> {
-        self.limits
-            .iter()
-            .flat_map(|(limit, identities)| identities.iter().map(move |(identity, days)| (&**limit, *identity, days)))
+    fn totals(&self) -> impl Iterator<Item = (&str, u128, &IdentityTotals)> {
+        self.limits.iter().flat_map(|(limit, identities)| {
+            identities.iter().map(move |(identity, totals)| (&**limit, *identity, totals))
+        })
     }
 }
 
-// === Posts: what the local shares charged in an outage ===
+// === Posts: what the local shares charged in an outage, and totals by model ===
 
 impl UsageTable {
     /// Claim the task of posting. Return whether the caller must start it: there are totals, and no task posts them.
@@ -428,19 +500,22 @@ impl UsageTable {
         let mut taken: Vec<UsagePost> = Vec::new();
         for index in 0..SHARDS {
             let mut shard = self.lock(index);
-            for (limit, identity, days) in shard.days() {
-                for (date, cost) in days {
+            for (limit, identity, totals) in shard.totals() {
+                for ((date, model), cost) in totals {
                     if *cost == 0 {
                         self.rows.fetch_sub(1, Ordering::Relaxed);
                         continue;
                     }
-                    let key = UsageKey { limit: limit.into(), identity, month: UsageMonth::from(*date) };
-                    match taken.last_mut().filter(|last| last.key == key) {
-                        Some(last) => last.days.push((date.day(), *cost)),
+                    let fields = if model.is_some() { UsageFields::Models } else { UsageFields::Days };
+                    let key = UsageKey { limit: limit.into(), identity, month: UsageMonth::from(*date), fields };
+                    let amount = UsageAmount { day: date.day(), model: model.clone(), cost: *cost };
+                    // Days and models of a month alternate.
+                    match taken.iter_mut().rev().take(2).find(|post| post.key == key) {
+                        Some(post) => post.amounts.push(amount),
                         None => {
                             posts.last_sequence += 1;
                             let (poster, sequence) = (self.poster, posts.last_sequence);
-                            taken.push(UsagePost { key, days: vec![(date.day(), *cost)], poster, sequence });
+                            taken.push(UsagePost { key, amounts: vec![amount], poster, sequence });
                         }
                     }
                 }
@@ -455,14 +530,15 @@ impl UsageTable {
 
     /// Forget a post that was made.
     pub fn confirm(&self, post: &UsagePost) {
-        self.rows.fetch_sub(post.days.len(), Ordering::Relaxed);
+        self.rows.fetch_sub(post.amounts.len(), Ordering::Relaxed);
     }
 
     /// Forget a post that cannot be made.
     pub fn lose(&self, post: &UsagePost) {
         self.confirm(post);
-        let cost = post.days.iter().map(|(_, amount)| amount.unsigned_abs()).sum();
-        self.lost.fetch_add(cost, Ordering::Relaxed);
+        // The totals of the days have the costs of the models.
+        let days = post.amounts.iter().filter(|amount| amount.model.is_none());
+        self.lost.fetch_add(days.map(|amount| amount.cost.unsigned_abs()).sum(), Ordering::Relaxed);
     }
 
     /// Keep a post that may not have been made.
@@ -530,10 +606,16 @@ mod tests {
 
     #[test]
     fn key_round_trips_and_states_are_no_totals() {
-        let key = UsageKey { limit: "per-key".into(), identity: 7, month: UsageMonth::from(date("2026-03-05")) };
-        let text = key.to_redis_key("rl");
-        assert_eq!(text, b"rl:{00000000000000000000000000000007}:per-key:usage:2026-03");
-        assert_eq!(UsageKey::parse("rl", &text), Some(key));
+        for (fields, expected) in [
+            (UsageFields::Days, "rl:{00000000000000000000000000000007}:per-key:usage:2026-03"),
+            (UsageFields::Models, "rl:{00000000000000000000000000000007}:per-key:usage:2026-03:models"),
+        ] {
+            let month = UsageMonth::from(date("2026-03-05"));
+            let key = UsageKey { limit: "per-key".into(), identity: 7, month, fields };
+            let text = key.to_redis_key("rl");
+            assert_eq!(text, expected.as_bytes());
+            assert_eq!(UsageKey::parse("rl", &text), Some(key));
+        }
         for other in [
             "rl:{00000000000000000000000000000007}:per-key:b",
             "rl:{00000000000000000000000000000007}:usage:l60000000",
@@ -552,6 +634,7 @@ mod tests {
             identities: None,
             from: date("2000-01-01"),
             to: date("2100-01-01"),
+            with_models: false,
             max_rows: 1000,
         };
         let mut rows = table.read(&query).unwrap();
@@ -576,6 +659,25 @@ mod tests {
     }
 
     #[test]
+    fn totals_of_models_are_bounded_parts_of_the_total() {
+        let table = UsageTable::new(1000 * SHARDS);
+        let add = |day: &str, model: usize| table.add_model("l", Identity(1), date(day), &format!("m{model}"), 2);
+        table.add("l", Identity(1), date("2026-11-22"), 500);
+        (0..MAX_MODELS + 9).for_each(|model| add("2026-11-22", model));
+        add("2026-11-23", 0);
+        add("2026-11-23", MAX_MODELS);
+        add("2026-12-01", MAX_MODELS);
+        assert_eq!(read(&table), [(1, "2026-11-22".into(), 500)], "only if they are asked for");
+        assert_eq!((table.len(), table.lost()), (1 + MAX_MODELS + 2, 0));
+        let mut posts = table.take_posts(100);
+        posts.sort_by(|one, other| one.key.cmp(&other.key));
+        let told: Vec<_> = posts.iter().map(|post| (post.key.fields, post.amounts.len())).collect();
+        assert_eq!(told, [(UsageFields::Days, 1), (UsageFields::Models, MAX_MODELS + 1), (UsageFields::Models, 1)]);
+        posts.iter().for_each(|post| table.lose(post));
+        assert_eq!((table.len(), table.lost()), (0, 500), "the total of the day alone");
+    }
+
+    #[test]
     fn posts_have_each_total_once() {
         let table = UsageTable::new(1000);
         let add = |identity, day: &str, amount| table.add("l", Identity(identity), date(day), amount);
@@ -587,7 +689,8 @@ mod tests {
         add(2, "2026-12-01", -3);
         assert!(table.claim_posting() && !table.claim_posting(), "one task posts");
         let posts = table.take_posts(100);
-        let told: Vec<_> = posts.iter().map(|post| (post.key.month.to_string(), post.days.clone())).collect();
+        let days = |post: &UsagePost| post.amounts.iter().map(|amount| (amount.day, amount.cost)).collect::<Vec<_>>();
+        let told: Vec<_> = posts.iter().map(|post| (post.key.month.to_string(), days(post))).collect();
         assert_eq!(told, [("2026-11".into(), vec![(29, 2), (30, 5)]), ("2026-12".into(), vec![(1, -1)])]);
         assert!(posts[0].sequence < posts[1].sequence);
         add(1, "2026-11-30", 9);
@@ -597,7 +700,7 @@ mod tests {
         table.lose(&posts[1]);
         assert_eq!((table.lost(), table.len()), (1, 1));
         let later = table.take_posts(100);
-        assert_eq!((later[0].days.clone(), later.len()), (vec![(30, 9)], 1));
+        assert_eq!((days(&later[0]), later.len()), (vec![(30, 9)], 1));
         assert!(later[0].sequence > posts[1].sequence);
         table.confirm(&later[0]);
         table.end_posting();

@@ -22,19 +22,38 @@ const MAX_VALUE: usize = 16 << 10;
 /// Maximum length in bytes of a key that is compared.
 const MAX_KEY: usize = 64;
 
-/// Keys whose string values are generated text, in the documents of all providers.
-const TEXT_KEYS: [&[u8]; 10] = [
-    b"content",
-    b"text",
-    b"delta",
-    b"arguments",
-    b"partial_json",
-    b"thinking",
-    b"reasoning",
-    b"reasoning_content",
-    b"refusal",
-    b"response",
-];
+/// Length in bytes up to which the end of a string is found faster by a loop than by `memchr`. Most keys are shorter.
+const SHORT_STRING: usize = 24;
+
+/// Return whether the string values of a key are generated text, in the documents of all providers.
+fn is_text_key(key: &[u8]) -> bool {
+    matches!(
+        key,
+        b"content"
+            | b"text"
+            | b"delta"
+            | b"arguments"
+            | b"partial_json"
+            | b"thinking"
+            | b"reasoning"
+            | b"reasoning_content"
+            | b"refusal"
+            | b"response"
+    )
+}
+
+/// Return one of 64 bits for a key. Most keys that differ have different bits.
+fn key_bit(key: &[u8]) -> u64 {
+    let first = usize::from(key.first().copied().unwrap_or_default());
+    1 << ((first * 7 + key.len()) % 64)
+}
+
+/// Return the offset of the first quotation mark or backslash.
+fn find_string_end(text: &[u8]) -> Option<usize> {
+    let (start, rest) = text.split_at(text.len().min(SHORT_STRING));
+    let is_end = |byte: &u8| matches!(byte, b'"' | b'\\');
+    start.iter().position(is_end).or_else(|| memchr2(b'"', b'\\', rest).map(|offset| start.len() + offset))
+}
 
 /// Path of a value in a document: keys of objects, or indices of arrays in decimal digits.
 pub type JsonPath = Box<[Box<str>]>;
@@ -53,6 +72,8 @@ pub trait JsonSink {
 #[derive(Debug)]
 pub struct JsonScanner {
     paths: Arc<[JsonPath]>,
+    /// The [bits](key_bit) of all keys of the paths.
+    key_bits: u64,
     token: Token,
     depth: usize,
     /// Bit `depth - 1` is set if the container is an object.
@@ -96,7 +117,7 @@ struct Captured {
     is_too_long: bool,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 struct Key {
     bytes: [u8; MAX_KEY],
     /// `None` if the key is too long or has escape sequences, so that it equals none.
@@ -120,7 +141,9 @@ impl Key {
 impl JsonScanner {
     /// Create a scanner for values at these paths, at most [`MAX_PATHS`] of at most [`MAX_SEGMENTS`] segments.
     pub fn new(paths: Arc<[JsonPath]>) -> Self {
+        let keys = paths.iter().flat_map(|path| path.iter());
         JsonScanner {
+            key_bits: keys.map(|key| key_bit(key.as_bytes())).fold(0, |all, bit| all | bit),
             paths,
             token: Token::Between,
             depth: 0,
@@ -155,16 +178,25 @@ impl JsonScanner {
             match self.token {
                 Token::Malformed => return text.len(),
                 Token::Key | Token::Text => {
-                    let end = memchr2(b'"', b'\\', &text[at..]).map_or(text.len(), |offset| at + offset);
-                    if self.token == Token::Key {
-                        self.key.push(&text[at..end]);
-                    } else {
+                    let start = at;
+                    let end = find_string_end(&text[at..]).map_or(text.len(), |offset| at + offset);
+                    let is_whole_key = self.token == Token::Key && self.key.length == Some(0);
+                    if self.token == Token::Text {
                         self.text_length += (end - at) as i64;
+                    } else if !is_whole_key || text.get(end) != Some(&b'"') {
+                        self.key.push(&text[at..end]);
                     }
                     at = end + 1;
                     match (text.get(end), self.token) {
                         (None, _) => at = end,
-                        (Some(b'"'), Token::Key) => self.end_key(),
+                        (Some(b'"'), Token::Key) if is_whole_key => {
+                            // A key in one part is not copied.
+                            self.end_key(Some(&text[start..end]).filter(|key| key.len() <= MAX_KEY));
+                        }
+                        (Some(b'"'), Token::Key) => {
+                            let key = self.key;
+                            self.end_key(key.get());
+                        }
                         (Some(b'"'), _) => {
                             self.token = Token::Between;
                             if self.is_text && self.text_length > 0 {
@@ -263,12 +295,13 @@ impl JsonScanner {
         }
     }
 
-    fn end_key(&mut self) {
+    /// End a key. `None` if it equals none.
+    fn end_key(&mut self, key: Option<&[u8]>) {
         self.token = Token::Between;
         self.expects_key = false;
-        let key = self.key.get();
-        self.is_text = key.is_some_and(|key| TEXT_KEYS.contains(&key));
-        self.matching = key.map_or(0, |key| self.matching_paths(|segment| segment.as_bytes() == key));
+        self.is_text = key.is_some_and(is_text_key);
+        let in_path = key.filter(|key| self.key_bits & key_bit(key) > 0);
+        self.matching = in_path.map_or(0, |key| self.matching_paths(|segment| segment.as_bytes() == key));
     }
 
     /// Return the paths into the current container whose next segment fits.

@@ -33,8 +33,9 @@ impl Provider {
         }
     }
 
-    /// Return the events that end a stream at its maximum of output tokens. `choices` is the number of choices.
-    pub fn final_events(self, path: &str, choices: u64) -> String {
+    /// Return the events that end a stream at its maximum of output tokens. `choices` is the number of choices, `output`
+    /// the number of output tokens so far.
+    pub fn final_events(self, path: &str, choices: u64, output: u64) -> String {
         let event = |name: &str, data: Value| format!("event: {name}\ndata: {data}\n\n");
         match self {
             Provider::OpenAi if path.ends_with("/responses") => event(
@@ -48,14 +49,20 @@ impl Provider {
                 }),
             ),
             Provider::OpenAi | Provider::Ollama => {
-                let choice = |index| json!({ "index": index, "delta": {}, "finish_reason": "length" });
+                // Completions, of before Chat Completions.
+                let is_text = path.ends_with("/completions") && !path.ends_with("/chat/completions");
+                let choice = |index| match is_text {
+                    true => json!({ "index": index, "text": "", "finish_reason": "length" }),
+                    false => json!({ "index": index, "delta": {}, "finish_reason": "length" }),
+                };
                 let choices: Vec<_> = (0..choices.min(MAX_FINAL_CHOICES)).map(choice).collect();
-                let chunk = json!({ "id": "", "object": "chat.completion.chunk", "created": 0, "model": "", "choices": choices });
+                let object = if is_text { "text_completion" } else { "chat.completion.chunk" };
+                let chunk = json!({ "id": "", "object": object, "created": 0, "model": "", "choices": choices });
                 format!("data: {chunk}\n\ndata: [DONE]\n\n")
             }
             Provider::Anthropic => {
                 let delta = json!({ "stop_reason": "max_tokens", "stop_sequence": null });
-                let end = json!({ "type": "message_delta", "delta": delta, "usage": { "output_tokens": 0 } });
+                let end = json!({ "type": "message_delta", "delta": delta, "usage": { "output_tokens": output } });
                 event("message_delta", end) + &event("message_stop", json!({ "type": "message_stop" }))
             }
             Provider::Gemini => {

@@ -1,7 +1,6 @@
 //! Token budgets of LLM APIs: what a request reserves, and the settlement at the end of its response.
 
 use std::ops::ControlFlow;
-use std::sync::Arc;
 
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
@@ -11,17 +10,18 @@ use tokio::time::timeout_at;
 use crate::http::body::Body;
 use crate::http::body_limits::{BodyError, BodyLimits, UploadLimits};
 use crate::http::request_body::{ReadBody, RequestBody};
+use crate::identity::display::IdentityDisplay;
 use crate::limiter::decision::{Decision, LimitCheck};
+use crate::limiter::key::Identity;
 use crate::limiter::settlement::{Deferred, DeferredCharges, SettleAction};
 use crate::llm::provider::Provider;
 use crate::llm::request;
 use crate::llm::request::{RequestError, RequestInfo};
 use crate::llm::response::{MeasuredUsage, ResponseMeter, UsageFormat, is_usage_event};
 use crate::llm::weights::Weights;
-use crate::metrics::Counter;
 use crate::proxy::context::RequestContext;
 use crate::proxy::local_reply::Rejection;
-use crate::proxy::metrics::{RESERVED_TOKENS, SETTLED_ESTIMATED, SETTLED_REPORTED, SETTLED_RESERVED, WorkerMetrics};
+use crate::proxy::metrics::{SETTLED_ESTIMATED, SETTLED_REPORTED, SETTLED_RESERVED, TokenMetrics, WorkerMetrics};
 use crate::snapshot::cost::LlmCost;
 use crate::snapshot::routes::{LlmInspection, Route, RouteLimit};
 use crate::telemetry::access_log::LimitInfo;
@@ -68,6 +68,8 @@ pub(super) struct LlmRequest {
     path: Box<str>,
     /// Whether the usage of the stream was not requested by the client.
     hides_usage: bool,
+    /// The identities that are charged, by index of the limit.
+    clients: Vec<(usize, (Identity, IdentityDisplay))>,
 }
 
 #[derive(Debug)]
@@ -123,7 +125,8 @@ pub(super) async fn inspect<'a>(
     // Providers with the model in the path ignore the body.
     let model = request::model_in_path(path).map(Box::from).or(named);
     context.record_model(model.as_deref());
-    context.llm = Some(Box::new(LlmRequest { content, model, provider, path: path.into(), hides_usage }));
+    let (path, clients) = (path.into(), Vec::new());
+    context.llm = Some(Box::new(LlmRequest { content, model, provider, path, hides_usage, clients }));
     Ok(())
 }
 
@@ -181,6 +184,17 @@ impl LlmRequest {
         Ok(())
     }
 
+    /// Take the identities that are charged, with their names.
+    pub(super) fn record_clients(
+        &mut self,
+        limits: &[RouteLimit],
+        checks: &[LimitCheck<'_, '_>],
+        name: impl Fn(&LimitCheck<'_, '_>) -> IdentityDisplay,
+    ) {
+        let counted = checks.iter().filter(|check| limits[check.limit_index].cost.llm().is_some());
+        self.clients.extend(counted.map(|check| (check.limit_index, (check.identity, name(check)))));
+    }
+
     fn reservation(&self, llm: &LlmCost) -> u64 {
         match &self.content {
             Content::Empty => 0,
@@ -204,7 +218,7 @@ impl LlmRequest {
     /// Take over the reservations that the body of this response settles. Return `None` if there are none: those of
     /// errors are refunded by `refund_on`, or stay.
     pub(super) fn settlement(
-        &self,
+        mut self,
         decision: &mut Decision<'_>,
         route: &Route,
         metrics: &WorkerMetrics,
@@ -240,6 +254,11 @@ impl LlmRequest {
                 meter_index,
                 cuts: llm.cuts,
                 tokens: metrics.tokens(route.index, limit_index).cloned(),
+                client: self
+                    .clients
+                    .iter()
+                    .position(|(index, _)| *index == limit_index)
+                    .map(|at| self.clients.swap_remove(at).1),
             });
         }
         let cuts = settled.iter().any(|limit| limit.cuts);
@@ -249,10 +268,12 @@ impl LlmRequest {
             meters.first().and_then(|meter| meter.meter.as_ref()).is_some_and(ResponseMeter::is_event_stream);
         let rewriter = (is_open_ended && is_stream && (cuts || self.hides_usage)).then(|| StreamRewriter {
             hides_usage: self.hides_usage,
-            final_events: if cuts { self.provider.final_events(&self.path, self.choices()) } else { String::new() },
+            provider: self.provider,
+            path: self.path.clone(),
+            choices: self.choices(),
             event: Vec::new(),
         });
-        Some(Box::new(LlmSettlement { charges, meters, limits: settled, rewriter }))
+        Some(Box::new(LlmSettlement { charges, model: self.model, meters, limits: settled, rewriter }))
     }
 
     fn choices(&self) -> u64 {
@@ -266,6 +287,7 @@ impl LlmRequest {
 /// Settles reservations at the end of a response, also if the client or the upstream aborts it.
 pub(super) struct LlmSettlement {
     charges: DeferredCharges,
+    model: Option<Box<str>>,
     /// One for all limits with the same settings.
     meters: Vec<Meter>,
     limits: Vec<SettledLimit>,
@@ -276,8 +298,10 @@ pub(super) struct LlmSettlement {
 struct StreamRewriter {
     /// Whether the event with the usage is removed. Events are then sent as a whole.
     hides_usage: bool,
-    /// Events that end the stream when its output exceeds a reservation.
-    final_events: String,
+    /// What the events are like that end the stream when its output exceeds a reservation.
+    provider: Provider,
+    path: Box<str>,
+    choices: u64,
     /// The current event, as far as it was received and not sent.
     event: Vec<u8>,
 }
@@ -299,7 +323,9 @@ struct SettledLimit {
     estimated_input: Option<u64>,
     meter_index: usize,
     cuts: bool,
-    tokens: Option<Arc<Counter<4>>>,
+    tokens: Option<TokenMetrics>,
+    /// The identity that is charged.
+    client: Option<(Identity, IdentityDisplay)>,
 }
 
 /// The cost of a response for one limit.
@@ -339,7 +365,11 @@ impl LlmSettlement {
                 output.append(&mut rewriter.event);
             }
             if limits.iter().any(|limit| limit.is_exhausted(meters)) {
-                output.extend_from_slice(rewriter.final_events.as_bytes());
+                let tokens =
+                    meters.iter().filter_map(|meter| meter.meter.as_ref()).map(ResponseMeter::min_output).max();
+                let StreamRewriter { provider, path, choices, .. } = rewriter;
+                let events = provider.final_events(path, *choices, tokens.unwrap_or(0));
+                output.extend_from_slice(events.as_bytes());
                 *data = output.into();
                 return ControlFlow::Break(());
             }
@@ -361,9 +391,12 @@ impl LlmSettlement {
                 info.estimated = settled.is_estimated;
             }
         }
+        let cost_of = |limit_index| costs.iter().find(|settled| settled.limit_index == limit_index).map(|one| one.cost);
+        if let Some(model) = &self.model {
+            self.charges.count_model(model, cost_of);
+        }
         self.charges.settle_in_background(|limit_index, _| {
-            let settled = costs.iter().find(|settled| settled.limit_index == limit_index);
-            settled.map_or(SettleAction::Nothing, |settled| SettleAction::Settle(settled.cost))
+            cost_of(limit_index).map_or(SettleAction::Nothing, SettleAction::Settle)
         });
     }
 }
@@ -387,8 +420,7 @@ impl SettledLimit {
             None => (self.reserved, true, SETTLED_RESERVED),
         };
         if let Some(tokens) = &self.tokens {
-            tokens.add(RESERVED_TOKENS, self.reserved);
-            tokens.add(kind, cost);
+            tokens.record(self.reserved, kind, cost, self.client.as_ref());
         }
         SettledCost { limit_index: self.limit_index, cost, is_estimated }
     }

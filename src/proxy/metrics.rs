@@ -12,11 +12,12 @@ use crate::identity::display::IdentityDisplay;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
+use crate::limiter::key::Identity;
 use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
 use crate::metrics::{Counter, Histogram, MetricFamily};
 use crate::proxy::mirror::{MirrorBudget, MirrorStats};
-use crate::proxy::top_denied::TopDenied;
+use crate::proxy::top_identities::TopIdentities;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::mirror::BUFFER_DIVISOR;
 use crate::upstream::UpstreamError;
@@ -160,7 +161,9 @@ pub struct RequestMetrics {
     /// Requests denied by any of their limits, by route.
     pub denied_requests: MetricFamily<Counter<1>>,
     /// Most frequently denied identities by limit.
-    pub top_denied: MetricFamily<TopDenied>,
+    pub top_denied: MetricFamily<TopIdentities>,
+    /// Identities with the highest costs of LLM requests by limit.
+    pub top_costs: MetricFamily<TopIdentities>,
     /// Responses by upstream.
     pub upstreams: MetricFamily<ResponseStats>,
     /// Retries by upstream and [`RetryReason`](crate::upstream::retry::RetryReason).
@@ -176,7 +179,7 @@ pub struct RequestMetrics {
 }
 
 /// Index of reserved costs in the counters of tokens.
-pub(super) const RESERVED_TOKENS: usize = 0;
+const RESERVED_TOKENS: usize = 0;
 /// Index of settled costs that the response reported.
 pub(super) const SETTLED_REPORTED: usize = 1;
 /// Index of settled costs that were estimated.
@@ -241,13 +244,38 @@ struct UpstreamMetrics {
     retries: Arc<Counter<3>>,
 }
 
+/// Metrics of a limit that counts the tokens of an LLM API.
+#[derive(Debug, Clone)]
+pub(super) struct TokenMetrics {
+    costs: Arc<Counter<4>>,
+    top: Arc<TopIdentities>,
+}
+
+impl TokenMetrics {
+    /// Record a settled reservation. `settled_by` is the index of the source of the cost. `client` is the identity that
+    /// is charged.
+    pub(super) fn record(
+        &self,
+        reserved: u64,
+        settled_by: usize,
+        cost: u64,
+        client: Option<&(Identity, IdentityDisplay)>,
+    ) {
+        self.costs.add(RESERVED_TOKENS, reserved);
+        self.costs.add(settled_by, cost);
+        if let Some((identity, name)) = client {
+            self.top.record(*identity, monotonic(), cost, || name.clone());
+        }
+    }
+}
+
 #[derive(Debug)]
 struct RouteMetrics {
     responses: (Arc<ResponseStats>, Arc<StatusCounter>),
     denied_requests: Arc<Counter<1>>,
-    limits: Vec<(Arc<Counter<6>>, Arc<TopDenied>)>,
+    limits: Vec<(Arc<Counter<6>>, Arc<TopIdentities>)>,
     /// By index of the limit. `None` for limits that count no tokens.
-    tokens: Vec<Option<Arc<Counter<4>>>>,
+    tokens: Vec<Option<TokenMetrics>>,
     mirror: Option<Arc<MirrorStats>>,
 }
 
@@ -267,9 +295,11 @@ impl WorkerMetrics {
         };
         let tokens = |route: &crate::snapshot::routes::Route| {
             let limits = route.rate_limits.limits.iter();
-            let counter =
-                |limit: &str| request_metrics.tokens.get_or_create(&token_counter_name(&route.name, limit), worker);
-            limits.map(|limit| limit.cost.llm().map(|_| counter(&limit.limit.name))).collect()
+            let metrics = |limit: &str| TokenMetrics {
+                costs: request_metrics.tokens.get_or_create(&token_counter_name(&route.name, limit), worker),
+                top: request_metrics.top_costs.get_or_create(limit, worker),
+            };
+            limits.map(|limit| limit.cost.llm().map(|_| metrics(&limit.limit.name))).collect()
         };
         let upstream_metrics = |name: &str| UpstreamMetrics {
             responses: request_metrics.upstreams.get_or_create(name, worker),
@@ -318,8 +348,8 @@ impl WorkerMetrics {
         self.routes[route].mirror.as_ref()
     }
 
-    /// Return the counters of the tokens that a limit of a route counts.
-    pub(super) fn tokens(&self, route: usize, limit_index: usize) -> Option<&Arc<Counter<4>>> {
+    /// Return the metrics of a limit of a route that counts tokens.
+    pub(super) fn tokens(&self, route: usize, limit_index: usize) -> Option<&TokenMetrics> {
         self.routes[route].tokens[limit_index].as_ref()
     }
 
@@ -402,7 +432,7 @@ impl WorkerMetrics {
             if let Some(limit_decision) = limit_decision {
                 counter.increment(limit_decision as usize);
                 if limit_decision.is_denial() {
-                    top_denied.record(check.identity, monotonic(), || name(check));
+                    top_denied.record(check.identity, monotonic(), 1, || name(check));
                 }
             }
         }

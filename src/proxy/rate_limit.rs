@@ -70,10 +70,14 @@ pub(super) async fn check_limits<'a>(
     let started_at = monotonic();
     let decision = limiter.check(&checks).await;
     let elapsed = started_at.elapsed();
-    metrics.record_decision(route.index, &checks, &decision, elapsed, |check| {
+    let name = |check: &LimitCheck<'_, '_>| {
         let spec = &identities[limits[check.limit_index].identity_index];
         spec.display(&attributes, &config.client_ip)
-    });
+    };
+    metrics.record_decision(route.index, &checks, &decision, elapsed, name);
+    if let Some(llm) = &mut context.llm {
+        llm.record_clients(limits, &checks, name);
+    }
     context.record_decision(&checks, &decision, (started_at, elapsed));
     let decision = decision.map_err(Rejection::StoreUnavailable)?;
     // A client over its limit does not learn whether its credential is valid.
@@ -129,10 +133,14 @@ pub(super) async fn check_limits_around_authentication<'a>(
         if checks.is_empty() {
             return;
         }
-        metrics.record_decision(route.index, checks, decision, elapsed, |check| {
+        let name = |check: &LimitCheck<'_, '_>| {
             let spec = &identities[limits[check.limit_index].identity_index];
             spec.display(attributes, &config.client_ip)
-        });
+        };
+        metrics.record_decision(route.index, checks, decision, elapsed, name);
+        if let Some(llm) = &mut context.llm {
+            llm.record_clients(limits, checks, name);
+        }
         context.record_decision(checks, decision, (started_at, elapsed));
     };
     if first.as_ref().map_or(true, |first| !first.admitted) {

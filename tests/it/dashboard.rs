@@ -4,6 +4,7 @@ use crate::support::admin_listener::{HERE, ask, with_admin};
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
+use crate::support::upstream::Upstream;
 use serde_json::{Value, json};
 
 const TOKEN: (&str, &str) = ("authorization", "Bearer open-sesame");
@@ -254,4 +255,37 @@ fn event_stream_ends_with_the_process() {
     gateway.terminate();
     assert!(gateway.wait().success());
     while events.next().is_some() {}
+}
+
+#[test]
+fn settled_costs_are_in_the_events_and_in_the_list_of_clients() {
+    let upstream = Upstream::responding(|_| {
+        let text = "{\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":3}}";
+        let length = text.len();
+        format!("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n{text}")
+            .into_bytes()
+    });
+    let gateway = Gateway::start(&with_admin(&format!(
+        "[limit.tokens]\nby = \"ip\"\nquota = \"100000/day\"\nalgorithm = \"fixed-window\"\nunit = \"tokens\"\n\
+         cost = {{ llm = \"auto\" }}\n[limit.requests]\nby = \"ip\"\nquota = \"100/s\"\n\
+         [upstream.u]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nlimits = [\"tokens\", \"requests\"]\nupstream = \"u\"\n",
+        upstream.url()
+    )));
+    for _ in 0..3 {
+        assert_eq!(gateway.client().request("POST", "/v1/chat/completions", &[], b"{\"max_tokens\":5}").status, 200);
+    }
+    eventually("the costs are in the list", || ask(&gateway, "/api/top?by=cost").json()["limits"][0]["cost"] == 30);
+    let top = ask(&gateway, "/api/top?by=cost").json();
+    let limit = &top["limits"][0];
+    assert_eq!((&limit["limit"], &limit["unit"]), (&"tokens".into(), &"tokens".into()), "{top}");
+    assert_eq!(top["limits"].as_array().unwrap().len(), 1, "only limits that count tokens: {top}");
+    let client = &limit["identities"][0];
+    assert_eq!((&client["parts"], &client["cost_at_most"]), (&json!({"ip": "127.0.0.1"}), &30.into()), "{top}");
+    assert_eq!(ask(&gateway, "/api/top?by=age").status, 400);
+    assert_eq!(ask(&gateway, "/api/top").json()["limits"].as_array().unwrap().len(), 2, "denials of all limits");
+    let (_, mut events) = Events::follow(&gateway, &[HERE]);
+    assert_eq!(events.next().unwrap().0, "history");
+    let limits = events.second()["limits"].clone();
+    assert_eq!((&limits[0]["settled"], &limits[1]["settled"]), (&Value::Null, &30.into()), "{limits}");
 }

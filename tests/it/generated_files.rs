@@ -17,7 +17,8 @@ fn init(folder: &Path, arguments: &[&str]) -> (Option<i32>, String) {
 fn init_writes_configurations_that_serve_without_warnings() {
     for situation in SITUATIONS {
         let directory = tempfile::tempdir().unwrap();
-        let (code, said) = init(directory.path(), &["--template", situation]);
+        let option = if situation == "llm" { "--for" } else { "--template" };
+        let (code, said) = init(directory.path(), &[option, situation]);
         assert_eq!(code, Some(0), "{situation}: {said}");
         let check = binary().current_dir(directory.path()).args(["check", "--strict"]).output().unwrap();
         assert_eq!(check.status.code(), Some(0), "{situation}: {}", String::from_utf8_lossy(&check.stdout));

@@ -9,11 +9,11 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use serde_json::{Value, json};
 
-use crate::support::admin_listener::metric;
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
-use crate::support::redis::Redis;
+use crate::support::redis::{Redis, free_port};
 use crate::support::upstream::{Seen, Upstream, read_request, serve};
 
 // === A provider: the tokens of a response are those that the request body asks for under `mock` ===
@@ -32,7 +32,7 @@ struct Order {
     seed: u64,
 }
 
-/// A provider that speaks the APIs of OpenAI, Anthropic, Gemini and Ollama, by path.
+/// A provider that speaks the APIs of OpenAI, Anthropic, Gemini, Ollama, Mistral and Cohere, by path.
 struct Provider {
     address: SocketAddr,
     seen: Arc<Mutex<Vec<Seen>>>,
@@ -94,8 +94,18 @@ fn respond(stream: &mut TcpStream, request: &Seen, gate: &(Mutex<bool>, Condvar)
     }
     if let Some(raw) = mock["raw"].as_str() {
         let kind = mock["type"].as_str().unwrap_or("application/json");
-        let head = format!("HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n\r\n", raw.len());
+        let coding = mock["coding"].as_str().map_or(String::new(), |coding| format!("Content-Encoding: {coding}\r\n"));
+        let length = raw.len();
+        let head = format!("HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\n{coding}Content-Length: {length}\r\n\r\n");
         return stream.write_all((head + raw).as_bytes());
+    }
+    if mock["endless"] == true {
+        stream
+            .write_all(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")?;
+        let event = "data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"on\"}}]}\n\n";
+        loop {
+            write!(stream, "{:x}\r\n{event}\r\n", event.len())?;
+        }
     }
     let (media_type, parts) = response_parts(path, &order);
     write!(stream, "HTTP/1.1 200 OK\r\nContent-Type: {media_type}\r\nTransfer-Encoding: chunked\r\n\r\n")?;
@@ -130,6 +140,34 @@ fn response_parts(path: &str, order: &Order) -> (&'static str, Vec<String>) {
     const JSON: &str = "application/json";
     let last = path.rsplit('/').next().unwrap();
     match (last, is_stream) {
+        // Mistral, whose last choice has the usage.
+        ("completions", true) if path.starts_with("/mistral/") => {
+            let chunk = || event("", json!({"choices": [{"index": 0, "delta": {"content": "tök"}, "finish_reason": null}]}));
+            let mut parts = deltas(&chunk);
+            let counts = usage(json!({"prompt_tokens": input, "total_tokens": input + output, "completion_tokens": output}));
+            parts.push(event("", json!({"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop"}], "usage": counts})));
+            parts.push("data: [DONE]\n\n".to_owned());
+            (SSE, parts)
+        }
+        ("chat", true) if path == "/v2/chat" => {
+            let delta = || event("content-delta", json!({"type": "content-delta", "index": 0, "delta": {"message": {"content": {"text": "tok"}}}}));
+            let mut parts = deltas(&delta);
+            let units = json!({"input_tokens": input, "output_tokens": output});
+            let counts = usage(json!({"billed_units": units, "tokens": {"input_tokens": input + 60, "output_tokens": output}}));
+            parts.push(event("message-end", json!({"type": "message-end", "delta": {"finish_reason": "COMPLETE", "usage": counts}})));
+            (SSE, parts)
+        }
+        ("chat", false) if path == "/v2/chat" => {
+            let units = json!({"input_tokens": input as f64, "output_tokens": output as f64});
+            let content = json!({"content": [{"type": "text", "text": "tok"}]});
+            (JSON, vec![json!({"message": content, "usage": usage(json!({"billed_units": units}))}).to_string()])
+        }
+        ("m:streamGenerateContent?alt=sse", _) => {
+            let chunk = |counts: Value| event("", json!({"candidates": [{"content": {"parts": [{"text": "tok"}]}}], "usageMetadata": counts}));
+            let mut parts = deltas(&|| chunk(json!({"promptTokenCount": input})));
+            parts.push(chunk(usage(json!({"promptTokenCount": input, "candidatesTokenCount": output}))));
+            (SSE, parts)
+        }
         ("completions", true) => {
             let chunk = || event("", json!({"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "tök"}}]}));
             let mut parts = deltas(&chunk);
@@ -251,8 +289,14 @@ fn reported_usage_replaces_the_reservation_for_every_provider() {
         ("/v1/messages", false),
         ("/v1beta/models/m:streamGenerateContent", true),
         ("/v1beta/models/m:generateContent", false),
+        ("/v1beta/models/m:streamGenerateContent?alt=sse", true),
         ("/api/chat", true),
         ("/api/chat", false),
+        ("/mistral/v1/chat/completions", true),
+        ("/mistral/v1/chat/completions", false),
+        ("/v2/chat", true),
+        ("/v2/chat", false),
+        ("/v1/completions", true),
     ] {
         for seed in [0, 1, 2] {
             let mut body = json!({"max_tokens": 500, "mock": {"input": 21, "output": 7, "seed": seed}});
@@ -450,13 +494,25 @@ fn stream_without_usage_is_estimated_and_response_without_either_keeps_its_reser
         assert_eq!(post(&gateway, CHAT, &body).status, 200);
         assert_remaining(&gateway, expected, raw);
     }
-    for usage in ["-5", "99999999999999999999", "\"7\"", "[7]"] {
+    let deep = "[".repeat(5000) + &"]".repeat(5000);
+    for usage in ["-5", "99999999999999999999", "\"7\"", "[7]", &deep] {
         let raw = format!("{{\"usage\":{{\"prompt_tokens\":5,\"completion_tokens\":{usage}}}}}");
         let body = json!({"max_tokens": 100, "mock": {"raw": raw}});
         expected -= 100 + (body.to_string().len() as u64).div_ceil(4);
         assert_eq!(post(&gateway, CHAT, &body).status, 200);
         assert_remaining(&gateway, expected, usage);
     }
+    // A response that is compressed against the request is not decoded.
+    let body = json!({"max_tokens": 100, "mock": {"raw": "\u{1f}gzip", "coding": "gzip"}});
+    expected -= 100 + (body.to_string().len() as u64).div_ceil(4);
+    assert_eq!(post(&gateway, CHAT, &body).status, 200);
+    assert_remaining(&gateway, expected, "compressed");
+    // A report that is repeated adds nothing.
+    let report = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":6}}\n\n";
+    let body = json!({"max_tokens": 100, "mock": {"raw": report.repeat(20), "type": "text/event-stream"}});
+    expected -= 11;
+    assert_eq!(post(&gateway, CHAT, &body).status, 200);
+    assert_remaining(&gateway, expected, "twenty reports");
 }
 
 #[test]
@@ -467,6 +523,69 @@ fn provider_that_ignores_the_bound_is_charged_in_full() {
     assert_eq!(post(&gateway, CHAT, &body).status, 200);
     assert_remaining(&gateway, 0, "overdrawn");
     assert_eq!(post(&gateway, CHAT, &body).status, 429);
+}
+
+#[test]
+fn provider_that_never_ends_is_cut_or_charged_until_the_client_leaves() {
+    let provider = Provider::start();
+    let body = json!({"stream": true, "max_tokens": 50, "mock": {"endless": true}});
+    let cutting = start(&provider, QUOTA, "on_exhausted = \"cut\"");
+    let text = String::from_utf8(post(&cutting, CHAT, &body).body).unwrap();
+    assert_eq!((text.matches("\"on\"").count(), text.ends_with("data: [DONE]\n\n")), (51, true));
+    let input = (body.to_string().len() as u64).div_ceil(4);
+    assert_remaining(&cutting, QUOTA - input - 51, "cut");
+    let finishing = start(&provider, QUOTA, "");
+    let bytes = body.to_string();
+    let mut client = finishing.client();
+    let length = bytes.len();
+    client.send(
+        format!("POST {CHAT} HTTP/1.1\r\nHost: a\r\nx-id: a\r\nContent-Length: {length}\r\n\r\n{bytes}").as_bytes(),
+    );
+    assert_eq!(client.head().unwrap().status, 200);
+    let mut events = 0;
+    while events < 2000 {
+        events += client.chunks_until("\n\n").matches("\n\n").count() as u64;
+    }
+    drop(client);
+    eventually("the excess is charged", || remaining(&finishing) <= QUOTA - input - events);
+    eventually("it is logged", || records(&finishing).len() == 1);
+    let record = &records(&finishing)[0];
+    assert_eq!((&record["complete"], &record["limits"][0]["estimated"]), (&json!(false), &json!(true)));
+}
+
+/// A settlement that cannot be sent in an outage is made when Redis answers again.
+#[test]
+fn settlement_is_made_after_an_outage_of_redis() {
+    let provider = Provider::start();
+    let folder = tempfile::tempdir().unwrap();
+    let port = free_port();
+    let persistent = || {
+        let (folder, text) = (folder.path().to_str().unwrap(), &port.to_string());
+        let arguments = ["--port", text, "--dir", folder, "--appendonly", "yes", "--appendfsync", "always"];
+        Redis::start_with(port, &arguments).expect("the port is still free")
+    };
+    let redis = persistent();
+    let store = format!("[store]\nurl = \"{}\"\ntimeout = \"100ms\"\n", redis.url());
+    let gateway = Gateway::start(&with_admin(&config(&store, provider.address, QUOTA, "", "")));
+    let body =
+        json!({"stream": true, "max_tokens": 500, "mock": {"input": 20, "output": 4, "pause_after": 2}}).to_string();
+    let mut client = gateway.client();
+    let length = body.len();
+    client.send(
+        format!("POST {CHAT} HTTP/1.1\r\nHost: a\r\nx-id: a\r\nContent-Length: {length}\r\n\r\n{body}").as_bytes(),
+    );
+    assert_eq!(client.head().unwrap().status, 200);
+    drop(redis);
+    eventually("the circuit breaker is open", || {
+        gateway.client().get_with("/v1/models", &[ID]);
+        metric(&gateway, "sluicegate_store_up") == 0.0
+    });
+    provider.release();
+    assert!(client.reply_rest().ends_with("data: [DONE]\n\n"));
+    eventually("it is logged", || records(&gateway).len() == 1);
+    let _redis = persistent();
+    eventually("the store decides", || metric(&gateway, "sluicegate_store_up") == 1.0);
+    assert_remaining(&gateway, QUOTA - 24, "settled after the outage");
 }
 
 #[test]
@@ -728,6 +847,7 @@ fn exhausted_stream_is_cut_with_a_final_event() {
         (CHAT, "\"finish_reason\":\"length\"}]}\n\ndata: [DONE]\n\n"),
         ("/v1/messages", "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"),
         ("/v1/responses", "\"incomplete_details\":{\"reason\":\"max_output_tokens\"}}}\n\n"),
+        ("/v1/completions", "\"text\":\"\",\"finish_reason\":\"length\"}]}\n\ndata: [DONE]\n\n"),
     ] {
         for seed in [0, 1] {
             let ignored = json!({"stream": true, "max_tokens": 5, "mock": {"input": 9, "output": 300, "seed": seed}});

@@ -7,9 +7,11 @@ use std::cell::RefCell;
 
 use crate::support::random::{Case, Play, Resizing, STEPS, Time, case, operations, property, resizing};
 use crate::support::stores::{
-    Limit, SECOND, START, Totals, assert_same_totals, extremes, longest_reset, usage_in_memory,
+    ALIGNED, Limit, SECOND, START, Totals, assert_same_totals, bucket, buckets, extremes, longest_reset, sliding,
+    usage_in_memory, window,
 };
 use lua::{Database, Interpreter, Replied};
+use proptest::prelude::*;
 use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::clock::Clock;
 use sluicegate::limiter::memory::MemoryStore;
@@ -17,7 +19,7 @@ use sluicegate::limiter::quota::EXACT_INTEGER_LIMIT;
 use sluicegate::limiter::redis::script;
 use sluicegate::limiter::redis::script::{AlgorithmSet, script};
 use sluicegate::limiter::redis::script::{LimitArgs, ScriptReply};
-use sluicegate::limiter::usage::UsageKey;
+use sluicegate::limiter::usage::{UsageFields, UsageKey};
 use sluicegate::limiter::verdict::{Charge, Operation, Verdict};
 
 /// A store in Lua 5.4.
@@ -47,7 +49,8 @@ impl Lua54 {
             terms.push(LimitArgs::from_charge(charge, now).with_usage(day));
             keys.extend(day.map(|day| {
                 let (limit, identity) = (charge.key.state_name.limit_name(), charge.key.identity.0);
-                UsageKey { limit: limit.into(), identity, month: day.month() }.to_redis_key("rl")
+                UsageKey { limit: limit.into(), identity, month: day.month(), fields: UsageFields::Days }
+                    .to_redis_key("rl")
             }));
         }
         let counts_usage = terms.iter().any(LimitArgs::counts_usage);
@@ -67,7 +70,7 @@ impl Lua54 {
     fn totals(&self) -> Totals {
         let mut totals = Totals::new();
         for (key, fields) in self.database.borrow().hashes() {
-            let UsageKey { limit, identity, month } = UsageKey::parse("rl", key.as_bytes()).unwrap();
+            let UsageKey { limit, identity, month, .. } = UsageKey::parse("rl", key.as_bytes()).unwrap();
             for (day, total) in fields {
                 let date = month.day(day.parse().unwrap()).unwrap();
                 totals.insert((limit.to_string(), identity, date.to_string()), total.parse().unwrap());
@@ -158,4 +161,124 @@ fn lua_5_4_counts_the_largest_limits() {
         call(START + 3650 * 86_400 * SECOND, Operation::Check, capacity);
         call(START + 7300 * 86_400 * SECOND, Operation::Refund { charged_at: 0 }, capacity);
     }
+}
+
+// === Reservations that are settled to an actual cost, as those of LLM requests ===
+
+/// A step of a client that reserves before it knows the cost.
+#[derive(Debug, Clone)]
+enum Step {
+    /// Reserve, and settle to `actual` later.
+    Reserve { reserved: u64, actual: u64 },
+    /// Settle the reservation with this index, modulo the number of those in flight.
+    Settle(usize),
+}
+
+/// A reservation in flight.
+struct InFlight {
+    reserved: u64,
+    actual: u64,
+    charged_at: u64,
+    debt_before_us: u64,
+}
+
+fn reserving() -> impl Strategy<Value = (Rule, Vec<(u64, Step)>)> {
+    let sizes = (20..5000u64, prop_oneof![Just(SECOND), Just(60 * SECOND), Just(3600 * SECOND)], 0..4usize);
+    let rule = sizes.prop_map(|(count, length, algorithm)| match algorithm {
+        0 => bucket(count, length, count),
+        1 => window(count, length, ALIGNED),
+        2 => sliding(count, length, length / 100),
+        _ => buckets(count, length, 10),
+    });
+    let reserve = (1..2000u64, 0..3000u64).prop_map(|(reserved, actual)| Step::Reserve { reserved, actual });
+    let step = prop_oneof![1 => reserve, 1 => (0..4usize).prop_map(Step::Settle)];
+    // Thousandths of the window until the step.
+    let pause = prop_oneof![3 => Just(0), 6 => 0..80u64, 1 => 0..1500u64];
+    (rule, prop::collection::vec((pause, step), 1..2 * STEPS))
+}
+
+/// Whatever is reserved, settled, refunded and charged: the client never has more than a client that was charged the
+/// actual costs at once. It has the same if no reservation of a bucket overlaps and no window ends in between, and both
+/// have the full quota in the end. The memory store and the scripts agree in every field.
+#[test]
+fn settled_reservations_never_drift_a_state() {
+    // In every run, 100,000 steps.
+    property(operations().max(100_000), STEPS, reserving(), |(rule, steps)| {
+        let (lua, clock) = (Lua54::new(), Clock::manual(START));
+        let model = MemoryStore::new(1000, clock.clone());
+        let limit = Limit::new("limit", rule);
+        let length = match &limit.rule {
+            Rule::TokenBucket(bucket) => bucket.burst * bucket.parts / bucket.refill,
+            Rule::FixedWindow(_) => longest_reset(&limit.rule),
+            Rule::SlidingWindow(_) => longest_reset(&limit.rule) / 2,
+            _ => longest_reset(&limit.rule),
+        };
+        let call = |now: u64, operation, charge: Charge<'_>| {
+            clock.set(now);
+            let verdict = model.decide(operation, &[charge]);
+            let script = lua.call(now, operation, &[charge]);
+            assert_eq!(script, verdict, "script and model differ: {operation:?} of {charge:#?}");
+            verdict
+        };
+        const SETTLING: u128 = 1;
+        const CHARGED: u128 = 2;
+        let mut now = START;
+        let mut in_flight: Vec<InFlight> = Vec::new();
+        // Whether both clients must have the same, and how many refunds were rounded.
+        let (mut is_exact, mut refunds) = (true, 0);
+        let ends = (0..steps.len()).map(|_| (1, Step::Settle(0)));
+        for (pause, step) in steps.iter().cloned().chain(ends) {
+            now += length * pause / 1000;
+            match step {
+                Step::Reserve { reserved, actual } => {
+                    let verdict = call(now, Operation::Check, limit.charge(SETTLING, reserved));
+                    if verdict.granted == 0 {
+                        continue;
+                    }
+                    call(now, Operation::Charge, limit.charge(CHARGED, actual.min(reserved)));
+                    is_exact &= in_flight.is_empty() || !matches!(limit.rule, Rule::TokenBucket(_));
+                    let debt_before_us = limit.rule.debt_before_us(&verdict.outcomes[0], 0, reserved);
+                    in_flight.push(InFlight { reserved, actual, charged_at: now, debt_before_us });
+                }
+                Step::Settle(_) if in_flight.is_empty() => continue,
+                Step::Settle(index) => {
+                    let settled = in_flight.swap_remove(index % in_flight.len());
+                    let InFlight { reserved, actual, charged_at, debt_before_us } = settled;
+                    if actual < reserved {
+                        // The kept tokens are older than the refunded ones.
+                        let debt_before_us = debt_before_us + limit.rule.refill_time_us(actual);
+                        let charge = Charge { debt_before_us, ..limit.charge(SETTLING, reserved - actual) };
+                        call(now, Operation::Refund { charged_at }, charge);
+                        refunds += 1;
+                        // A refund is void if its window has ended; a sliding window still weighs the charge.
+                        is_exact &=
+                            !matches!(limit.rule, Rule::SlidingWindow(_)) || charged_at / length == now / length;
+                    } else {
+                        call(now, Operation::Charge, limit.charge(SETTLING, actual - reserved));
+                        call(now, Operation::Charge, limit.charge(CHARGED, actual - reserved));
+                    }
+                }
+            }
+            let [settling, charged] =
+                [SETTLING, CHARGED].map(|client| call(now, Operation::Peek, limit.charge(client, 0)).outcomes[0]);
+            let what = format!("{:?} at {now}: {settling:?} and {charged:?}", limit.rule);
+            assert!(settling.remaining <= charged.remaining, "nothing is gained: {what}");
+            if in_flight.is_empty() && is_exact {
+                match &limit.rule {
+                    Rule::TokenBucket(_) => {
+                        let drift = settling.reset_us.abs_diff(charged.reset_us);
+                        assert!(drift <= 4 * refunds + 2, "rounding alone: {what}");
+                    }
+                    _ => assert_eq!(settling.remaining, charged.remaining, "nothing is lost: {what}"),
+                }
+            }
+        }
+        assert!(in_flight.is_empty(), "all are settled");
+        // A debt beyond the quota takes longer.
+        let owed = call(now, Operation::Peek, limit.charge(SETTLING, 0)).outcomes[0].reset_us;
+        now += owed.max(longest_reset(&limit.rule)) + 1;
+        let full = call(now, Operation::Peek, limit.charge(SETTLING, 0)).outcomes[0].remaining;
+        assert_eq!(full, limit.rule.capacity(), "{:?}", limit.rule);
+        steps.len()
+    });
 }

@@ -22,7 +22,7 @@ use sluicegate::limiter::clock::Clock;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::{RedisDeployment, RedisSettings};
 use sluicegate::limiter::store::RedisStore;
-use sluicegate::limiter::usage::{UsageDays, UsageKey, UsagePost};
+use sluicegate::limiter::usage::{UsageAmount, UsageDays, UsageFields, UsageKey, UsagePost};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError};
 
 /// 400 days, in seconds.
@@ -219,6 +219,84 @@ fn refunds_and_costs_of_responses_change_the_total() {
     assert_totals_expire(&redis);
 }
 
+/// Respond as an LLM API does: 10 tokens for each request, and 404 for models that begin with `unknown`.
+fn respond_as_provider(request: &Seen) -> Vec<u8> {
+    let body: Value = serde_json::from_slice(&request.body).unwrap();
+    let is_known = !body["model"].as_str().is_some_and(|model| model.starts_with("unknown"));
+    let (status, text) = match is_known {
+        true => ("200 OK", "{\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":3}}"),
+        false => ("404 Not Found", "{}"),
+    };
+    let length = text.len();
+    format!("HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n{text}")
+        .into_bytes()
+}
+
+#[test]
+fn tokens_are_totalled_by_model_and_attackers_cannot_add_totals_without_bound() {
+    let upstream = Upstream::responding(respond_as_provider);
+    let redis = Redis::start();
+    for store in [redis.store(), "[store]\nurl = \"memory:\"\n".to_owned()] {
+        let limit = "quota = \"1000000/24h\"\nunit = \"tokens\"\ncost = { llm = \"auto\" }";
+        let config = with_admin(&proxied(&store, limit, &upstream));
+        let is_shared = store.contains("redis:");
+        let gateways = if is_shared { vec![start(&config), start(&config)] } else { vec![start(&config)] };
+        let ask = |index: usize, key: &str, model: &str| {
+            let body = serde_json::json!({"model": model, "max_tokens": 5}).to_string();
+            let gateway = &gateways[index % gateways.len()];
+            gateway.client().request("POST", "/r", &[("x-api-key", key)], body.as_bytes()).status
+        };
+        for index in 0..3 {
+            assert_eq!(ask(index, "acme", "large"), 200);
+            assert_eq!(ask(index, "acme", "a \"b\",c"), 200);
+            assert_eq!(ask(index, "acme", &format!("unknown-{index}")), 404);
+        }
+        for index in 0..70 {
+            assert_eq!(ask(index, "beta", &format!("m{index:02}")), 200);
+        }
+        assert_eq!(ask(0, "beta", "m05"), 200);
+        // The totals of the store `memory:` are in the gateway.
+        let admin = format!("http://{}", gateways[0].admin());
+        let by_model = if is_shared { vec!["--by", "model"] } else { vec!["--by", "model", "--admin", &admin] };
+        let report = || usage_json(&gateways[0], &by_model);
+        let models = |report: &Value, consumer: &str| -> Vec<(String, i64)> {
+            let entries = report["usage"].as_array().unwrap().iter().filter(|entry| entry["consumer"] == consumer);
+            let model = |entry: &Value| entry["model"].as_str().unwrap_or("other").to_owned();
+            entries.map(|entry| (model(entry), entry["cost"].as_i64().unwrap())).collect()
+        };
+        eventually("the costs of all requests are counted", || {
+            let report = report();
+            let sum = |consumer| models(&report, consumer).iter().map(|(_, cost)| cost).sum::<i64>();
+            let named =
+                models(&report, "beta").iter().filter(|(model, _)| model != "other").map(|(_, cost)| cost).sum::<i64>();
+            (sum("acme"), sum("beta"), named) == (60, 710, 650)
+        });
+        let report = report();
+        assert_eq!(models(&report, "acme"), [("a \"b\",c".into(), 30), ("large".into(), 30)], "{report}");
+        let beta = models(&report, "beta");
+        assert_eq!(
+            (beta.len(), beta.last().unwrap()),
+            (65, &("other".to_owned(), 60)),
+            "64 models and the others: {beta:?}"
+        );
+        assert!(beta.contains(&("m05".into(), 20)), "{beta:?}");
+        let csv = usage(gateways[0].directory(), &[&by_model[..], &["--csv"]].concat()).unwrap();
+        let mut lines = csv.lines();
+        assert_eq!(lines.next(), Some("limit,unit,consumer,identity,period,model,cost"));
+        let line = lines.next().unwrap();
+        assert!(line.starts_with("l,tokens,acme,") && line.ends_with(",\"a \"\"b\"\",c\",30"), "{line}");
+        let text = usage(gateways[0].directory(), &by_model).unwrap();
+        assert!(text.contains("other") && text.contains("total of l"), "{text}");
+        if is_shared {
+            assert_eq!(cost_of(&gateways[0], "beta"), 710, "the totals are the same");
+            assert_totals_expire(&redis);
+            let key = redis.keys().into_iter().find(|key| key.ends_with(":models")).unwrap();
+            let length: usize = redis.connection().hlen(key).unwrap();
+            assert!(length <= 2 * 64 + 3, "{length} fields");
+        }
+    }
+}
+
 #[test]
 fn disconnected_client_is_in_the_total_with_the_cost_of_the_route() {
     let redis = Redis::start();
@@ -332,8 +410,8 @@ async fn post_that_is_sent_again_is_added_once() {
     let deployment = RedisDeployment::Single(RedisEndpoint::Single(redis.client()));
     let store = RedisStore::new(&(deployment, settings), Arc::default(), Arc::default(), Arc::default());
     let post = |poster, sequence, days: &[(i8, i64)]| UsagePost {
-        key: UsageKey { limit: "l".into(), identity: 7, month: "2026-11".parse().unwrap() },
-        days: days.to_vec(),
+        key: UsageKey { limit: "l".into(), identity: 7, month: "2026-11".parse().unwrap(), fields: UsageFields::Days },
+        amounts: days.iter().map(|(day, cost)| UsageAmount { day: *day, model: None, cost: *cost }).collect(),
         poster,
         sequence,
     };
@@ -463,7 +541,8 @@ async fn total_that_cannot_be_written_leaves_nothing_behind() {
         vec![counted("l", log(10, SECOND), "UTC")],
     ] {
         let charges: Vec<_> = limits.iter().map(|limit| limit.charge(1, 1)).collect();
-        let key = UsageKey { limit: "l".into(), identity: 1, month: "2026-11".parse().unwrap() }.to_redis_key("rl");
+        let (month, fields) = ("2026-11".parse().unwrap(), UsageFields::Days);
+        let key = UsageKey { limit: "l".into(), identity: 1, month, fields }.to_redis_key("rl");
         let () = redis.connection().set_ex(&key, "of another program", 100).unwrap();
         let error = call(&store, Operation::Check, &charges).await.unwrap_err();
         assert!(matches!(error, StoreError::CorruptState(_)), "{error}");

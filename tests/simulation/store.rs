@@ -247,7 +247,9 @@ impl SimulatedRedis {
         };
         for node in &self.nodes {
             for (key, fields) in node.database.borrow().hashes() {
-                let Some(UsageKey { limit, identity, month }) = UsageKey::parse("rl", key.as_bytes()) else { continue };
+                let Some(UsageKey { limit, identity, month, .. }) = UsageKey::parse("rl", key.as_bytes()) else {
+                    continue;
+                };
                 for (day, total) in fields.iter().filter(|(day, _)| !day.starts_with('.')) {
                     let date = month.day(day.parse().expect("a day")).expect("a day of the month");
                     add(&mut totals, ((limit.to_string(), identity), date), total.parse().expect("a total"));
@@ -259,6 +261,7 @@ impl SimulatedRedis {
                 identities: None,
                 from: Date::MIN,
                 to: Date::MAX,
+                with_models: false,
                 max_rows: usize::MAX,
             };
             for row in node.memory.usage.read(&query).expect("all totals") {
@@ -428,9 +431,9 @@ impl SimulatedRedis {
         let (keys, arguments) = keys_and_arguments(command);
         let reply = self.nodes[node].evaluate(now_us, self.out_of_memory, ("usage", USAGE), keys, arguments);
         if let Replied::Integer(1) = reply {
-            let UsageKey { limit, identity, month } = UsageKey::parse("rl", &keys[0]).expect("a key of a total");
+            let UsageKey { limit, identity, month, .. } = UsageKey::parse("rl", &keys[0]).expect("a key of a total");
             let number = |text: &[u8]| std::str::from_utf8(text).expect("text").parse::<i64>().expect("a number");
-            for pair in arguments[3..].chunks(2) {
+            for pair in arguments[4..].chunks(2) {
                 let date = month.day(number(&pair[0]) as i8).expect("a day of the month");
                 let total = ((limit.to_string(), identity), date);
                 self.posts.push(PostedUsage { at_us: now_us, total, amount: number(&pair[1]), is_lost: false });

@@ -5,7 +5,7 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// A running server without persistence, which is killed at the end of the test.
+/// A running server, which is killed at the end of the test.
 pub struct Redis {
     pub port: u16,
     pub child: Child,
@@ -28,12 +28,15 @@ impl Redis {
         Redis::start_with(port, &["--port", &port.to_string()])
     }
 
-    /// Start a server with these arguments, which make it listen on this port.
+    /// Start a server with these arguments, which make it listen on this port. It keeps no data on disk unless they
+    /// have `--appendonly`.
     pub fn start_with(port: u16, arguments: &[&str]) -> Option<Redis> {
+        let is_persistent = arguments.contains(&"--appendonly");
         let mut child = Command::new("redis-server")
             // A configuration file must be the first argument.
             .args(arguments)
-            .args(["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+            .args(["--bind", "127.0.0.1", "--save", ""])
+            .args(if is_persistent { &[][..] } else { &["--appendonly", "no"] })
             // The default before Redis 7.0 writes a file, which the next server in this directory would load.
             .args(["--repl-diskless-sync", "yes"])
             .stdout(Stdio::piped())

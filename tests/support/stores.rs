@@ -22,7 +22,7 @@ use sluicegate::limiter::quota::{CalendarUnit, EXACT_INTEGER_LIMIT, Quota};
 use sluicegate::limiter::redis::RedisSettings;
 use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::server_store::ServerStore;
-use sluicegate::limiter::usage::{RETENTION_DAYS, UsageDays, UsageKey, UsageQuery};
+use sluicegate::limiter::usage::{RETENTION_DAYS, UsageDays, UsageFields, UsageKey, UsageQuery};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
 use super::MAX_WAIT;
@@ -231,7 +231,10 @@ pub fn usage_in_redis(server: &Redis, prefix: &str) -> Totals {
     let mut totals = Totals::new();
     let keys: Vec<String> = redis::cmd("KEYS").arg(format!("{prefix}:*:usage:*")).query(&mut connection).unwrap();
     for key in keys {
-        let UsageKey { limit, identity, month } = UsageKey::parse(prefix, key.as_bytes()).unwrap();
+        let UsageKey { limit, identity, month, fields } = UsageKey::parse(prefix, key.as_bytes()).unwrap();
+        if fields == UsageFields::Models {
+            continue;
+        }
         let days: Vec<(String, String)> = redis::cmd("HGETALL").arg(&key).query(&mut connection).unwrap();
         for (day, total) in days.into_iter().filter(|(day, _)| !day.starts_with('.')) {
             let date = month.day(day.parse().unwrap()).unwrap();
@@ -248,6 +251,7 @@ pub fn usage_in_memory(store: &MemoryStore, limits: &[Limit]) -> Totals {
         identities: None,
         from: "1970-01-01".parse().unwrap(),
         to: "9999-01-01".parse().unwrap(),
+        with_models: false,
         max_rows: usize::MAX,
     };
     let rows = store.usage.read(&query).unwrap().into_iter();

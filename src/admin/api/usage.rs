@@ -1,4 +1,4 @@
-//! `/api/usage`: usage totals of limits by day, month or identity.
+//! `/api/usage`: usage totals of limits by day, month, identity or model.
 
 use http::StatusCode;
 use jiff::civil::Date;
@@ -31,7 +31,7 @@ pub(super) async fn usage(context: &ApiContext<'_>, mut query: QueryParams) -> R
         }
     };
     let filter = UsageFilter { limit, identity, from: from?, to: to? };
-    let usage_query = filter.query(context.config, unix_us(), MAX_ROWS).map_err(|error| match error {
+    let usage_query = filter.query(context.config, by, unix_us(), MAX_ROWS).map_err(|error| match error {
         FilterError::UnknownLimit(name) => ApiError::new(StatusCode::NOT_FOUND, unknown_limit(context.config, &name)),
         FilterError::NoUsage | FilterError::EmptyRange { .. } | FilterError::Identity(_) => {
             ApiError::bad_request(error.to_string())

@@ -109,7 +109,7 @@ async function showResult(action) {
 }
 
 /** Inspect an identity of another table. */
-function inspect(limit, identity) {
+export function inspect(limit, identity) {
   find("#limit").value = limit;
   find("#identity").value = identity;
   find("#inspect").scrollIntoView();
@@ -117,10 +117,12 @@ function inspect(limit, identity) {
   return showResult(showUsage);
 }
 
+/** Return the parts of an identity as text. */
+export const clientName = (parts) => Object.entries(parts).map(([part, value]) => `${part}=${value ?? "(hidden)"}`).join(" ");
+
 /** Show the most denied identities, with their remaining quota. */
 export async function showTopDenied() {
   const { limits } = await (await request("api/top")).json();
-  const clientName = (parts) => Object.entries(parts).map(([part, value]) => `${part}=${value ?? "(hidden)"}`).join(" ");
   const denied = limits.flatMap(({ limit, shadow, identities }) => identities.map((each) => ({ limit, shadow, ...each })));
   denied.sort((a, b) => b.denied_at_most - a.denied_at_most);
   const shown = denied.slice(0, SHOWN_DENIED);

@@ -6,6 +6,7 @@ import { find, formatMs, formatNumber, formatTime, initScrollHints, numberCell, 
 import { initFlow, showFlow } from "./flow.js";
 import { initInspectForm, showOverrides, showTopDenied } from "./inspect.js";
 import { showLimits } from "./limits.js";
+import { clearTokens, showTokens, showTopCosts } from "./tokens.js";
 
 /** The rates of limits and routes are averages over this many seconds. */
 const RATE_SECONDS = 10;
@@ -144,6 +145,7 @@ function draw() {
 function showLists() {
   if (find("#content").hidden || document.hidden || !isConnected) return;
   showTopDenied().catch(() => {});
+  showTopCosts().catch(() => {});
   showOverrides().catch(() => {});
 }
 
@@ -185,6 +187,7 @@ function handleEvent(name, data) {
       ...interval, decisions: new Map(data.limit_intervals.map(({ limit, decisions }) => [limit, decisions[index]])),
     }));
     recentEvents = [];
+    clearTokens();
     setText(find("#version"), data.version);
     showLists();
   } else {
@@ -196,6 +199,7 @@ function handleEvent(name, data) {
     }
     recentEvents = [...recentEvents, data].slice(-RATE_SECONDS - 1);
     showCurrent(data);
+    showTokens(data);
     const { loaded_at, last_error_at } = data.configuration;
     if (shownConfiguration !== `${loaded_at} ${last_error_at}`) {
       shownConfiguration = `${loaded_at} ${last_error_at}`;

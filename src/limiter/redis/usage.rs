@@ -2,7 +2,7 @@
 
 use redis::{Cmd, Value, from_redis_value};
 
-use crate::limiter::usage::{RETENTION_DAYS, UsageKey, UsagePost};
+use crate::limiter::usage::{MAX_MODELS, RETENTION_DAYS, UsageAmount, UsageKey, UsagePost};
 use crate::limiter::verdict::StoreError;
 
 const SCRIPT: &str = include_str!("../../../lua/usage.lua");
@@ -12,12 +12,16 @@ const SCAN_COUNT: u64 = 1000;
 
 /// Return the command that adds a post. The reply is 1, or 0 if it was added before.
 pub fn post_command(prefix: &str, post: &UsagePost) -> Cmd {
-    let UsagePost { key, days, poster, sequence } = post;
+    let UsagePost { key, amounts, poster, sequence } = post;
     let ttl_ms = i64::from(RETENTION_DAYS) * 86_400_000;
     let mut command = redis::cmd("EVAL");
     command.arg(SCRIPT).arg(1).arg(key.to_redis_key(prefix)).arg(format!("{poster:016x}")).arg(*sequence).arg(ttl_ms);
-    for (day, amount) in days {
-        command.arg(*day).arg(*amount);
+    command.arg(MAX_MODELS);
+    for UsageAmount { day, model, cost } in amounts {
+        match model {
+            Some(model) => command.arg(format!("{day} {model}")).arg(*cost),
+            None => command.arg(*day).arg(*cost),
+        };
     }
     command
 }
@@ -49,14 +53,20 @@ pub fn read_command(prefix: &str, key: &UsageKey) -> Cmd {
     command
 }
 
-/// Parse the reply to [`read_command`]: days and their totals.
+/// Parse the reply to [`read_command`]: totals by day, or by day and model.
 ///
 /// # Errors
 /// The reply is malformed.
-pub fn parse_read_reply(reply: Value) -> Result<Vec<(i8, i64)>, StoreError> {
+pub fn parse_read_reply(reply: Value) -> Result<Vec<UsageAmount>, StoreError> {
     let fields: Vec<(String, String)> = from_redis_value(reply).map_err(|_| StoreError::MalformedReply)?;
     let totals = fields.iter().filter(|(field, _)| !field.starts_with('.'));
-    let parse = |(day, total): &(String, String)| Some((day.parse().ok()?, total.parse().ok()?));
+    let parse = |(field, total): &(String, String)| {
+        let (day, model) = match field.split_once(' ') {
+            Some((day, model)) => (day, Some(model.into())),
+            None => (&**field, None),
+        };
+        Some(UsageAmount { day: day.parse().ok()?, model, cost: total.parse().ok()? })
+    };
     totals.map(parse).collect::<Option<_>>().ok_or(StoreError::MalformedReply)
 }
 
@@ -68,7 +78,9 @@ mod tests {
     fn markers_of_posts_are_no_totals() {
         let reply = |text: &[u8]| parse_read_reply(redis::parse_redis_value(text).unwrap());
         let totals = reply(b"*4\r\n$2\r\n23\r\n$2\r\n-5\r\n$3\r\n.ab\r\n$1\r\n7\r\n").unwrap();
-        assert_eq!(totals, [(23, -5)]);
+        assert_eq!(totals, [UsageAmount { day: 23, model: None, cost: -5 }]);
+        let totals = reply(b"*2\r\n$6\r\n23 a b\r\n$1\r\n5\r\n").unwrap();
+        assert_eq!(totals, [UsageAmount { day: 23, model: Some("a b".into()), cost: 5 }]);
         assert!(reply(b"*2\r\n$1\r\nx\r\n$1\r\n7\r\n").is_err());
         assert!(reply(b"+OK\r\n").is_err());
     }

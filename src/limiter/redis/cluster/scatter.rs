@@ -19,7 +19,7 @@ use crate::limiter::key::{Identity, Key, StateName};
 use crate::limiter::redis::cluster::topology::identity_slot;
 use crate::limiter::redis::cluster::{ClusterStore, REDIRECTION_DELAY, is_try_again};
 use crate::limiter::redis::usage;
-use crate::limiter::usage::{UsageDays, UsageKey, UsagePost};
+use crate::limiter::usage::{UsageAmount, UsageDays, UsageFields, UsageKey, UsagePost};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
 /// Maximum number of attempts of a request that loses races, and of a refund that did not run.
@@ -216,8 +216,10 @@ impl ClusterStore {
         let amount = charge.usage_amount(operation, verdict.granted, outcome.status);
         let Some(day) = charge.usage_day(operation, verdict.now_us).filter(|_| amount != 0) else { return };
         let Key { identity, state_name } = charge.key;
-        let key = UsageKey { limit: state_name.limit_name().into(), identity: identity.0, month: day.month() };
-        let post = UsagePost { key, days: vec![(day.date.day(), amount)], poster: 0, sequence: 0 };
+        let (limit, fields) = (state_name.limit_name().into(), UsageFields::Days);
+        let key = UsageKey { limit, identity: identity.0, month: day.month(), fields };
+        let amounts = vec![UsageAmount { day: day.date.day(), model: None, cost: amount }];
+        let post = UsagePost { key, amounts, poster: 0, sequence: 0 };
         let command = usage::post_command(self.prefix(), &post);
         for _ in 0..MAX_ATTEMPTS {
             match self.admin_command(identity_slot(identity), &command).await {

@@ -1,9 +1,9 @@
-//! The identities most often denied by a limit in the last minutes, in bounded memory.
+//! The identities with the most denials or the highest cost of a limit in the last minutes, in bounded memory.
 //!
 //! Each minute has its own frequent-items sketch, a weighted Misra-Gries summary as in Apache DataSketches (Anderson,
 //! Bevin, Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm for Identifying Frequent Items in Data
-//! Streams", 2017). A sketch keeps at most 96 identities. The count of an identity is at most 3.5 / 128 = 2.7 % of all
-//! denials of that minute too low, and never too high. The sketches of all workers and minutes are merged on demand.
+//! Streams", 2017). A sketch keeps at most 96 identities. The sum of an identity is at most 3.5 / 128 = 2.7 % of the sum
+//! of all identities of that minute too low, and never too high. The sketches of all workers and minutes are merged on demand.
 
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,7 +25,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 /// Time covered: the current minute and the minutes kept before it.
 pub const WINDOW: Duration = Duration::from_secs(60 * WINDOW_MINUTES as u64);
 
-/// A denied identity. Equality and hash use `identity` only.
+/// An identity. Equality and hash use `identity` only.
 #[derive(Debug, Clone)]
 struct SketchKey {
     identity: Identity,
@@ -48,36 +48,37 @@ impl Hash for SketchKey {
 
 type Sketch = FrequentItemsSketch<SketchKey>;
 
-/// The denials of one limit on one worker.
+/// The denials or costs of one limit on one worker.
 #[derive(Debug)]
-pub struct TopDenied {
+pub struct TopIdentities {
     started_at: Instant,
     /// Locked by the worker, and by readers of the top list.
     sketches: Mutex<[Option<(u64, Sketch)>; WINDOW_MINUTES]>,
 }
 
-/// An identity that was denied often.
+/// An identity with a large sum.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeavyHitter {
     /// Hash of the identity.
     pub identity: Identity,
     /// Display name of the identity.
     pub name: IdentityDisplay,
-    /// Minimum number of denials.
+    /// Minimum of its sum.
     pub lower_bound: u64,
-    /// Maximum number of denials.
+    /// Maximum of its sum.
     pub upper_bound: u64,
 }
 
-impl Default for TopDenied {
+impl Default for TopIdentities {
     fn default() -> Self {
-        TopDenied { started_at: monotonic(), sketches: Mutex::default() }
+        TopIdentities { started_at: monotonic(), sketches: Mutex::default() }
     }
 }
 
-impl TopDenied {
-    /// Record a denial. `name` is called only if the sketch does not contain the identity.
-    pub fn record(&self, identity: Identity, now: Instant, name: impl FnOnce() -> IdentityDisplay) {
+impl TopIdentities {
+    /// Add an amount to the sum of an identity: 1 for a denial, or a cost. `name` is called only if the sketch does not
+    /// contain the identity.
+    pub fn record(&self, identity: Identity, now: Instant, amount: u64, name: impl FnOnce() -> IdentityDisplay) {
         let minute = self.minute_index(now);
         let mut sketches = self.sketches.lock().unwrap_or_else(PoisonError::into_inner);
         let slot = &mut sketches[minute as usize % WINDOW_MINUTES];
@@ -89,12 +90,11 @@ impl TopDenied {
         if sketch.lower_bound(&key) == 0 {
             key.name = name();
         }
-        sketch.update(key);
+        sketch.update_with_count(key, amount);
     }
 
-    /// Return the number of denials of a limit on all workers in the last minutes, and the `count` most denied
-    /// identities.
-    pub fn top(workers: &[Arc<TopDenied>], now: Instant, count: usize) -> (u64, Vec<HeavyHitter>) {
+    /// Return the sum of a limit on all workers in the last minutes, and the `count` identities with the largest sums.
+    pub fn top(workers: &[Arc<TopIdentities>], now: Instant, count: usize) -> (u64, Vec<HeavyHitter>) {
         let Some(mut sum) = new_sketch() else { return (0, Vec::new()) };
         for worker in workers {
             let minute = worker.minute_index(now);
@@ -130,47 +130,57 @@ mod tests {
         IdentityDisplay([DisplayPart { label: "ip".into(), value: Some(text.into()) }].into())
     }
 
-    fn top(denied: &[Arc<TopDenied>], now: Instant) -> Vec<(u128, u64, u64)> {
-        let (_, often) = TopDenied::top(denied, now, 3);
+    fn top(denied: &[Arc<TopIdentities>], now: Instant) -> Vec<(u128, u64, u64)> {
+        let (_, often) = TopIdentities::top(denied, now, 3);
         often.iter().map(|often| (often.identity.0, often.lower_bound, often.upper_bound)).collect()
     }
 
     #[test]
     fn top_denied_merges_workers_and_sorts_by_count() {
-        let workers = [Arc::<TopDenied>::default(), Arc::default()];
+        let workers = [Arc::<TopIdentities>::default(), Arc::default()];
         let now = monotonic();
         for (worker, identity, times) in [(0, 1, 3), (0, 2, 5), (1, 1, 4), (1, 3, 1)] {
             for _ in 0..times {
-                workers[worker].record(Identity(identity), now, || name(&identity.to_string()));
+                workers[worker].record(Identity(identity), now, 1, || name(&identity.to_string()));
             }
         }
         assert_eq!(top(&workers, now), [(1, 7, 7), (2, 5, 5), (3, 1, 1)]);
-        let (all, often) = TopDenied::top(&workers, now, 1);
+        let (all, often) = TopIdentities::top(&workers, now, 1);
         assert_eq!((all, often[0].name.clone(), often.len()), (13, name("1"), 1));
     }
 
     #[test]
+    fn amounts_are_added_up() {
+        let workers = [Arc::<TopIdentities>::default()];
+        let now = monotonic();
+        for (identity, amount) in [(1, 900), (2, 5), (1, 100), (3, 0)] {
+            workers[0].record(Identity(identity), now, amount, || name("a"));
+        }
+        assert_eq!(top(&workers, now), [(1, 1000, 1000), (2, 5, 5)]);
+    }
+
+    #[test]
     fn top_denied_covers_only_the_window() {
-        let denied = [Arc::<TopDenied>::default()];
+        let denied = [Arc::<TopIdentities>::default()];
         let at = |minutes: u32| denied[0].started_at + MINUTE * minutes;
-        denied[0].record(Identity(1), at(0), || name("1"));
-        denied[0].record(Identity(2), at(4), || name("2"));
+        denied[0].record(Identity(1), at(0), 1, || name("1"));
+        denied[0].record(Identity(2), at(4), 1, || name("2"));
         assert_eq!(top(&denied, at(4)).len(), 2);
         assert_eq!(top(&denied, at(5)), [(2, 1, 1)], "the first minute is long ago");
-        denied[0].record(Identity(3), at(5), || name("3"));
+        denied[0].record(Identity(3), at(5), 1, || name("3"));
         assert_eq!(top(&denied, at(8)).len(), 2, "its place was taken");
         assert_eq!(top(&denied, at(20)), []);
     }
 
     #[test]
     fn flood_of_identities_is_bounded_and_keeps_heavy_hitters() {
-        let denied = [Arc::<TopDenied>::default()];
+        let denied = [Arc::<TopIdentities>::default()];
         let (now, mut names) = (denied[0].started_at, 0);
         // Of 1.1 million denials one identity in the flood has 100,000: far more than the maximum error.
         for stranger in 0..1_000_000_u128 {
-            denied[0].record(Identity(1 << 64 | stranger), now, || name("stranger"));
+            denied[0].record(Identity(1 << 64 | stranger), now, 1, || name("stranger"));
             if stranger % 10 == 0 {
-                denied[0].record(Identity(7), now, || {
+                denied[0].record(Identity(7), now, 1, || {
                     names += 1;
                     name("the one")
                 });
@@ -185,7 +195,7 @@ mod tests {
             .map(|(_, sketch)| sketch.num_active_items())
             .sum::<usize>();
         assert!(kept <= SKETCH_CAPACITY * 3 / 4, "{kept} are kept");
-        let (all, often) = TopDenied::top(&denied, now, 3);
+        let (all, often) = TopIdentities::top(&denied, now, 3);
         assert_eq!((all, often[0].identity, &often[0].name), (1_100_000, Identity(7), &name("the one")));
         let (at_least, at_most) = (often[0].lower_bound, often[0].upper_bound);
         assert!(at_least <= 100_000 && at_most >= 100_000 && at_most - at_least <= 1_100_000 * 35 / 1280, "{often:?}");
