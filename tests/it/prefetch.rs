@@ -157,6 +157,47 @@ fn prefetch_grows_a_burst_by_at_most_one_prefetch_per_gateway() {
 }
 
 #[test]
+fn limit_shared_by_many_clients_is_exceeded_by_at_most_one_prefetch() {
+    const PREFETCH: u64 = 20;
+    const UNITS: u64 = 200;
+    const CLIENTS: usize = 20;
+    const WINDOW: Duration = Duration::from_millis(500);
+    let redis = Redis::start();
+    for algorithm in ["sliding-log", "token-bucket"] {
+        let gateway = Gateway::start(&format!(
+            "[server]\nworkers = 2\n{}\
+             [limit.all]\nby = \"global\"\nalgorithm = \"{algorithm}\"\nquota = \"{UNITS}/500ms\"\nprefetch = {PREFETCH}\n\
+             [limit.own]\nby = \"header:x-id\"\nquota = \"100000/s\"\nprefetch = {PREFETCH}\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"all\", \"own\"]\nrespond = {{ status = 200 }}\n",
+            redis.store()
+        ));
+        // Every client is hot: two connections each. Together they hold tokens when the quota is full again.
+        let ask = |id: usize, until: Instant| {
+            let (mut client, mut times) = (gateway.client(), Times::new());
+            while monotonic() < until {
+                let sent = monotonic();
+                if client.get_with("/r", &[("x-id", &id.to_string())]).status == 200 {
+                    times.push((sent, monotonic()));
+                }
+            }
+            times
+        };
+        let until = monotonic() + 5 * WINDOW;
+        let times: Times = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..2 * CLIENTS).map(|id| scope.spawn(move || ask(id % CLIENTS, until))).collect();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(times.len() as u64 > 3 * UNITS, "{algorithm}: {} admitted", times.len());
+        let refills = algorithm == "token-bucket";
+        assert_bound(algorithm, &times, |span| {
+            let windows = span.as_secs_f64() / WINDOW.as_secs_f64();
+            let units = UNITS as f64 * (1.0 + if refills { windows } else { windows.floor() });
+            units as u64 + PREFETCH + u64::from(refills)
+        });
+    }
+}
+
+#[test]
 fn prefetched_tokens_are_not_used_in_the_next_window() {
     const UNITS: u64 = 60;
     const SECOND: u64 = 1_000_000;

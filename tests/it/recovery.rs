@@ -62,6 +62,35 @@ fn flushall_gives_each_identity_at_most_one_fresh_limit() {
 }
 
 #[test]
+fn store_restarted_with_its_data_gives_no_fresh_limit() {
+    const QUOTA: usize = 10;
+    let directory = tempfile::tempdir().unwrap();
+    let data = ["--dir", directory.path().to_str().unwrap()];
+    let mut redis = Redis::start_as(&data);
+    let gateways = denying_gateways(&redis.url());
+    let admitted = spend(&gateways, 10, 200, || {
+        // An error: the connection ends without a reply.
+        let _ = redis::cmd("SHUTDOWN").arg("SAVE").exec(&mut redis.connection());
+        redis.child.wait().unwrap();
+        let port = redis.port.to_string();
+        redis = Redis::start_with(redis.port, &[&data[..], &["--port", &port]].concat()).expect("the port is free");
+    });
+    println!("of {QUOTA}, restarted with its data: {admitted:?}");
+    // Charges whose replies were lost admit nothing.
+    assert!(admitted.iter().all(|count| *count <= QUOTA) && admitted.contains(&QUOTA), "{admitted:?}");
+    for (id, admitted) in admitted.into_iter().enumerate() {
+        let mut client = gateways[0].client();
+        let mut more = 0;
+        eventually("the store denies", || {
+            let status = client.get_with("/r", &[("x-id", &id.to_string())]).status;
+            more += usize::from(status == 200);
+            status == 429
+        });
+        assert!(admitted + more <= QUOTA, "identity {id}: {admitted} and {more}");
+    }
+}
+
+#[test]
 fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
     const QUOTA: u64 = 10;
     const IDENTITIES: u64 = 50;

@@ -5,12 +5,14 @@
 //! that its denial does not include its own charges. It may still be denied by tokens that another request refunds one
 //! round trip later. Such a denial is never cached (see [`Verdict::decided_at_us`]).
 
+use std::ops::Range;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::future::join_all;
 use tokio::sync::oneshot;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout_at};
 use tracing::{debug, warn};
 
 use crate::limiter::algorithm::{Outcome, Rule, Status};
@@ -63,6 +65,9 @@ impl ShardCharge {
 /// The charges of one call, each with its index in the request.
 type ShardCall = Vec<(usize, ShardCharge)>;
 
+/// Takes the result to the request.
+type ResultSender = oneshot::Sender<Result<Verdict, StoreError>>;
+
 /// A group and its result.
 type ShardResult<'a> = (&'a [(usize, ShardCharge)], Result<Verdict, StoreError>);
 
@@ -88,10 +93,7 @@ impl ClusterStore {
         let charge_count = charges.len();
         let (result_sender, verdict) = oneshot::channel();
         tokio::spawn(async move {
-            let (result, to_refund) = cluster.scatter_gather(deadline, operation, &groups, charge_count).await;
-            let _ = result_sender.send(result);
-            // Refund after the error was returned: the time of the request is over.
-            join_all(to_refund.iter().map(|shard_result| cluster.refund_excess(operation, shard_result, 0))).await;
+            cluster.scatter_gather(deadline, operation, &groups, charge_count, result_sender).await;
         });
         verdict.await.unwrap_or(Err(StoreError::Timeout))
     }
@@ -108,21 +110,23 @@ impl ClusterStore {
         Ok(())
     }
 
-    /// Return the verdict, and the results to refund because another group failed.
-    async fn scatter_gather<'a>(
+    /// Send the verdict, then refund what is charged in vain: by other groups if one failed, or for a request that no
+    /// longer waits.
+    async fn scatter_gather(
         &self,
         deadline: Instant,
         operation: Operation,
-        groups: &'a [ShardCall],
+        groups: &[ShardCall],
         charge_count: usize,
-    ) -> (Result<Verdict, StoreError>, Vec<ShardResult<'a>>) {
+        result_sender: ResultSender,
+    ) {
         if let Err(error) = self.check_available(groups).await {
-            return (Err(error), Vec::new());
+            return drop(result_sender.send(Err(error)));
         }
         if !matches!(operation, Operation::Check | Operation::TakeUpTo) {
             let results = self.call_all(deadline, operation, groups).await;
             let granted = min_granted(&results);
-            return (merge(results, granted, charge_count), Vec::new());
+            return drop(result_sender.send(merge(results, granted, charge_count)));
         }
         for _ in 0..MAX_ATTEMPTS {
             let mut peeked = self.call_all(deadline, Operation::Peek, groups).await;
@@ -131,23 +135,30 @@ impl ClusterStore {
                     // The request is denied, whatever the failed groups would have replied.
                     peeked.retain(|(_, answer)| answer.is_ok());
                 }
-                return (merge(peeked, 0, charge_count), Vec::new());
+                return drop(result_sender.send(merge(peeked, 0, charge_count)));
             }
             let charged = self.call_all(deadline, operation, groups).await;
             let granted = min_granted(&charged);
-            if granted == 0 && !charged.iter().any(is_denial) {
-                return (merge(charged.clone(), 0, charge_count), charged);
+            let mut refunds = pin!(self.refund_excess(operation, &charged, granted));
+            if granted > 0 || !charged.iter().any(is_denial) {
+                let is_unclaimed = result_sender.send(merge(charged.clone(), granted, charge_count)).is_err();
+                refunds.await;
+                if is_unclaimed && granted > 0 {
+                    self.refund(operation, &charged, 0..granted).await;
+                }
+                return;
             }
-            join_all(charged.iter().map(|answer| self.refund_excess(operation, answer, granted))).await;
-            if granted > 0 {
-                return (merge(charged, granted, charge_count), Vec::new());
+            // The next attempt must not be denied by the charges of this one.
+            if timeout_at(deadline.into(), refunds.as_mut()).await.is_err() {
+                let _ = result_sender.send(Err(StoreError::LateReply));
+                return refunds.await;
             }
         }
         // Other requests won each race. The remaining tokens change with each round trip.
         let mut asked = self.call_all(deadline, Operation::Peek, groups).await;
         asked.retain(|(_, answer)| answer.is_ok());
         let saturated = |verdict| self.saturated(verdict);
-        (merge(asked, 0, charge_count).map(saturated), Vec::new())
+        let _ = result_sender.send(merge(asked, 0, charge_count).map(saturated));
     }
 
     /// Return the denial of a request that lost all races.
@@ -231,17 +242,29 @@ impl ClusterStore {
         warn!(amount, "usage of a migrating slot is lost");
     }
 
-    /// Refund what a group granted beyond what all groups granted.
-    async fn refund_excess(&self, operation: Operation, (group, result): &ShardResult<'_>, granted: u64) {
-        let Some(verdict) = result.as_ref().ok().filter(|verdict| verdict.granted > granted) else { return };
+    /// Refund what each group granted beyond what all groups granted.
+    async fn refund_excess(&self, operation: Operation, results: &[ShardResult<'_>], granted: u64) {
+        self.refund(operation, results, granted..u64::MAX).await;
+    }
+
+    /// Refund the tokens of each group with these numbers, counted from the first that the group granted.
+    async fn refund(&self, operation: Operation, results: &[ShardResult<'_>], tokens: Range<u64>) {
+        join_all(results.iter().map(|result| self.refund_group(operation, result, &tokens))).await;
+    }
+
+    async fn refund_group(&self, operation: Operation, (group, result): &ShardResult<'_>, tokens: &Range<u64>) {
+        let Some(verdict) = result.as_ref().ok().filter(|verdict| verdict.granted > tokens.start) else { return };
         let refund = Operation::Refund { charged_at: verdict.now_us };
         let charged = group.iter().zip(&verdict.outcomes).filter(|((_, owned), outcome)| {
             // A shadow limit that denied charged nothing, and a deferred cost is not charged yet.
             outcome.status == Status::Ok && !owned.mode.is_deferred()
         });
         join_all(charged.map(async |((_, owned), outcome)| {
-            let cost = if operation == Operation::TakeUpTo { verdict.granted - granted } else { owned.cost };
-            let debt_before_us = owned.rule.debt_before_us(outcome, 0, cost);
+            let (cost, with_later) = match operation {
+                Operation::TakeUpTo => (verdict.granted.min(tokens.end) - tokens.start, verdict.granted - tokens.start),
+                _ => (owned.cost, owned.cost),
+            };
+            let debt_before_us = owned.rule.debt_before_us(outcome, 0, with_later);
             let charge = Charge { debt_before_us, ..owned.to_charge(cost) };
             for _ in 0..MAX_ATTEMPTS {
                 match self.call_group(monotonic() + self.timeout(), refund, &[charge]).await {
