@@ -168,7 +168,6 @@ enum Command {
     #[command(after_help = examples![
         "sluicegate status",
         "sluicegate status --admin http://127.0.0.1:9180",
-        "watch -n 2 sluicegate status",
         "sluicegate status --json > status.json",
     ])]
     Status(status::Options),

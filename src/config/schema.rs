@@ -99,6 +99,14 @@ pub(super) fn statuses(_: &mut SchemaGenerator) -> Schema {
     array_schema(&pattern_schema("^[1-5]([0-9][0-9]|xx)$"))
 }
 
+/// Costs by the name of a tool.
+pub(super) fn tool_costs(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "object",
+        "additionalProperties": { "type": "integer", "minimum": 0 },
+    })
+}
+
 pub(super) fn key_hash(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^sha256:[0-9a-f]{64}$")
 }
