@@ -31,11 +31,14 @@ test-clients:
 	mkdir -p target/clients
 	python3 -m venv target/clients
 	target/clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	python3 -m venv target/clients/mcp
+	target/clients/mcp/bin/pip install --quiet --disable-pip-version-check -r tests/clients/mcp-requirements.txt
 	cp tests/clients/package.json tests/clients/package-lock.json tests/clients/*.mjs target/clients/
 	npm ci --prefix target/clients --silent --no-audit --no-fund
 	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/acme.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/budgets.py target/debug/sluicegate
+	target/clients/mcp/bin/python -B tests/clients/agents.py target/debug/sluicegate
 
 # Mutated HTTP/1.1 requests through Sluicegate, nginx, HAProxy and Envoy to Django, Node, nginx and Go: compares the decisions with
 # what the applications saw. Then forward authentication through Sluicegate, nginx and Traefik. About a minute. Envoy, Traefik,

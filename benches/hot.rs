@@ -26,6 +26,7 @@ use sluicegate::limiter::key::{Identity, IdentityEncoder, IdentityHasher, Key, S
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::Quota;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
+use sluicegate::routing::condition::RouteBody;
 use sluicegate::routing::{RouteMatch, RouteRequest, RouteTable};
 
 fn bench_decisions(criterion: &mut Criterion) {
@@ -86,7 +87,8 @@ fn bench_routes(criterion: &mut Criterion) {
         let (path, headers) = (format!("/v1/service{}/items/77", count / 2), HeaderMap::new());
         group.bench_function(format!("among {count}"), |bencher| {
             let (host, path, method, uri) = ("api.example.com", &*path, &Method::GET, &path.parse().unwrap());
-            let request = RouteRequest { host, path, uri, method, headers: &headers, listener: 0 };
+            let request =
+                RouteRequest { host, path, uri, method, headers: &headers, listener: 0, body: RouteBody::Unread };
             bencher.iter(|| *table.find(std::hint::black_box(&request)).unwrap());
         });
     }

@@ -118,6 +118,10 @@ pub struct Server {
     /// it, each HTTP/2 response buffers a single chunk, and request bodies are streamed.
     #[schemars(schema_with = "schema::size", extend("default" = "64MiB"))]
     pub max_buffered: Option<Text>,
+    /// Maximum size of a JSON request body that is read for a route (`match.json`), for an identity (`json:POINTER`,
+    /// `mcp:tool`, `mcp:method`, `jsonrpc:method`) or for a cost (`cost.tools`). Larger: 413.
+    #[schemars(schema_with = "schema::size", extend("default" = "1MiB"))]
+    pub inspect_body: Option<Text>,
     /// Maximum size of the request headers. Larger: 431. At least 8KiB.
     #[schemars(schema_with = "schema::size", extend("default" = "32KiB"))]
     pub max_header_size: Option<Text>,

@@ -23,6 +23,9 @@ use percent_encoding::percent_decode;
 
 use crate::identity::api_key::Caller;
 use crate::identity::auth::{Credentials, TierSource};
+use crate::json::body::{JsonBody, JsonValue, MAX_VALUE};
+use crate::json::pointer::JsonPointer;
+use crate::json::rpc::{CountedMessages, Message};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 use crate::routing::condition::query_values;
 use crate::routing::pattern::PathPattern;
@@ -45,6 +48,8 @@ pub struct IdentitySpec {
     pub descriptors: Vec<Descriptor>,
     /// What happens if a part is missing.
     pub on_missing: OnMissing,
+    /// Whether the limit does not apply to requests without a JSON-RPC message of the part, whatever `on_missing` is.
+    pub skips_other_messages: bool,
     /// Methods that the limit applies to. Empty = all.
     pub methods: Vec<Method>,
     /// Identities that are never limited.
@@ -89,6 +94,8 @@ pub struct RequestAttributes<'a> {
     pub route_name: &'a str,
     /// Path pattern of the route.
     pub path_pattern: &'a PathPattern,
+    /// What was read of the body. `None` if the request has none, or it was not read.
+    pub body: Option<&'a JsonBody>,
 }
 
 /// Reason why a request has no identity.
@@ -103,6 +110,12 @@ pub enum IdentityError {
     /// The value has bytes that servers interpret differently.
     #[error("the {0} contains bytes that servers interpret differently")]
     Malformed(Descriptor),
+    /// The value in the body is no identity. Contains the reason.
+    #[error("the {0} {1}")]
+    Unusable(Descriptor, &'static str),
+    /// The messages of a JSON-RPC batch have several values for the part.
+    #[error("the batch has messages with different values of the {0}: send them in requests of their own")]
+    Mixed(Descriptor),
     /// The request lacks the part.
     #[error("the {0} is required")]
     Missing(Descriptor),
@@ -114,7 +127,10 @@ impl IdentityError {
         match self {
             IdentityError::MissingApiKey(_) => true,
             IdentityError::Missing(descriptor) => descriptor.is_credential(),
-            IdentityError::Ambiguous(_) | IdentityError::Malformed(_) => false,
+            IdentityError::Ambiguous(_)
+            | IdentityError::Malformed(_)
+            | IdentityError::Unusable(..)
+            | IdentityError::Mixed(_) => false,
         }
     }
 }
@@ -139,6 +155,27 @@ impl IdentitySpec {
     pub fn limits_unauthenticated(&self) -> bool {
         let is_client = |descriptor: &Descriptor| matches!(descriptor, Descriptor::Ip | Descriptor::User(_));
         self.descriptors.iter().any(is_client) && !self.descriptors.iter().any(Descriptor::is_credential)
+    }
+
+    /// Return whether the identity depends on the body of the request.
+    pub fn reads_body(&self) -> bool {
+        self.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Json(_) | Descriptor::Rpc(_)))
+    }
+
+    /// Return which JSON-RPC messages the limit counts. `None`: it counts requests.
+    pub fn counted_messages(&self) -> Option<CountedMessages> {
+        let sources = self.descriptors.iter().filter_map(|descriptor| match descriptor {
+            Descriptor::Rpc(source) => Some(source.counted()),
+            _ => None,
+        });
+        // Calls of tools have a method as well.
+        sources.reduce(|one, other| if one == CountedMessages::ToolCalls { one } else { other })
+    }
+
+    /// Return whether the identity is that of MCP, whose headers must match the body.
+    pub fn is_mcp(&self) -> bool {
+        let is_mcp = |source: &RpcSource| matches!(source, RpcSource::McpTool | RpcSource::McpMethod);
+        self.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Rpc(source) if is_mcp(source)))
     }
 
     /// Return the identity of a request, or `None` if the limit does not apply.
@@ -169,6 +206,13 @@ impl IdentitySpec {
     ) -> Result<IdentityLookup, IdentityError> {
         if !self.methods.is_empty() && !self.methods.contains(request.method) {
             return Ok(IdentityLookup::OtherMethod);
+        }
+        if self.skips_other_messages {
+            for descriptor in self.descriptors.iter().filter(|descriptor| matches!(descriptor, Descriptor::Rpc(_))) {
+                if let IdentityPart::Missing(missing) = descriptor.extract(request)? {
+                    return Ok(IdentityLookup::Missing(missing));
+                }
+            }
         }
         encoder.clear();
         for descriptor in &self.descriptors {
@@ -250,10 +294,41 @@ pub enum Descriptor {
     Host,
     /// Method.
     Method,
+    /// Value of the JSON body.
+    Json(JsonPointer),
+    /// Part of a JSON-RPC message.
+    Rpc(RpcSource),
     /// One identity for all clients.
     Global,
     /// Name of the route.
     Route,
+}
+
+/// A part of a JSON-RPC message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RpcSource {
+    /// Tool that a message of MCP calls.
+    McpTool,
+    /// Method of a message of MCP.
+    McpMethod,
+    /// Method of any JSON-RPC message.
+    Method,
+}
+
+impl RpcSource {
+    fn counted(self) -> CountedMessages {
+        match self {
+            RpcSource::McpTool => CountedMessages::ToolCalls,
+            RpcSource::McpMethod | RpcSource::Method => CountedMessages::Methods,
+        }
+    }
+
+    fn value(self, message: &Message) -> Option<&str> {
+        match self {
+            RpcSource::McpTool => message.tool(),
+            RpcSource::McpMethod | RpcSource::Method => message.method.as_deref(),
+        }
+    }
 }
 
 impl fmt::Display for Descriptor {
@@ -271,6 +346,10 @@ impl fmt::Display for Descriptor {
             Descriptor::Forward(name) => write!(f, "header `{name}` of the authentication server"),
             Descriptor::Host => f.write_str("host"),
             Descriptor::Method => f.write_str("method"),
+            Descriptor::Json(pointer) => write!(f, "JSON value `{pointer}`"),
+            Descriptor::Rpc(RpcSource::McpTool) => f.write_str("MCP tool"),
+            Descriptor::Rpc(RpcSource::McpMethod) => f.write_str("MCP method"),
+            Descriptor::Rpc(RpcSource::Method) => f.write_str("JSON-RPC method"),
             Descriptor::Global | Descriptor::Route => f.write_str("route"),
         }
     }
@@ -329,6 +408,7 @@ impl Descriptor {
             | Descriptor::Basic
             | Descriptor::Forward(_) => None,
             Descriptor::Host | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
+            Descriptor::Json(_) | Descriptor::Rpc(_) => None,
         }
     }
 
@@ -348,6 +428,8 @@ impl Descriptor {
             | Descriptor::Path(_)
             | Descriptor::Host
             | Descriptor::Method
+            | Descriptor::Json(_)
+            | Descriptor::Rpc(_)
             | Descriptor::Global
             | Descriptor::Route => false,
         }
@@ -443,11 +525,46 @@ impl Descriptor {
             }),
             Descriptor::Host => only(b'n', vec![Cow::Borrowed(request.host.as_bytes())]),
             Descriptor::Method => Ok(IdentityPart::Value(b'm', Cow::Borrowed(request.method.as_str().as_bytes()))),
+            Descriptor::Json(pointer) => self.extract_json(request.body.and_then(|body| body.value(pointer))),
+            Descriptor::Rpc(source) => {
+                let messages = request.body.and_then(|body| body.messages.as_ref()?.as_ref().ok());
+                let mut values = messages.iter().flat_map(|all| &all.list).filter_map(|message| source.value(message));
+                let Some(value) = values.next() else { return Ok(missing()) };
+                match values.all(|other| other == value) {
+                    true => Ok(IdentityPart::Value(self.tag(), Cow::Borrowed(value.as_bytes()))),
+                    false => Err(IdentityError::Mixed(self.clone())),
+                }
+            }
             Descriptor::Global => Ok(IdentityPart::Value(b'g', Cow::Borrowed(b""))),
             Descriptor::Route => Ok(IdentityPart::Value(b'r', Cow::Borrowed(request.route_name.as_bytes()))),
         }
     }
 }
+
+impl Descriptor {
+    fn extract_json<'a>(&self, value: Option<&'a JsonValue>) -> Result<IdentityPart<'a>, IdentityError> {
+        let unusable = |reason| Err(IdentityError::Unusable(self.clone(), reason));
+        let Some(value) = value else { return Ok(IdentityPart::Missing(IdentityError::Missing(self.clone()))) };
+        let text = match value {
+            JsonValue::Text(text) => Cow::Borrowed(text.as_bytes()),
+            JsonValue::Integer(_) | JsonValue::Bool(_) => {
+                Cow::Owned(value.text().unwrap_or_default().into_owned().into_bytes())
+            }
+            JsonValue::Null | JsonValue::Compound | JsonValue::Fraction => {
+                return unusable("is not a string, an integer of 64 bits, true or false");
+            }
+            JsonValue::TooLong => return unusable(TOO_LONG),
+            JsonValue::Ambiguous(_) => {
+                return unusable("is ambiguous: a member is there twice, or in another spelling");
+            }
+        };
+        Ok(IdentityPart::Value(self.tag(), text))
+    }
+}
+
+/// Why a longer value is no identity.
+const TOO_LONG: &str = "is longer than 1024 bytes";
+const _: () = assert!(MAX_VALUE == 1024);
 
 #[cfg(test)]
 mod tests {
@@ -478,6 +595,7 @@ mod tests {
             tier_source: &TierSource::default(),
             route_name: "r",
             path_pattern: &"/users/{id}".parse().unwrap(),
+            body: None,
         };
         by.identify(&attributes, &IdentityHasher::new(""), &mut IdentityEncoder::default())
     }
@@ -486,6 +604,7 @@ mod tests {
         IdentitySpec {
             descriptors: descriptors.to_vec(),
             on_missing,
+            skips_other_messages: false,
             methods: Vec::new(),
             exemptions: Exemptions::default(),
         }

@@ -59,6 +59,7 @@ pub mod cli;
 pub mod config;
 pub mod http;
 pub mod identity;
+pub mod json;
 pub mod limiter;
 pub mod listener;
 pub mod llm;

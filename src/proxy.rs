@@ -2,6 +2,7 @@
 
 pub mod access;
 pub mod authentication;
+pub mod body;
 pub mod context;
 pub mod forward;
 mod forward_auth;
@@ -32,16 +33,20 @@ use crate::http::headers::is_grpc_call;
 use crate::http::request_body;
 use crate::http::request_body::RequestBody;
 use crate::identity::auth::AuthError;
+use crate::json::body::JsonBody;
 use crate::limiter::Limiter;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::Decision;
 use crate::proxy::authentication::AuthRejection;
+use crate::proxy::body as inspection;
 use crate::proxy::context::Peer;
 use crate::proxy::context::RequestContext;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::{RequestMetrics, WorkerMetrics};
 use crate::proxy::mirror::MirrorTasks;
 use crate::proxy::target::{RequestTarget, origin_form};
+use crate::routing::NoMatch;
+use crate::routing::condition::RouteBody;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::acme::Acme;
 use crate::snapshot::routes::{Route, RouteAction};
@@ -148,8 +153,8 @@ impl Gateway {
     }
 
     /// Find the route of a request, check access rules, answer CORS preflights, check the declared body length, rewrite
-    /// the target, authenticate the client and check the limits. The `body` is separate, and polled only if a limit counts the tokens
-    /// of an LLM API. Otherwise a client that waits for `100 Continue` does not send the body of a rejected request.
+    /// the target, authenticate the client and check the limits. The `body` is separate, and polled only if the route or a
+    /// limit depends on it. Otherwise a client that waits for `100 Continue` does not send the body of a rejected request.
     ///
     /// # Errors
     /// The request is rejected, or is a preflight: a [`Rejection`] is the response to any request that is not admitted.
@@ -162,7 +167,23 @@ impl Gateway {
         let config = &context.snapshot.config;
         let target = RequestTarget::from_request(request, &config.server)?;
         let preflight_route = target.find_preflight_route(config, request, context.peer.listener);
-        let found = preflight_route.map_or_else(|| target.find_route(config, request, context.peer.listener), Ok);
+        let listener = context.peer.listener;
+        let find_route = |body: RouteBody<'_>| target.find_route(config, request, listener, body);
+        let found = match preflight_route.map_or_else(|| find_route(RouteBody::Unread), Ok) {
+            Ok(route) => Ok(route),
+            Err(NoMatch::NeedsBody) => {
+                if config.checks_access {
+                    // Before the body of a denied client is read.
+                    access::check(context, &target, None, request)?;
+                }
+                // Boxed: few requests need space for this future.
+                Box::pin(inspection::read_for_route(context, request, body)).await?;
+                let no_values = JsonBody::default();
+                let values = context.body.as_ref().and_then(|body| body.json()).unwrap_or(&no_values);
+                find_route(RouteBody::Read(values)).map_err(target::rejection)
+            }
+            Err(error) => Err(target::rejection(error)),
+        };
         if let Ok(route) = found {
             context.set_route(route);
             context.set_cors(route, request.headers(), preflight_route.is_some());
@@ -179,11 +200,9 @@ impl Gateway {
         }
         let rewritten_target = target.rewrite(route, request.uri().query())?;
         let (credentials, authenticated) = authentication::authenticate(config, route, request.headers(), context.peer);
-        if (authenticated.is_ok() || pending_provider(&authenticated).is_some())
-            && let Some(inspection) = route.rate_limits.llm_inspection(request.method())
-        {
+        if route.rate_limits.reads_body() && (authenticated.is_ok() || pending_provider(&authenticated).is_some()) {
             // Boxed: few requests need space for this future.
-            Box::pin(llm::inspect(context, route, inspection, request, body)).await?;
+            Box::pin(inspection::inspect(context, route, request, body)).await?;
         }
         let decision = if let Some(pending) = pending_provider(&authenticated) {
             let pending = (credentials, pending);

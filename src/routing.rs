@@ -14,7 +14,8 @@ use std::collections::HashMap;
 
 use http::{HeaderMap, HeaderName, Method, Uri};
 
-use crate::routing::condition::{Condition, ConditionSource};
+use crate::json::pointer::JsonPointer;
+use crate::routing::condition::{Condition, ConditionSource, Met, RouteBody};
 use crate::routing::expression::Expression;
 use crate::routing::pattern::{PathForm, PathPattern, Segment};
 
@@ -29,7 +30,7 @@ pub struct RouteMatch {
     pub methods: Vec<Method>,
     /// Indices of the listeners. Empty = all.
     pub listeners: Vec<usize>,
-    /// Conditions on headers and query parameters, all of which must be met.
+    /// Conditions on headers, query parameters and the body, all of which must be met.
     pub conditions: Vec<Condition>,
 }
 
@@ -55,6 +56,8 @@ pub struct RouteRequest<'a> {
     pub headers: &'a HeaderMap,
     /// Index of the listener that accepted the connection.
     pub listener: usize,
+    /// The body, for conditions on it.
+    pub body: RouteBody<'a>,
 }
 
 /// A new route is ambiguous with the route that has this target.
@@ -68,6 +71,10 @@ pub enum NoMatch {
     NotFound,
     /// Only the method does not match. Contains the allowed methods.
     MethodNotAllowed(Vec<Method>),
+    /// The route depends on the body, which is not read.
+    NeedsBody,
+    /// The route depends on a value of the body that servers may read differently, or that is too long.
+    Ambiguous(JsonPointer),
 }
 
 /// All routes.
@@ -79,6 +86,8 @@ pub struct RouteTable<T> {
     any_host: HostRoutes<T>,
     /// Headers that routes match on, without duplicates.
     matched_headers: Vec<HeaderName>,
+    /// Pointers into the body that routes match on, without duplicates.
+    matched_pointers: Vec<JsonPointer>,
 }
 
 /// The routes of a host.
@@ -123,6 +132,7 @@ impl<T> Default for RouteTable<T> {
             wildcard_hosts: HashMap::new(),
             any_host: HostRoutes::default(),
             matched_headers: Vec::new(),
+            matched_pointers: Vec::new(),
         }
     }
 }
@@ -147,10 +157,14 @@ impl<T: Clone> RouteTable<T> {
     /// route.
     pub fn insert(&mut self, pattern: &RouteMatch, target: &T) -> Result<(), AmbiguousRoutes<T>> {
         for Condition { source, .. } in &pattern.conditions {
-            if let ConditionSource::Header(name) = source
-                && !self.matched_headers.contains(name)
-            {
-                self.matched_headers.push(name.clone());
+            match source {
+                ConditionSource::Header(name) if !self.matched_headers.contains(name) => {
+                    self.matched_headers.push(name.clone());
+                }
+                ConditionSource::Json(pointer) if !self.matched_pointers.contains(pointer) => {
+                    self.matched_pointers.push(pointer.clone());
+                }
+                ConditionSource::Header(_) | ConditionSource::Query(_) | ConditionSource::Json(_) => {}
             }
         }
         if pattern.hosts.is_empty() {
@@ -191,7 +205,9 @@ impl<T: Clone> HostRoutes<T> {
                 &mut self.expressions[index].1
             }
         };
-        let RouteMatch { methods, listeners, conditions, .. } = pattern.clone();
+        let RouteMatch { methods, listeners, mut conditions, .. } = pattern.clone();
+        // The body is read only if all other conditions are met.
+        conditions.sort_by_key(Condition::reads_body);
         let requirements =
             (!listeners.is_empty() || !conditions.is_empty()).then(|| Box::new(Requirements { listeners, conditions }));
         let entry = RouteEntry { methods, requirements, is_catch_all, target: target.clone() };
@@ -213,6 +229,11 @@ impl<T> RouteTable<T> {
         self.matched_headers.iter()
     }
 
+    /// Return the pointers into the body that routes match on.
+    pub fn matched_pointers(&self) -> &[JsonPointer] {
+        &self.matched_pointers
+    }
+
     /// Return whether a route names a host.
     pub fn has_hosts(&self) -> bool {
         !self.exact_hosts.is_empty() || !self.wildcard_hosts.is_empty()
@@ -230,10 +251,10 @@ impl<T> RouteTable<T> {
     /// No route matches.
     pub fn find(&self, request: &RouteRequest<'_>) -> Result<&T, NoMatch> {
         let segments = request.path.strip_prefix('/');
-        let mut search = Search { request, segments, allowed_methods: Vec::new() };
+        let mut search = Search { request, segments, allowed_methods: Vec::new(), undecided: None };
         let host = request.host;
         if let Some(found) = self.exact_hosts.get(host).and_then(|routes| search.best_of_host(routes)) {
-            return Ok(found);
+            return search.undecided.map_or(Ok(found), Err);
         }
         if !self.wildcard_hosts.is_empty() {
             // Longest suffix first.
@@ -241,11 +262,15 @@ impl<T> RouteTable<T> {
                 if let Some(found) =
                     self.wildcard_hosts.get(&host[dot..]).and_then(|routes| search.best_of_host(routes))
                 {
-                    return Ok(found);
+                    return search.undecided.map_or(Ok(found), Err);
                 }
             }
         }
-        search.best_of_host(&self.any_host).ok_or(match search.allowed_methods.is_empty() {
+        let found = search.best_of_host(&self.any_host);
+        if let Some(undecided) = search.undecided {
+            return Err(undecided);
+        }
+        found.ok_or(match search.allowed_methods.is_empty() {
             true => NoMatch::NotFound,
             false => NoMatch::MethodNotAllowed(search.allowed_methods),
         })
@@ -261,6 +286,8 @@ struct Search<'a> {
     /// The path without its first slash.
     segments: Option<&'a str>,
     allowed_methods: Vec<Method>,
+    /// Why a route that precedes all routes found later can neither be chosen nor be skipped.
+    undecided: Option<NoMatch>,
 }
 
 impl Search<'_> {
@@ -284,7 +311,12 @@ impl Search<'_> {
         }
         let path = self.request.path.as_bytes();
         let mut matching = routes.expressions.iter().filter(|(expression, _)| expression.is_match(path));
-        matching.find_map(|(_, entries)| self.pick_entry(entries)).or(found)
+        let undecided = self.undecided.take();
+        let matched = matching.find_map(|(_, entries)| self.pick_entry(entries));
+        if matched.is_none() {
+            self.undecided = undecided;
+        }
+        matched.or(found)
     }
 
     /// Return the best match below a node: literal segments before parameters before catch-all patterns. This visits
@@ -308,10 +340,14 @@ impl Search<'_> {
     #[inline(always)]
     fn pick_entry<'t, T>(&mut self, entries: &'t [RouteEntry<T>]) -> Option<&'t RouteEntry<T>> {
         for entry in entries {
-            if entry.requirements.as_ref().is_some_and(|requirements| !requirements.are_met_by(self.request)) {
+            let unmet = entry.requirements.as_ref().and_then(|requirements| requirements.unmet(self.request));
+            if matches!(unmet, Some(Unmet::Listener | Unmet::Condition(_))) {
                 continue;
             }
             if entry.allows_method(self.request.method) {
+                if let Some(Unmet::Undecided(reason)) = unmet {
+                    self.undecided.get_or_insert(reason);
+                }
                 return Some(entry);
             }
             self.add_allowed_methods(&entry.methods);
@@ -330,19 +366,37 @@ impl Search<'_> {
 }
 
 impl Requirements {
-    #[inline(never)]
-    fn are_met_by(&self, request: &RouteRequest<'_>) -> bool {
-        self.includes_listener(request.listener) && self.unmet_condition(request).is_none()
-    }
-
     fn includes_listener(&self, listener: usize) -> bool {
         self.listeners.is_empty() || self.listeners.contains(&listener)
     }
 
-    /// Return the first condition that the request does not meet.
-    fn unmet_condition(&self, request: &RouteRequest<'_>) -> Option<&Condition> {
-        self.conditions.iter().find(|condition| !condition.matches(request.headers, request.uri.query()))
+    /// Return the first requirement that the request does not meet.
+    #[inline(never)]
+    fn unmet(&self, request: &RouteRequest<'_>) -> Option<Unmet<'_>> {
+        if !self.includes_listener(request.listener) {
+            return Some(Unmet::Listener);
+        }
+        self.conditions.iter().find_map(|condition| {
+            match condition.matches(request.headers, request.uri.query(), request.body) {
+                Met::Yes => None,
+                Met::No => Some(Unmet::Condition(condition)),
+                Met::NeedsBody => Some(Unmet::Undecided(NoMatch::NeedsBody)),
+                Met::Ambiguous => match &condition.source {
+                    ConditionSource::Json(pointer) => Some(Unmet::Undecided(NoMatch::Ambiguous(pointer.clone()))),
+                    ConditionSource::Header(_) | ConditionSource::Query(_) => None,
+                },
+            }
+        })
     }
+}
+
+/// A requirement that a request does not meet.
+#[derive(Debug)]
+enum Unmet<'r> {
+    Listener,
+    Condition(&'r Condition),
+    /// It cannot be decided without the body, or with this body.
+    Undecided(NoMatch),
 }
 
 impl<T> RouteEntry<T> {
@@ -385,6 +439,7 @@ impl<T> RouteEntry<T> {
 mod tests {
     use super::*;
 
+    use crate::json::body::{JsonBody, JsonValue};
     use crate::routing::condition::ValueTest;
 
     /// A path that does not start with a slash is a regular expression.
@@ -416,11 +471,75 @@ mod tests {
 
     fn request<'a>(host: &'a str, path: &'a str, method: &'a Method, headers: &'a HeaderMap) -> RouteRequest<'a> {
         static URI: std::sync::LazyLock<Uri> = std::sync::LazyLock::new(|| Uri::from_static("/?a=1"));
-        RouteRequest { host, path, uri: &URI, method, headers, listener: 0 }
+        RouteRequest { host, path, uri: &URI, method, headers, listener: 0, body: RouteBody::Unread }
     }
 
     fn find(table: &RouteTable<usize>, host: &str, path: &str) -> Option<usize> {
         table.find(&request(host, path, &Method::GET, &HeaderMap::new())).ok().copied()
+    }
+
+    #[test]
+    fn routes_that_depend_on_the_body_are_undecided_without_it() {
+        let pointer = JsonPointer::parse("/model").unwrap();
+        let json = |prefix: &str| Condition {
+            source: ConditionSource::Json(pointer.clone()),
+            test: ValueTest::Prefix(prefix.as_bytes().into()),
+        };
+        let mut table = RouteTable::default();
+        let plain = |path: &str, methods: &[&str]| pattern("", path, methods, &[]);
+        for (target, route, conditions) in [
+            (0, plain("/x", &[]), vec![]),
+            (1, plain("/x", &[]), vec![json("gpt-")]),
+            (2, plain("/post", &["POST"]), vec![json("gpt-")]),
+            (3, plain("/files/{*rest}", &[]), vec![json("gpt-")]),
+            (4, plain("/files/[0-9]+", &[]), vec![]),
+            (5, pattern("", "/header", &[], &[("x-a", "1")]), vec![json("gpt-")]),
+            (6, plain("/header", &[]), vec![]),
+        ] {
+            let route = match target {
+                4 => RouteMatch { path: PathPattern::from_regex("/files/[0-9]+").unwrap(), ..route },
+                _ => route,
+            };
+            let conditions = route.conditions.iter().cloned().chain(conditions).collect();
+            table.insert(&RouteMatch { conditions, ..route }, &target).unwrap();
+        }
+        let body = |value: Option<JsonValue>| {
+            JsonBody::from_values(value.into_iter().map(|value| (pointer.clone(), value)).collect())
+        };
+        let (gpt, other, empty) =
+            (body(Some(JsonValue::Text("gpt-5".into()))), body(Some(JsonValue::Null)), body(None));
+        let ambiguous = body(Some(JsonValue::Ambiguous("Model".into())));
+        let headers = HeaderMap::new();
+        let find = |path: &str, method: &Method, body: RouteBody<'_>| {
+            table.find(&RouteRequest { body, ..request("h", path, method, &headers) }).copied()
+        };
+        let (get, post) = (&Method::GET, &Method::POST);
+        let undecided = || Err(NoMatch::Ambiguous(pointer.clone()));
+        for (path, method, expected) in [
+            ("/x", post, [Err(NoMatch::NeedsBody), Ok(1), Ok(0), Ok(0), undecided()]),
+            (
+                "/post",
+                post,
+                [Err(NoMatch::NeedsBody), Ok(2), Err(NoMatch::NotFound), Err(NoMatch::NotFound), undecided()],
+            ),
+            // A better match, another header and another method need no body.
+            ("/files/7", post, [Ok(4), Ok(4), Ok(4), Ok(4), Ok(4)]),
+            ("/header", post, [Ok(6), Ok(6), Ok(6), Ok(6), Ok(6)]),
+            (
+                "/files/a",
+                get,
+                [Err(NoMatch::NeedsBody), Ok(3), Err(NoMatch::NotFound), Err(NoMatch::NotFound), undecided()],
+            ),
+        ] {
+            let read = [&gpt, &other, &empty, &ambiguous].map(RouteBody::Read);
+            for (body, expected) in [RouteBody::Unread].into_iter().chain(read).zip(expected) {
+                assert_eq!(find(path, method, body), expected, "{path} {body:?}");
+            }
+        }
+        let allowed = Err(NoMatch::MethodNotAllowed(vec![Method::POST]));
+        assert_eq!(find("/post", get, RouteBody::Unread), allowed);
+        assert_eq!(find("/x", get, RouteBody::Unknown), Ok(1));
+        assert_eq!(table.matched_pointers(), [pointer]);
     }
 
     #[test]

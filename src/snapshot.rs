@@ -45,6 +45,8 @@ use crate::identity::api_key::ConsumerDirectory;
 use crate::identity::auth::AuthProvider;
 use crate::identity::client_ip::ClientIpResolver;
 use crate::identity::{Descriptor, IdentitySpec};
+use crate::json::body::MAX_POINTERS;
+use crate::json::pointer::JsonPointer;
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::spec::LimitSpec;
@@ -93,6 +95,8 @@ pub struct CompiledConfig {
     pub auth: Authentication,
     /// Hash function for identities.
     pub hasher: IdentityHasher,
+    /// What is read of request bodies for routes and limits.
+    pub body_inspection: BodyInspection,
     /// Headers that need protection: headers that only trusted proxies may set, besides the X-Forwarded family, and
     /// headers that identities and routes read.
     pub protected_headers: ProtectedHeaders,
@@ -112,6 +116,17 @@ pub struct CompiledConfig {
     pub table: RouteTable<Arc<Route>>,
     /// Values of the keys that need a restart to change.
     pub(crate) restart_only_keys: RestartOnlyKeys,
+}
+
+/// What is read of request bodies for routes and limits, in one pass.
+#[derive(Debug, Default)]
+pub struct BodyInspection {
+    /// The values.
+    pub pointers: Arc<[JsonPointer]>,
+    /// Whether a limit reads JSON-RPC messages.
+    pub reads_messages: bool,
+    /// Whether a limit counts the tokens of an LLM API.
+    pub reads_tokens: bool,
 }
 
 /// `[[listener]]`
@@ -277,7 +292,8 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let instances = store::gateway_count(&config.store, reader);
     let (mut upstreams, mut upstream_tls) = upstreams::upstreams(&config.upstream, reader);
     let tier_source = remote_auth::tier_source(config, reader);
-    let limits = limits::limits(config, &hasher, instances, trusted_proxies, &upstreams, &tier_source, reader);
+    let bounds = (instances, server.inspect_body);
+    let limits = limits::limits(config, &hasher, bounds, trusted_proxies, &upstreams, &tier_source, reader);
     let mut internal = InternalUpstreams { first: upstreams.len(), settings: Vec::new(), tls: Vec::new() };
     let auth = auth::authentication(config, &limits, (&hasher, tier_source), &mut internal, reader);
     let event_destinations = notify::destinations(config, &mut internal, reader);
@@ -290,6 +306,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         let issue = Issue::new(value.span(), "no route names a host: every request would be rejected");
         reader.push_issue(issue.with_hint("name the hosts in the routes, or leave it out"));
     }
+    let body_inspection = body_inspection(&routes, &table, reader);
     let checks_access = server.block_unknown_hosts
         || listeners.iter().any(|listener| listener.access.is_some())
         || routes.iter().any(|route| route.access.is_some());
@@ -317,6 +334,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         network_files: network_files.0,
         auth,
         hasher,
+        body_inspection,
         protected_headers: guarded,
         sends_proxy_headers: upstreams.iter().any(|upstream| upstream.proxy_protocol),
         upstreams: upstreams.into_iter().map(Arc::new).collect(),
@@ -327,4 +345,30 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         table,
         restart_only_keys: fixed,
     }
+}
+
+/// Return what is read of request bodies for these routes and their limits.
+fn body_inspection(
+    routes: &[Arc<Route>],
+    table: &RouteTable<Arc<Route>>,
+    reader: &mut Validator<'_>,
+) -> BodyInspection {
+    let mut pointers = table.matched_pointers().to_vec();
+    let mut inspection = BodyInspection::default();
+    for limits in routes.iter().map(|route| &route.rate_limits) {
+        for descriptor in limits.identities.iter().flat_map(|spec| &spec.descriptors) {
+            if let Descriptor::Json(pointer) = descriptor
+                && !pointers.contains(pointer)
+            {
+                pointers.push(pointer.clone());
+            }
+        }
+        inspection.reads_messages |= limits.limits.iter().any(|limit| limit.counted.is_some());
+        inspection.reads_tokens |= limits.llm.is_some();
+    }
+    if pointers.len() > MAX_POINTERS {
+        let message = format!("routes and limits read {} different JSON pointers", pointers.len());
+        reader.file_issue(&message, &format!("at most {MAX_POINTERS} are supported"));
+    }
+    BodyInspection { pointers: pointers.into(), ..inspection }
 }

@@ -26,6 +26,8 @@ mod field_writer;
 mod forwarded;
 #[path = "../fuzz/targets/head.rs"]
 mod head;
+#[path = "../fuzz/targets/json_body.rs"]
+mod json_body;
 #[path = "../fuzz/targets/key_set.rs"]
 mod key_set;
 #[path = "../fuzz/targets/llm.rs"]
@@ -494,6 +496,46 @@ fn key_sets() {
         "{\"keys\":",
     ];
     fuzz("key set", &examples, &tokens, key_set::run);
+}
+
+#[test]
+fn json_bodies() {
+    let examples: [&[u8]; 6] = [
+        b"\t\t/user\n{\"model\":\"gpt-5\",\"user\":7,\"a\":{\"b\":true}}",
+        b"tools/call\tsearch\t/id\n{\"id\":1,\"method\":\"tools/call\",\"params\":{\"name\":\"search\"}}",
+        b"tools/call\t=?base64?YQ==?=\t/x\n{\"id\":1,\"method\":\"tools/call\",\"params\":{\"name\":\"a\"}}",
+        b"\t\t/1/id\n[{\"id\":1,\"method\":\"a\"},{\"id\":\"b\",\"result\":{}}]",
+        b"tools/list\t\t/a~1b\n{\"method\":\"tools/list\",\"Method\":\"x\",\"a/b\":[1.5,null]}",
+        b"\t\t/messages/0/role\n{\"max_tokens\":7,\"max_tokens\":8,\"messages\":[{\"role\":\"user\"}]}",
+    ];
+    let tokens = [
+        "{",
+        "}",
+        "[",
+        "]",
+        "\"",
+        ":",
+        ",",
+        "\\u0061",
+        "\t",
+        "\n",
+        "null",
+        "-1",
+        "1e9",
+        "true",
+        "\"method\":",
+        "\"Method\":\"x\",",
+        "\"params\":{",
+        "\"name\":\"",
+        "\"id\":1,",
+        "\"model\":",
+        "\"stream\":1,",
+        "=?base64?",
+        "?=",
+        "tools/call",
+        "\u{17f}",
+    ];
+    fuzz("JSON bodies", &examples, &tokens, json_body::run);
 }
 
 #[test]

@@ -15,7 +15,7 @@ const ROWS: &[&[&str]] = &[
     &["snapshot"],
     &["identity", "telemetry", "upstream"],
     &["config", "http", "llm", "routing", "tls"],
-    &["limiter"],
+    &["json", "limiter"],
     &["metrics"],
 ];
 

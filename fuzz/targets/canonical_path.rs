@@ -3,6 +3,7 @@
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, Uri};
 use sluicegate::http::target::{canonical_path, forwarded_path};
+use sluicegate::routing::condition::RouteBody;
 use sluicegate::routing::pattern::PathPattern;
 use sluicegate::routing::{RouteMatch, RouteRequest, RouteTable};
 
@@ -42,8 +43,15 @@ pub(crate) fn run(data: &[u8]) {
     }
     let (uri, headers) = (Uri::default(), HeaderMap::new());
     let route = |path: &str| {
-        let request =
-            RouteRequest { host: "a.test", path, uri: &uri, method: &Method::GET, headers: &headers, listener: 0 };
+        let request = RouteRequest {
+            host: "a.test",
+            path,
+            uri: &uri,
+            method: &Method::GET,
+            headers: &headers,
+            listener: 0,
+            body: RouteBody::Unread,
+        };
         table.find(&request).ok().copied()
     };
     let again = canonical_path(&once).expect("it is canonical");

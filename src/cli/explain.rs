@@ -3,6 +3,7 @@
 mod admin_client;
 mod output;
 
+use std::fs;
 use std::io::{Write, stdout};
 use std::net::IpAddr;
 use std::path::Path;
@@ -44,7 +45,8 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
     }
     let explain_with = |counters: &dyn Counters| {
         let routes = if arguments.all { usize::MAX } else { MAX_OTHER_ROUTES };
-        Explainer { config, counters, max_other_routes: routes }.explain(&client_request.request, &client_request.peer)
+        Explainer { config, counters, body: &client_request.body, max_other_routes: routes }
+            .explain(&client_request.request, &client_request.peer)
     };
     let explanation: Explanation = if arguments.offline {
         explain_with(&CountersUnavailable("--offline".to_owned()))
@@ -80,6 +82,10 @@ pub(in crate::cli) struct Arguments {
     #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
     headers: Vec<String>,
 
+    /// Send this body, as in curl; `@FILE` reads it from a file. Default: no body
+    #[arg(short = 'd', long, value_name = "TEXT")]
+    body: Option<String>,
+
     /// Connect from this address: the client, or a proxy that reports the client in a header
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     ip: String,
@@ -110,6 +116,7 @@ pub(in crate::cli) struct Arguments {
 #[derive(Debug)]
 pub(crate) struct ClientRequest {
     pub(crate) request: Request<()>,
+    pub(crate) body: Vec<u8>,
     pub(crate) peer: Peer,
 }
 
@@ -134,6 +141,8 @@ pub(crate) enum ArgumentError {
     InvalidUrl(String),
     #[error("-H '{0}' is not a header: -H 'name: value'")]
     InvalidHeader(String),
+    #[error("--body: read {0}: {1}")]
+    UnreadableBody(String, String),
     #[error("--ip {0} is not an address: 192.0.2.7 or 2001:db8::7, without port and prefix")]
     InvalidAddress(String),
     #[error("--listener {0} is not a listener of the configuration: {1}")]
@@ -165,11 +174,22 @@ impl Arguments {
         }
         let mut peer = Peer::new(parse_address(&self.ip)?, scheme, config);
         peer.listener = self.listener_index(config, scheme == "https", uri.port_u16())?;
-        Ok(ClientRequest { request, peer })
+        Ok(ClientRequest { request, body: self.body()?, peer })
     }
 }
 
 impl Arguments {
+    /// Return the body.
+    fn body(&self) -> Result<Vec<u8>, ArgumentError> {
+        let Some(text) = &self.body else { return Ok(Vec::new()) };
+        match text.strip_prefix('@') {
+            Some(path) => {
+                fs::read(path).map_err(|error| ArgumentError::UnreadableBody(path.to_owned(), error.to_string()))
+            }
+            None => Ok(text.clone().into_bytes()),
+        }
+    }
+
     /// Return the index of the listener that the client connects to.
     fn listener_index(&self, config: &CompiledConfig, tls: bool, port: Option<u16>) -> Result<usize, ArgumentError> {
         let listeners = &config.listeners;

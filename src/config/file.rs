@@ -308,8 +308,8 @@ const DURATION_KEYS: [&str; 6] =
     ["interval", "base_ejection_time", "slow_start", "max_wait", "max_age", "accept_grace"];
 
 /// Keys with sizes.
-const SIZE_KEYS: [&str; 6] =
-    ["min_body_rate", "request_buffer", "max_buffered", "max_header_size", "max_uri", "max_body"];
+const SIZE_KEYS: [&str; 7] =
+    ["min_body_rate", "request_buffer", "max_buffered", "inspect_body", "max_header_size", "max_uri", "max_body"];
 
 /// Return a hint for common type errors. `path` has the keys that lead to the value.
 fn type_hint(message: &str, path: &[&str]) -> Option<String> {

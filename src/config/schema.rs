@@ -103,6 +103,14 @@ pub(super) fn percentages(_: &mut SchemaGenerator) -> Schema {
     array_schema(&json_schema!({ "type": "integer", "minimum": 1, "maximum": 100 }))
 }
 
+/// Costs by the name of a tool.
+pub(super) fn tool_costs(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "object",
+        "additionalProperties": { "type": "integer", "minimum": 0 },
+    })
+}
+
 pub(super) fn key_hash(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^sha256:[0-9a-f]{64}$")
 }

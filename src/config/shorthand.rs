@@ -18,11 +18,11 @@ use crate::config::{Text, schema};
 pub enum LimitCost {
     /// The same cost for each request.
     Fixed(#[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))] i64),
-    /// The value of a header, or the tokens of a request to an LLM API.
+    /// The value of a header, the tokens of a request to an LLM API, or the tools that a request of MCP calls.
     Table(Box<CostTable>),
 }
 
-/// `{ request_header = "…", max = … }`, `{ response_header = "…" }` or `{ llm = "auto", … }`
+/// `{ request_header = "…", max = … }`, `{ response_header = "…" }`, `{ llm = "auto", … }` or `{ tools = { … } }`
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct CostTable {
@@ -33,6 +33,14 @@ pub struct CostTable {
     /// Maximum cost. Larger values count as this.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub max: Option<Spanned<i64>>,
+    /// Cost of a call of MCP by the name of its tool: `{ search = 5, "sql_*" = 20 }`. `*` stands for any characters; the
+    /// name with the most other characters applies. A batch costs the sum of its messages ([agents and MCP
+    /// tools](limits.md#agents-and-mcp-tools)).
+    #[schemars(schema_with = "schema::tool_costs")]
+    pub tools: BTreeMap<String, Spanned<i64>>,
+    /// With `tools`: cost of each other message, and of requests without a body. 0 = free.
+    #[schemars(range(min = 0), extend("default" = 1))]
+    pub default: Option<Spanned<i64>>,
     /// `"auto"`: the cost is the tokens of a request to an LLM API. The input and the requested maximum of the output are
     /// reserved before the request, and corrected to the usage that the response reports ([token
     /// budgets](limits.md#token-budgets-for-llm-apis)). Requires `unit`. Not for `sliding-log`, `concurrency` and
@@ -58,8 +66,8 @@ pub struct CostTable {
     /// applies: `{ "gpt-5*" = { output = 8 } }`. Weights that are missing are those of `weights`.
     pub models: BTreeMap<String, Spanned<TokenWeights>>,
     /// With `llm`: maximum size of a request body, which is read before the limits are checked. Larger: 413, unless
-    /// `reserve` is set.
-    #[schemars(schema_with = "schema::size", extend("default" = "1MiB"))]
+    /// `reserve` is set. Default: `server.inspect_body`.
+    #[schemars(schema_with = "schema::size")]
     pub inspect_body: Option<Text>,
     /// With `llm`: cost to reserve for a request whose body cannot be read: longer than `inspect_body`, compressed, or no
     /// JSON object. Default: such requests get 400, or 413.
@@ -378,7 +386,7 @@ impl<'de> Deserialize<'de> for LimitCost {
         impl<'de> Visitor<'de> for Either {
             type Value = LimitCost;
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("an integer or a table with `request_header`, `response_header` or `llm`")
+                f.write_str("an integer or a table with `request_header`, `response_header`, `llm` or `tools`")
             }
             fn visit_i64<E>(self, cost: i64) -> Result<LimitCost, E> {
                 Ok(LimitCost::Fixed(cost))

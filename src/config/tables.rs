@@ -34,8 +34,8 @@ pub struct Route {
     pub trailing_slash: Option<Text>,
     /// HTTP methods, such as `["GET"]`. Default: all.
     pub methods: Option<Vec<Text>>,
-    /// Conditions on headers and query parameters, all of which the request must meet: `{ headers = { x-version = {
-    /// exact = "2" } } }`.
+    /// Conditions on headers, query parameters and values of a JSON body, all of which the request must meet: `{ headers
+    /// = { x-version = { exact = "2" } } }`.
     #[serde(rename = "match")]
     pub conditions: Option<Spanned<MatchRules>>,
     /// Name of an upstream, or several with weights: `{ api = 9, canary = 1 }`. A route has exactly one of `upstream`,
@@ -109,9 +109,13 @@ pub struct MatchRules {
     pub headers: BTreeMap<String, Spanned<ValueRule>>,
     /// Conditions by name of a query parameter. Names are compared after decoding.
     pub query: BTreeMap<String, Spanned<ValueRule>>,
+    /// Conditions by JSON pointer (RFC 6901) into the request body: `{ "/model" = { prefix = "gpt-" } }`. The body is read
+    /// before the request is routed, if the route matches otherwise ([routes by
+    /// body](../how-to/routing.md#by-the-body)).
+    pub json: BTreeMap<String, Spanned<ValueRule>>,
 }
 
-/// `{ exact = "…" }`, or another single key: a condition on a header or query parameter.
+/// `{ exact = "…" }`, or another single key: a condition on a header, a query parameter or a value of a JSON body.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct ValueRule {
@@ -238,7 +242,8 @@ pub struct Redirect {
 pub struct Limit {
     /// Identity that the limit counts: `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`,
     /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `basic` (the user name), `auth:HEADER` (of an authentication server),
-    /// `host`, `route`, `method`, `global`, or a list of them. A list counts each combination of values separately.
+    /// `host`, `route`, `method`, `json:POINTER` (a value of the JSON body, such as `json:/model`), `mcp:tool`, `mcp:method`,
+    /// `jsonrpc:method`, `global`, or a list of them. A list counts each combination of values separately.
     /// `api-key`, `jwt:CLAIM`, `basic` and `auth:HEADER` need a provider of that kind in `require` or `identify` of the
     /// route; the first provider that verified a credential counts.
     pub by: Option<Spanned<OneOrMany>>,
@@ -263,8 +268,9 @@ pub struct Limit {
     #[schemars(extend("default" = "UTC"))]
     pub time_zone: Option<Text>,
     /// Requests without the identity. `"reject"`: 400, or 401 for an API key, token or client certificate. `"skip"`:
-    /// the limit does not apply. `"ip"`: the client network is the identity.
-    #[schemars(extend("enum" = ["reject", "skip", "ip"], "default" = "reject"))]
+    /// the limit does not apply. `"ip"`: the client network is the identity. Default: `"reject"`, except that a limit with
+    /// `mcp:tool`, `mcp:method` or `jsonrpc:method` does not apply to requests without such a message.
+    #[schemars(extend("enum" = ["reject", "skip", "ip"]))]
     pub on_missing: Option<Text>,
     /// Fallback while the store is unavailable. `"local"`: the local share of this gateway. `"allow"`: fail open.
     /// `"deny"`: fail closed with 503.
@@ -292,8 +298,7 @@ pub struct Limit {
     /// default from the consumer, which requires `api-key` in `by`.
     pub tiers: BTreeMap<String, Spanned<LimitVariant>>,
     /// Cost of a request: `5`; `{ request_header = "x-cost", max = 100 }`; `{ response_header = "x-tokens-used" }`;
-    /// `{ llm = "auto" }`.
-    /// Default: the cost of the route.
+    /// `{ llm = "auto" }`; `{ tools = { search = 5 } }`. Default: the cost of the route.
     pub cost: Option<Spanned<LimitCost>>,
     /// Response statuses that refund the charge: `["5xx", "404"]`. Default: none; with `cost.llm`, `["4xx", "5xx"]`.
     #[schemars(schema_with = "schema::statuses")]

@@ -139,6 +139,12 @@ impl Body {
         self.in_flight = Some(in_flight);
     }
 
+    /// Take the content of a local reply, to replace it.
+    pub fn take_content(&mut self) -> Option<Bytes> {
+        let BodyKind::Full(bytes) = &mut self.kind else { return None };
+        bytes.take()
+    }
+
     /// Discard the content of a local reply and return its length in bytes. For HEAD, hyper does so only in HTTP/1.1.
     /// In HTTP/2 it would send the content (RFC 9110 §9.3.2).
     pub fn discard_content(&mut self) -> Option<u64> {

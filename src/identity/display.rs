@@ -1,6 +1,7 @@
 //! Display of identities to administrators, and lookup of identities that administrators name.
 //!
-//! Values that may be secrets are never shown: unknown API keys, headers, cookies and query parameters. Administrators
+//! Values that may be secrets are never shown: unknown API keys, headers, cookies, query parameters and values of JSON
+//! bodies. Administrators
 //! name such an identity by its hash, or by the value if they know it.
 
 use std::borrow::Cow;
@@ -11,7 +12,7 @@ use std::sync::Arc;
 use crate::http::target;
 use crate::identity::api_key::{Caller, ConsumerDirectory};
 use crate::identity::client_ip::ClientIpResolver;
-use crate::identity::{ANONYMOUS_TAG, Descriptor, IP_TAG, IdentityPart, cookie_value};
+use crate::identity::{ANONYMOUS_TAG, Descriptor, IP_TAG, IdentityPart, RpcSource, cookie_value};
 use crate::identity::{IdentitySpec, OnMissing, RequestAttributes, octets};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 
@@ -80,6 +81,10 @@ impl Descriptor {
             Descriptor::Forward(name) => format!("auth:{name}").into(),
             Descriptor::Host => "host".into(),
             Descriptor::Method => "method".into(),
+            Descriptor::Json(pointer) => format!("json:{pointer}").into(),
+            Descriptor::Rpc(RpcSource::McpTool) => "mcp:tool".into(),
+            Descriptor::Rpc(RpcSource::McpMethod) => "mcp:method".into(),
+            Descriptor::Rpc(RpcSource::Method) => "jsonrpc:method".into(),
             Descriptor::Global => "global".into(),
             Descriptor::Route => "route".into(),
         }
@@ -112,6 +117,9 @@ impl Descriptor {
             Descriptor::Forward(_) => b'f',
             Descriptor::Host => b'n',
             Descriptor::Method => b'm',
+            Descriptor::Json(_) => b'd',
+            Descriptor::Rpc(RpcSource::McpTool) => b't',
+            Descriptor::Rpc(RpcSource::McpMethod | RpcSource::Method) => b'v',
             Descriptor::Global => b'g',
             Descriptor::Route => b'r',
         }
@@ -119,11 +127,11 @@ impl Descriptor {
 }
 
 /// Return whether values with this tag may be shown. Values from proxies and verified tokens identify a user but grant
-/// no access. Paths are in the access log as well.
+/// no access. Paths are in the access log as well. Tools and methods are names of the upstream's API.
 fn is_public(tag: u8) -> bool {
     match tag {
-        b'c' | b'u' | b'p' | b'j' | b's' | b'b' | b'f' | b'n' | b'm' | b'g' | b'r' => true,
-        // Accepted API keys, headers, cookies and query parameters.
+        b'c' | b'u' | b'p' | b'j' | b's' | b'b' | b'f' | b'n' | b'm' | b'g' | b'r' | b't' | b'v' => true,
+        // Accepted API keys, headers, cookies, query parameters and values of bodies.
         _ => false,
     }
 }

@@ -5,6 +5,8 @@ use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 
+use crate::json::body::{Collector, JsonBody, JsonValue, KeySeed, Position, SeenMembers, text_value};
+
 /// Maximum length of a model name in bytes. Longer names are rejected: they appear in the access log.
 const MAX_MODEL: usize = 128;
 
@@ -76,22 +78,35 @@ impl InputEstimate {
 /// The body is no JSON object, has a key that determines the cost twice or in different spellings, or a value of such a
 /// key that is no count.
 pub fn inspect(body: &[u8]) -> Result<RequestInfo, RequestError> {
-    let mut reader = Reader::default();
+    match inspect_with(body, Collector::default()) {
+        Ok((info, _)) => info,
+        Err(error) => Err(RequestError::Json(error.to_string())),
+    }
+}
+
+/// Like [`inspect`], and collect values in the same pass.
+///
+/// # Errors
+/// The body is not JSON.
+pub fn inspect_with(
+    body: &[u8],
+    collector: Collector,
+) -> Result<(Result<RequestInfo, RequestError>, JsonBody), serde_json::Error> {
+    let position = collector.root();
+    let mut reader = Reader { collector, ..Reader::default() };
     let mut deserializer = serde_json::Deserializer::from_slice(body);
-    let result = ValueSeed { reader: &mut reader, place: Place::Root }.deserialize(&mut deserializer);
-    let result = result.and_then(|found| deserializer.end().map(|()| found));
-    if let Some(error) = reader.error {
-        return Err(RequestError::Key(error));
-    }
-    match result {
-        Ok(Found::Object) => {}
-        Ok(_) => return Err(RequestError::Json("it is another value".to_owned())),
-        Err(error) => return Err(RequestError::Json(error.to_string())),
-    }
-    let Reader { mut info, media_bytes, prompts, .. } = reader;
+    let found = ValueSeed { reader: &mut reader, place: Place::Root, position }.deserialize(&mut deserializer)?;
+    let is_object = matches!(found, Found::Object);
+    deserializer.end()?;
+    let Reader { mut info, media_bytes, prompts, error, collector, .. } = reader;
     info.text_bytes = (body.len() as u64).saturating_sub(media_bytes);
     info.choices = info.choices.max(1).saturating_mul(prompts.max(1));
-    Ok(info)
+    let info = match error {
+        Some(error) => Err(RequestError::Key(error)),
+        None if !is_object => Err(RequestError::Json("it is another value".to_owned())),
+        None => Ok(info),
+    };
+    Ok((info, collector.finish()))
 }
 
 /// Return a body, which is a JSON object without `stream_options`, with the option that makes OpenAI report the usage of a
@@ -121,7 +136,10 @@ struct Reader {
     prompts: u64,
     /// Keys that were read, as bits by [`Known`].
     seen: u32,
+    /// The first error in a key that determines the cost.
     error: Option<String>,
+    /// Collects the values that routes and identities read.
+    collector: Collector,
 }
 
 /// Where a value is.
@@ -228,6 +246,7 @@ enum Found<'de> {
 struct ValueSeed<'r> {
     reader: &'r mut Reader,
     place: Place,
+    position: Position,
 }
 
 impl<'de> DeserializeSeed<'de> for ValueSeed<'_> {
@@ -239,7 +258,8 @@ impl<'de> DeserializeSeed<'de> for ValueSeed<'_> {
 
 impl ValueSeed<'_> {
     fn text<'de>(self, text: Cow<'de, str>) -> Found<'de> {
-        let ValueSeed { reader, place } = self;
+        let ValueSeed { reader, place, position } = self;
+        reader.collector.value(position, || text_value(&text));
         let bytes = text.len() as u64;
         if let Some(rest) = text.strip_prefix("data:") {
             let media_type = rest.split([';', ',']).next().unwrap_or_default();
@@ -277,23 +297,28 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
     }
 
     fn visit_unit<E>(self) -> Result<Found<'de>, E> {
+        self.reader.collector.value(self.position, || JsonValue::Null);
         Ok(Found::Null)
     }
 
     fn visit_bool<E>(self, value: bool) -> Result<Found<'de>, E> {
+        self.reader.collector.value(self.position, || JsonValue::Bool(value));
         Ok(Found::Bool(value))
     }
 
     fn visit_u64<E>(self, value: u64) -> Result<Found<'de>, E> {
+        self.reader.collector.value(self.position, || JsonValue::Integer(value.into()));
         Ok(Found::Count(Some(value)))
     }
 
-    fn visit_i64<E>(self, _: i64) -> Result<Found<'de>, E> {
+    fn visit_i64<E>(self, value: i64) -> Result<Found<'de>, E> {
+        self.reader.collector.value(self.position, || JsonValue::Integer(value.into()));
         // serde_json calls it for negative integers only.
         Ok(Found::Count(None))
     }
 
     fn visit_f64<E>(self, value: f64) -> Result<Found<'de>, E> {
+        self.reader.collector.value(self.position, || JsonValue::Fraction);
         Ok(match value.fract() == 0.0 {
             // `as` saturates.
             true => Found::Count((value >= 0.0).then_some(value as u64)),
@@ -310,25 +335,33 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Found<'de>, A::Error> {
-        let place = if self.place == Place::Images { Place::Images } else { Place::Elsewhere };
+        let ValueSeed { reader, place, position: array } = self;
+        reader.collector.value(array, || JsonValue::Compound);
+        let place = if place == Place::Images { Place::Images } else { Place::Elsewhere };
         let mut prompts = 0;
-        while let Some(found) = seq.next_element_seed(ValueSeed { reader: self.reader, place })? {
+        for index in 0.. {
+            let position = reader.collector.element(array, index);
+            let Some(found) = seq.next_element_seed(ValueSeed { reader, place, position })? else { break };
             prompts += u64::from(matches!(found, Found::Text(_) | Found::Array(_)));
         }
+        reader.collector.array_end(array);
         Ok(Found::Array(prompts))
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Found<'de>, A::Error> {
-        let ValueSeed { reader, place } = self;
+        let ValueSeed { reader, place, position: object } = self;
+        reader.collector.value(object, || JsonValue::Compound);
+        let mut seen = SeenMembers::default();
         let mut base64 = 0;
         let mut media_type = None;
         let mut is_url = false;
         while let Some(key) = map.next_key_seed(KeySeed)? {
+            let position = reader.collector.member(object, &mut seen, &key);
             if let Some(known) = known_key(place, &key) {
-                reader.read_known(known, &key, &mut map)?;
+                reader.read_known(known, &key, position, &mut map)?;
                 continue;
             }
-            let found = map.next_value_seed(ValueSeed { reader, place: place_of(place, &key) })?;
+            let found = map.next_value_seed(ValueSeed { reader, place: place_of(place, &key), position })?;
             match (&*key, found) {
                 (_, Found::Base64(length)) => base64 = length,
                 ("media_type" | "mimeType" | "mime_type", Found::Text(text)) => media_type = Some(text),
@@ -336,6 +369,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
                 _ => {}
             }
         }
+        reader.collector.object_end(object);
         let kind = match place {
             Place::InputAudio => Some("audio/"),
             Place::Source if is_url => Some("image/"),
@@ -351,29 +385,6 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
     }
 }
 
-/// Reads a key with its escape sequences decoded.
-struct KeySeed;
-
-impl<'de> DeserializeSeed<'de> for KeySeed {
-    type Value = Cow<'de, str>;
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Cow<'de, str>, D::Error> {
-        deserializer.deserialize_str(self)
-    }
-}
-
-impl<'de> Visitor<'de> for KeySeed {
-    type Value = Cow<'de, str>;
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a key")
-    }
-    fn visit_borrowed_str<E>(self, key: &'de str) -> Result<Cow<'de, str>, E> {
-        Ok(Cow::Borrowed(key))
-    }
-    fn visit_str<E>(self, key: &str) -> Result<Cow<'de, str>, E> {
-        Ok(Cow::Owned(key.to_owned()))
-    }
-}
-
 impl Reader {
     /// Return the counter for parts of this media type. `None` if they are counted as text.
     fn media_count(&mut self, media_type: &str) -> Option<&mut u64> {
@@ -385,11 +396,15 @@ impl Reader {
     }
 
     /// Read the value of a key that determines the cost.
-    fn read_known<'de, A: MapAccess<'de>>(&mut self, known: Known, key: &str, map: &mut A) -> Result<(), A::Error> {
+    fn read_known<'de, A: MapAccess<'de>>(
+        &mut self,
+        known: Known,
+        key: &str,
+        position: Position,
+        map: &mut A,
+    ) -> Result<(), A::Error> {
         let bit = 1 << known as u32;
-        if self.seen & bit > 0 {
-            return self.fail(format!("`{key}` is in the request body more than once"));
-        }
+        let is_repeated = self.seen & bit > 0;
         self.seen |= bit;
         let place = match known {
             Known::GenerationConfig => Place::GenerationConfig,
@@ -397,7 +412,11 @@ impl Reader {
             Known::StreamOptions => Place::StreamOptions,
             _ => Place::Elsewhere,
         };
-        let found = map.next_value_seed(ValueSeed { reader: self, place })?;
+        let found = map.next_value_seed(ValueSeed { reader: self, place, position })?;
+        if is_repeated {
+            self.fail(format!("`{key}` is in the request body more than once"));
+            return Ok(());
+        }
         match (known, found) {
             (Known::Prompt, found) => {
                 if let Found::Array(prompts) = found {
@@ -409,7 +428,7 @@ impl Reader {
             }
             (Known::GenerationConfig | Known::Options, Found::Object) | (_, Found::Null) => {}
             (Known::Model, Found::Text(model)) if model.len() <= MAX_MODEL => self.info.model = Some(model.into()),
-            (Known::Model, Found::Text(_)) => return self.fail(format!("`{key}` is longer than {MAX_MODEL} bytes")),
+            (Known::Model, Found::Text(_)) => self.fail(format!("`{key}` is longer than {MAX_MODEL} bytes")),
             (Known::Stream, Found::Bool(is_stream)) => self.info.is_stream = is_stream,
             (Known::IncludeUsage, Found::Bool(includes)) => self.info.includes_usage = Some(includes),
             // A negative number is no bound for Ollama.
@@ -424,20 +443,19 @@ impl Reader {
             (Known::N | Known::BestOf | Known::CandidateCount | Known::NumGenerations, Found::Count(Some(choices))) => {
                 self.info.choices = self.info.choices.max(choices);
             }
-            (Known::Model, _) => return self.fail(format!("`{key}` is not a string")),
-            (Known::Stream | Known::IncludeUsage, _) => return self.fail(format!("`{key}` is not true or false")),
+            (Known::Model, _) => self.fail(format!("`{key}` is not a string")),
+            (Known::Stream | Known::IncludeUsage, _) => self.fail(format!("`{key}` is not true or false")),
             (Known::GenerationConfig | Known::Options | Known::StreamOptions, _) => {
-                return self.fail(format!("`{key}` is not an object"));
+                self.fail(format!("`{key}` is not an object"));
             }
-            (_, _) => return self.fail(format!("`{key}` is not a number of tokens or choices: 0 or more")),
+            (_, _) => self.fail(format!("`{key}` is not a number of tokens or choices: 0 or more")),
         }
         Ok(())
     }
 
-    fn fail<E: serde::de::Error>(&mut self, message: String) -> Result<(), E> {
-        self.error = Some(message);
-        // The caller reports the message above.
-        Err(E::custom(""))
+    /// Record the first error. The rest of the body is read for the values of other features.
+    fn fail(&mut self, message: String) {
+        self.error.get_or_insert(message);
     }
 }
 

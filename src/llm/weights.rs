@@ -49,29 +49,31 @@ pub struct ModelWeights {
     /// Weights of models without their own.
     pub default: Weights,
     /// Weights by model.
-    pub models: Vec<(ModelPattern, Weights)>,
+    pub models: Vec<(NamePattern, Weights)>,
 }
 
 impl ModelWeights {
     /// Return the weights for a model: those of the matching pattern with the most literal characters.
     /// A name without `*` precedes a pattern with as many.
     pub fn for_model(&self, model: Option<&str>) -> Weights {
-        let matching = |model: &str| {
-            let patterns = self.models.iter().filter(|(pattern, _)| pattern.matches(model));
-            patterns.max_by_key(|(pattern, _)| pattern.specificity()).map(|(_, weights)| *weights)
-        };
-        model.and_then(matching).unwrap_or(self.default)
+        model.and_then(|model| NamePattern::best_match(&self.models, model)).copied().unwrap_or(self.default)
     }
 }
 
-/// A model name in which `*` stands for any characters.
+/// The name of a model or a tool in which `*` stands for any characters.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ModelPattern(Box<str>);
+pub struct NamePattern(Box<str>);
 
-impl ModelPattern {
+impl NamePattern {
     /// Create a pattern.
     pub fn new(text: &str) -> Self {
-        ModelPattern(text.into())
+        NamePattern(text.into())
+    }
+
+    /// Return the value of the matching pattern with the most literal characters.
+    pub fn best_match<'p, T>(patterns: &'p [(NamePattern, T)], name: &str) -> Option<&'p T> {
+        let matching = patterns.iter().filter(|(pattern, _)| pattern.matches(name));
+        matching.max_by_key(|(pattern, _)| pattern.specificity()).map(|(_, value)| value)
     }
 
     /// Return the number of literal characters, and whether there are only those.
@@ -122,7 +124,7 @@ mod tests {
     fn pattern_with_most_literal_characters_wins() {
         let weights = |input| Weights { input, ..Weights::default() };
         let patterns = [("gpt-5*", 1), ("gpt-5-mini*", 2), ("*", 3), ("*-haiku-*", 4), ("gpt-5-mini", 5)];
-        let models = patterns.map(|(pattern, input)| (ModelPattern::new(pattern), weights(input))).to_vec();
+        let models = patterns.map(|(pattern, input)| (NamePattern::new(pattern), weights(input))).to_vec();
         let all = ModelWeights { default: weights(9), models };
         for (model, expected) in [
             (Some("gpt-5"), 1),
@@ -150,7 +152,7 @@ mod tests {
             ("**", "x", true),
             ("", "", true),
         ] {
-            assert_eq!(ModelPattern::new(pattern).matches(model), expected, "{pattern} {model}");
+            assert_eq!(NamePattern::new(pattern).matches(model), expected, "{pattern} {model}");
         }
     }
 

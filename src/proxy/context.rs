@@ -27,6 +27,7 @@ use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred};
 use crate::proxy::ConfigSnapshot;
+use crate::proxy::body::BodyContent;
 use crate::proxy::header_values::RequestVariables;
 use crate::proxy::llm::{LlmRequest, LlmSettlement};
 use crate::proxy::local_reply::Rejection;
@@ -57,6 +58,10 @@ pub(super) struct RequestContext<'a> {
     pub(super) deadline: Option<tokio::time::Instant>,
     /// Permits of concurrency limits, held until the response ends.
     pub(super) permits: Option<Box<ConcurrencyPermits>>,
+    /// What was read of the body, for a route, an identity or a cost.
+    pub(super) body: Option<Box<BodyContent>>,
+    /// The id of a JSON-RPC message, whose errors are JSON-RPC errors. Null if the message has none.
+    pub(super) rpc_id: Option<serde_json::Value>,
     /// The request, if limits count its tokens.
     pub(super) llm: Option<Box<LlmRequest>>,
     /// Reservations that the response settles when it ends.
@@ -104,6 +109,8 @@ impl<'a> RequestContext<'a> {
             route: None,
             deadline: None,
             permits: None,
+            body: None,
+            rpc_id: None,
             llm: None,
             settlement: None,
             cors: None,
@@ -292,7 +299,7 @@ impl<'a> RequestContext<'a> {
             Rejection::Upstream(error) => warn!(%error, request_id, "upstream request failed"),
             _ => {}
         }
-        rejection.into_response(id, self.snapshot.config.server.proxy_status)
+        rejection.into_response(id, self.snapshot.config.server.proxy_status, self.rpc_id.as_ref())
     }
 }
 

@@ -4,12 +4,10 @@ use std::ops::ControlFlow;
 
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
-use http::{HeaderMap, Request, Response};
-use tokio::time::timeout_at;
+use http::{Request, Response};
 
 use crate::http::body::Body;
-use crate::http::body_limits::{BodyError, BodyLimits, UploadLimits};
-use crate::http::request_body::{ReadBody, RequestBody};
+use crate::http::request_body::RequestBody;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::Identity;
@@ -19,6 +17,7 @@ use crate::llm::request;
 use crate::llm::request::{RequestError, RequestInfo};
 use crate::llm::response::{MeasuredUsage, ResponseMeter, UsageFormat, is_usage_event};
 use crate::llm::weights::Weights;
+use crate::proxy::body::{BodyContent, UnreadBody};
 use crate::proxy::context::RequestContext;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::{SETTLED_ESTIMATED, SETTLED_REPORTED, SETTLED_RESERVED, TokenMetrics, WorkerMetrics};
@@ -59,7 +58,7 @@ pub enum LlmError {
 
 /// A request whose tokens are counted.
 #[derive(Debug)]
-pub(super) struct LlmRequest {
+pub struct LlmRequest {
     content: Content,
     /// The model that determines the weights.
     pub(super) model: Option<Box<str>>,
@@ -86,31 +85,42 @@ pub fn provider<B>(request: &Request<B>) -> Provider {
     Provider::from_request(request.uri().path(), request.headers().contains_key("anthropic-version"))
 }
 
-/// Read the body of a request on a route that counts tokens. The upstream gets the same body, unless the usage of a stream
-/// is requested.
+/// Take what was read of the body of a request on a route that counts tokens. The upstream gets the same body, unless the
+/// usage of a stream is requested.
 ///
 /// # Errors
 /// The body cannot be read, and a limit of the route requires that.
-pub(super) async fn inspect<'a>(
+pub(super) fn inspect<'a>(
     context: &mut RequestContext<'a>,
-    route: &Route,
     inspection: LlmInspection,
     request: &Request<RequestBody>,
     body: &mut RequestBody,
 ) -> Result<(), Rejection<'a>> {
+    let Some(content) = context.body.as_deref_mut() else { return Ok(()) };
+    let llm = self::request(content, inspection, request)?;
+    if llm.hides_usage {
+        body.change(request::with_usage_option);
+    }
+    context.record_model(llm.model.as_deref());
+    context.llm = Some(Box::new(llm));
+    Ok(())
+}
+
+/// Return what a request may use, from what was read of its body.
+///
+/// # Errors
+/// The body cannot be read, and a limit of the route requires that.
+pub fn request<B>(
+    content: &mut BodyContent,
+    inspection: LlmInspection,
+    request: &Request<B>,
+) -> Result<LlmRequest, Rejection<'static>> {
     let path = request.uri().path();
     let provider = provider(request);
-    let settings = &context.snapshot.config.server;
-    let idle_timeout = settings.body_idle_timeout;
-    let upload = UploadLimits { idle_timeout, min_rate: settings.min_body_rate, total_timeout: settings.body_timeout };
-    let limits = BodyLimits { deadline: context.deadline, upload, idle_timeout, max_body: route.max_body };
-    let content = read_content(limits, inspection.max_body, request.headers(), body).await?;
+    let content = Content::from_body(content, inspection.max_body);
     let hides_usage = inspection.includes_usage
         && path.ends_with("/completions")
         && matches!(&content, Ok(Content::Read(info)) if info.is_stream && info.includes_usage.is_none());
-    if hides_usage {
-        body.change(request::with_usage_option);
-    }
     let content = match content {
         Err(error) if inspection.is_required || (inspection.is_enforced && error == LlmError::NoCapacity) => {
             return Err(Rejection::Llm { error, provider });
@@ -124,35 +134,26 @@ pub(super) async fn inspect<'a>(
     };
     // Providers with the model in the path ignore the body.
     let model = request::model_in_path(path).map(Box::from).or(named);
-    context.record_model(model.as_deref());
     let (path, clients) = (path.into(), Vec::new());
-    context.llm = Some(Box::new(LlmRequest { content, model, provider, path, hides_usage, clients }));
-    Ok(())
+    Ok(LlmRequest { content, model, provider, path, hides_usage, clients })
 }
 
-async fn read_content(
-    limits: BodyLimits,
-    max_body: usize,
-    headers: &HeaderMap,
-    body: &mut RequestBody,
-) -> Result<Result<Content, LlmError>, Rejection<'static>> {
-    if http_body::Body::is_end_stream(body) {
-        return Ok(Ok(Content::Empty));
+impl Content {
+    /// Take the content from a body of at most `max_body` bytes.
+    fn from_body(body: &mut BodyContent, max_body: usize) -> Result<Self, LlmError> {
+        match body {
+            BodyContent::Empty => Ok(Content::Empty),
+            BodyContent::Read(read) if read.length > max_body => Err(LlmError::TooLong(max_body)),
+            BodyContent::Read(read) => {
+                let info = read.llm.take().unwrap_or_else(|| Err(RequestError::Json("it was not read".to_owned())));
+                info.map(Content::Read).map_err(LlmError::Body)
+            }
+            BodyContent::Unread(UnreadBody::ContentCoding) => Err(LlmError::ContentCoding),
+            BodyContent::Unread(UnreadBody::TooLong(_)) => Err(LlmError::TooLong(max_body)),
+            BodyContent::Unread(UnreadBody::NoCapacity) => Err(LlmError::NoCapacity),
+            BodyContent::Unread(UnreadBody::Json(error)) => Err(LlmError::Body(RequestError::Json(error.clone()))),
+        }
     }
-    if headers.get(CONTENT_ENCODING).is_some_and(|coding| !coding.as_bytes().eq_ignore_ascii_case(b"identity")) {
-        return Ok(Err(LlmError::ContentCoding));
-    }
-    let reading = body.read(limits, max_body);
-    let read = match limits.deadline {
-        None => reading.await,
-        Some(deadline) => timeout_at(deadline, reading).await.unwrap_or(Err(BodyError::ClientTimeout)),
-    };
-    Ok(match read.map_err(|error| Rejection::Upstream(error.into()))? {
-        ReadBody::Whole(bytes) if bytes.is_empty() => Ok(Content::Empty),
-        ReadBody::Whole(bytes) => request::inspect(&bytes).map(Content::Read).map_err(LlmError::Body),
-        ReadBody::TooLong => Err(LlmError::TooLong(max_body)),
-        ReadBody::NoCapacity => Err(LlmError::NoCapacity),
-    })
 }
 
 impl LlmRequest {
@@ -165,11 +166,7 @@ impl LlmRequest {
     ///
     /// # Errors
     /// The request reserves more than a limit ever has.
-    pub(super) fn reserve(
-        &self,
-        limits: &[RouteLimit],
-        checks: &mut [LimitCheck<'_, '_>],
-    ) -> Result<(), Rejection<'static>> {
+    pub fn reserve(&self, limits: &[RouteLimit], checks: &mut [LimitCheck<'_, '_>]) -> Result<(), Rejection<'static>> {
         for check in checks {
             let Some(llm) = limits[check.limit_index].cost.llm() else { continue };
             check.cost = self.reservation(llm);

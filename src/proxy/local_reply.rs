@@ -8,9 +8,11 @@ use http::header::{
     RETRY_AFTER, WWW_AUTHENTICATE,
 };
 use http::{HeaderMap, Method, Response, StatusCode};
+use serde_json::Value;
 
 use crate::http::body::Body;
 use crate::http::headers::X_REQUEST_ID;
+use crate::http::problem;
 use crate::http::problem::{NO_STORE, Problem};
 use crate::http::ratelimit_headers;
 use crate::http::ratelimit_headers::HeaderStyle;
@@ -19,10 +21,12 @@ use crate::identity::Descriptor;
 use crate::identity::IdentityError;
 use crate::identity::auth::{AuthError, Challenge};
 use crate::identity::forward::Denial;
+use crate::json::rpc;
 use crate::limiter::decision::Decision;
 use crate::limiter::fallback::StoreUnavailable;
 use crate::llm::provider::Provider;
 use crate::proxy::authentication::AuthRejection;
+use crate::proxy::body::{InspectError, UnreadBody};
 use crate::proxy::llm::LlmError;
 use crate::snapshot::cost::CostError;
 use crate::upstream::UpstreamError;
@@ -76,6 +80,8 @@ pub enum Rejection<'a> {
         /// The format of the response, if a limit counts the tokens of an LLM API.
         provider: Option<Provider>,
     },
+    /// The body cannot be read, and the route or a limit depends on it.
+    Inspect(InspectError),
     /// A request to an LLM API reserves more than a limit has, or does not say what it may use.
     Llm {
         /// The reason.
@@ -128,10 +134,22 @@ impl Rejection<'_> {
 
     /// Return the response and its outcome, a single word for the access log. Responses to failures not caused by the
     /// client contain `request_id`, to find the request in the logs of the gateway and the upstream. `proxy_status` adds
-    /// the header of that name to errors.
-    pub fn into_response(self, request_id: Option<HeaderValue>, proxy_status: bool) -> (Response<Body>, &'static str) {
+    /// the header of that name to errors. `rpc_id` is the id of the JSON-RPC message that the client sent, if it did.
+    pub fn into_response(
+        self,
+        request_id: Option<HeaderValue>,
+        proxy_status: bool,
+        rpc_id: Option<&Value>,
+    ) -> (Response<Body>, &'static str) {
         let status = self.proxy_status().filter(|_| proxy_status);
+        let rpc_code = match &self {
+            Rejection::Inspect(error) => error.rpc_code(),
+            _ => None,
+        };
         let (mut response, outcome) = self.into_local_reply(request_id);
+        if let Some(id) = rpc_id {
+            set_rpc_error(&mut response, id, rpc_code);
+        }
         response.headers_mut().extend(status.map(|status| (PROXY_STATUS, HeaderValue::from_static(status))));
         (response, outcome)
     }
@@ -210,6 +228,22 @@ impl Rejection<'_> {
                     .headers_mut()
                     .extend(expose_headers.map(|names| (ACCESS_CONTROL_EXPOSE_HEADERS, names.clone())));
                 (response, "rate-limited")
+            }
+            Rejection::Inspect(error) => {
+                let (status, outcome) = match &error {
+                    InspectError::Unread(UnreadBody::TooLong(_)) => (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large"),
+                    InspectError::Unread(UnreadBody::NoCapacity) => {
+                        (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow")
+                    }
+                    InspectError::Unread(UnreadBody::ContentCoding | UnreadBody::Json(_))
+                    | InspectError::Ambiguous(_)
+                    | InspectError::Rpc(_) => (StatusCode::BAD_REQUEST, "bad-body"),
+                };
+                let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());
+                if status == StatusCode::SERVICE_UNAVAILABLE {
+                    response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(OVERFLOW_RETRY_AFTER_S));
+                }
+                (response, outcome)
             }
             Rejection::Llm { error, provider } => {
                 let (status, outcome) = match &error {
@@ -313,7 +347,11 @@ fn identity_error_response(error: &IdentityError) -> Response<Body> {
         // No scheme is registered for client certificates, and a 401 must name one.
         IdentityError::Missing(Descriptor::ClientCert) => Some("ClientCertificate"),
         IdentityError::Missing(Descriptor::Basic) => Some("Basic"),
-        IdentityError::Ambiguous(_) | IdentityError::Malformed(_) | IdentityError::Missing(_) => None,
+        IdentityError::Ambiguous(_)
+        | IdentityError::Malformed(_)
+        | IdentityError::Unusable(..)
+        | IdentityError::Mixed(_)
+        | IdentityError::Missing(_) => None,
     };
     let status = match error {
         _ if challenge.is_some() => StatusCode::UNAUTHORIZED,
@@ -371,6 +409,20 @@ fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'stati
 /// Return the status of the response to an upstream error.
 pub fn upstream_status(error: &UpstreamError) -> StatusCode {
     upstream_failure(error).0
+}
+
+/// Replace a problem document by a JSON-RPC error, of which it is the `data`. The code is that of the status, unless
+/// JSON-RPC or MCP defines one. Theirs are negative.
+fn set_rpc_error(response: &mut Response<Body>, id: &Value, code: Option<i32>) {
+    if response.headers().get(CONTENT_TYPE).is_none_or(|kind| kind != problem::CONTENT_TYPE) {
+        return;
+    }
+    let Some(problem) = response.body_mut().take_content() else { return };
+    let problem: Value = serde_json::from_slice(&problem).unwrap_or_default();
+    let message = problem["detail"].as_str().unwrap_or_default();
+    let code = code.unwrap_or(response.status().as_u16().into());
+    *response.body_mut() = Body::full(rpc::error_body(id, code, message, &problem));
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
 }
 
 /// Build an error response in the format of a provider, which its SDKs understand.
@@ -494,8 +546,11 @@ impl Rejection<'_> {
             | Rejection::Auth(_)
             | Rejection::Identity(_)
             | Rejection::InvalidCost(_) => "sluicegate; error=http_request_error",
-            Rejection::Llm { error: LlmError::NoCapacity, .. } => "sluicegate; error=proxy_internal_error",
-            Rejection::Llm { .. } => "sluicegate; error=http_request_error",
+            Rejection::Llm { error: LlmError::NoCapacity, .. }
+            | Rejection::Inspect(InspectError::Unread(UnreadBody::NoCapacity)) => {
+                "sluicegate; error=proxy_internal_error"
+            }
+            Rejection::Llm { .. } | Rejection::Inspect(_) => "sluicegate; error=http_request_error",
             Rejection::StoreUnavailable(_) => "sluicegate; error=proxy_internal_error",
             Rejection::Upstream(error) => upstream_proxy_status(error),
         })

@@ -11,6 +11,7 @@ use crate::http::ratelimit_headers::append_decision_headers;
 use crate::http::request_body::RequestBody;
 use crate::identity::auth::Credentials;
 use crate::identity::{IdentitySpec, RequestAttributes};
+use crate::json::body::JsonBody;
 use crate::limiter::Limiter;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
@@ -45,7 +46,9 @@ pub(super) async fn check_limits<'a>(
     context.record_client(client, Some(route));
     let RouteLimits { identities, limits, .. } = &route.rate_limits;
     let limit_context = LimitContext::new(request, target, peer);
-    let attributes = limit_context.request_attributes(config, route, client, credentials);
+    let body = context.body.take();
+    let json = body.as_ref().and_then(|body| body.json());
+    let attributes = limit_context.request_attributes(config, route, client, credentials, json);
     let overrides = limiter.overrides.current();
     let mut rejection = None;
     let checks = authenticated.and_then(|()| build_checks(config, identities, limits, &attributes));
@@ -110,7 +113,9 @@ pub(super) async fn check_limits_around_authentication<'a>(
     let RouteLimits { identities, limits, .. } = &route.rate_limits;
     let limit_context = LimitContext::new(request, target, peer);
     let overrides = limiter.overrides.current();
-    let attributes = limit_context.request_attributes(config, route, client, &credentials);
+    let body = context.body.take();
+    let json = body.as_ref().and_then(|body| body.json());
+    let attributes = limit_context.request_attributes(config, route, client, &credentials, json);
     let needs_credential = |spec: &IdentitySpec| !spec.limits_unauthenticated();
     let mut checks = build_checks_of(config, identities, limits, &attributes, |spec| !needs_credential(spec))?;
     if identities.iter().any(needs_credential) {
@@ -155,7 +160,7 @@ pub(super) async fn check_limits_around_authentication<'a>(
         return Err(rejection);
     }
     let mut first = first.map_err(Rejection::StoreUnavailable)?;
-    let attributes = limit_context.request_attributes(config, route, client, &verified);
+    let attributes = limit_context.request_attributes(config, route, client, &verified, json);
     let mut others = match build_checks_of(config, identities, limits, &attributes, needs_credential) {
         Ok(others) => others,
         Err(rejection) => {
@@ -288,13 +293,14 @@ impl<'a, B> LimitContext<'a, B> {
         }
     }
 
-    /// Return the attributes from which identities are resolved.
+    /// Return the attributes from which identities are resolved. `body` is what was read of the body.
     pub fn request_attributes(
         &self,
         config: &'a CompiledConfig,
         route: &'a Route,
         client: IpAddr,
         credentials: &'a Credentials<'a>,
+        body: Option<&'a JsonBody>,
     ) -> RequestAttributes<'a> {
         RequestAttributes {
             method: self.request.method(),
@@ -310,6 +316,7 @@ impl<'a, B> LimitContext<'a, B> {
             tier_source: &config.auth.tier_source,
             route_name: &route.name,
             path_pattern: &route.path_pattern,
+            body,
         }
     }
 }
@@ -398,7 +405,10 @@ where
     let limit = &*route_limit.limit;
     let deferred = deferred_action(route_limit.cost.is_deferred(), &route_limit.refund_on);
     let variant = attributes.credentials.variant(limit, attributes.tier_source);
-    let cost = route_limit.cost.request_cost(attributes.headers, attributes.is_from_trusted_proxy)?;
+    let mut cost = route_limit.cost.request_cost(attributes.headers, attributes.is_from_trusted_proxy)?;
+    if let Some(counted) = route_limit.counted {
+        cost = route_limit.cost.of_messages(cost, attributes.body, counted);
+    }
     Ok(LimitCheck { limit_index, limit, variant, identity, cost, deferred })
 }
 

@@ -10,7 +10,9 @@ use crate::http::cors;
 use crate::http::headers::http1_header_count;
 use crate::http::target;
 use crate::http::target::{canonical_path, forwarded_path};
+use crate::proxy::body::InspectError;
 use crate::proxy::local_reply::Rejection;
+use crate::routing::condition::RouteBody;
 use crate::routing::{NoMatch, RouteRequest};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
@@ -18,6 +20,16 @@ use crate::snapshot::settings::ServerSettings;
 
 /// Maximum length, in bytes, of a target that `http::Uri` supports.
 const MAX_URI_BYTES: usize = 65_534;
+
+/// Return the rejection of a request that no route matches, or that is not routed because of its body.
+pub fn rejection(error: NoMatch) -> Rejection<'static> {
+    match error {
+        // The body was read before.
+        NoMatch::NotFound | NoMatch::NeedsBody => Rejection::NoRoute,
+        NoMatch::MethodNotAllowed(allowed) => Rejection::MethodNotAllowed(allowed),
+        NoMatch::Ambiguous(pointer) => Rejection::Inspect(InspectError::Ambiguous(pointer)),
+    }
+}
 
 /// Host and path of a request in the form that routes match.
 #[derive(Debug)]
@@ -92,24 +104,23 @@ impl<'a> RequestTarget<'a> {
             method: request.method(),
             headers: request.headers(),
             listener,
+            body: RouteBody::Unread,
         }
     }
 
     /// Return the route of the request. `listener` is the index of the listener.
     ///
     /// # Errors
-    /// No route matches the request, or only routes with other methods.
+    /// No route matches the request, or only routes with other methods. Or the route depends on the body.
     pub fn find_route<'r, B>(
         &self,
         config: &'r CompiledConfig,
         request: &Request<B>,
         listener: usize,
-    ) -> Result<&'r Route, Rejection<'static>> {
-        match config.table.find(&self.route_request(request, listener)) {
-            Ok(route) => Ok(route),
-            Err(NoMatch::NotFound) => Err(Rejection::NoRoute),
-            Err(NoMatch::MethodNotAllowed(allowed)) => Err(Rejection::MethodNotAllowed(allowed)),
-        }
+        body: RouteBody<'_>,
+    ) -> Result<&'r Route, NoMatch> {
+        let route_request = RouteRequest { body, ..self.route_request(request, listener) };
+        config.table.find(&route_request).map(|route| &**route)
     }
 
     /// Return the route of a CORS preflight: the route for the requested method, if this route has a CORS policy.
@@ -121,7 +132,9 @@ impl<'a> RequestTarget<'a> {
         listener: usize,
     ) -> Option<&'r Route> {
         let method = cors::requested_method(request.method(), request.headers())?;
-        let route_request = RouteRequest { method: &method, ..self.route_request(request, listener) };
+        // A preflight does not have the body of the request that follows it.
+        let body = RouteBody::Unknown;
+        let route_request = RouteRequest { method: &method, body, ..self.route_request(request, listener) };
         let route = config.table.find(&route_request).ok()?;
         route.cors.is_some().then_some(&**route)
     }

@@ -1,4 +1,4 @@
-//! Conditions of routes on request headers and query parameters.
+//! Conditions of routes on request headers, query parameters and JSON bodies.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -6,9 +6,11 @@ use std::fmt;
 use http::{HeaderMap, HeaderName};
 use percent_encoding::percent_decode_str;
 
+use crate::json::body::{JsonBody, JsonValue};
+use crate::json::pointer::JsonPointer;
 use crate::routing::expression::Expression;
 
-/// A condition on the values of a header or of a query parameter.
+/// A condition on the values of a header or of a query parameter, or on a value of the body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
     /// Where the values are.
@@ -24,6 +26,33 @@ pub enum ConditionSource {
     Header(HeaderName),
     /// The query parameters with this name, after decoding.
     Query(Box<str>),
+    /// The value at a pointer into the JSON body. A string, an integer, `true` or `false` is compared as text. All other
+    /// values meet only [`Present`](ValueTest::Present).
+    Json(JsonPointer),
+}
+
+/// The body of a request, for conditions on it.
+#[derive(Debug, Clone, Copy)]
+pub enum RouteBody<'a> {
+    /// It was not read.
+    Unread,
+    /// It will not be known: conditions on it count as met.
+    Unknown,
+    /// What was read of it. A request without a body has no values.
+    Read(&'a JsonBody),
+}
+
+/// Whether a request meets a condition.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Met {
+    /// It does.
+    Yes,
+    /// It does not.
+    No,
+    /// The body is not read, and the condition depends on it.
+    NeedsBody,
+    /// Servers may read different values.
+    Ambiguous,
 }
 
 /// The requirement on the values.
@@ -46,13 +75,27 @@ pub enum ValueTest {
 
 impl Condition {
     /// Return whether a request with these headers and this query meets the condition.
-    pub fn matches(&self, headers: &HeaderMap, query: Option<&str>) -> bool {
-        match &self.source {
+    pub fn matches(&self, headers: &HeaderMap, query: Option<&str>, body: RouteBody<'_>) -> Met {
+        let is_met = match &self.source {
             ConditionSource::Header(name) => {
                 self.test.matches(headers.get_all(name).iter().map(|value| Cow::Borrowed(value.as_bytes())))
             }
             ConditionSource::Query(name) => self.test.matches(query_values(query.unwrap_or_default(), name)),
-        }
+            ConditionSource::Json(pointer) => match body {
+                RouteBody::Unread => return Met::NeedsBody,
+                RouteBody::Unknown => true,
+                RouteBody::Read(body) => match body.value(pointer) {
+                    Some(JsonValue::Ambiguous(_) | JsonValue::TooLong) => return Met::Ambiguous,
+                    value => self.test.matches_json(value),
+                },
+            },
+        };
+        if is_met { Met::Yes } else { Met::No }
+    }
+
+    /// Return whether the condition depends on the body.
+    pub fn reads_body(&self) -> bool {
+        matches!(self.source, ConditionSource::Json(_))
     }
 
     /// Return whether no request meets both conditions. `false` if that is unknown, as for two expressions.
@@ -91,6 +134,7 @@ impl fmt::Display for Condition {
         let (kind, name, separator) = match &self.source {
             ConditionSource::Header(name) => ("header", name.as_str(), ": "),
             ConditionSource::Query(name) => ("query parameter", &**name, "="),
+            ConditionSource::Json(pointer) => ("JSON value", pointer.as_str(), " = "),
         };
         match &self.test {
             ValueTest::Exact(value) => write!(f, "the {kind} `{name}{separator}{}`", String::from_utf8_lossy(value)),
@@ -105,6 +149,18 @@ impl fmt::Display for Condition {
 }
 
 impl ValueTest {
+    /// Return whether a value of a JSON body meets the requirement. `None`: there is no such value.
+    fn matches_json(&self, value: Option<&JsonValue>) -> bool {
+        let text = value.and_then(JsonValue::text);
+        match self {
+            ValueTest::Present => value.is_some(),
+            ValueTest::Absent => value.is_none(),
+            ValueTest::Exact(expected) => text.is_some_and(|text| *text.as_bytes() == **expected),
+            ValueTest::Prefix(prefix) => text.is_some_and(|text| text.as_bytes().starts_with(prefix)),
+            ValueTest::Regex(expression) => text.is_some_and(|text| expression.is_match(text.as_bytes())),
+        }
+    }
+
     fn matches<'v>(&self, mut values: impl Iterator<Item = Cow<'v, [u8]>>) -> bool {
         let first = values.next();
         match self {
@@ -175,9 +231,46 @@ mod tests {
                 values.iter().map(|value| (HeaderName::from_static("x-plan"), value.parse().unwrap())).collect();
             for (test, expected) in tests().into_iter().zip(expected) {
                 let parameter = Condition { source: ConditionSource::Query("x-plan".into()), test: test.clone() };
-                assert_eq!(header(test.clone()).matches(&headers, None), expected, "{test:?} of {values:?}");
-                assert_eq!(parameter.matches(&HeaderMap::new(), Some(query)), expected, "{test:?} of {query}");
+                let expected = if expected { Met::Yes } else { Met::No };
+                let body = RouteBody::Unread;
+                assert_eq!(header(test.clone()).matches(&headers, None, body), expected, "{test:?} of {values:?}");
+                assert_eq!(parameter.matches(&HeaderMap::new(), Some(query), body), expected, "{test:?} of {query}");
             }
+        }
+    }
+
+    #[test]
+    fn json_values_are_compared_as_text() {
+        let pointer = JsonPointer::parse("/plan").unwrap();
+        for (value, expected) in [
+            (None, [false, false, false, false, false, true]),
+            (Some(JsonValue::Text("gold".into())), [true, false, true, true, true, false]),
+            (Some(JsonValue::Text("GOLD".into())), [false, false, false, false, true, false]),
+            (Some(JsonValue::Integer(7)), [false, false, false, false, true, false]),
+            (Some(JsonValue::Null), [false, false, false, false, true, false]),
+            (Some(JsonValue::Compound), [false, false, false, false, true, false]),
+            (Some(JsonValue::Fraction), [false, false, false, false, true, false]),
+        ] {
+            let values = value.iter().map(|value| (pointer.clone(), value.clone())).collect();
+            let body = JsonBody::from_values(values);
+            for (test, expected) in tests().into_iter().zip(expected) {
+                let condition = Condition { source: ConditionSource::Json(pointer.clone()), test };
+                let met = condition.matches(&HeaderMap::new(), None, RouteBody::Read(&body));
+                assert_eq!(met, if expected { Met::Yes } else { Met::No }, "{condition} of {value:?}");
+                let unread = condition.matches(&HeaderMap::new(), None, RouteBody::Unread);
+                assert_eq!(unread, Met::NeedsBody, "{condition}");
+            }
+        }
+        for value in [JsonValue::Ambiguous("plan".into()), JsonValue::TooLong] {
+            let body = JsonBody::from_values(vec![(pointer.clone(), value)]);
+            let condition = Condition { source: ConditionSource::Json(pointer.clone()), test: ValueTest::Absent };
+            assert_eq!(condition.matches(&HeaderMap::new(), None, RouteBody::Read(&body)), Met::Ambiguous);
+        }
+        for (value, expected) in [(JsonValue::Integer(-7), "-7"), (JsonValue::Bool(true), "true")] {
+            let body = JsonBody::from_values(vec![(pointer.clone(), value)]);
+            let test = ValueTest::Exact(expected.as_bytes().into());
+            let condition = Condition { source: ConditionSource::Json(pointer.clone()), test };
+            assert_eq!(condition.matches(&HeaderMap::new(), None, RouteBody::Read(&body)), Met::Yes);
         }
     }
 
@@ -191,7 +284,7 @@ mod tests {
                 let accepts = |condition: &Condition, value: Option<&&str>| {
                     let headers =
                         value.map(|value| (HeaderName::from_static("x-plan"), value.parse().unwrap())).into_iter();
-                    condition.matches(&headers.collect(), None)
+                    condition.matches(&headers.collect(), None, RouteBody::Unread) == Met::Yes
                 };
                 let samples: Vec<_> = values.iter().map(Some).chain([None]).collect();
                 if one.excludes(&other) {

@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use http::Method;
 
 use crate::routing::condition::Condition;
-use crate::routing::{HostRoutes, Node, RouteEntry, RouteRequest, RouteTable};
+use crate::routing::{HostRoutes, Node, RouteEntry, RouteRequest, RouteTable, Unmet};
 
 /// A route compared with a request. A route with several hosts, or with both forms of a trailing slash, has one candidate
 /// for each.
@@ -38,7 +38,7 @@ pub enum MismatchReason<'t> {
     Listener,
     /// The method.
     Method,
-    /// This condition on a header or query parameter.
+    /// This condition on a header, a query parameter or the body.
     Condition(&'t Condition),
 }
 
@@ -171,13 +171,17 @@ impl<T> RouteEntry<T> {
         if !search_path.path_matches {
             return Some(MismatchReason::Path);
         }
-        if requirements.is_some_and(|requirements| !requirements.includes_listener(request.listener)) {
+        let unmet = requirements.and_then(|requirements| requirements.unmet(request));
+        if matches!(unmet, Some(Unmet::Listener)) {
             return Some(MismatchReason::Listener);
         }
         if !self.allows_method(request.method) {
             return Some(MismatchReason::Method);
         }
-        requirements?.unmet_condition(request).map(MismatchReason::Condition)
+        match unmet {
+            Some(Unmet::Condition(condition)) => Some(MismatchReason::Condition(condition)),
+            Some(Unmet::Listener | Unmet::Undecided(_)) | None => None,
+        }
     }
 }
 
@@ -237,7 +241,7 @@ impl<T> RouteEntry<T> {
 mod tests {
     use super::*;
     use crate::routing::RouteMatch;
-    use crate::routing::condition::{ConditionSource, ValueTest};
+    use crate::routing::condition::{ConditionSource, RouteBody, ValueTest};
     use http::{HeaderMap, HeaderName, Uri};
 
     #[test]
@@ -272,7 +276,8 @@ mod tests {
         table.insert(&elsewhere, &9).unwrap();
         let (uri, headers) = (Uri::from_static("/v1/users/7"), HeaderMap::new());
         let (host, path, method) = ("a.test", "/v1/users/7", &Method::GET);
-        let request = RouteRequest { host, path, uri: &uri, method, headers: &headers, listener: 0 };
+        let request =
+            RouteRequest { host, path, uri: &uri, method, headers: &headers, listener: 0, body: RouteBody::Unread };
         let mut found = table.candidates(&request);
         found.sort_by_key(|candidate| *candidate.target);
         let missed: Vec<_> = found.iter().map(|candidate| candidate.mismatch).collect();
@@ -289,7 +294,7 @@ mod tests {
 
 #[cfg(test)]
 mod unreachable_tests {
-    use crate::routing::condition::{Condition, ConditionSource, ValueTest};
+    use crate::routing::condition::{Condition, ConditionSource, RouteBody, ValueTest};
     use crate::routing::{RouteMatch, RouteRequest, RouteTable};
 
     #[test]
@@ -325,7 +330,8 @@ mod unreachable_tests {
                 ]);
                 let path = path.replace("{*rest}", "y").replace("{id}", "y");
                 let (host, path, method, uri) = ("h", &*path, &http::Method::GET, &path.parse().unwrap());
-                let request = RouteRequest { host, path, uri, method, headers: &headers, listener: 0 };
+                let body = RouteBody::Unread;
+                let request = RouteRequest { host, path, uri, method, headers: &headers, listener: 0, body };
                 let taken = table.find(&request);
                 assert_eq!(taken, Ok(if expected == 1 { &"early" } else { &"late" }), "{path} {methods:?}");
             }

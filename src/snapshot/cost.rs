@@ -1,14 +1,17 @@
-//! Cost of a request for a limit: fixed, from a header of a trusted proxy, from a response header, or the tokens of an LLM
-//! API.
+//! Cost of a request for a limit: fixed, from a header of a trusted proxy, from a response header, the tokens of an LLM API,
+//! or the tools of MCP.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use http::{HeaderMap, HeaderName, StatusCode};
 
+use crate::json::body::JsonBody;
+use crate::json::rpc::{CountedMessages, Message};
+use crate::limiter::quota::EXACT_INTEGER_LIMIT;
 use crate::llm::request::InputEstimate;
 use crate::llm::response::UsageFormat;
-use crate::llm::weights::ModelWeights;
+use crate::llm::weights::{ModelWeights, NamePattern};
 
 /// Cost of a request for one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +36,29 @@ pub enum Cost {
     },
     /// The tokens of a request to an LLM API: reserved before the request, settled after the response.
     Llm(Arc<LlmCost>),
+    /// By the tools that the messages of a request of MCP call.
+    Tools(Arc<ToolCosts>),
+}
+
+/// Costs of messages of MCP.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ToolCosts {
+    /// Cost of a call by the name of its tool.
+    pub tools: Vec<(NamePattern, u64)>,
+    /// Cost of each other message, and of a request without messages.
+    pub default: u64,
+}
+
+impl ToolCosts {
+    fn of(&self, message: &Message) -> u64 {
+        let tool = message.tool().and_then(|tool| NamePattern::best_match(&self.tools, tool));
+        tool.copied().unwrap_or(self.default)
+    }
+
+    /// Return the largest cost of a message.
+    pub fn max(&self) -> u64 {
+        self.tools.iter().map(|(_, cost)| *cost).chain([self.default]).max().unwrap_or(0)
+    }
 }
 
 /// How tokens of LLM APIs are counted.
@@ -54,6 +80,9 @@ pub struct LlmCost {
     pub includes_usage: bool,
 }
 
+/// Maximum cost, which is exact in Lua 5.1.
+const MAX_COST: u64 = EXACT_INTEGER_LIMIT - 1;
+
 /// Cost of a request to an LLM API that is rejected before its body is read.
 const UNREAD_LLM_COST: u64 = 1;
 
@@ -72,6 +101,7 @@ impl Cost {
             Cost::Fixed(cost) => Ok(*cost),
             Cost::Response { default, .. } => Ok(*default),
             Cost::Llm(_) => Ok(UNREAD_LLM_COST),
+            Cost::Tools(tools) => Ok(tools.default),
             Cost::Request { default, .. } if !trusted => Ok(*default),
             Cost::Request { header, max, default } => match parse_single(headers, header) {
                 None => Ok(*default),
@@ -80,11 +110,22 @@ impl Cost {
         }
     }
 
+    /// Return the cost of a request whose messages a limit counts. `cost` is that of one message, if it does not depend on
+    /// the message.
+    pub fn of_messages(&self, cost: u64, body: Option<&JsonBody>, counted: CountedMessages) -> u64 {
+        let Some(Ok(messages)) = body.and_then(|body| body.messages.as_ref()) else { return cost };
+        let counted = messages.counted(counted).map(|message| match self {
+            Cost::Tools(tools) => tools.of(message),
+            Cost::Fixed(_) | Cost::Request { .. } | Cost::Response { .. } | Cost::Llm(_) => cost,
+        });
+        counted.fold(0, u64::saturating_add).min(MAX_COST)
+    }
+
     /// Return the cost from the response headers, or `None` if the cost does not depend on the response.
     pub fn response_cost(&self, headers: &HeaderMap) -> Option<u64> {
         match self {
             Cost::Response { header, default } => Some(parse_single(headers, header).flatten().unwrap_or(*default)),
-            Cost::Fixed(_) | Cost::Request { .. } | Cost::Llm(_) => None,
+            Cost::Fixed(_) | Cost::Request { .. } | Cost::Llm(_) | Cost::Tools(_) => None,
         }
     }
 
@@ -95,6 +136,7 @@ impl Cost {
             Cost::Request { header, max, .. } => Cost::Request { header, max, default },
             Cost::Response { header, .. } => Cost::Response { header, default },
             Cost::Llm(llm) => Cost::Llm(llm),
+            Cost::Tools(tools) => Cost::Tools(tools),
         }
     }
 
@@ -102,7 +144,7 @@ impl Cost {
     pub fn llm(&self) -> Option<&Arc<LlmCost>> {
         match self {
             Cost::Llm(llm) => Some(llm),
-            Cost::Fixed(_) | Cost::Request { .. } | Cost::Response { .. } => None,
+            Cost::Fixed(_) | Cost::Request { .. } | Cost::Response { .. } | Cost::Tools(_) => None,
         }
     }
 

@@ -20,8 +20,9 @@ use crate::identity::access::parse_network;
 use crate::identity::api_key::{Consumer, ConsumerDirectory, Consumers, KeyTerms, parse_key_hash};
 use crate::identity::auth::TierSource;
 use crate::identity::client_ip::ClientIpResolver;
-use crate::identity::{Descriptor, cookie_value};
+use crate::identity::{Descriptor, RpcSource, cookie_value};
 use crate::identity::{Exemptions, IdentitySpec, OnMissing};
+use crate::json::pointer::{JsonPointer, MAX_SEGMENTS};
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
@@ -57,7 +58,6 @@ pub(super) fn identity_spec(
     reader: &mut Validator<'_>,
 ) -> IdentitySpec {
     let missing = [("reject", OnMissing::Reject), ("skip", OnMissing::Skip), ("ip", OnMissing::Ip)];
-    let on_missing = reader.one_of(limit.on_missing.as_ref(), OnMissing::Reject, &missing);
     let mut descriptors = Vec::new();
     if let Some(list) = reader.required(limit.by.as_ref(), span, "by", "\"ip\"") {
         if list.get_ref().0.is_empty() {
@@ -69,9 +69,13 @@ pub(super) fn identity_spec(
             descriptors.extend(descriptor(text, list.span(), reader));
         }
     }
+    let on_missing = reader.one_of(limit.on_missing.as_ref(), OnMissing::Reject, &missing);
+    // Sessions of MCP have requests that call no tool, and the responses of clients have no method.
+    let skips_other_messages =
+        limit.on_missing.is_none() && descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Rpc(_)));
     let exempt = exemptions(limit, &descriptors, on_missing, reader);
     let methods = reader.methods(limit.methods.as_deref(), span);
-    IdentitySpec { descriptors, on_missing, methods, exemptions: exempt }
+    IdentitySpec { descriptors, on_missing, skips_other_messages, methods, exemptions: exempt }
 }
 
 /// Compile `exempt`. Its sources are the sources of `by`, and `ip` if the client network can replace another source.
@@ -129,7 +133,7 @@ fn exemptions(
 
 fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Option<Descriptor> {
     const ALL: &str = "api-key ip user:HEADER header:NAME cookie:NAME query:NAME path:PARAM jwt:CLAIM client-cert basic \
-                       auth:HEADER host route method global";
+                       auth:HEADER host route method json:POINTER mcp:tool mcp:method jsonrpc:method global";
     match text.split_once(':') {
         None => match text {
             "api-key" => return Some(Descriptor::ApiKey),
@@ -149,9 +153,24 @@ fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Opt
         Some(("query", name)) if !name.is_empty() => return Some(Descriptor::Query(name.into())),
         Some(("jwt", name)) if !name.is_empty() => return Some(Descriptor::Jwt(name.into())),
         Some(("path", name)) if !name.is_empty() => return Some(Descriptor::Path(name.into())),
+        Some(("json", pointer)) => return json_pointer(pointer, span, reader).map(Descriptor::Json),
+        Some(("mcp", "tool")) => return Some(Descriptor::Rpc(RpcSource::McpTool)),
+        Some(("mcp", "method")) => return Some(Descriptor::Rpc(RpcSource::McpMethod)),
+        Some(("jsonrpc", "method")) => return Some(Descriptor::Rpc(RpcSource::Method)),
         Some(_) => reader.unknown_name(span, "identity", text, ALL.split(' ')),
     }
     None
+}
+
+/// Compile a JSON pointer.
+pub(super) fn json_pointer(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Option<JsonPointer> {
+    let pointer = JsonPointer::parse(text);
+    if pointer.is_none() {
+        let issue = Issue::new(span, format!("`{text}` is not a JSON pointer to a member"));
+        let hint = format!("such as \"/model\" or \"/metadata/user_id\", with up to {MAX_SEGMENTS} members");
+        reader.push_issue(issue.with_hint(hint));
+    }
+    pointer
 }
 
 /// Report a text that is not a network.

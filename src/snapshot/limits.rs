@@ -9,11 +9,12 @@ use http::HeaderName;
 
 use crate::config;
 use crate::config::Config;
-use crate::config::error::Issue;
-use crate::config::shorthand::LimitCost;
+use crate::config::error::{Issue, Spanned};
+use crate::config::shorthand::{CostTable, LimitCost};
 use crate::identity::Descriptor;
 use crate::identity::auth::TierSource;
 use crate::identity::{IdentitySpec, OnMissing};
+use crate::json::rpc::CountedMessages;
 use crate::limiter::algorithm::Rule;
 use crate::limiter::algorithm::concurrency::Concurrency;
 use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
@@ -25,7 +26,8 @@ use crate::limiter::key::IdentityHasher;
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 use crate::limiter::spec::{CONCURRENT_REQUESTS, LimitSpec, LimitVariant, LocalShare, OnStoreError, QueuePolicy};
 use crate::limiter::usage::UsageDays;
-use crate::snapshot::cost::{Cost, RefundOn};
+use crate::llm::weights::NamePattern;
+use crate::snapshot::cost::{Cost, RefundOn, ToolCosts};
 use crate::snapshot::route_action::upstream_indices;
 use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledLimit, identities, llm, notify, remote_auth};
@@ -45,7 +47,7 @@ const SINGULAR_UNITS: [(&str, &str); 2] = [("request", "requests"), ("token", "t
 pub(super) fn limits(
     config: &Config,
     hasher: &IdentityHasher,
-    instances: u64,
+    (instances, inspect_body): (u64, usize),
     trusted_proxies: usize,
     upstreams: &[UpstreamSettings],
     tier_source: &TierSource,
@@ -77,7 +79,7 @@ pub(super) fn limits(
                 "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"], or by = \"header:NAME\" if clients may choose it";
             reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
         }
-        let cost = cost(limit, trusted_proxies, reader);
+        let cost = cost(limit, trusted_proxies, inspect_body, reader);
         let refund_on = refund_on(limit, cost.as_ref(), reader);
         let wait = queue_policy(limit, reader);
         let announce = limit.announce.as_ref().is_none_or(|announce| *announce.get_ref());
@@ -86,7 +88,7 @@ pub(super) fn limits(
         let errors = [("local", OnStoreError::Local), ("allow", OnStoreError::Allow), ("deny", OnStoreError::Deny)];
         let on_store_error = reader.one_of(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
         let Some((quota, rule)) = rule(limit, &span, permit_ttl(config, name, upstreams), reader) else { continue };
-        check_conflicts(limit, cost.as_ref(), &rule, reader);
+        check_conflicts(limit, cost.as_ref(), identity_spec.counted_messages(), &rule, reader);
         let usage = usage_days(limit, &rule, reader);
         let notify = notify::limit_notify(name, limit, &rule, config, reader);
         let division = LocalShare { gateway_count: instances, max_cost: max_cost(config, name, cost.as_ref()) };
@@ -116,8 +118,12 @@ pub(super) fn limits(
             compiled.prefetch = 0;
         }
         compiled.tiers = tiers(limit, &compiled, (&identity_spec, tier_source), hasher, reader);
-        if let (Some(Cost::Fixed(cost)), Some(written)) = (&cost, &limit.cost) {
-            check_cost_fits(*cost, &compiled, written.span(), reader);
+        match (&cost, &limit.cost) {
+            (Some(Cost::Fixed(cost)), Some(written)) => check_cost_fits(*cost, &compiled, written.span(), reader),
+            (Some(Cost::Tools(tools)), Some(written)) => {
+                check_cost_fits(tools.max(), &compiled, written.span(), reader)
+            }
+            _ => {}
         }
         limits.insert(name.clone(), CompiledLimit { limit: Arc::new(compiled), identity_spec, cost, refund_on });
     }
@@ -158,7 +164,12 @@ pub(super) fn trusted_headers(limits: &BTreeMap<String, CompiledLimit>) -> Vec<H
     names
 }
 
-fn cost(limit: &config::tables::Limit, trusted_proxies: usize, reader: &mut Validator<'_>) -> Option<Cost> {
+fn cost(
+    limit: &config::tables::Limit,
+    trusted_proxies: usize,
+    inspect_body: usize,
+    reader: &mut Validator<'_>,
+) -> Option<Cost> {
     let written = limit.cost.as_ref()?;
     let table = match written.get_ref() {
         LimitCost::Fixed(cost) => {
@@ -171,9 +182,10 @@ fn cost(limit: &config::tables::Limit, trusted_proxies: usize, reader: &mut Vali
         LimitCost::Table(table) => table,
     };
     if table.llm.is_some() {
-        let cost = llm::llm_cost(table, reader);
+        let cost = llm::llm_cost(table, inspect_body, reader);
         let others = [&table.request_header, &table.response_header].into_iter().flatten().map(|key| key.span());
-        if let Some(span) = others.chain(table.max.as_ref().map(|key| key.span())).next() {
+        let others = others.chain(table.max.as_ref().map(|key| key.span()));
+        if let Some(span) = others.chain(table.tools.values().next().map(|tool| tool.span())).next() {
             reader.push_issue(Issue::new(span, "this key cannot be combined with `llm`"));
         }
         if limit.unit.is_none() {
@@ -183,6 +195,13 @@ fn cost(limit: &config::tables::Limit, trusted_proxies: usize, reader: &mut Vali
         return Some(Cost::Llm(Arc::new(cost)));
     }
     llm::check_without_llm(table, reader);
+    if !table.tools.is_empty() {
+        return Some(Cost::Tools(Arc::new(tool_costs(table, reader))));
+    }
+    if let Some(default) = &table.default {
+        let issue = Issue::new(default.span(), "`default` requires `tools`");
+        reader.push_issue(issue.with_hint("cost = { tools = { search = 5 }, default = 1 }"));
+    }
     // `Cost::with_default` replaces it by the cost of the route.
     let default = 1;
     match (&table.request_header, &table.response_header, &table.max) {
@@ -203,10 +222,23 @@ fn cost(limit: &config::tables::Limit, trusted_proxies: usize, reader: &mut Vali
         }
         _ => {
             let issue = Issue::new(written.span(), "invalid cost");
-            let hint = "cost = 5, cost.request_header = \"x-cost\" with cost.max = 100, cost.response_header = \"x-tokens-used\", or cost.llm = \"auto\"";
+            let hint = "cost = 5, cost.request_header = \"x-cost\" with cost.max = 100, cost.response_header = \"x-tokens-used\", cost.llm = \"auto\", or cost.tools = { search = 5 }";
             reader.push_issue(issue.with_hint(hint));
             None
         }
+    }
+}
+
+/// Compile `cost.tools` and `cost.default`.
+fn tool_costs(table: &CostTable, reader: &mut Validator<'_>) -> ToolCosts {
+    let others = [&table.request_header, &table.response_header].into_iter().flatten().map(|key| key.span());
+    if let Some(span) = others.chain(table.max.as_ref().map(|key| key.span())).next() {
+        reader.push_issue(Issue::new(span, "this key cannot be combined with `tools`"));
+    }
+    let mut cost = |written: Option<&Spanned<i64>>| reader.number(written, 0..EXACT_INTEGER_LIMIT as i64, 1) as u64;
+    ToolCosts {
+        tools: table.tools.iter().map(|(name, written)| (NamePattern::new(name), cost(Some(written)))).collect(),
+        default: cost(table.default.as_ref()),
     }
 }
 
@@ -285,7 +317,13 @@ fn usage_days(limit: &config::tables::Limit, rule: &Rule, reader: &mut Validator
 }
 
 /// Report keys that cannot be combined.
-fn check_conflicts(limit: &config::tables::Limit, cost: Option<&Cost>, rule: &Rule, reader: &mut Validator<'_>) {
+fn check_conflicts(
+    limit: &config::tables::Limit,
+    cost: Option<&Cost>,
+    counted: Option<CountedMessages>,
+    rule: &Rule,
+    reader: &mut Validator<'_>,
+) {
     let concurrency = matches!(rule, Rule::Concurrency(_));
     let is_deferred = cost.is_some_and(Cost::is_deferred);
     let is_llm = cost.is_some_and(|cost| cost.llm().is_some());
@@ -327,7 +365,12 @@ fn check_conflicts(limit: &config::tables::Limit, cost: Option<&Cost>, rule: &Ru
             limit.shadow,
             "a shadow limit checks each request in the store: `prefetch` cannot be combined with `shadow`",
         ),
-        (prefetch, !is_single, "`prefetch` requires a `cost` of 1"),
+        (prefetch.clone(), !is_single, "`prefetch` requires a `cost` of 1"),
+        (
+            prefetch,
+            counted.is_some(),
+            "a JSON-RPC batch costs the number of its messages: `prefetch` cannot be combined with `mcp:` and `jsonrpc:`",
+        ),
         (
             cost.clone().filter(|_| is_llm),
             matches!(rule, Rule::SlidingLog(_)),
@@ -388,6 +431,7 @@ fn routes_using<'c>(config: &'c Config, name: &str) -> impl Iterator<Item = &'c 
 fn max_cost(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
     match cost {
         Some(Cost::Fixed(cost) | Cost::Request { max: cost, .. }) => *cost,
+        Some(Cost::Tools(tools)) => tools.max().max(1),
         Some(Cost::Response { .. } | Cost::Llm(_)) => 1,
         None => {
             let costs = routes_using(config, name).filter_map(|route| route.cost.as_ref());

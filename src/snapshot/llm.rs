@@ -8,7 +8,7 @@ use crate::llm::json_scanner::{JsonPath, MAX_SEGMENTS};
 use crate::llm::request::InputEstimate;
 use crate::llm::response::{CountKind, UsageFormat};
 use crate::llm::usage::MAX_TOKENS;
-use crate::llm::weights::{MAX_WEIGHT, ModelPattern, ModelWeights, Weights};
+use crate::llm::weights::{MAX_WEIGHT, ModelWeights, NamePattern, Weights};
 use crate::snapshot::cost::LlmCost;
 use crate::snapshot::validator::Validator;
 
@@ -21,11 +21,8 @@ const BYTES_PER_TOKEN: i64 = 4;
 /// Default of `image_tokens` and `audio_tokens`: an image of about a megapixel.
 const MEDIA_TOKENS: i64 = 1000;
 
-/// Default of `inspect_body`, in bytes.
-const MAX_BODY: usize = 1 << 20;
-
-/// Compile the cost of a limit whose `cost` has `llm`.
-pub(super) fn llm_cost(table: &CostTable, reader: &mut Validator<'_>) -> LlmCost {
+/// Compile the cost of a limit whose `cost` has `llm`. `inspect_body` is the default of this key.
+pub(super) fn llm_cost(table: &CostTable, inspect_body: usize, reader: &mut Validator<'_>) -> LlmCost {
     reader.one_of(table.llm.as_ref(), (), &[("auto", ())]);
     let tokens = |reader: &mut Validator<'_>, value: &Option<Spanned<i64>>, default| {
         reader.number(value.as_ref(), 0..MAX_TOKENS as i64 + 1, default) as u64
@@ -43,12 +40,12 @@ pub(super) fn llm_cost(table: &CostTable, reader: &mut Validator<'_>) -> LlmCost
     let models = table
         .models
         .iter()
-        .map(|(model, written)| (ModelPattern::new(model), weights(written.get_ref(), default, reader)));
+        .map(|(model, written)| (NamePattern::new(model), weights(written.get_ref(), default, reader)));
     let weights = ModelWeights { default, models: models.collect() };
     LlmCost {
         weights,
         estimate,
-        max_body: reader.size(table.inspect_body.as_ref(), MAX_BODY),
+        max_body: reader.size(table.inspect_body.as_ref(), inspect_body),
         unread_cost: table
             .reserve
             .as_ref()

@@ -1,4 +1,4 @@
-//! Compiles the match of a route: hosts, listeners, path, methods, and conditions on headers and query parameters.
+//! Compiles the match of a route: hosts, listeners, path, methods, and conditions on headers, query parameters and the body.
 
 use std::net::Ipv6Addr;
 use std::ops::Range;
@@ -14,6 +14,7 @@ use crate::routing::condition::{Condition, ConditionSource, ValueTest};
 use crate::routing::expression::{Expression, ExpressionError};
 use crate::routing::pattern;
 use crate::routing::pattern::PathPattern;
+use crate::snapshot::identities::json_pointer;
 use crate::snapshot::validator::Validator;
 
 /// The treatment of requests whose path differs from the path of the route only in the trailing slash.
@@ -239,6 +240,10 @@ fn conditions(route: &config::tables::Route, reader: &mut Validator<'_>) -> Vec<
             reader.push_issue(Issue::new(rule.span(), "the name of a query parameter is empty"));
         }
         add(name, rule, Some(ConditionSource::Query(name.as_str().into())), reader);
+    }
+    for (pointer, rule) in &rules.json {
+        let source = json_pointer(pointer, rule.span(), reader).map(ConditionSource::Json);
+        add(pointer, rule, source, reader);
     }
     conditions
 }

@@ -26,6 +26,7 @@ use crate::identity::Descriptor;
 use crate::identity::IdentitySpec;
 use crate::identity::access::AccessRules;
 use crate::identity::auth::RouteAuth;
+use crate::json::rpc::CountedMessages;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::decision::LimitResult;
 use crate::limiter::spec::LimitSpec;
@@ -93,6 +94,8 @@ pub struct RouteLimit {
     pub cost: Cost,
     /// Statuses that refund the charge.
     pub refund_on: RefundOn,
+    /// The JSON-RPC messages of which each has the cost. `None`: the request has it.
+    pub counted: Option<CountedMessages>,
 }
 
 /// Limits of a route, and the response headers about them.
@@ -110,8 +113,21 @@ pub struct RouteLimits {
     pub expose_header: Option<HeaderValue>,
     /// What to read of request bodies before the limits are checked. `None` = nothing.
     pub llm: Option<LlmInspection>,
+    /// Whether an identity or a cost depends on values of the body.
+    pub reads_values: bool,
     /// Precomputed RateLimit-Policy for responses in which every limit decided with its default variant.
     pub policy_header: Option<HeaderValue>,
+}
+
+/// What the limits of a route read of a body, besides tokens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct BodyUse {
+    /// Values or messages.
+    pub values: bool,
+    /// JSON-RPC messages.
+    pub messages: bool,
+    /// Messages of MCP, whose headers must match the body.
+    pub is_mcp: bool,
 }
 
 /// What to read of request bodies, because limits count the tokens of an LLM API.
@@ -150,6 +166,29 @@ impl LlmInspection {
 }
 
 impl RouteLimits {
+    /// Return whether a limit depends on the body of a request.
+    pub fn reads_body(&self) -> bool {
+        self.reads_values || self.llm.is_some()
+    }
+
+    /// Return what the identities and costs of a request with this method read of its body.
+    pub fn body_use(&self, method: &Method) -> BodyUse {
+        let mut body_use = BodyUse::default();
+        if !self.reads_values {
+            return body_use;
+        }
+        for route_limit in &self.limits {
+            let spec = &self.identities[route_limit.identity_index];
+            if !spec.methods.is_empty() && !spec.methods.contains(method) {
+                continue;
+            }
+            body_use.messages |= route_limit.counted.is_some();
+            body_use.values |= spec.reads_body() || route_limit.counted.is_some();
+            body_use.is_mcp |= spec.is_mcp() || matches!(route_limit.cost, Cost::Tools(_));
+        }
+        body_use
+    }
+
     /// Return what to read of the body of a request with this method. `None` = nothing.
     pub fn llm_inspection(&self, method: &Method) -> Option<LlmInspection> {
         let inspection = self.llm?;
@@ -515,6 +554,11 @@ fn route_limits(
         used.push(RouteLimit {
             limit: limit.clone(),
             identity_index: identity,
+            counted: match (identity_spec.counted_messages(), &limit_cost) {
+                _ if is_concurrency => None,
+                (None, Cost::Tools(_)) => Some(CountedMessages::All),
+                (counted, _) => counted,
+            },
             cost: limit_cost,
             refund_on: refund_on.clone(),
         });
@@ -539,10 +583,13 @@ fn route_limits(
         HeaderValue::from_str(&names.join(", ")).ok()
     });
     let expose = expose.flatten();
+    let reads_values =
+        identities.iter().any(IdentitySpec::reads_body) || used.iter().any(|limit| limit.counted.is_some());
     RouteLimits {
         identities,
         enforced: enforced.len(),
         llm: LlmInspection::for_limits(&used),
+        reads_values,
         limits: used,
         header_styles,
         expose_header: expose,

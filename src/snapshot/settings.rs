@@ -26,6 +26,9 @@ use crate::telemetry::log_socket::{FACILITIES, Journald, Syslog, SyslogProtocol}
 /// Minimum of `max_header_size`: hyper needs a buffer of at least this size.
 const MIN_HEADER_SIZE: usize = 8 << 10;
 
+/// Default of `inspect_body`, in bytes.
+pub(super) const INSPECT_BODY: usize = 1 << 20;
+
 /// Maximum length of the path of a unix socket on Linux, bytes (unix(7)).
 const MAX_SOCKET_PATH: usize = 107;
 
@@ -72,6 +75,8 @@ pub struct ServerSettings {
     pub body_timeout: Option<Duration>,
     /// Maximum size of a request body that is buffered before forwarding. 0 = no buffering.
     pub request_buffer: u64,
+    /// Maximum bytes of a request body that is read for a route, an identity or a cost.
+    pub inspect_body: usize,
     /// Maximum bytes of the request headers.
     pub max_header_size: usize,
     /// Maximum number of request header lines.
@@ -183,6 +188,7 @@ pub(super) fn server(server: &config::Server, reader: &mut Validator<'_>) -> Ser
         min_body_rate: reader.size_or_off(server.min_body_rate.as_ref(), 240) as u64,
         body_timeout: server.body_timeout.as_ref().map(|text| reader.duration(Some(text), Duration::MAX)),
         request_buffer: reader.size_or_off(server.request_buffer.as_ref(), 64 << 10) as u64,
+        inspect_body: reader.size(server.inspect_body.as_ref(), INSPECT_BODY),
         max_header_size,
         max_headers: reader.number(server.max_headers.as_ref(), 1..10_001, 100) as usize,
         max_uri: reader.size(server.max_uri.as_ref(), 8 << 10),

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::{Method, Uri};
+use http::{HeaderMap, Method, Uri};
 use ipnet::IpNet;
 
 use crate::config;
@@ -24,6 +24,8 @@ use crate::identity::{Descriptor, OnMissing};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::redis::RedisDeployment;
 use crate::limiter::spec::{LimitSpec, OnStoreError};
+use crate::routing::RouteRequest;
+use crate::routing::condition::{Condition, RouteBody, ValueTest};
 use crate::routing::pattern;
 use crate::snapshot::cost::Cost;
 use crate::snapshot::listeners::WarningSubject;
@@ -274,6 +276,7 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unreachable_methods(input).collect();
     for route in &input.config.routes {
         issues.extend(unmatchable_conditions(input, route));
+        issues.extend(json_without_body(input, route));
         issues.extend(literal_wildcards(input, route));
         issues.extend(foreign_path(input, route));
         issues.extend(retries_without_time(input, route));
@@ -281,9 +284,50 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(mirror_beyond_buffers(input, route));
         issues.extend(consumer_without_identity(input, route));
     }
+    issues.extend(inspection_beyond_buffers(input));
     issues.extend(routes::redirect_loops(input));
     issues.extend(routes::unlimited_spellings(input));
     issues
+}
+
+/// Methods whose requests usually have no body.
+const METHODS_WITHOUT_BODY: [Method; 4] = [Method::GET, Method::HEAD, Method::OPTIONS, Method::DELETE];
+
+/// Return whether all of these methods have no body. Empty = all methods.
+fn have_no_body(methods: &[Method]) -> bool {
+    !methods.is_empty() && methods.iter().all(|method| METHODS_WITHOUT_BODY.contains(method))
+}
+
+/// A condition on a JSON body on a route for methods without a body.
+fn json_without_body(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
+    let (uri, headers) = (Uri::default(), HeaderMap::new());
+    let body = RouteBody::Unknown;
+    let request =
+        RouteRequest { host: "", path: "/", uri: &uri, method: &Method::GET, headers: &headers, listener: 0, body };
+    let candidates = input.config.table.candidates(&request);
+    let candidate = candidates.iter().find(|candidate| candidate.target.index == route.index)?;
+    let needs_value = |condition: &&Condition| condition.reads_body() && condition.test != ValueTest::Absent;
+    let condition = candidate.conditions.iter().find(needs_value).filter(|_| have_no_body(candidate.methods))?;
+    let span = input.route(route.index)?.get_ref().conditions.as_ref()?.span();
+    let message = format!("`{}` never matches: its methods have no body, and it requires {condition}", route.name);
+    Some(Issue::new(span, message).with_hint("methods = [\"POST\"]"))
+}
+
+/// Bodies that are read may be larger than the memory for all of them.
+fn inspection_beyond_buffers(input: &LintInput<'_>) -> Option<Issue> {
+    let server = &input.config.server;
+    let written = input.parsed.server.inspect_body.as_ref()?;
+    let is_read = !input.config.body_inspection.pointers.is_empty() || input.config.body_inspection.reads_messages;
+    if !is_read || server.inspect_body <= server.max_buffered {
+        return None;
+    }
+    let message = format!(
+        "a body of up to {} bytes is read, but all bodies together take at most {} (`server.max_buffered`): larger ones \
+         get 503",
+        server.inspect_body, server.max_buffered
+    );
+    let hint = format!("set `inspect_body` to at most \"{}B\", or raise `max_buffered`", server.max_buffered);
+    Some(Issue::new(written.span(), message).with_hint(hint))
 }
 
 /// Routes that never get some methods because another route takes precedence.
@@ -726,6 +770,7 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
         issues.extend(unused_prefetch(input, compiled));
         issues.extend(volatile_usage(input, compiled));
         issues.extend(frequent_events(input, compiled));
+        issues.extend(body_of_no_method(input, compiled));
         issues.extend(cost_exceeds_capacity(input, compiled));
         issues.extend(unreachable_burst(input, compiled, &routes));
         issues.extend(login_fails_open(input, compiled, &routes));
@@ -801,6 +846,20 @@ fn unused_destinations(input: &LintInput<'_>) -> impl Iterator<Item = Issue> {
     })
 }
 
+/// A limit by a value of the body for methods without a body.
+fn body_of_no_method(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Issue> {
+    let spec = &compiled.identity_spec;
+    if !spec.reads_body() || !have_no_body(&spec.methods) {
+        return None;
+    }
+    let name = &compiled.limit.name;
+    let span = input.span_of(name, |parsed| parsed.by.as_ref());
+    let verb =
+        if spec.on_missing == OnMissing::Skip || spec.skips_other_messages { "applies" } else { "has an identity" };
+    let message = format!("`{name}` never {verb}: its methods have no body");
+    Some(Issue::new(span, message).with_hint("methods = [\"POST\"]"))
+}
+
 /// Quotas whose capacity is below the maximum cost of a request. A cost that always exceeds the capacity is an error
 /// at compile time.
 fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue> {
@@ -808,6 +867,7 @@ fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec
     let uses = input.config.routes.iter().flat_map(|route| &route.rate_limits.limits);
     let costs = uses.filter(|metered| Arc::ptr_eq(&metered.limit, limit)).map(|metered| match &metered.cost {
         Cost::Fixed(cost) | Cost::Request { max: cost, .. } => *cost,
+        Cost::Tools(tools) => tools.max(),
         Cost::Response { .. } | Cost::Llm(_) => 1,
     });
     let max_cost = costs.max().unwrap_or(0);

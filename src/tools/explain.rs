@@ -8,21 +8,27 @@ mod routing;
 
 use http::header::CONTENT_LENGTH;
 use http::{HeaderMap, Request};
+use serde_json::Value;
 
 use crate::http::cors;
 use crate::http::cors::CorsDecision;
 use crate::http::headers::is_grpc_call;
 use crate::identity::auth::{AuthError, Credentials};
+use crate::json::body::JsonBody;
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::verdict::Verdict;
 use crate::proxy::access::{access_rules, check_host};
 use crate::proxy::authentication::AuthRejection;
+use crate::proxy::body as inspection;
+use crate::proxy::body::{BodyContent, UnreadBody};
 use crate::proxy::context::Peer;
 use crate::proxy::header_values::RequestVariables;
 use crate::proxy::llm;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::{LimitContext, build_checks, build_unauthenticated_checks};
-use crate::proxy::target::{RequestTarget, origin_form};
+use crate::proxy::target::{RequestTarget, origin_form, rejection};
+use crate::routing::NoMatch;
+use crate::routing::condition::RouteBody;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteAction, RouteLimits};
 use crate::tools::explain::limits::{Counters, CountersUnavailable};
@@ -35,6 +41,8 @@ pub struct Explainer<'a, C: ?Sized> {
     pub config: &'a CompiledConfig,
     /// Read access to the counters of the limits.
     pub counters: &'a C,
+    /// The body of the request. Empty: it has none.
+    pub body: &'a [u8],
     /// Maximum number of other routes to explain, closest match first.
     pub max_other_routes: usize,
 }
@@ -45,6 +53,8 @@ struct Found<'c> {
     route: Option<&'c Route>,
     cors: Option<CorsDecision<'c>>,
     credentials: Credentials<'c>,
+    /// The id of the JSON-RPC message that the request is.
+    rpc_id: Option<Value>,
 }
 
 /// Return the content of variables in header rules.
@@ -91,10 +101,11 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         explanation.response = match self.evaluate(request, peer, &mut explanation, &mut found) {
             Ok(answer) => answer,
             Err(rejection) => {
-                let Found { route, credentials, cors } = &found;
+                let Found { route, credentials, cors, rpc_id } = &found;
                 let variables = route.map(|route| variables(route, request, peer, credentials));
                 let proxy_status = self.config.server.proxy_status;
-                routing::rejection_response(rejection, variables.as_ref(), cors.as_ref(), proxy_status)
+                let format = (proxy_status, rpc_id.as_ref());
+                routing::rejection_response(rejection, variables.as_ref(), cors.as_ref(), format)
             }
         };
         explanation
@@ -113,7 +124,21 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         explanation.host = Some(target.host.to_string());
         explanation.path = Some(target.path.to_string());
         let preflight_route = target.find_preflight_route(config, request, peer.listener);
-        let route = preflight_route.map_or_else(|| target.find_route(config, request, peer.listener), Ok);
+        let has_tokens = config.body_inspection.reads_tokens;
+        let mut content = match self.content_coding(request) {
+            Some(error) => BodyContent::Unread(error),
+            None => BodyContent::from_bytes(self.body, &config.body_inspection, has_tokens),
+        };
+        let no_values = JsonBody::default();
+        let find_route = |body: RouteBody<'_>| target.find_route(config, request, peer.listener, body);
+        let route = match preflight_route.map_or_else(|| find_route(RouteBody::Unread), Ok) {
+            Ok(route) => Ok(route),
+            Err(NoMatch::NeedsBody) => {
+                content.require(config.server.inspect_body).map_err(Rejection::Inspect)?;
+                find_route(RouteBody::Read(content.json().unwrap_or(&no_values))).map_err(rejection)
+            }
+            Err(error) => Err(rejection(error)),
+        };
         found.route = route.as_ref().ok().copied();
         let is_preflight = preflight_route.is_some();
         // A preflight matches the route of the method that it requests.
@@ -121,6 +146,10 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             preflight_route.and_then(|_| cors::requested_method(request.method(), request.headers()));
         let mut route_request = target.route_request(request, peer.listener);
         route_request.method = requested_method.as_ref().unwrap_or(request.method());
+        route_request.body = match is_preflight {
+            true => RouteBody::Unknown,
+            false => RouteBody::Read(content.json().unwrap_or(&no_values)),
+        };
         let comparison = routing::Comparison::new(config, &route_request, found.route.map(|route| route.index));
         (explanation.other_routes, explanation.other_routes_omitted) = comparison.other_routes(self.max_other_routes);
         explanation.route = found.route.map(|route| comparison.matched_route(route));
@@ -137,7 +166,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         if let Some(cors) = found.cors.as_ref().filter(|_| is_preflight) {
             return Err(Rejection::Preflight(Box::new(cors.preflight_headers(request.headers()))));
         }
-        let length = body_length(request.headers());
+        let length = if self.body.is_empty() { body_length(request.headers()) } else { Some(self.body.len() as u64) };
         if route.max_body.zip(length).is_some_and(|(max, length)| length > max) {
             return Err(Rejection::BodyTooLarge);
         }
@@ -147,7 +176,19 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         found.credentials = credentials;
         let credentials = &found.credentials;
         explanation.authentication = authentication::steps(config, route, credentials);
-        let attributes = limit_context.request_attributes(config, route, explanation.client.address, credentials);
+        let is_pending =
+            matches!(authenticated, Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(_), .. })));
+        let mut llm = None;
+        if authenticated.is_ok() || is_pending {
+            let body_use = route.rate_limits.body_use(request.method());
+            found.rpc_id = content.rpc_id(body_use);
+            content.check(body_use, request.headers(), config.server.inspect_body).map_err(Rejection::Inspect)?;
+            if let Some(inspection) = route.rate_limits.llm_inspection(request.method()) {
+                llm = Some(llm::request(&mut content, inspection, request)?);
+            }
+        }
+        let json = content.json();
+        let attributes = limit_context.request_attributes(config, route, explanation.client.address, credentials, json);
         let overrides = self.counters.overrides();
         let mut credential_error = None;
         let checks = authenticated
@@ -166,6 +207,9 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         };
         if let Some(table) = &overrides {
             table.apply(&mut checks);
+        }
+        if let Some(llm) = llm.as_ref().filter(|_| credential_error.is_none()) {
+            llm.reserve(&route.rate_limits.limits, &mut checks)?;
         }
         let verdict = self.peek(&checks);
         explanation.limits = limits::limit_reports(config, route, &attributes, &checks, verdict.as_ref().ok());
@@ -210,6 +254,12 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         }
         let cors = found.cors.as_ref();
         routing::admitted_response(&variables, target.forwarded_path(), decision.as_ref(), cors)
+    }
+
+    /// Return why a body with a content coding cannot be read.
+    fn content_coding(&self, request: &Request<()>) -> Option<UnreadBody> {
+        (!self.body.is_empty() && inspection::has_content_coding(request.headers()))
+            .then_some(UnreadBody::ContentCoding)
     }
 
     /// Return the name of a listener, or its address if it has none. `None` if no listener has a name.

@@ -217,7 +217,7 @@ fn explained(config: &CompiledConfig, remote: &RedisCounters, asked: &Asked) -> 
         request = request.header(*name, value);
     }
     let peer = Peer::new(asked.from.into(), "http", config);
-    let explainer = Explainer { config, counters: remote, max_other_routes: usize::MAX };
+    let explainer = Explainer { config, counters: remote, body: b"", max_other_routes: usize::MAX };
     serde_json::to_value(explainer.explain(&request.body(()).unwrap(), &peer)).unwrap()
 }
 

@@ -14,7 +14,7 @@ use http::{HeaderMap, HeaderValue, Method, Uri};
 use http_body_util::{BodyExt, Empty};
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use sluicegate::routing::condition::{Condition, ConditionSource, ValueTest};
+use sluicegate::routing::condition::{Condition, ConditionSource, Met, RouteBody, ValueTest};
 use sluicegate::routing::expression::Expression;
 use sluicegate::routing::pattern::PathPattern;
 use sluicegate::routing::{RouteMatch, RouteRequest, RouteTable};
@@ -896,6 +896,7 @@ fn lookup_agrees_with_the_documented_ranking() {
                 method: [&Method::GET, &Method::PUT][*method],
                 headers: &headers,
                 listener: *listener,
+                body: RouteBody::Unread,
             };
             assert_eq!(table.find(&request).ok().copied(), best(&routes, &request), "{request:?} in {routes:#?}");
         }
@@ -920,7 +921,10 @@ impl Modelled {
         host && self.matches_path(request.path)
             && (route.methods.is_empty() || route.methods.contains(request.method))
             && (route.listeners.is_empty() || route.listeners.contains(&request.listener))
-            && route.conditions.iter().all(|condition| condition.matches(request.headers, None))
+            && route
+                .conditions
+                .iter()
+                .all(|condition| condition.matches(request.headers, None, RouteBody::Unread) == Met::Yes)
     }
 
     fn matches_path(&self, path: &str) -> bool {

@@ -264,6 +264,7 @@ fn file_with(path: &str) -> Value {
         "limit.*.buckets" => set("limit.l", json!({ "by": "ip", "algorithm": "sliding-buckets", "quota": "1/day" })),
         "limit.*.algorithm" => set("limit.l", json!({ "by": "ip", "quota": "1/day" })),
         "limit.*.max_queue" => set("limit.l.max_wait", json!("1s")),
+        "limit.*.cost.default" | "limit.*.cost.tools.*" => set("limit.l.cost", json!({ "tools": { "m": 1 } })),
         path if path.starts_with("limit.*.cost.") && path != "limit.*.cost.max" => {
             let cost = json!({ "llm": "auto", "weights": {}, "models": { "m": {} } });
             set("limit.l", json!({ "by": "ip", "quota": "1/s", "unit": "tokens", "cost": cost }));

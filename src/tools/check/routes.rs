@@ -5,8 +5,9 @@ use http::{HeaderMap, HeaderValue, Method, Request, Uri};
 
 use crate::config::error::Issue;
 use crate::http::target::canonical_host;
+use crate::json::body::{JsonBody, text_value};
 use crate::routing::RouteRequest;
-use crate::routing::condition::{Condition, ConditionSource, ValueTest};
+use crate::routing::condition::{Condition, ConditionSource, RouteBody, ValueTest};
 use crate::routing::explain::Candidate;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{RedirectTarget, Route, RouteAction};
@@ -75,7 +76,7 @@ fn leads_to_itself(config: &CompiledConfig, candidate: &RouteCandidate<'_>) -> b
     let listeners = || (0..config.listeners.len()).filter(|index| includes(candidate.listeners, *index));
     listeners().any(|listener| {
         let Some(request) = sample.with_path(&path) else { return false };
-        let is_found = |host: &str, request: &Request<()>, listener: usize| {
+        let is_found = |host: &str, request: &Request<JsonBody>, listener: usize| {
             find(config, host, request, listener).is_some_and(|found| found.index == route.index)
         };
         if !is_found(&sample.host, &request, listener) {
@@ -190,7 +191,15 @@ fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<Protection<'r>>
 /// Return the candidates of each route, by route. A route has one candidate for each host and trailing slash.
 fn candidates_by_route(config: &CompiledConfig) -> impl Iterator<Item = Vec<RouteCandidate<'_>>> {
     let (uri, headers) = (Uri::default(), HeaderMap::new());
-    let request = RouteRequest { host: "", path: "/", uri: &uri, method: &Method::GET, headers: &headers, listener: 0 };
+    let request = RouteRequest {
+        host: "",
+        path: "/",
+        uri: &uri,
+        method: &Method::GET,
+        headers: &headers,
+        listener: 0,
+        body: RouteBody::Unknown,
+    };
     let mut by_route: Vec<Vec<RouteCandidate<'_>>> = config.routes.iter().map(|_| Vec::new()).collect();
     for candidate in config.table.candidates(&request) {
         // Not the redirects to the other trailing slash, which have the index of their route.
@@ -208,9 +217,10 @@ fn includes(listeners: &[usize], index: usize) -> bool {
     listeners.is_empty() || listeners.contains(&index)
 }
 
-fn find<'r>(config: &'r CompiledConfig, host: &str, request: &Request<()>, listener: usize) -> Option<&'r Route> {
+fn find<'r>(config: &'r CompiledConfig, host: &str, request: &Request<JsonBody>, listener: usize) -> Option<&'r Route> {
     let parts = RouteRequest {
         host,
+        body: RouteBody::Read(request.body()),
         path: request.uri().path(),
         uri: request.uri(),
         method: request.method(),
@@ -226,6 +236,7 @@ struct Sample {
     method: Method,
     headers: HeaderMap,
     query: String,
+    body: JsonBody,
 }
 
 impl Sample {
@@ -237,6 +248,7 @@ impl Sample {
         };
         let mut headers = HeaderMap::from_iter([(HOST, HeaderValue::try_from(&host).ok()?)]);
         let mut query = String::new();
+        let mut values = Vec::new();
         for Condition { source, test } in candidate.conditions {
             let value = match test {
                 ValueTest::Exact(value) | ValueTest::Prefix(value) => &**value,
@@ -246,6 +258,9 @@ impl Sample {
             };
             match source {
                 ConditionSource::Header(name) => drop(headers.insert(name, HeaderValue::from_bytes(value).ok()?)),
+                ConditionSource::Json(pointer) => {
+                    values.push((pointer.clone(), text_value(&String::from_utf8_lossy(value))));
+                }
                 ConditionSource::Query(name) => {
                     let encoded = |bytes: &[u8]| {
                         percent_encoding::percent_encode(bytes, percent_encoding::NON_ALPHANUMERIC).to_string()
@@ -256,11 +271,11 @@ impl Sample {
             }
         }
         let method = candidate.methods.first().cloned().unwrap_or(Method::GET);
-        Some(Sample { host, method, headers, query })
+        Some(Sample { host, method, headers, query, body: JsonBody::from_values(values) })
     }
 
-    fn with_path(&self, path: &str) -> Option<Request<()>> {
-        let mut request = Request::new(());
+    fn with_path(&self, path: &str) -> Option<Request<JsonBody>> {
+        let mut request = Request::new(self.body.clone());
         *request.method_mut() = self.method.clone();
         *request.headers_mut() = self.headers.clone();
         *request.uri_mut() = format!("{path}{}", self.query).parse().ok()?;

@@ -135,6 +135,8 @@ fn identity_part_reports(
             | Descriptor::Forward(_)
             | Descriptor::Host
             | Descriptor::Method
+            | Descriptor::Json(_)
+            | Descriptor::Rpc(_)
             | Descriptor::Route => format!("the {descriptor}"),
         };
         IdentityPartReport {

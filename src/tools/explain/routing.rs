@@ -6,6 +6,7 @@ use futures_util::FutureExt;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Response};
 use http_body_util::BodyExt;
+use serde_json::Value;
 
 use crate::http::body::Body;
 use crate::http::cors::CorsDecision;
@@ -108,6 +109,7 @@ impl<'r> Comparison<'r> {
                 let kind = match condition.source {
                     ConditionSource::Header(_) => "header",
                     ConditionSource::Query(_) => "query",
+                    ConditionSource::Json(_) => "json",
                 };
                 (kind, format!("it requires {condition}"))
             }
@@ -237,9 +239,9 @@ pub(super) fn rejection_response(
     rejection: Rejection<'_>,
     variables: Option<&RequestVariables<'_, ()>>,
     cors: Option<&CorsDecision<'_>>,
-    proxy_status: bool,
+    (proxy_status, rpc_id): (bool, Option<&Value>),
 ) -> ResponseReport {
-    let (mut response, outcome) = rejection.into_response(None, proxy_status);
+    let (mut response, outcome) = rejection.into_response(None, proxy_status, rpc_id);
     let mut own = Vec::new();
     let mutations = variables.map(|variables| &variables.route.response_headers).filter(|rules| rules.on_errors);
     if let (Some(variables), Some(mutations)) = (variables, mutations) {

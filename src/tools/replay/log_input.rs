@@ -173,7 +173,7 @@ pub struct LogStatistics {
     /// Requests that no limit applies to.
     pub unlimited: u64,
     /// Requests that the gateway rejects before it checks limits, indexed by [`RejectReason`].
-    pub rejected: [u64; 5],
+    pub rejected: [u64; 6],
     /// Lines that cannot be parsed.
     pub unreadable: u64,
     /// The first unreadable line: log, line number and error.

@@ -47,6 +47,8 @@ pub struct LineCounts {
     pub unlimited: u64,
     /// Requests that no route matches.
     pub no_route: u64,
+    /// Requests whose route depends on the body.
+    pub route_by_body: u64,
     /// Requests without the identity of a limit.
     pub no_identity: u64,
     /// Requests of clients that an access rule denies.
@@ -163,6 +165,7 @@ impl ReplayReport {
             limited: statistics.limited_requests(),
             unlimited: statistics.unlimited,
             no_route: statistics.rejected_for(RejectReason::NoRoute),
+            route_by_body: statistics.rejected_for(RejectReason::RouteByBody),
             no_identity: statistics.rejected_for(RejectReason::NoIdentity),
             forbidden: statistics.rejected_for(RejectReason::Forbidden),
             malformed: statistics.rejected_for(RejectReason::Malformed),
@@ -367,8 +370,18 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
         [one] => one.clone(),
         many => format!("{} logs", many.len()),
     };
-    let LineCounts { requests, limited, unlimited, no_route, no_identity, forbidden, malformed, not_http, .. } =
-        report.lines;
+    let LineCounts {
+        requests,
+        limited,
+        unlimited,
+        no_route,
+        route_by_body,
+        no_identity,
+        forbidden,
+        malformed,
+        not_http,
+        ..
+    } = report.lines;
     write_wrapped(out, "", &format!("{logs} ({}): {}", report.format, format_count(requests, "request", "requests")))?;
     if let (Some(from), Some(to)) = (&report.from, &report.to) {
         writeln!(out, "from {from} to {to}")?;
@@ -376,6 +389,7 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
     let skipped = [
         (unlimited, "meets no limit", "meet no limit"),
         (no_route, "matches no route", "match no route"),
+        (route_by_body, "has a route that depends on its body", "have a route that depends on their body"),
         (no_identity, "lacks the identity of a limit", "lack the identity of a limit"),
         (forbidden, "is denied by `allow` or `deny`", "are denied by `allow` or `deny`"),
         (malformed, "would be rejected", "would be rejected"),

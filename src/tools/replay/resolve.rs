@@ -72,6 +72,8 @@ pub enum RejectReason {
     NotHttp,
     /// No route matches.
     NoRoute,
+    /// The route depends on the body, which logs do not have.
+    RouteByBody,
     /// The identity of a limit is missing.
     NoIdentity,
     /// The path, host, method or cost is invalid.
@@ -153,6 +155,10 @@ impl<'v> LineResolver<'v> {
                 Err(NoMatch::NotFound | NoMatch::MethodNotAllowed(_)) => {
                     return ResolvedLine::Rejected(RejectReason::NoRoute);
                 }
+                // Logs have no bodies.
+                Err(NoMatch::NeedsBody | NoMatch::Ambiguous(_)) => {
+                    return ResolvedLine::Rejected(RejectReason::RouteByBody);
+                }
             },
         };
         let replay_route = &self.config.routes[route.index];
@@ -189,7 +195,7 @@ impl<'v> LineResolver<'v> {
                 }
             }
         };
-        let attributes = limit_context.request_attributes(compiled, route, client, &credentials);
+        let attributes = limit_context.request_attributes(compiled, route, client, &credentials, None);
         let checks = match build_checks(compiled, &replay_route.identity_specs, &replay_route.limits, &attributes) {
             Ok(checks) => checks,
             Err(Rejection::Identity(_)) => return ResolvedLine::Rejected(RejectReason::NoIdentity),
@@ -528,6 +534,7 @@ pub(super) fn missing_identity_input(
         Descriptor::Jwt(name) => Some(format!("the claim `{name}` of the token")),
         Descriptor::Basic => Some("the name of the user".to_owned()),
         Descriptor::Forward(name) => Some(format!("the header `{name}` of the authentication server")),
+        Descriptor::Json(_) | Descriptor::Rpc(_) => Some(format!("the {descriptor} of the body")),
         Descriptor::Path(_) | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
     };
     compiled.identity_spec.descriptors.iter().find_map(missing_input)
@@ -570,6 +577,12 @@ pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilitie
         }
         Some(Cost::Llm(_)) if !capabilities.identity_hashes => {
             notes.push("the tokens of requests are not in this log: each counts as 1".to_owned());
+        }
+        Some(Cost::Tools(tools)) if !capabilities.identity_hashes => {
+            notes.push(format!(
+                "the tools that requests call are not in this log: each request counts as {}",
+                tools.default
+            ));
         }
         Some(Cost::Request { header, default, .. }) if !is_logged(header) => {
             notes.push(format!("`{header}` is not in this log: each request counts as {default}"));

@@ -1,0 +1,475 @@
+//! One pass over a request body, which collects the values at pointers and the JSON-RPC messages.
+//!
+//! Only these values are kept. A member that servers may read differently, since it is there twice or another one is
+//! spelled the same without case, makes the value ambiguous.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::sync::Arc;
+
+use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+
+use crate::json::pointer::JsonPointer;
+use crate::json::rpc::{MessageReader, Messages, RPC_POINTERS, RpcError};
+
+/// Maximum length of a value in bytes.
+pub const MAX_VALUE: usize = 1024;
+
+/// Maximum number of pointers of a configuration.
+pub const MAX_POINTERS: usize = 64;
+
+/// The value at a pointer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum JsonValue {
+    /// A string.
+    Text(Box<str>),
+    /// An integer of 64 bits.
+    Integer(i128),
+    /// `true` or `false`.
+    Bool(bool),
+    /// Another number.
+    Fraction,
+    /// `null`.
+    Null,
+    /// An object or an array.
+    Compound,
+    /// A string longer than [`MAX_VALUE`].
+    TooLong,
+    /// Servers may read different values. Contains the member of the body that causes it.
+    Ambiguous(Box<str>),
+}
+
+impl JsonValue {
+    /// Return the text of a string, an integer, `true` or `false`.
+    pub fn text(&self) -> Option<Cow<'_, str>> {
+        match self {
+            JsonValue::Text(text) => Some(Cow::Borrowed(text)),
+            JsonValue::Integer(number) => Some(Cow::Owned(number.to_string())),
+            JsonValue::Bool(value) => Some(Cow::Borrowed(if *value { "true" } else { "false" })),
+            JsonValue::Fraction
+            | JsonValue::Null
+            | JsonValue::Compound
+            | JsonValue::TooLong
+            | JsonValue::Ambiguous(_) => None,
+        }
+    }
+}
+
+/// What was read of a body.
+#[derive(Debug, Clone, Default)]
+pub struct JsonBody {
+    pointers: Arc<[JsonPointer]>,
+    values: Vec<Option<JsonValue>>,
+    /// The JSON-RPC messages, if they were to be read.
+    pub messages: Option<Result<Messages, RpcError>>,
+}
+
+impl JsonBody {
+    /// Create a body from values, for sample requests.
+    pub fn from_values(values: Vec<(JsonPointer, JsonValue)>) -> Self {
+        let (pointers, values): (Vec<_>, Vec<_>) = values.into_iter().map(|(at, value)| (at, Some(value))).unzip();
+        JsonBody { pointers: pointers.into(), values, messages: None }
+    }
+
+    /// Return the value at a pointer, which is one of those that were to be read.
+    pub fn value(&self, pointer: &JsonPointer) -> Option<&JsonValue> {
+        let index = self.pointers.iter().position(|other| other == pointer)?;
+        self.values.get(index)?.as_ref()
+    }
+}
+
+/// Read a body that is a JSON document.
+///
+/// # Errors
+/// The body is not JSON, or is nested too deeply.
+pub fn read(body: &[u8], pointers: &Arc<[JsonPointer]>, reads_messages: bool) -> Result<JsonBody, serde_json::Error> {
+    let mut collector = Collector::new(pointers, reads_messages);
+    let mut deserializer = serde_json::Deserializer::from_slice(body);
+    let position = collector.root();
+    ValueSeed { collector: &mut collector, position }.deserialize(&mut deserializer)?;
+    deserializer.end()?;
+    Ok(collector.finish())
+}
+
+/// Collects values while a body is read.
+#[derive(Debug, Default)]
+pub struct Collector {
+    pointers: Arc<[JsonPointer]>,
+    values: Vec<Option<JsonValue>>,
+    messages: Option<MessageReader>,
+}
+
+/// Where a value is in the document.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Position {
+    /// Number of containers around it.
+    depth: usize,
+    /// Pointers that lead to it, as bits.
+    matching: u64,
+    /// Pointers of JSON-RPC that lead to it, as bits.
+    rpc: u64,
+    /// Number of containers around the JSON-RPC message: 1 in a batch.
+    rpc_base: usize,
+}
+
+/// The members of an object that were read.
+#[derive(Debug, Default)]
+pub struct SeenMembers {
+    matching: u64,
+    rpc: u64,
+}
+
+/// The indices of the set bits.
+fn bits(mut set: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let index = (set != 0).then(|| set.trailing_zeros() as usize)?;
+        set &= set - 1;
+        Some(index)
+    })
+}
+
+/// Return the bits of the first `count` pointers.
+fn all_bits(count: usize) -> u64 {
+    if count >= MAX_POINTERS { u64::MAX } else { (1 << count) - 1 }
+}
+
+impl Collector {
+    /// Create a collector. At most [`MAX_POINTERS`] pointers are read.
+    pub fn new(pointers: &Arc<[JsonPointer]>, reads_messages: bool) -> Self {
+        Collector {
+            values: vec![None; pointers.len()],
+            pointers: pointers.clone(),
+            messages: reads_messages.then(MessageReader::default),
+        }
+    }
+
+    /// Return the position of the document.
+    pub fn root(&self) -> Position {
+        Position { matching: all_bits(self.pointers.len()), rpc: self.rpc_bits(), ..Position::default() }
+    }
+
+    fn rpc_bits(&self) -> u64 {
+        if self.messages.is_some() { all_bits(RPC_POINTERS.len()) } else { 0 }
+    }
+
+    /// Return the position of a member of an object. `seen` belongs to the object.
+    pub fn member(&mut self, object: Position, seen: &mut SeenMembers, key: &str) -> Position {
+        let mut member = Position { depth: object.depth + 1, rpc_base: object.rpc_base, ..Position::default() };
+        for index in bits(object.matching) {
+            match self.pointers[index].segment(object.depth).map(|segment| compare(segment, key)) {
+                Some(Spelling::Equal) if seen.matching >> index & 1 == 0 => member.matching |= 1 << index,
+                Some(Spelling::Equal | Spelling::OtherCase) => {
+                    self.values[index] = Some(JsonValue::Ambiguous(shortened(key)));
+                }
+                Some(Spelling::Different) | None => {}
+            }
+        }
+        seen.matching |= member.matching;
+        if let Some(messages) = &mut self.messages {
+            for index in bits(object.rpc) {
+                let segment = RPC_POINTERS[index].segment(object.depth - object.rpc_base);
+                match segment.map(|segment| compare(segment, key)) {
+                    Some(Spelling::Equal) if seen.rpc >> index & 1 == 0 => member.rpc |= 1 << index,
+                    Some(Spelling::Equal | Spelling::OtherCase) => {
+                        messages.found(index, JsonValue::Ambiguous(shortened(key)));
+                    }
+                    Some(Spelling::Different) | None => {}
+                }
+            }
+            seen.rpc |= member.rpc;
+        }
+        member
+    }
+
+    /// Return the position of an element of an array.
+    pub fn element(&self, array: Position, index: usize) -> Position {
+        let mut element = Position { depth: array.depth + 1, rpc_base: array.rpc_base, ..Position::default() };
+        if array.depth == 0 {
+            (element.rpc, element.rpc_base) = (self.rpc_bits(), 1);
+        }
+        for bit in bits(array.matching) {
+            // RFC 6901 §4: no leading zeros.
+            let is_index = |segment: &str| {
+                segment.parse() == Ok(index)
+                    && !(segment.len() > 1 && segment.starts_with('0'))
+                    && !segment.starts_with('+')
+            };
+            if self.pointers[bit].segment(array.depth).is_some_and(is_index) {
+                element.matching |= 1 << bit;
+            }
+        }
+        element
+    }
+
+    /// Record the value at a position. `value` is called if a pointer points to it.
+    pub fn value(&mut self, position: Position, value: impl FnOnce() -> JsonValue) {
+        if position.matching | position.rpc == 0 {
+            return;
+        }
+        let value = value();
+        for index in bits(position.matching).filter(|index| self.pointers[*index].depth() == position.depth) {
+            // An ambiguous value stays ambiguous.
+            self.values[index].get_or_insert_with(|| value.clone());
+        }
+        if let Some(messages) = &mut self.messages {
+            let depth = position.depth - position.rpc_base;
+            for index in bits(position.rpc).filter(|index| RPC_POINTERS[*index].depth() == depth) {
+                messages.found(index, value.clone());
+            }
+            if depth == 0 && value != JsonValue::Compound {
+                messages.found_other();
+            }
+        }
+    }
+
+    /// Record the end of an object.
+    pub fn object_end(&mut self, position: Position) {
+        let is_message = position.depth == position.rpc_base;
+        if let Some(messages) = self.messages.as_mut().filter(|_| is_message) {
+            messages.end_message();
+        }
+    }
+
+    /// Record the end of an array.
+    pub fn array_end(&mut self, position: Position) {
+        if let Some(messages) = &mut self.messages {
+            match position.depth {
+                0 => messages.end_batch(),
+                1 if position.rpc_base == 1 => messages.found_other(),
+                _ => {}
+            }
+        }
+    }
+
+    /// Return what was collected.
+    pub fn finish(self) -> JsonBody {
+        let messages = self.messages.map(MessageReader::finish);
+        JsonBody { pointers: self.pointers, values: self.values, messages }
+    }
+}
+
+/// Return the value of a string.
+pub fn text_value(text: &str) -> JsonValue {
+    if text.len() > MAX_VALUE { JsonValue::TooLong } else { JsonValue::Text(text.into()) }
+}
+
+/// How a member compares with a segment.
+enum Spelling {
+    Equal,
+    /// Equal for servers that ignore the case of members.
+    OtherCase,
+    Different,
+}
+
+fn compare(segment: &str, key: &str) -> Spelling {
+    // Some servers fold `ſ` to `s` and the Kelvin sign to `k`, as Unicode does.
+    fn folded(text: &str) -> impl Iterator<Item = char> + '_ {
+        text.chars().flat_map(char::to_uppercase).flat_map(char::to_lowercase)
+    }
+    match segment == key {
+        true => Spelling::Equal,
+        false if folded(segment).eq(folded(key)) => Spelling::OtherCase,
+        false => Spelling::Different,
+    }
+}
+
+/// Return the beginning of a member, for an error message.
+fn shortened(key: &str) -> Box<str> {
+    key.chars().take(MAX_NAMED_KEY).collect::<String>().into()
+}
+
+/// Maximum number of characters of a member in an error message.
+const MAX_NAMED_KEY: usize = 64;
+
+/// Reads a value of any type.
+struct ValueSeed<'c> {
+    collector: &'c mut Collector,
+    position: Position,
+}
+
+impl<'de> DeserializeSeed<'de> for ValueSeed<'_> {
+    type Value = ();
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for ValueSeed<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<(), E> {
+        self.collector.value(self.position, || JsonValue::Null);
+        Ok(())
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<(), E> {
+        self.collector.value(self.position, || JsonValue::Bool(value));
+        Ok(())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<(), E> {
+        self.collector.value(self.position, || JsonValue::Integer(value.into()));
+        Ok(())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<(), E> {
+        self.collector.value(self.position, || JsonValue::Integer(value.into()));
+        Ok(())
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<(), E> {
+        self.collector.value(self.position, || JsonValue::Fraction);
+        Ok(())
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<(), E> {
+        self.collector.value(self.position, || text_value(text));
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
+        let ValueSeed { collector, position } = self;
+        collector.value(position, || JsonValue::Compound);
+        for index in 0.. {
+            let position = collector.element(position, index);
+            if seq.next_element_seed(ValueSeed { collector, position })?.is_none() {
+                break;
+            }
+        }
+        collector.array_end(position);
+        Ok(())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let ValueSeed { collector, position } = self;
+        collector.value(position, || JsonValue::Compound);
+        let mut seen = SeenMembers::default();
+        while let Some(key) = map.next_key_seed(KeySeed)? {
+            let position = collector.member(position, &mut seen, &key);
+            map.next_value_seed(ValueSeed { collector, position })?;
+        }
+        collector.object_end(position);
+        Ok(())
+    }
+}
+
+/// Reads a key with its escape sequences decoded.
+pub struct KeySeed;
+
+impl<'de> DeserializeSeed<'de> for KeySeed {
+    type Value = Cow<'de, str>;
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Cow<'de, str>, D::Error> {
+        deserializer.deserialize_str(self)
+    }
+}
+
+impl<'de> Visitor<'de> for KeySeed {
+    type Value = Cow<'de, str>;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a key")
+    }
+    fn visit_borrowed_str<E>(self, key: &'de str) -> Result<Cow<'de, str>, E> {
+        Ok(Cow::Borrowed(key))
+    }
+    fn visit_str<E>(self, key: &str) -> Result<Cow<'de, str>, E> {
+        Ok(Cow::Owned(key.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn pointers(written: &[&str]) -> Arc<[JsonPointer]> {
+        written.iter().map(|text| JsonPointer::parse(text).unwrap()).collect()
+    }
+
+    fn value(pointer: &str, body: &str) -> Option<JsonValue> {
+        let all = pointers(&["/other/deep", pointer]);
+        read(body.as_bytes(), &all, false).unwrap().value(&all[1]).cloned()
+    }
+
+    #[test]
+    fn value_at_a_pointer_is_found() {
+        let text = |text: &str| Some(JsonValue::Text(text.into()));
+        let ambiguous = |key: &str| Some(JsonValue::Ambiguous(key.into()));
+        for (pointer, body, expected) in [
+            ("/model", r#"{"model":"a","x":{"model":"b"}}"#, text("a")),
+            ("/model", r#"{"mod\u0065l":"\u00e9\n"}"#, text("é\n")),
+            ("/a/1/b", r#"{"a":[{"b":1},{"b":"2"},{"b":3}]}"#, text("2")),
+            ("/a/01", r#"{"a":[1,2]}"#, None),
+            ("/a/+1", r#"{"a":[1,2]}"#, None),
+            ("/a/-", r#"{"a":[1,2]}"#, None),
+            ("/a/1", r#"{"a":{"1":"x"}}"#, text("x")),
+            ("/0", r#"["x"]"#, text("x")),
+            ("/a~1b", r#"{"a/b":"x"}"#, text("x")),
+            ("/n", r#"{"n":-7}"#, Some(JsonValue::Integer(-7))),
+            ("/n", r#"{"n":18446744073709551615}"#, Some(JsonValue::Integer(u64::MAX.into()))),
+            ("/n", r#"{"n":18446744073709551616}"#, Some(JsonValue::Fraction)),
+            ("/n", r#"{"n":1.0}"#, Some(JsonValue::Fraction)),
+            ("/n", r#"{"n":true}"#, Some(JsonValue::Bool(true))),
+            ("/n", r#"{"n":null}"#, Some(JsonValue::Null)),
+            ("/n", r#"{"n":{"a":1}}"#, Some(JsonValue::Compound)),
+            ("/n", r#"{"n":[]}"#, Some(JsonValue::Compound)),
+            ("/n/a", r#"{"n":"text"}"#, None),
+            ("/n", r#"{}"#, None),
+            ("/n", r#""n""#, None),
+            ("/n", r#"{"n":"a","n":"a"}"#, ambiguous("n")),
+            ("/n", r#"{"n":"a","\u006e":"b"}"#, ambiguous("n")),
+            ("/n", r#"{"N":"a"}"#, ambiguous("N")),
+            ("/n", r#"{"N":"a","n":"b"}"#, ambiguous("N")),
+            ("/task", r#"{"taſK":"a"}"#, ambiguous("taſK")),
+            ("/a/b", r#"{"a":{"b":1},"a":{}}"#, ambiguous("a")),
+            ("/a/b", r#"{"a":{"b":1,"B":2}}"#, ambiguous("B")),
+            ("/a/b", r#"{"a":{"b":1},"c":{"b":1,"b":2}}"#, Some(JsonValue::Integer(1))),
+        ] {
+            assert_eq!(value(pointer, body), expected, "{pointer} {body}");
+        }
+        let long = |length: usize| format!(r#"{{"n":"{}"}}"#, "x".repeat(length));
+        assert_eq!(value("/n", &long(MAX_VALUE + 1)), Some(JsonValue::TooLong));
+        assert_eq!(value("/n", &long(MAX_VALUE)), text(&"x".repeat(MAX_VALUE)));
+    }
+
+    #[test]
+    fn bodies_that_are_not_json_are_rejected() {
+        let deep = format!(r#"{{"n":{}{}}}"#, "[".repeat(200), "]".repeat(200));
+        for body in ["", "{", "{}{}", "n=1", "\u{feff}{}", r#"{"n":NaN}"#, r#"{"n":"\ud800"}"#, r#"{"n":1e999}"#, &deep]
+        {
+            assert!(read(body.as_bytes(), &pointers(&["/n"]), true).is_err(), "{body}");
+        }
+        assert!(read(b"{\"n\":\"\xff\"}", &pointers(&["/n"]), true).is_err(), "not UTF-8");
+    }
+
+    #[test]
+    fn all_pointers_of_the_maximum_are_read() {
+        let written: Vec<_> = (0..MAX_POINTERS).map(|index| format!("/p{index}")).collect();
+        let all = pointers(&written.iter().map(String::as_str).collect::<Vec<_>>());
+        let members: Vec<_> = (0..MAX_POINTERS).map(|index| format!("\"p{index}\":{index}")).collect();
+        let body = read(format!("{{{}}}", members.join(",")).as_bytes(), &all, false).unwrap();
+        for (index, pointer) in all.iter().enumerate() {
+            assert_eq!(body.value(pointer), Some(&JsonValue::Integer(index as i128)));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = read(&bytes, &pointers(&["/a", "/0/b"]), true);
+        }
+
+        /// The value is that of a reader of whole documents, wherever it is.
+        #[test]
+        fn value_agrees_with_serde_json(before in "[b-z]{1,4}", text in "\\PC{0,20}", index in 0..4usize) {
+            let mut elements = vec![serde_json::json!({ "b": 1 }); 4];
+            elements[index] = serde_json::json!({ "b": text });
+            let document = serde_json::json!({ before: { "a": elements.clone() }, "a": elements });
+            let pointer = format!("/a/{index}/b");
+            prop_assert_eq!(value(&pointer, &document.to_string()), Some(JsonValue::Text(text.into())));
+        }
+    }
+}

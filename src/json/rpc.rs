@@ -1,0 +1,307 @@
+//! JSON-RPC 2.0 messages of a request body: their methods, and the id for error responses.
+
+use std::sync::LazyLock;
+
+use serde_json::Value;
+
+use crate::json::body::JsonValue;
+use crate::json::pointer::JsonPointer;
+
+/// Maximum number of messages of a batch.
+pub const MAX_BATCH: usize = 1000;
+
+/// The method of MCP that calls a tool.
+pub const TOOLS_CALL: &str = "tools/call";
+
+const METHOD: usize = 0;
+const ID: usize = 1;
+const NAME: usize = 2;
+const URI: usize = 3;
+const TASK_ID: usize = 4;
+const VERSION: usize = 5;
+
+/// The members of a message that are read, by the constants above.
+pub(super) static RPC_POINTERS: LazyLock<Vec<JsonPointer>> = LazyLock::new(|| {
+    let written = [
+        "/method",
+        "/id",
+        "/params/name",
+        "/params/uri",
+        "/params/taskId",
+        "/params/_meta/io.modelcontextprotocol~1protocolVersion",
+    ];
+    written.into_iter().filter_map(JsonPointer::parse).collect()
+});
+
+/// Why a body is no JSON-RPC message, or not an acceptable one.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RpcError {
+    /// The body is no object and no array of objects.
+    #[error("the request body is not a JSON-RPC message: it is neither an object nor an array of objects")]
+    NoMessage,
+    /// The batch has no messages.
+    #[error("the JSON-RPC batch is empty")]
+    EmptyBatch,
+    /// The batch has too many messages.
+    #[error("the JSON-RPC batch has more than {MAX_BATCH} messages")]
+    LongBatch,
+    /// A member that determines the limit is invalid.
+    #[error("`{0}` of the JSON-RPC message {1}")]
+    Member(&'static str, String),
+    /// A header of MCP does not match the body.
+    #[error("Header mismatch: {0}")]
+    HeaderMismatch(String),
+}
+
+impl RpcError {
+    /// Return the code of a JSON-RPC error.
+    pub fn code(&self) -> i32 {
+        match self {
+            RpcError::NoMessage | RpcError::EmptyBatch | RpcError::LongBatch => -32600,
+            RpcError::Member("params.name", _) => -32602,
+            RpcError::Member(..) => -32600,
+            RpcError::HeaderMismatch(_) => -32020,
+        }
+    }
+}
+
+/// A message.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Message {
+    /// The method. `None` for the response to a request of the server.
+    pub method: Option<Box<str>>,
+    /// `params.name`, if it is a string.
+    pub name: Option<Box<str>>,
+    /// `params.uri`, if it is a string.
+    pub uri: Option<Box<str>>,
+    /// `params.taskId`, if it is a string.
+    pub task_id: Option<Box<str>>,
+    /// The protocol version of MCP in `params._meta`.
+    pub version: Option<Box<str>>,
+    /// Whether the message has an id: it is no notification.
+    pub has_id: bool,
+}
+
+impl Message {
+    /// Return the tool that the message calls.
+    pub fn tool(&self) -> Option<&str> {
+        self.name.as_deref().filter(|_| self.method.as_deref() == Some(TOOLS_CALL))
+    }
+}
+
+/// The messages of a body.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Messages {
+    /// At least one message.
+    pub list: Vec<Message>,
+    /// Whether they are a batch.
+    pub is_batch: bool,
+    /// The id of a response to all of them.
+    pub id: Value,
+}
+
+/// Which messages of a request a limit counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CountedMessages {
+    /// Calls of tools.
+    ToolCalls,
+    /// Messages with a method.
+    Methods,
+    /// All messages.
+    All,
+}
+
+impl Messages {
+    /// Return the messages that a limit counts.
+    pub fn counted(&self, counted: CountedMessages) -> impl Iterator<Item = &Message> {
+        self.list.iter().filter(move |message| match counted {
+            CountedMessages::ToolCalls => message.tool().is_some(),
+            CountedMessages::Methods => message.method.is_some(),
+            CountedMessages::All => true,
+        })
+    }
+}
+
+/// Collects the messages while a body is read.
+#[derive(Debug, Default)]
+pub(super) struct MessageReader {
+    /// The members of the current message.
+    members: [Option<JsonValue>; 6],
+    messages: Messages,
+    error: Option<RpcError>,
+}
+
+impl MessageReader {
+    pub(super) fn found(&mut self, index: usize, value: JsonValue) {
+        // An ambiguous value stays ambiguous.
+        if !matches!(self.members[index], Some(JsonValue::Ambiguous(_))) {
+            self.members[index] = Some(value);
+        }
+    }
+
+    /// Record a document or an element of a batch that is no object.
+    pub(super) fn found_other(&mut self) {
+        self.error.get_or_insert(RpcError::NoMessage);
+    }
+
+    pub(super) fn end_message(&mut self) {
+        let members = std::mem::take(&mut self.members);
+        match message(members) {
+            _ if self.messages.list.len() == MAX_BATCH => drop(self.error.get_or_insert(RpcError::LongBatch)),
+            Ok((message, id)) => {
+                self.messages.id = id;
+                self.messages.list.push(message);
+            }
+            Err(error) => drop(self.error.get_or_insert(error)),
+        }
+    }
+
+    pub(super) fn end_batch(&mut self) {
+        self.messages.is_batch = true;
+        // JSON-RPC 2.0 §6: a response to all messages of a batch belongs to none of them.
+        self.messages.id = Value::Null;
+        if self.messages.list.is_empty() {
+            self.error.get_or_insert(RpcError::EmptyBatch);
+        }
+    }
+
+    pub(super) fn finish(self) -> Result<Messages, RpcError> {
+        self.error.map_or(Ok(self.messages), Err)
+    }
+}
+
+/// Return a message from its members, and its id.
+fn message(mut members: [Option<JsonValue>; 6]) -> Result<(Message, Value), RpcError> {
+    const NAMES: [&str; 6] = ["method", "id", "params.name", "params.uri", "params.taskId", "params._meta"];
+    for (name, value) in NAMES.into_iter().zip(&members) {
+        if let Some(JsonValue::Ambiguous(key)) = value {
+            return Err(RpcError::Member(
+                name,
+                format!("is ambiguous: `{key}` is there twice, or in another spelling"),
+            ));
+        }
+    }
+    let is_call = matches!(&members[METHOD], Some(JsonValue::Text(method)) if &**method == TOOLS_CALL);
+    for (index, is_required) in [(METHOD, false), (NAME, is_call)] {
+        match &members[index] {
+            Some(JsonValue::TooLong) if index == METHOD || is_call => {
+                return Err(RpcError::Member(NAMES[index], "is too long".to_owned()));
+            }
+            Some(JsonValue::Text(_)) => {}
+            None if !is_required => {}
+            Some(_) if index == METHOD || is_call => {
+                return Err(RpcError::Member(NAMES[index], "is not a string".to_owned()));
+            }
+            None => return Err(RpcError::Member(NAMES[index], "is missing".to_owned())),
+            Some(_) => {}
+        }
+    }
+    let id = match &members[ID] {
+        Some(JsonValue::Text(text)) => Value::from(&**text),
+        Some(JsonValue::Integer(number)) => serde_json::to_value(number).unwrap_or_default(),
+        _ => Value::Null,
+    };
+    let has_id = members[ID].is_some();
+    let mut text = |index: usize| match members[index].take() {
+        Some(JsonValue::Text(text)) => Some(text),
+        _ => None,
+    };
+    let message = Message {
+        method: text(METHOD),
+        name: text(NAME),
+        uri: text(URI),
+        task_id: text(TASK_ID),
+        version: text(VERSION),
+        has_id,
+    };
+    Ok((message, id))
+}
+
+/// Return the body of an error response.
+pub fn error_body(id: &Value, code: i32, message: &str, data: &Value) -> Vec<u8> {
+    let error = serde_json::json!({ "code": code, "message": message, "data": data });
+    let mut body = serde_json::json!({ "jsonrpc": "2.0", "id": id, "error": error }).to_string().into_bytes();
+    // For terminals.
+    body.push(b'\n');
+    body
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::json::body;
+
+    fn read(text: &str) -> Result<Messages, RpcError> {
+        body::read(text.as_bytes(), &Arc::default(), true).unwrap().messages.unwrap()
+    }
+
+    #[test]
+    fn messages_are_read() {
+        let call = r#"{"jsonrpc":"2.0","id":7,"method":"tools/call","params":{"name":"search","arguments":{"name":"x","method":"y"}}}"#;
+        let messages = read(call).unwrap();
+        assert_eq!((messages.list[0].tool(), &messages.id, messages.is_batch), (Some("search"), &json!(7), false));
+        let messages = read(&format!(r#"[{call},{{"method":"notifications/x"}},{{"id":"r","result":{{}}}}]"#)).unwrap();
+        assert_eq!((messages.list.len(), &messages.id, messages.is_batch), (3, &Value::Null, true));
+        let count = |counted| messages.counted(counted).count();
+        assert_eq!((count(CountedMessages::ToolCalls), count(CountedMessages::Methods)), (1, 2));
+        assert_eq!((count(CountedMessages::All), messages.list[1].has_id, messages.list[2].has_id), (3, false, true));
+        for (id, expected) in [
+            (r#""a""#, json!("a")),
+            ("-1", json!(-1)),
+            ("18446744073709551615", json!(u64::MAX)),
+            ("null", Value::Null),
+            ("1.5", Value::Null),
+            ("{}", Value::Null),
+        ] {
+            assert_eq!(read(&format!(r#"{{"id":{id},"method":"m"}}"#)).unwrap().id, expected, "{id}");
+        }
+        let huge = format!(r#"{{"id":"{}","method":"m"}}"#, "9".repeat(body::MAX_VALUE + 1));
+        assert_eq!(read(&huge).unwrap().id, Value::Null);
+    }
+
+    #[test]
+    fn bodies_that_servers_may_read_differently_are_rejected() {
+        for (text, expected) in [
+            ("7", "neither an object"),
+            ("[[{}]]", "neither an object"),
+            ("[{},1]", "neither an object"),
+            ("[null]", "neither an object"),
+            ("[]", "is empty"),
+            (r#"{"method":"a","method":"b"}"#, "`method` of the JSON-RPC message is ambiguous"),
+            (r#"{"method":"a","Method":"b"}"#, "`method` of the JSON-RPC message is ambiguous"),
+            (
+                r#"{"params":{},"method":"a","params":{"name":"x"}}"#,
+                "`params.name` of the JSON-RPC message is ambiguous",
+            ),
+            (r#"{"method":"tools/call","params":{"name":"a","Name":"b"}}"#, "`params.name` of the JSON-RPC message"),
+            (r#"{"id":1,"id":2,"method":"a"}"#, "`id` of the JSON-RPC message is ambiguous"),
+            (r#"{"method":7}"#, "`method` of the JSON-RPC message is not a string"),
+            (r#"{"method":null}"#, "`method` of the JSON-RPC message is not a string"),
+            (r#"{"method":"tools/call"}"#, "`params.name` of the JSON-RPC message is missing"),
+            (r#"{"method":"tools/call","params":["search"]}"#, "`params.name` of the JSON-RPC message is missing"),
+            (
+                r#"{"method":"tools/call","params":{"name":["x"]}}"#,
+                "`params.name` of the JSON-RPC message is not a string",
+            ),
+            (r#"[{"method":"a"},{"method":"a","method":"b"}]"#, "`method` of the JSON-RPC message is ambiguous"),
+        ] {
+            let error = read(text).unwrap_err().to_string();
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+        assert!(read(r#"{"method":"other","params":{"name":7}}"#).is_ok());
+        let long = format!(r#"{{"method":"tools/call","params":{{"name":"{}"}}}}"#, "x".repeat(body::MAX_VALUE + 1));
+        assert_eq!(read(&long).unwrap_err().code(), -32602);
+        let batch = |count: usize| format!("[{}]", vec![r#"{"method":"m"}"#; count].join(","));
+        assert_eq!(read(&batch(MAX_BATCH)).unwrap().list.len(), MAX_BATCH);
+        assert_eq!(read(&batch(MAX_BATCH + 1)), Err(RpcError::LongBatch));
+    }
+
+    #[test]
+    fn all_members_have_pointers() {
+        assert_eq!(RPC_POINTERS.len(), 6);
+    }
+}

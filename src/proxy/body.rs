@@ -1,0 +1,234 @@
+//! Reads the body of a request that a route, an identity or a cost depends on: once, and in one pass for all of them.
+
+use http::header::CONTENT_ENCODING;
+use http::{HeaderMap, HeaderValue, Request};
+use serde_json::Value;
+use tokio::time::timeout_at;
+
+use crate::http::body_limits::{BodyError, BodyLimits, UploadLimits};
+use crate::http::request_body::{ReadBody, RequestBody};
+use crate::json::body::{Collector, JsonBody};
+use crate::json::pointer::JsonPointer;
+use crate::json::rpc::RpcError;
+use crate::json::{body, mcp};
+use crate::llm::request;
+use crate::llm::request::{RequestError, RequestInfo};
+use crate::proxy::context::RequestContext;
+use crate::proxy::llm;
+use crate::proxy::local_reply::Rejection;
+use crate::snapshot::BodyInspection;
+use crate::snapshot::routes::{BodyUse, Route};
+
+/// Why a request is rejected because of its body.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InspectError {
+    /// The body cannot be read.
+    #[error(transparent)]
+    Unread(#[from] UnreadBody),
+    /// The route depends on a value that servers may read differently, or that is too long.
+    #[error("the JSON value `{0}`, by which requests are routed, is there twice, in another spelling, or too long")]
+    Ambiguous(JsonPointer),
+    /// The body is no acceptable JSON-RPC message.
+    #[error(transparent)]
+    Rpc(#[from] RpcError),
+}
+
+/// Why a body cannot be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum UnreadBody {
+    /// It is compressed.
+    #[error("the request body has a content coding, and the gateway has to read it: send it uncompressed")]
+    ContentCoding,
+    /// It is longer than the gateway reads.
+    #[error("the request body is longer than {0} bytes, and the gateway has to read it")]
+    TooLong(usize),
+    /// The buffer budget is exhausted.
+    #[error("the gateway has no memory for the request body at the moment")]
+    NoCapacity,
+    /// It is not JSON.
+    #[error("the request body is not JSON: {0}")]
+    Json(String),
+}
+
+impl InspectError {
+    /// Return the code of a JSON-RPC error. `None`: it is the status of the response.
+    pub fn rpc_code(&self) -> Option<i32> {
+        match self {
+            InspectError::Unread(UnreadBody::Json(_)) => Some(-32700),
+            InspectError::Rpc(error) => Some(error.code()),
+            InspectError::Unread(_) | InspectError::Ambiguous(_) => None,
+        }
+    }
+}
+
+/// What was read of a body.
+#[derive(Debug)]
+pub enum BodyContent {
+    /// There is no body.
+    Empty,
+    /// It cannot be read.
+    Unread(UnreadBody),
+    /// A JSON document.
+    Read(InspectedBody),
+}
+
+/// A body that was read.
+#[derive(Debug)]
+pub struct InspectedBody {
+    /// Length in bytes.
+    pub length: usize,
+    /// Values and JSON-RPC messages.
+    pub json: JsonBody,
+    /// What the request may use of an LLM API. `None` if that was not to be read.
+    pub llm: Option<Result<RequestInfo, RequestError>>,
+}
+
+impl BodyContent {
+    /// Read a whole body.
+    pub fn from_bytes(bytes: &[u8], inspection: &BodyInspection, reads_tokens: bool) -> Self {
+        if bytes.is_empty() {
+            return BodyContent::Empty;
+        }
+        let BodyInspection { pointers, reads_messages, .. } = inspection;
+        let read = match reads_tokens {
+            true => request::inspect_with(bytes, Collector::new(pointers, *reads_messages))
+                .map(|(llm, json)| (Some(llm), json)),
+            false => body::read(bytes, pointers, *reads_messages).map(|json| (None, json)),
+        };
+        match read {
+            Ok((llm, json)) => BodyContent::Read(InspectedBody { length: bytes.len(), json, llm }),
+            Err(error) => BodyContent::Unread(UnreadBody::Json(error.to_string())),
+        }
+    }
+
+    /// Return the values of the body. `None` if it has none, or is not read.
+    pub fn json(&self) -> Option<&JsonBody> {
+        match self {
+            BodyContent::Read(read) => Some(&read.json),
+            BodyContent::Empty | BodyContent::Unread(_) => None,
+        }
+    }
+
+    /// Return an error if the body cannot be read, or is longer than `max_body` bytes.
+    ///
+    /// # Errors
+    /// The reason.
+    pub fn require(&self, max_body: usize) -> Result<(), InspectError> {
+        match self {
+            BodyContent::Unread(error) => Err(error.clone().into()),
+            BodyContent::Read(read) if read.length > max_body => Err(UnreadBody::TooLong(max_body).into()),
+            BodyContent::Empty | BodyContent::Read(_) => Ok(()),
+        }
+    }
+
+    /// Check what the limits of a route require of the body and of the headers that mirror it.
+    ///
+    /// # Errors
+    /// The body cannot be read, or is no acceptable JSON-RPC message.
+    pub fn check(&self, body_use: BodyUse, headers: &HeaderMap, max_body: usize) -> Result<(), InspectError> {
+        if !body_use.values {
+            return Ok(());
+        }
+        self.require(max_body)?;
+        let messages = self.json().and_then(|json| json.messages.as_ref()).filter(|_| body_use.messages);
+        let Some(messages) = messages else { return Ok(()) };
+        let messages = messages.as_ref().map_err(RpcError::clone)?;
+        if body_use.is_mcp {
+            mcp::check_headers(headers, messages)?;
+        }
+        Ok(())
+    }
+
+    /// Return the id for the JSON-RPC error that a request gets on a route with these limits. `None` if the request is
+    /// no JSON-RPC message.
+    pub fn rpc_id(&self, body_use: BodyUse) -> Option<Value> {
+        if !body_use.messages || matches!(self, BodyContent::Empty) {
+            return None;
+        }
+        let messages = self.json().and_then(|json| json.messages.as_ref()?.as_ref().ok());
+        Some(messages.map_or(Value::Null, |messages| messages.id.clone()))
+    }
+}
+
+/// Read the body of a request whose route depends on it. It was not read before.
+///
+/// # Errors
+/// The body cannot be read.
+pub(super) async fn read_for_route<'a>(
+    context: &mut RequestContext<'a>,
+    request: &Request<RequestBody>,
+    body: &mut RequestBody,
+) -> Result<(), Rejection<'a>> {
+    let config = &context.snapshot.config;
+    let max_body = config.server.inspect_body;
+    let content = read(context, None, max_body, config.body_inspection.reads_tokens, request.headers(), body).await?;
+    let content = context.body.insert(Box::new(content));
+    content.require(max_body).map_err(Rejection::Inspect)
+}
+
+/// Read the body of a request for the limits of its route, unless it was read before.
+///
+/// # Errors
+/// The body cannot be read, or is not what a limit of the route requires.
+pub(super) async fn inspect<'a>(
+    context: &mut RequestContext<'a>,
+    route: &Route,
+    request: &Request<RequestBody>,
+    body: &mut RequestBody,
+) -> Result<(), Rejection<'a>> {
+    let config = &context.snapshot.config;
+    let body_use = route.rate_limits.body_use(request.method());
+    let inspection = route.rate_limits.llm_inspection(request.method());
+    let max_values = config.server.inspect_body;
+    let bounds = [body_use.values.then_some(max_values), inspection.map(|inspection| inspection.max_body)];
+    let Some(max_body) = bounds.into_iter().flatten().max() else { return Ok(()) };
+    if context.body.is_none() {
+        let content = read(context, route.max_body, max_body, inspection.is_some(), request.headers(), body).await?;
+        context.body = Some(Box::new(content));
+    }
+    let Some(content) = &mut context.body else { return Ok(()) };
+    context.rpc_id = content.rpc_id(body_use);
+    content.check(body_use, request.headers(), max_values).map_err(Rejection::Inspect)?;
+    if let Some(inspection) = inspection {
+        llm::inspect(context, inspection, request, body)?;
+    }
+    Ok(())
+}
+
+/// Return whether the body has a content coding.
+pub fn has_content_coding(headers: &HeaderMap) -> bool {
+    let is_coded = |coding: &HeaderValue| !coding.as_bytes().eq_ignore_ascii_case(b"identity");
+    headers.get_all(CONTENT_ENCODING).iter().any(is_coded)
+}
+
+/// Read a body of at most `max_read` bytes.
+async fn read(
+    context: &RequestContext<'_>,
+    max_body: Option<u64>,
+    max_read: usize,
+    reads_tokens: bool,
+    headers: &HeaderMap,
+    body: &mut RequestBody,
+) -> Result<BodyContent, Rejection<'static>> {
+    if http_body::Body::is_end_stream(body) {
+        return Ok(BodyContent::Empty);
+    }
+    if has_content_coding(headers) {
+        return Ok(BodyContent::Unread(UnreadBody::ContentCoding));
+    }
+    let config = &context.snapshot.config;
+    let settings = &config.server;
+    let idle_timeout = settings.body_idle_timeout;
+    let upload = UploadLimits { idle_timeout, min_rate: settings.min_body_rate, total_timeout: settings.body_timeout };
+    let limits = BodyLimits { deadline: context.deadline, upload, idle_timeout, max_body };
+    let reading = body.read(limits, max_read);
+    let read = match limits.deadline {
+        None => reading.await,
+        Some(deadline) => timeout_at(deadline, reading).await.unwrap_or(Err(BodyError::ClientTimeout)),
+    };
+    Ok(match read.map_err(|error| Rejection::Upstream(error.into()))? {
+        ReadBody::Whole(bytes) => BodyContent::from_bytes(&bytes, &config.body_inspection, reads_tokens),
+        ReadBody::TooLong => BodyContent::Unread(UnreadBody::TooLong(max_read)),
+        ReadBody::NoCapacity => BodyContent::Unread(UnreadBody::NoCapacity),
+    })
+}

@@ -1,0 +1,335 @@
+//! Identities and routes by values of JSON bodies over the wire: chunks, HTTP/2, `Expect`, bounds, hostile bodies.
+
+use http::Request;
+
+use crate::support::client::Reply;
+use crate::support::gateway::{Gateway, binary};
+use crate::support::http2;
+use crate::support::upstream::Upstream;
+
+/// Two routes of one path: one for a model, one for all other requests.
+fn routed(upstream: &Upstream, server: &str, more: &str) -> String {
+    format!(
+        "[server]\n{server}\n[upstream.u]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"gpt\"\npath = \"/chat\"\nupstream = \"u\"\n\
+         match = {{ json = {{ \"/model\" = {{ prefix = \"gpt-\" }} }} }}\n\
+         request_headers.set = {{ x-route = \"{{route}}\" }}\n\
+         [[route]]\nname = \"other\"\npath = \"/chat\"\nupstream = \"u\"\n\
+         request_headers.set = {{ x-route = \"{{route}}\" }}\n{more}",
+        upstream.url()
+    )
+}
+
+/// A limit of 3 requests by a value of the body.
+fn limited(by: &str, limit: &str) -> String {
+    format!(
+        "[limit.l]\nby = {by}\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n{limit}\n\
+         [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+    )
+}
+
+fn post(gateway: &Gateway, path: &str, body: &[u8]) -> Reply {
+    gateway.client().request("POST", path, &[("content-type", "application/json")], body)
+}
+
+fn detail(reply: &Reply) -> String {
+    reply.json()["detail"].as_str().unwrap_or_default().to_owned()
+}
+
+fn route_of(upstream: &Upstream) -> String {
+    upstream.last().headers("x-route")[0].to_owned()
+}
+
+#[test]
+fn value_of_the_body_selects_the_route() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&routed(&upstream, "", ""));
+    for (body, expected) in [
+        (r#"{"model":"gpt-5","messages":[]}"#, "gpt"),
+        (r#"{"messages":[{"model":"x"}],"mod\u0065l":"gpt-5"}"#, "gpt"),
+        (r#"{"model":"claude"}"#, "other"),
+        (r#"{"model":["gpt-5"]}"#, "other"),
+        (r#"{"model":null}"#, "other"),
+        ("[]", "other"),
+        ("", "other"),
+    ] {
+        assert_eq!(post(&gateway, "/chat", body.as_bytes()).status, 200, "{body}");
+        assert_eq!(route_of(&upstream), expected, "{body}");
+        assert_eq!(upstream.last().body, body.as_bytes(), "the upstream gets the body unchanged");
+    }
+    assert_eq!(gateway.get("/chat").status, 200);
+    assert_eq!(route_of(&upstream), "other", "a request without a body");
+}
+
+#[test]
+fn body_that_cannot_be_read_is_never_the_other_route() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&routed(&upstream, "inspect_body = \"64B\"", ""));
+    let padded = |length: usize| {
+        let text = r#"{"model":"gpt-5","p":""}"#;
+        text.replace("\"p\":\"", &format!("\"p\":\"{}", "x".repeat(length - text.len())))
+    };
+    let deep = format!("{{\"a\":{}{}}}", "[".repeat(200), "]".repeat(200));
+    let large = Gateway::start(&routed(&upstream, "", ""));
+    for (gateway, body, headers, status, expected) in [
+        (&gateway, padded(64), &[][..], 200, ""),
+        (&gateway, padded(65), &[], 413, "the request body is longer than 64 bytes"),
+        (&gateway, r#"{"model":"gpt-5""#.to_owned(), &[], 400, "the request body is not JSON: EOF"),
+        (&gateway, "model=gpt-5".to_owned(), &[], 400, "the request body is not JSON"),
+        (&gateway, r#"{"model":"gpt-5"} {}"#.to_owned(), &[], 400, "the request body is not JSON: trailing"),
+        (&gateway, r#"{"model":"claude","model":"gpt-5"}"#.to_owned(), &[], 400, "the JSON value `/model`"),
+        (&gateway, r#"{"model":"claude","mod\u0065l":"gpt-5"}"#.to_owned(), &[], 400, "the JSON value `/model`"),
+        (&gateway, r#"{"Model":"gpt-5"}"#.to_owned(), &[], 400, "the JSON value `/model`"),
+        (&large, format!(r#"{{"model":"{}"}}"#, "x".repeat(1025)), &[], 400, "the JSON value `/model`"),
+        (&large, deep, &[], 400, "recursion limit"),
+        (&gateway, "x".to_owned(), &[("content-encoding", "gzip")], 400, "content coding"),
+        (&gateway, r#"{"model":"gpt-5"}"#.to_owned(), &[("content-encoding", "identity")], 200, ""),
+        (
+            &gateway,
+            r#"{"model":"gpt-5"}"#.to_owned(),
+            &[("content-encoding", "identity"), ("content-encoding", "gzip")],
+            400,
+            "content coding",
+        ),
+    ] {
+        let before = upstream.count();
+        let reply = gateway.client().request("POST", "/chat", headers, body.as_bytes());
+        assert_eq!(reply.status, status, "{body} {}", reply.text());
+        if status == 200 {
+            assert_eq!((upstream.count(), &*route_of(&upstream)), (before + 1, "gpt"), "{body}");
+        } else {
+            assert!(detail(&reply).contains(expected), "{body}: {}", reply.text());
+            assert_eq!(upstream.count(), before, "{body}");
+        }
+    }
+}
+
+#[test]
+fn chunked_bodies_and_expect_are_read_up_to_the_bound() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&routed(&upstream, "inspect_body = \"64B\"", ""));
+    let mut client = gateway.client();
+    let head = "POST /chat HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n";
+    client.send(format!("{head}9\r\n{{\"model\":\r\n8\r\n\"gpt-5\"}}\r\n0\r\n\r\n").as_bytes());
+    assert_eq!(client.reply().unwrap().status, 200);
+    assert_eq!((&*route_of(&upstream), upstream.last().body.len()), ("gpt", 17));
+    let before = upstream.count();
+    client.send(format!("{head}41\r\n{}\r\n0\r\n\r\n", "x".repeat(65)).as_bytes());
+    assert_eq!(client.reply().unwrap().status, 413);
+    assert_eq!(upstream.count(), before);
+    // The client sends the body after `100 Continue`.
+    let mut client = gateway.client();
+    client.send(b"POST /chat HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 17\r\n\r\n");
+    assert_eq!(client.head().unwrap().status, 100);
+    client.send(br#"{"model":"gpt-5"}"#);
+    assert_eq!(client.reply().unwrap().status, 200);
+    assert_eq!((&*route_of(&upstream), upstream.last().headers("expect").len()), ("gpt", 0));
+    // A longer body is not requested.
+    let mut client = gateway.client();
+    client.send(b"POST /chat HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 65\r\n\r\n");
+    assert_eq!(client.reply().unwrap().status, 413);
+}
+
+#[test]
+fn http2_requests_are_routed_by_body() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&routed(&upstream, "inspect_body = \"64B\"", ""));
+    let long: &'static [u8] = &[b'x'; 65];
+    let request = |body: &'static [u8]| Request::post("http://a.test/chat").body(body).unwrap();
+    for (body, status) in
+        [(&br#"{"model":"gpt-5"}"#[..], 200), (br#"{"model":"claude"}"#, 200), (br#"{"model":"#, 400), (long, 413)]
+    {
+        let answers = http2::ask(gateway.addresses()[0], [request(body)]);
+        assert_eq!(answers[0].status(), Some(status), "{}", String::from_utf8_lossy(body));
+    }
+    let routes: Vec<_> =
+        upstream.seen.lock().unwrap().iter().map(|seen| seen.headers("x-route")[0].to_owned()).collect();
+    assert_eq!(routes, ["gpt", "other"]);
+}
+
+#[test]
+fn other_routes_do_not_wait_for_the_body() {
+    let upstream = Upstream::start();
+    let more = "[[route]]\nname = \"denied\"\npath = \"/denied\"\nrespond = { status = 403 }\n";
+    let gateway = Gateway::start(&routed(&upstream, "", more));
+    let mut client = gateway.client();
+    // The response arrives although the body does not.
+    client.send(b"POST /denied HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n");
+    assert_eq!(client.reply().unwrap().status, 403);
+}
+
+#[test]
+fn denied_clients_send_no_body() {
+    let config = "[[listener]]\naddress = \"127.0.0.1:0\"\ndeny = [\"127.0.0.0/8\"]\n\
+                  [[route]]\nname = \"r\"\npath = \"/chat\"\nrespond = { status = 200 }\n\
+                  match = { json = { \"/model\" = { present = true } } }\n";
+    let gateway = Gateway::start(config);
+    let mut client = gateway.client();
+    client.send(b"POST /chat HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 17\r\n\r\n");
+    assert_eq!(client.reply().unwrap().status, 403);
+}
+
+#[test]
+fn preflight_gets_the_policy_of_the_best_match_without_a_body() {
+    let cors = "cors = { origins = [\"https://a.test\"] }\n";
+    let config = format!(
+        "[[route]]\nname = \"gpt\"\npath = \"/chat\"\nrespond = {{ status = 200 }}\n{cors}\
+         match = {{ json = {{ \"/model\" = {{ prefix = \"gpt-\" }} }} }}\n"
+    );
+    let gateway = Gateway::start(&config);
+    let headers = [("origin", "https://a.test"), ("access-control-request-method", "POST")];
+    let reply = gateway.client().request("OPTIONS", "/chat", &headers, b"");
+    assert_eq!((reply.status, reply.header("access-control-allow-origin")), (204, Some("https://a.test")));
+}
+
+#[test]
+fn value_of_the_body_is_the_identity() {
+    let gateway = Gateway::start(&limited("\"json:/user\"", "exempt = [\"json:/user=root\"]"));
+    let status = |body: &str| post(&gateway, "/a", body.as_bytes()).status;
+    for user in ["\"a\"", "7", "true", "\"ä\""] {
+        let statuses: Vec<_> = (0..4).map(|_| status(&format!("{{\"user\":{user}}}"))).collect();
+        assert_eq!(statuses, [200, 200, 200, 429], "{user}");
+    }
+    assert_eq!(status(r#"{"user":"7"}"#), 429, "the text counts, not the type");
+    assert_eq!(status(r#"{"us\u0065r":"\u0061"}"#), 429, "escapes are decoded");
+    assert!((0..5).all(|_| status(r#"{"user":"root"}"#) == 200), "exempt");
+    for (body, expected) in [
+        (r#"{"user":{}}"#, "the JSON value `/user` is not a string"),
+        (r#"{"user":["a"]}"#, "the JSON value `/user` is not a string"),
+        (r#"{"user":null}"#, "the JSON value `/user` is not a string"),
+        (r#"{"user":1.5}"#, "the JSON value `/user` is not a string"),
+        (r#"{"user":"a","user":"b"}"#, "the JSON value `/user` is ambiguous"),
+        (r#"{"user":"a","USER":"b"}"#, "the JSON value `/user` is ambiguous"),
+        (r#"{"USER":"b"}"#, "the JSON value `/user` is ambiguous"),
+        (r#"{"name":"a"}"#, "the JSON value `/user` is required"),
+        ("", "the JSON value `/user` is required"),
+        ("{", "the request body is not JSON"),
+    ] {
+        let reply = post(&gateway, "/a", body.as_bytes());
+        reply.assert_problem(400, body);
+        assert!(detail(&reply).starts_with(expected), "{body}: {}", reply.text());
+    }
+    let long = |length: usize| post(&gateway, "/a", format!("{{\"user\":\"{}\"}}", "x".repeat(length)).as_bytes());
+    assert_eq!(long(1024).status, 200);
+    let reply = long(1025);
+    assert_eq!((reply.status, &*detail(&reply)), (400, "the JSON value `/user` is longer than 1024 bytes"));
+}
+
+#[test]
+fn missing_value_follows_on_missing() {
+    for (on_missing, expected) in [("skip", [200; 4]), ("ip", [200, 200, 200, 429])] {
+        let gateway = Gateway::start(&limited("\"json:/user\"", &format!("on_missing = \"{on_missing}\"")));
+        let statuses: Vec<_> = (0..4).map(|_| post(&gateway, "/a", b"{}").status).collect();
+        assert_eq!(statuses, expected, "{on_missing}");
+    }
+}
+
+#[test]
+fn value_is_a_part_of_a_list_and_applies_to_its_methods() {
+    let gateway = Gateway::start(&limited("[\"header:x-id\", \"json:/a/1/b\"]", "methods = [\"POST\"]"));
+    let status = |id: &str, b: &str| {
+        let body = format!(r#"{{"a":[{{"b":0}},{{"b":"{b}"}}]}}"#);
+        gateway.client().request("POST", "/", &[("x-id", id)], body.as_bytes()).status
+    };
+    assert_eq!([status("1", "x"), status("1", "x"), status("1", "x"), status("1", "x")], [200, 200, 200, 429]);
+    assert_eq!([status("2", "x"), status("1", "y")], [200, 200]);
+    // The body of another method is not read.
+    assert_eq!(gateway.client().request("PUT", "/", &[("x-id", "1")], b"{").status, 200);
+}
+
+#[test]
+fn values_are_no_labels_of_administrators() {
+    let config = limited("\"json:/user\"", "") + "[admin]\naddress = \"127.0.0.1:0\"\n";
+    let gateway = Gateway::start(&config);
+    for _ in 0..4 {
+        post(&gateway, "/a", br#"{"user":"secret-user"}"#);
+    }
+    let top = crate::support::client::Client::connect(gateway.admin()).get_with("/api/top", &[("host", "localhost")]);
+    assert_eq!(top.status, 200, "{}", top.text());
+    assert!(!top.text().contains("secret-user") && top.text().contains("json:/user"), "{}", top.text());
+}
+
+#[test]
+fn tokens_and_values_are_read_in_one_pass() {
+    let upstream = Upstream::start();
+    let config = format!(
+        "[limit.tokens]\nby = \"json:/user\"\nquota = \"1000/hour\"\nunit = \"tokens\"\ncost = {{ llm = \"auto\" }}\n\
+         [upstream.u]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"gpt\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nlimits = [\"tokens\"]\n\
+         match = {{ json = {{ \"/model\" = {{ prefix = \"gpt-\" }} }} }}\n\
+         [[route]]\nname = \"other\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\n",
+        upstream.url()
+    );
+    let gateway = Gateway::start(&config);
+    let reply = post(&gateway, "/v1/chat/completions", br#"{"model":"gpt-5","user":"a","max_tokens":100}"#);
+    assert_eq!((reply.status, reply.remaining("tokens")), (200, 1000 - 112));
+    let reply =
+        post(&gateway, "/v1/chat/completions", br#"{"model":"gpt-5","user":"a","max_tokens":1,"max_tokens":2}"#);
+    assert_eq!(reply.status, 400, "{}", reply.text());
+    // The key that is there twice matters only to a route that counts tokens.
+    let reply = post(&gateway, "/v1/chat/completions", br#"{"model":"x","max_tokens":1,"max_tokens":2}"#);
+    assert_eq!(reply.status, 200, "{}", reply.text());
+}
+
+#[test]
+fn explain_shows_the_route_and_the_identity_of_a_body() {
+    let upstream = Upstream::start();
+    let limit = "limits = [\"l\"]\n[limit.l]\nby = \"json:/user\"\nquota = \"3/hour\"\n";
+    let config = routed(&upstream, "", limit) + "[[listener]]\naddress = \"127.0.0.1:8080\"\n";
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("gateway.toml"), config).unwrap();
+    std::fs::write(directory.path().join("body.json"), r#"{"model":"gpt-5"}"#).unwrap();
+    let explain = |body: &[&str]| {
+        let output = binary()
+            .current_dir(directory.path())
+            .args(["explain", "POST", "http://localhost:8080/chat", "--offline", "--config", "gateway.toml"])
+            .args(body)
+            .output()
+            .unwrap();
+        assert!(output.status.success() || !output.stderr.is_empty());
+        String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap()
+    };
+    let text = explain(&["--body", "@body.json"]);
+    assert!(
+        text.contains("Route gpt: /chat") && text.contains("the JSON value `/model` to begin with `gpt-`"),
+        "{text}"
+    );
+    let text = explain(&["-d", r#"{"model":"x","user":"a"}"#]);
+    assert!(text.contains("Route other: /chat"), "{text}");
+    assert!(text.contains("it requires the JSON value `/model` to begin with `gpt-`"), "{text}");
+    let text = explain(&["-d", r#"{"model":"x"}"#]);
+    assert!(text.contains("Response: 400"), "{text}");
+    let text = explain(&[]);
+    assert!(text.contains("Route other: /chat"), "{text}");
+    let text = explain(&["-d", "{"]);
+    assert!(text.contains("Response: 400") && text.contains("bad-body"), "{text}");
+    let text = explain(&["-d", "@missing.json"]);
+    assert!(text.contains("--body: read missing.json"), "{text}");
+}
+
+#[test]
+fn replay_says_that_logs_have_no_bodies() {
+    let directory = tempfile::tempdir().unwrap();
+    let put = |name: &str, text: &str| std::fs::write(directory.path().join(name), text).unwrap();
+    put(
+        "gateway.toml",
+        "[[listener]]\naddress = \"127.0.0.1:8080\"\n[limit.l]\nby = \"json:/user\"\nquota = \"3/hour\"\n\
+         [[route]]\nname = \"a\"\npath = \"/a\"\nlimits = [\"l\"]\nrespond = { status = 200 }\n\
+         [[route]]\nname = \"b\"\npath = \"/b\"\nrespond = { status = 200 }\n\
+         match = { json = { \"/model\" = { present = true } } }\n",
+    );
+    put(
+        "access.log",
+        "192.0.2.1 - - [10/Oct/2025:13:55:36 +0000] \"POST /a HTTP/1.1\" 200 2\n\
+         192.0.2.1 - - [10/Oct/2025:13:55:37 +0000] \"POST /b HTTP/1.1\" 200 2\n",
+    );
+    let output = binary()
+        .current_dir(directory.path())
+        .args(["replay", "access.log", "--config", "gateway.toml"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap();
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(text.contains("the JSON value `/user` of the body is not in this log"), "{text}");
+    assert!(text.contains("1 has a route that depends on its body"), "{text}");
+}
