@@ -24,6 +24,7 @@ pub mod verdict;
 pub mod wait_queue;
 
 use std::cmp::Ordering;
+use std::mem;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{self, AtomicU64};
@@ -35,7 +36,7 @@ use uuid::Uuid;
 
 use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::clock::{Clock, elapsed_since, monotonic, unix_us};
-use crate::limiter::decision::{Decision, LimitCheck};
+use crate::limiter::decision::{Decision, LimitCheck, offer_events};
 use crate::limiter::denial_cache::{DenialCache, DenialHit};
 use crate::limiter::fallback::{StoreUnavailable, decide_overloaded, decide_without_store};
 use crate::limiter::key::IdentityHasher;
@@ -178,19 +179,12 @@ impl Limiter {
         }
     }
 
-    /// Decide all checks without waiting in a queue, and queue the events of limits whose thresholds are reached.
+    /// Decide all checks without waiting in a queue: with prefetched tokens, by the denial cache, or by a call to the
+    /// store. If the store cannot answer, decide as `on_store_error` of each limit says.
     async fn check_now<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         if checks.is_empty() {
             return Ok(Decision::unlimited());
         }
-        let decision = self.decide(checks).await?;
-        decision.reached.iter().for_each(|usage| self.store_handle.events.offer(usage));
-        Ok(decision)
-    }
-
-    /// Decide with prefetched tokens, by the denial cache, or by a call to the store. If the store cannot answer, decide
-    /// as `on_store_error` of each limit says.
-    async fn decide<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         let singleflight_group =
             self.singleflight.as_ref().and_then(|singleflight| Some((singleflight, check_group(checks)?)));
         let prefetched = || self.try_prefetched(checks, singleflight_group?);
@@ -237,9 +231,10 @@ impl Limiter {
         }
         let mut decided_at_us = Vec::new();
         let mut decision = match result {
-            Ok(verdict) => {
+            Ok(mut verdict) => {
                 self.cache_denials(checks, &verdict, asked_at);
-                decided_at_us.clone_from(&verdict.decided_at_us);
+                offer_events(&self.store_handle.events, &verdict, DecidedBy::Store, checks.iter());
+                decided_at_us = mem::take(&mut verdict.decided_at_us);
                 Decision::new(verdict, DecidedBy::Store, checks.iter())
             }
             Err(error) => {
@@ -258,7 +253,8 @@ impl Limiter {
                 }
                 // The local share grants permits with new ids: the release of the old ids must not release them.
                 let first_local_id = self.allocate_permit_ids(checks);
-                let decision = decide_without_store(fallback, checks, error, first_local_id)?;
+                let counters = (fallback.as_ref(), self.store_handle.events.as_ref());
+                let decision = decide_without_store(counters, checks, error, first_local_id)?;
                 self.store_handle.post_usage();
                 if checks.iter().any(LimitCheck::is_concurrency) {
                     permits = Some(self.requested_permits(checks, DecidedBy::Local, first_local_id));
@@ -288,6 +284,7 @@ impl Limiter {
         };
         let (verdict, counted) =
             fallback::decide_with_room(memory, checks.iter(), full_limits, DecidedBy::Store, first_permit_id)?;
+        offer_events(&self.store_handle.events, &verdict, DecidedBy::Store, counted.iter().copied());
         let mut decision = Decision::new(verdict, DecidedBy::Store, counted.iter().copied());
         if decision.admitted && checks.iter().any(LimitCheck::is_concurrency) {
             let permits = self.requested_permits(checks, DecidedBy::Store, first_permit_id);
@@ -319,6 +316,7 @@ impl Limiter {
         let (verdict, charged_at) = singleflight.take_prefetched(group)?;
         self.store_handle.store.count_check(AnsweredBy::Prefetch);
         let elapsed_us = verdict.now_us - charged_at;
+        offer_events(&self.store_handle.events, &verdict, DecidedBy::Store, checks.iter());
         let mut decision = Decision::from_earlier_charge(verdict, DecidedBy::Store, checks.iter(), elapsed_us);
         self.attach_deferred_charges(checks, &mut decision, Some(charged_at), &[]);
         Some(decision)
@@ -344,9 +342,8 @@ impl Limiter {
         });
         let verdict = Verdict::new(0, first_hit.now_us, outcomes.collect());
         self.store_handle.store.count_check(AnsweredBy::DenialCache);
-        let decision = Decision::new(verdict, DecidedBy::Store, checks.iter());
         // The check that was denied first has queued the events.
-        Some(Decision { is_from_cache: true, reached: Vec::new(), ..decision })
+        Some(Decision { is_from_cache: true, ..Decision::new(verdict, DecidedBy::Store, checks.iter()) })
     }
 
     fn cache_denials(&self, checks: &[LimitCheck<'_, '_>], verdict: &Verdict, asked_at: Instant) {
@@ -471,8 +468,8 @@ fn queue_denial<'a>(
         if check.limit_index == queued_check.limit_index { exceeded } else { NOT_INVOLVED }
     };
     let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
-    // The decision is not local: the store is healthy. The checks before have queued the events.
-    Decision { reached: Vec::new(), ..Decision::new(verdict, DecidedBy::Store, checks.iter()) }
+    // The decision is not local: the store is healthy.
+    Decision::new(verdict, DecidedBy::Store, checks.iter())
 }
 
 /// Return the group for coalescing, if all checks of the request can be coalesced with other requests of the same

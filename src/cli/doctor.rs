@@ -105,7 +105,7 @@ pub(super) type ConnectedWebhook<'c> = (&'c str, &'c Webhook, Result<(), Deliver
 /// The runtime cannot be started.
 pub(super) fn connect_webhooks(config: &CompiledConfig) -> std::io::Result<Vec<ConnectedWebhook<'_>>> {
     let webhooks = config.event_destinations.iter().filter_map(|(name, destination)| match destination {
-        EventDestination::Webhook(webhook) => Some((&**name, webhook)),
+        EventDestination::Webhook(webhook) => Some((&**name, &**webhook)),
         EventDestination::Stream(_) => None,
     });
     let webhooks: Vec<_> = webhooks.collect();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::clock::elapsed_since;
 use crate::limiter::key::{Identity, Key};
-use crate::limiter::notify::LimitUsage;
+use crate::limiter::notify::{EventQueue, LimitUsage};
 use crate::limiter::quota::Quota;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred, DeferredCharges, OwnedCharge, SettleAction};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
@@ -68,8 +68,6 @@ pub struct Decision<'a> {
     /// Limit index and [`Charge::debt_before_us`] of each check that was decided. Empty unless the request is admitted
     /// and a limit may refund.
     pub debts_before_us: Box<[(usize, u64)]>,
-    /// The usage of the limits whose thresholds for events are reached.
-    pub reached: Vec<LimitUsage>,
 }
 
 impl<'a> LimitCheck<'a, 'a> {
@@ -152,22 +150,28 @@ impl<'a> LimitCheck<'a, '_> {
         }
     }
 
-    /// Return the usage of the limit if it has reached a threshold for events. A reservation counts once it is settled.
-    #[cold] // Keep it out of the code of limits without events.
-    fn usage_for_events(
-        &self,
-        decided_by: DecidedBy,
-        outcome: &Outcome,
-        decided_at_us: u64,
-        is_granted: bool,
-    ) -> Option<LimitUsage> {
-        let reserved = if self.deferred == Deferred::Settle && is_granted { self.cost } else { 0 };
-        let decider = (self.variant.quota, self.rule(decided_by), decided_by == DecidedBy::Local);
-        LimitUsage::new(self.limit.notify.as_ref()?, self.identity, decider, outcome, (decided_at_us, reserved))
-    }
-
     fn to_result(&self, outcome: Outcome) -> LimitResult<'a> {
         LimitResult { limit_index: self.limit_index, limit: self.limit, quota: self.variant.quota, outcome }
+    }
+}
+
+/// Queue the events of limits that have reached a threshold by a verdict about these checks. A reservation counts once
+/// it is settled.
+pub fn offer_events<'b, 'a: 'b, 'p: 'b>(
+    events: &EventQueue,
+    verdict: &Verdict,
+    decided_by: DecidedBy,
+    checks: impl Iterator<Item = &'b LimitCheck<'a, 'p>>,
+) {
+    for (index, (check, outcome)) in checks.zip(&verdict.outcomes).enumerate() {
+        let Some(notify) = &check.limit.notify else { continue };
+        let is_reserved = check.deferred == Deferred::Settle && verdict.granted > 0;
+        let reserved = if is_reserved { check.cost } else { 0 };
+        let now_us = verdict.decided_at_us.get(index).copied().unwrap_or(verdict.now_us);
+        let decider = (check.variant.quota, check.rule(decided_by), decided_by == DecidedBy::Local);
+        if let Some(usage) = LimitUsage::new(notify, check.identity, decider, outcome, (now_us, reserved)) {
+            events.offer(&usage);
+        }
     }
 }
 
@@ -209,14 +213,10 @@ impl<'a> Decision<'a> {
             });
             debts_before_us = entries.collect();
         }
-        let Verdict { granted, now_us, outcomes, decided_at_us, .. } = verdict;
+        let Verdict { granted, now_us, outcomes, .. } = verdict;
         let mut results = Vec::with_capacity(outcomes.len());
-        let (mut shadow_denied, mut reached) = (Vec::new(), Vec::new());
-        for (index, (check, outcome)) in checks.zip(outcomes).enumerate() {
-            if check.limit.notify.is_some() {
-                let decided_at_us = decided_at_us.get(index).copied().unwrap_or(now_us);
-                reached.extend(check.usage_for_events(decided_by, &outcome, decided_at_us, granted > 0));
-            }
+        let mut shadow_denied = Vec::new();
+        for (check, outcome) in checks.zip(outcomes) {
             match (check.limit.shadow, outcome.status) {
                 (false, _) => results.push(check.to_result(outcome)),
                 (true, Status::Ok) => {}
@@ -235,7 +235,6 @@ impl<'a> Decision<'a> {
             permits: None,
             deferred_charges: None,
             debts_before_us,
-            reached,
         }
     }
 

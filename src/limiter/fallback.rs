@@ -5,8 +5,9 @@ use std::time::Duration;
 use tracing::warn;
 
 use crate::limiter::clock::{LogThrottle, unix_us};
-use crate::limiter::decision::{Decision, LimitCheck};
+use crate::limiter::decision::{Decision, LimitCheck, offer_events};
 use crate::limiter::memory::MemoryStore;
+use crate::limiter::notify::EventQueue;
 use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Operation, StoreError, Verdict};
@@ -42,7 +43,7 @@ pub(super) fn decide_overloaded<'a>(
 /// Decide during an outage. Fail closed if one limit is set to `deny`. Otherwise the limits set to `local` decide by
 /// their local shares. The usage of the others is counted as well, because they cannot be charged.
 pub(super) fn decide_without_store<'a>(
-    fallback: &MemoryStore,
+    (fallback, events): (&MemoryStore, &EventQueue),
     checks: &[LimitCheck<'a, '_>],
     error: StoreError,
     first_permit_id: u64,
@@ -63,7 +64,7 @@ pub(super) fn decide_without_store<'a>(
     if checks.iter().any(|check| check.limit.on_store_error == OnStoreError::Deny && !check.limit.shadow) {
         return Err(StoreUnavailable(error));
     }
-    let decision = decide_locally(fallback, checks, first_permit_id)?;
+    let decision = decide_locally((fallback, events), checks, first_permit_id)?;
     if decision.admitted {
         for check in checks.iter().filter(|check| !falls_back_locally(check) && check.limit.usage.is_some()) {
             fallback.add_uncharged_usage(&check.charge(DecidedBy::Local, first_permit_id));
@@ -78,7 +79,7 @@ fn falls_back_locally(check: &&LimitCheck<'_, '_>) -> bool {
 
 /// Decide by the local shares of the limits that fall back to them.
 fn decide_locally<'a>(
-    fallback: &MemoryStore,
+    (fallback, events): (&MemoryStore, &EventQueue),
     checks: &[LimitCheck<'a, '_>],
     first_permit_id: u64,
 ) -> Result<Decision<'a>, StoreUnavailable> {
@@ -86,6 +87,7 @@ fn decide_locally<'a>(
         checks.iter().filter(falls_back_locally).map(|check| check.charge(DecidedBy::Local, first_permit_id)).collect();
     let verdict = fallback.decide(Operation::Check, &charges);
     if verdict.full_limits == 0 {
+        offer_events(events, &verdict, DecidedBy::Local, checks.iter().filter(falls_back_locally));
         return Ok(Decision::new(verdict, DecidedBy::Local, checks.iter().filter(falls_back_locally)));
     }
     let (verdict, checks_with_room) = decide_with_room(
@@ -95,6 +97,7 @@ fn decide_locally<'a>(
         DecidedBy::Local,
         first_permit_id,
     )?;
+    offer_events(events, &verdict, DecidedBy::Local, checks_with_room.iter().copied());
     Ok(Decision::new(verdict, DecidedBy::Local, checks_with_room.into_iter()))
 }
 

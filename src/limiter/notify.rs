@@ -1,5 +1,5 @@
-//! Quota events: an identity has used a percentage of a limit. A decision finds the limits whose thresholds are
-//! reached, and a bounded queue takes the events to the task that sends them.
+//! Quota events: an identity has used a percentage of a limit. A bounded queue takes the events to the thread that sends
+//! them.
 
 use std::collections::HashMap;
 use std::hash::RandomState;

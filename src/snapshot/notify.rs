@@ -39,7 +39,7 @@ const DEFAULT_THRESHOLDS: [u8; 2] = [80, 100];
 #[derive(Debug)]
 pub enum EventDestination {
     /// A server that gets each event as a request.
-    Webhook(Webhook),
+    Webhook(Box<Webhook>),
     /// A Redis stream in the server of the store.
     Stream(EventStream),
 }
@@ -99,7 +99,7 @@ pub(super) fn destinations(
         let one = match (&table.webhook, &table.stream) {
             (Some(url), None) => {
                 report_keys(&[("max_length", table.max_length.as_ref().map(|key| key.span()))], "stream", reader);
-                webhook(name, table, url, &span, internal, reader).map(EventDestination::Webhook)
+                webhook(name, table, url, &span, internal, reader).map(Box::new).map(EventDestination::Webhook)
             }
             (None, Some(key)) => {
                 let keys = [("secret", &table.secret), ("ca", &table.ca), ("timeout", &table.timeout)];
