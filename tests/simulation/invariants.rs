@@ -22,6 +22,9 @@ use crate::store::{DecidedRequest, SimulatedRedis, StateId, charge, charges_by_s
 /// A check takes no longer than the timeout and this slack: timers have a resolution of a millisecond.
 const TIMER_SLACK: Duration = Duration::from_millis(15);
 
+/// The resolution of timers, µs.
+const TIMER_US: u64 = 1000;
+
 /// Refunds that the store runs within this time were in flight.
 const MAX_REFUND_DELAY_US: u64 = 300_000;
 
@@ -407,12 +410,12 @@ impl History<'_> {
             return;
         }
         let mut expected: BTreeMap<&StateId, i64> = BTreeMap::new();
-        // Tokens that may have been charged for disconnected clients.
+        // Tokens that may have been granted to clients at the instant at which they disconnected.
         let mut uncertain: BTreeMap<&StateId, i64> = BTreeMap::new();
         for observed in self.requests {
             for part in observed.limits.iter().filter(|part| !part.shadow_denied) {
                 let spec = &self.schedule.limits[part.limit];
-                if observed.outcome == ClientOutcome::Cancelled {
+                if observed.outcome == ClientOutcome::Cancelled && self.may_be_granted(observed, &part.state) {
                     *uncertain.entry(&part.state).or_default() += spec.cost as i64;
                 }
                 if observed.outcome != ClientOutcome::Admitted(DecidedBy::Store) {
@@ -473,6 +476,22 @@ impl History<'_> {
                 violated("refunds equal the charges", message);
             }
         }
+    }
+
+    /// Return whether the reply to a charge of this state may have arrived at the instant at which the client
+    /// disconnected. Charges of earlier and later disconnects are refunded.
+    fn may_be_granted(&self, observed: &ObservedRequest, state: &StateId) -> bool {
+        let Schedule { round_trip, jitter, .. } = self.schedule;
+        let ended_us = START_US + (observed.started_at + observed.elapsed).as_micros() as u64;
+        let arrival = |at_us: u64| {
+            let earliest = at_us + round_trip.as_micros() as u64 / 2;
+            earliest.saturating_sub(TIMER_US)..=earliest + jitter.as_micros() as u64 / 2 + TIMER_US
+        };
+        self.store.history.iter().any(|done| {
+            done.gateway == observed.gateway
+                && done.charges.iter().any(|charge| charge.state == *state)
+                && arrival(done.at_us).contains(&ended_us)
+        })
     }
 
     /// Return whether two refunded requests ran concurrently. Their refunds may leave more tokens than without the

@@ -323,7 +323,8 @@ impl Batch {
         };
         let mut is_valid = true;
         let mut has_verdict = false;
-        let mut refunds = Batch { algorithms: self.algorithms, ..Batch::default() };
+        // If Redis had not loaded the script of the call, it has not loaded that of the refunds either.
+        let mut refunds = Batch { algorithms: self.algorithms, sends_source: self.sends_source, ..Batch::default() };
         let mut receivers = Vec::new();
         for mut group in self.groups {
             for (index, waiting) in std::mem::take(&mut group.waiters).into_iter().enumerate() {
