@@ -69,6 +69,11 @@ shadow = true
 by = "ip"
 algorithm = "concurrency"
 quota = "100"
+[limit.tokens]
+by = "ip"
+quota = "10000/hour"
+unit = "tokens"
+cost.llm = "auto"
 [upstream.api]
 servers = ["http://127.0.0.1:{server}", "http://127.0.0.1:1"]
 outlier_detection = {{ consecutive_errors = 2 }}
@@ -86,6 +91,11 @@ path = "/signed-in"
 require = ["sso"]
 upstream = "api"
 [[route]]
+name = "model"
+path = "/v1/chat/completions"
+limits = ["tokens"]
+upstream = "api"
+[[route]]
 name = "token"
 path = "/token"
 require = ["tokens"]
@@ -97,7 +107,8 @@ class Server(BaseHTTPRequestHandler):
     """The upstream, the authentication server, and a collector and an issuer that do not work."""
 
     def do_GET(self):
-        self.send_response(200 if self.path in ("/api", "/auth", "/signed-in", "/healthz") else 404)
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.send_response(200 if self.path in ("/api", "/auth", "/signed-in", "/healthz", "/v1/chat/completions", "/events") else 404)
         self.send_header("content-length", "0")
         self.end_headers()
 
@@ -113,9 +124,9 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def status(url, headers):
+def status(url, headers, body=None):
     try:
-        return urllib.request.urlopen(urllib.request.Request(url, headers=headers)).status
+        return urllib.request.urlopen(urllib.request.Request(url, body, headers)).status
     except urllib.error.HTTPError as error:
         return error.code
 
@@ -161,8 +172,13 @@ def main():
             expect(status(f"{clear}/signed-in", {}) == 200, "forward authentication")
             expect(status(f"{clear}/token", {"authorization": "Bearer a.b.c"}) in (401, 503), "a token without keys")
             expect(status(f"{clear}/unknown", {}) == 404, "no route")
-            while 'quota_events_total{destination="billing"' not in scrape(gateway.admin, "text/plain"):
-                time.sleep(0.01)
+            prompt = b'{"model":"m","max_tokens":10,"messages":[]}'
+            llm = status(f"{clear}/v1/chat/completions", {"content-type": "application/json"}, prompt)
+            expect(llm == 200, f"a request to an LLM API: {llm}")
+            # Both are counted in the background.
+            for name in ['quota_events_total{destination="billing"', "limit_settled_total{"]:
+                while name not in scrape(gateway.admin, "text/plain"):
+                    time.sleep(0.01)
             pages = [scrape(gateway.admin, "text/plain"), scrape(gateway.admin, "application/openmetrics-text; version=1.0.0")]
     finally:
         store.kill()
