@@ -57,8 +57,9 @@ fn every_lua_file_parses_by_itself() {
         lua_5_4.load(&text).into_function().unwrap_or_else(|error| panic!("lua/{name}: {error}"));
         parsed += 1;
     }
-    // Three drivers, six algorithms, the scripts of overrides, fenced hashes and usage, and what is composed.
-    assert_eq!(parsed, 3 + 6 + 3 + 2 * ScriptVariant::ALL.len(), "files in lua/: {files:?}");
+    // Three drivers, six algorithms, the scripts of overrides, fenced hashes, usage and quota events, and what
+    // is composed.
+    assert_eq!(parsed, 3 + 6 + 4 + 2 * ScriptVariant::ALL.len(), "files in lua/: {files:?}");
 }
 
 #[test]
