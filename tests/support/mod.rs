@@ -83,4 +83,17 @@ impl Drop for SetOnDrop<'_> {
 pub fn signal(child: &Child, name: &str) {
     let status = Command::new("kill").arg(format!("-{name}")).arg(child.id().to_string()).status().unwrap();
     assert!(status.success(), "kill -{name}");
+    if name == "STOP" {
+        eventually("all threads are stopped", || is_stopped(child));
+    }
+}
+
+/// Return whether all threads of a process are stopped: a thread runs on for a moment after the signal was sent.
+fn is_stopped(child: &Child) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
+    tasks.map_while(Result::ok).all(|task| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        // The state follows the name in parentheses.
+        stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
+    })
 }
