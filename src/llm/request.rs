@@ -448,7 +448,7 @@ impl Reader {
             (Known::GenerationConfig | Known::Options | Known::StreamOptions, _) => {
                 self.fail(format!("`{key}` is not an object"));
             }
-            (_, _) => self.fail(format!("`{key}` is not a number of tokens or choices: 0 or more")),
+            (_, _) => self.fail(format!("`{key}` must be an integer of 0 or more")),
         }
         Ok(())
     }
@@ -509,12 +509,12 @@ mod tests {
                 "`generation_config` is in the request body more than once",
             ),
             (r#"{"options":{"num_predict":1,"num_predict":9}}"#, "`num_predict` is in the request body more than once"),
-            (r#"{"max_tokens":-1}"#, "`max_tokens` is not a number of tokens or choices: 0 or more"),
-            (r#"{"max_tokens":"1"}"#, "`max_tokens` is not a number of tokens or choices: 0 or more"),
-            (r#"{"max_tokens":1.5}"#, "`max_tokens` is not a number of tokens or choices: 0 or more"),
-            (r#"{"max_tokens":[1]}"#, "`max_tokens` is not a number of tokens or choices: 0 or more"),
-            (r#"{"n":true}"#, "`n` is not a number of tokens or choices: 0 or more"),
-            (r#"{"n":-2}"#, "`n` is not a number of tokens or choices: 0 or more"),
+            (r#"{"max_tokens":-1}"#, "`max_tokens` must be an integer of 0 or more"),
+            (r#"{"max_tokens":"1"}"#, "`max_tokens` must be an integer of 0 or more"),
+            (r#"{"max_tokens":1.5}"#, "`max_tokens` must be an integer of 0 or more"),
+            (r#"{"max_tokens":[1]}"#, "`max_tokens` must be an integer of 0 or more"),
+            (r#"{"n":true}"#, "`n` must be an integer of 0 or more"),
+            (r#"{"n":-2}"#, "`n` must be an integer of 0 or more"),
             (r#"{"stream":"yes"}"#, "`stream` is not true or false"),
             (r#"{"model":7}"#, "`model` is not a string"),
             (r#"{"options":[]}"#, "`options` is not an object"),
