@@ -334,7 +334,7 @@ impl App {
         // A worker that cannot start drops its sender without a message. Report readiness only if all workers serve.
         if ready_receiver.iter().count() == workers.len() - background_threads {
             if let Some(Err(error)) = admin_socket_file.as_mut().map(AdminSocketFile::publish) {
-                warn!(%error, "cannot give the admin socket its name");
+                warn!(%error, "cannot rename the admin socket to its final path");
             }
             sd_notify::notify_ready();
         }

@@ -1,6 +1,6 @@
 //! The command line: arguments and output, one module per command.
 
-/// The examples at the end of the help of a command, one command per line, with the heading in the style of clap.
+/// The examples at the end of a command's help: one command per line, under a heading in the style of clap.
 macro_rules! examples {
     ($($line:literal),+ $(,)?) => {
         concat!("\u{1b}[1m\u{1b}[4mExamples:\u{1b}[0m" $(, "\n  ", $line)+)
@@ -32,7 +32,7 @@ use crate::config::error::ConfigError;
 use crate::config::file::UnsetVariables;
 use crate::snapshot::CompiledConfig;
 
-/// Output of `--version` after the name; `-V` prints the version only. `build.rs` sets the variables.
+/// The output of `--version` after the program's name. `-V` prints only the version. `build.rs` sets the variables.
 const LONG_VERSION: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     "\ncommit: ",
@@ -50,7 +50,8 @@ const EXIT_INVALID_CONFIG: u8 = 2;
 
 /// An HTTP gateway with exact, distributed rate limits.
 ///
-/// Matches the route, identifies the client, checks all limits in one atomic store call, and proxies the request or returns 429.
+/// The gateway matches the route, identifies the client, checks all limits in one atomic store call, and proxies the request or
+/// returns 429.
 #[derive(Debug, Parser)]
 #[command(version, long_version = LONG_VERSION, max_term_width = 100, after_help = examples![
     "sluicegate init --template plans",
@@ -70,7 +71,7 @@ pub struct Arguments {
 enum Command {
     /// Serve requests (the default command)
     ///
-    /// SIGHUP reloads the configuration, SIGTERM drains and stops, SIGUSR2 restarts without closing the sockets.
+    /// SIGHUP reloads the configuration, SIGTERM drains connections and stops, SIGUSR2 starts a hot restart.
     #[command(after_help = examples![
         "sluicegate run",
         "sluicegate run --config gateway.toml",
@@ -79,7 +80,8 @@ enum Command {
     Run,
     /// Check the configuration: print its errors, its warnings and what its limits guarantee
     ///
-    /// Exit code 0 if it is valid, 2 if not; 1 with --strict if there are warnings.
+    /// The exit code is 0 if the configuration is valid and 2 if it is not. With --strict, it is 1 if there are
+    /// warnings.
     #[command(after_help = examples![
         "sluicegate check --strict",
         "sluicegate check --offline --config gateway.toml",
@@ -89,7 +91,7 @@ enum Command {
     Check(check::Options),
     /// Check the Redis servers of the configuration and advise what to change
     ///
-    /// Exit code 1 if a check failed.
+    /// The exit code is 1 if a check failed.
     #[command(after_help = examples![
         "sluicegate doctor",
         "sluicegate doctor --json > report.json",
@@ -101,8 +103,8 @@ enum Command {
     },
     /// Explain how the gateway would handle a request: route, limits, response
     ///
-    /// Nothing is sent or charged. The counters are read from Redis, or from the running gateway if they are in its
-    /// memory.
+    /// The command sends no request to an upstream and charges no limit. The counters are read from Redis. With a
+    /// memory store, they are read from the running gateway.
     #[command(after_help = examples![
         "sluicegate explain GET https://api.example.com/v1/users/7",
         "sluicegate explain POST http://localhost:8080/v1/users -H 'x-api-key: KEY' --ip 192.0.2.7",
@@ -130,7 +132,7 @@ enum Command {
         "sluicegate key revoke < key.txt",
     ])]
     Key {
-        /// Use the consumers file of this provider, [auth.NAME], if there are several
+        /// Use the consumers file of the provider [auth.NAME], if the configuration has several
         #[arg(long, value_name = "NAME", global = true)]
         auth: Option<String>,
         #[command(subcommand)]
@@ -138,13 +140,15 @@ enum Command {
     },
     /// Reload the configuration of the running gateway, and print what changed
     ///
-    /// Waits for the result. Exit code 1 if the gateway rejects the configuration and keeps the active one.
+    /// The command waits for the result. The exit code is 1 if the gateway rejects the configuration and keeps the
+    /// active one.
     #[command(after_help = examples![
         "sluicegate reload",
         "sluicegate reload --admin /run/sluicegate/admin.sock",
     ])]
     Reload {
-        /// Use the gateway at this admin socket or URL [default: the admin socket, otherwise `[admin]`]
+        /// Use the gateway at this admin socket or URL [default: the admin socket, or the `[admin]` address if no
+        /// gateway listens on the socket]
         #[arg(long, value_name = "SOCKET|URL")]
         admin: Option<String>,
         /// Print a JSON object
@@ -153,8 +157,9 @@ enum Command {
     },
     /// Ask the running gateway whether it is ready, for health checks
     ///
-    /// Prints one line. Exit code 0 if it is ready, 1 if not or if it does not respond. Reads only `[admin]` of the
-    /// configuration, which may be invalid otherwise, and whose other environment variables may be unset.
+    /// The command prints one line. The exit code is 0 if the gateway is ready, and 1 if it is not ready or does not
+    /// respond. The command reads only the table `[admin]` of the configuration. Other tables may be invalid, and
+    /// environment variables in them may be unset.
     #[command(after_help = examples![
         "sluicegate probe",
         "sluicegate probe --live --timeout 1s",
@@ -163,8 +168,9 @@ enum Command {
     Probe(probe::Options),
     /// Show the state of the running gateway on one page
     ///
-    /// Version, configuration, requests of the last minute, listeners, store, upstreams, certificates and the limits with
-    /// the most denials. Tables are as wide as the terminal; COLUMNS sets another width.
+    /// The page shows the version, configuration, requests of the last minute, listeners, store, upstreams, certificates
+    /// and the limits with the most denials. Tables are as wide as the terminal. The environment variable COLUMNS sets
+    /// another width.
     #[command(after_help = examples![
         "sluicegate status",
         "sluicegate status --admin http://127.0.0.1:9180",
@@ -189,7 +195,7 @@ enum Command {
         "sluicegate completions zsh > _sluicegate",
     ])]
     Completions {
-        /// Complete commands in this shell
+        /// Print completions for this shell
         shell: clap_complete::Shell,
     },
     /// Print the manual page, or write one for each command
@@ -201,9 +207,9 @@ enum Command {
         /// Write one page per command into this existing folder: sluicegate.1, sluicegate-check.1 and so on
         folder: Option<PathBuf>,
     },
-    /// Print the usage totals of limits: the cost that was charged to each identity by day
+    /// Print usage totals: the cost that limits charged to each identity per day
     ///
-    /// Reads the Redis store, or asks the running gateway if the totals are in its memory.
+    /// The totals are read from Redis. With a memory store, they are read from the running gateway.
     #[command(after_help = examples![
         "sluicegate usage --by month",
         "sluicegate usage --limit rate --identity acme --from 2026-11-01 --to 2026-11-30",
@@ -223,16 +229,16 @@ enum Command {
 /// Run a command and return its exit code.
 ///
 /// # Errors
-/// The command failed, other than by an invalid configuration, which is reported here.
+/// The command failed. An error in the configuration is not returned, but printed here.
 pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     match dispatch(arguments) {
         Err(error) => match error.downcast_ref::<ConfigError>() {
             Some(error) => {
-                // anstream writes colors only to a terminal, and not if NO_COLOR is set.
+                // The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
                 anstream::eprintln!("{}", error.report(&Renderer::styled()));
                 Ok(ExitCode::from(EXIT_INVALID_CONFIG))
             }
-            // The reader closed the pipe, as `head` does: not an error.
+            // The reader of standard output closed the pipe, as `head` does. This is not an error.
             None if is_broken_pipe(&error) => Ok(ExitCode::SUCCESS),
             None => Err(error),
         },
@@ -256,7 +262,7 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             let client = match command.admin_url() {
                 Some(url) => admin::client::AdminClient::from_url(url)?,
                 None => {
-                    // A token in the environment replaces that of the file.
+                    // SLUICEGATE_ADMIN_TOKEN takes precedence over `admin.token` of the file.
                     let needed = match admin::client::token_from_env() {
                         Some(_) => &["admin.address"][..],
                         None => &["admin"],
@@ -278,7 +284,8 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Load the configuration for a command that needs only some keys. Unset environment variables elsewhere are warnings.
+/// Load the configuration for a command that needs only some of its keys. An unset environment variable in another key
+/// is only a warning.
 fn load_for(path: &Path, needed: &[&str]) -> Result<CompiledConfig, ConfigError> {
     let (config, file) = CompiledConfig::load_with_source(path, &env_var, UnsetVariables::WarnExcept(needed))?;
     if !file.warnings.is_empty() {

@@ -304,7 +304,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         && !table.has_hosts()
     {
         let issue = Issue::new(value.span(), "no route names a host: every request would be rejected");
-        reader.push_issue(issue.with_hint("name the hosts in the routes, or leave it out"));
+        reader.push_issue(issue.with_hint("name the hosts in the routes, or leave out `block_unknown_hosts`"));
     }
     let body_inspection = body_inspection(&routes, &table, reader);
     let checks_access = server.block_unknown_hosts
@@ -367,7 +367,7 @@ fn body_inspection(
         inspection.reads_tokens |= limits.llm.is_some();
     }
     if pointers.len() > MAX_POINTERS {
-        let message = format!("routes and limits read {} different JSON pointers", pointers.len());
+        let message = format!("routes and limits use {} different JSON pointers", pointers.len());
         reader.file_issue(&message, &format!("at most {MAX_POINTERS} are supported"));
     }
     BodyInspection { pointers: pointers.into(), ..inspection }

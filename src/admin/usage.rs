@@ -195,7 +195,7 @@ fn resolve<'c>(
     if let Some(label) =
         parts.keys().find(|label| !limits.iter().any(|compiled| compiled.identity_spec.has_label(label)))
     {
-        return Err(FilterError::Identity(format!("no limit that counts usage is keyed by `{label}`")));
+        return Err(FilterError::Identity(format!("no limit with `usage = true` has `{label}` in `by`")));
     }
     let consumers = config.auth.consumers();
     let (mut selected, mut identities) = (Vec::new(), Vec::new());

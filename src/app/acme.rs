@@ -285,7 +285,7 @@ impl AcmeClient {
             Ok(SuggestedRenewal { window, explanation_url, retry_after }) => {
                 if known_window != Some(window) {
                     let explanation = explanation_url.unwrap_or_default();
-                    info!(name, from_s = window.0, to_s = window.1, explanation, "read the renewal window of the CA");
+                    info!(name, from_s = window.0, to_s = window.1, explanation, "read the renewal window that the CA suggests");
                 }
                 record.window = Some(window);
                 retry_after.clamp(RENEWAL_INFO_BOUNDS.0, RENEWAL_INFO_BOUNDS.1)
@@ -296,7 +296,7 @@ impl AcmeClient {
                 let failures = known.map_or(0, |known| known.failures);
                 let wait = RENEWAL_INFO_BACKOFF.0.saturating_mul(1 << failures.min(20)).min(RENEWAL_INFO_BACKOFF.1);
                 record.failures = failures.saturating_add(1);
-                warn!(name, %error, retry_in_s = wait.as_secs(), "cannot read the renewal window of the CA");
+                warn!(name, %error, retry_in_s = wait.as_secs(), "cannot read the renewal window that the CA suggests");
                 wait
             }
         };

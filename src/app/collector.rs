@@ -56,7 +56,7 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
         let reason = last_error.lock().unwrap_or_else(PoisonError::into_inner).take();
         if log_throttle.should_log(LOG_INTERVAL) {
             let error = reason.unwrap_or(error.to_string());
-            warn!(spans, collector = %name, %error, "cannot export spans: they are lost");
+            warn!(spans, collector = %name, %error, "cannot export spans: these spans are lost");
         }
         spans
     })?)

@@ -91,7 +91,7 @@ impl Reloader {
                 Ok(_) => self.log_success(&path),
                 Err(error) => {
                     self.config_handle.record_failure(error);
-                    warn!(file = %path, %error, "cannot reload the configuration: the active one stays in force");
+                    warn!(file = %path, %error, "cannot reload the configuration: the active configuration stays in force");
                     // The new files may include others, which must be watched to notice that the error is corrected.
                     let directories = self.config_handle.last_attempt().directories;
                     if self.watcher.as_ref().is_some_and(|watcher| !watcher.watches(&directories)) {

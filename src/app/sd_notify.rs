@@ -22,7 +22,7 @@ pub(super) fn notify_ready() {
     if is_hot_restart()
         && let Err(error) = notify_parent()
     {
-        warn!(%error, "cannot tell the old process that this one is ready");
+        warn!(%error, "cannot notify the old process that the new process is ready");
     }
 }
 

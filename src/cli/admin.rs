@@ -21,7 +21,7 @@ use crate::limiter::spec::{CONCURRENT_REQUESTS, DEFAULT_UNIT};
 pub(super) enum AdminCommand {
     /// Show the most frequently denied clients of the running gateway
     ///
-    /// Only denials by this gateway in the last 5 minutes are counted.
+    /// The command counts only denials by this gateway in the last 5 minutes.
     #[command(after_help = examples![
         "sluicegate top",
         "sluicegate top --limit per-ip --count 3",
@@ -45,16 +45,16 @@ pub(super) enum AdminCommand {
     Inspect {
         #[command(flatten)]
         target: AdminTarget,
-        /// Show only this limit [default: all limits that count by the given parts]
+        /// Show only this limit [default: all limits whose `by` has the given parts]
         #[arg(long, value_name = "NAME")]
         limit: Option<String>,
-        /// Check a request with this cost
+        /// Show whether a request with this cost would be admitted
         #[arg(long, value_name = "N", default_value_t = 1)]
         cost: u64,
         #[command(flatten)]
         identity: IdentityArgs,
     },
-    /// Clear the usage of an identity, on all gateways
+    /// Clear the usage of an identity on all gateways that share the store
     #[command(after_help = examples![
         "sluicegate reset --limit per-ip ip=192.0.2.7",
         "sluicegate reset --limit rate api-key=acme",
@@ -76,8 +76,8 @@ pub(super) enum AdminCommand {
     },
     /// Renew a certificate by ACME now
     ///
-    /// The running gateway orders the certificate, or another gateway with the same Redis store. `certificates` shows
-    /// the result. Each order counts for the rate limits of the CA.
+    /// The running gateway orders the certificate, or another gateway with the same Redis store does. `sluicegate
+    /// certificates` shows the result. Each order counts towards the rate limits of the CA.
     #[command(after_help = examples![
         "sluicegate renew --name api.example.com",
         "sluicegate renew --name api.example.com --admin http://127.0.0.1:9180",
@@ -89,7 +89,7 @@ pub(super) enum AdminCommand {
         #[arg(long, value_name = "NAME")]
         name: String,
     },
-    /// Set, list and remove temporary quotas, on all gateways
+    /// Set, list and remove temporary quotas on all gateways that share the store
     #[command(after_help = examples![
         "sluicegate override set --limit per-ip ip=192.0.2.7 --quota 600/min --ttl 12h",
         "sluicegate override list",
@@ -127,7 +127,7 @@ pub(super) enum OverrideCommand {
         #[arg(long, value_name = "TEXT")]
         note: Option<String>,
     },
-    /// List the overrides in force
+    /// List the active overrides
     #[command(after_help = examples![
         "sluicegate override list",
         "sluicegate override list --json > overrides.json",
@@ -149,12 +149,12 @@ pub(super) enum OverrideCommand {
     },
 }
 
-/// The gateway of a command and the form of its output.
+/// The gateway that a command calls, and the format of the command's output.
 #[derive(Debug, Args)]
 pub(super) struct AdminTarget {
     /// Use the admin listener at this URL, or this admin socket [default: `[admin]` of the configuration]
     ///
-    /// The token is that of SLUICEGATE_ADMIN_TOKEN, otherwise `admin.token` of the configuration.
+    /// The admin token is SLUICEGATE_ADMIN_TOKEN, or `admin.token` of the configuration if the variable is unset.
     #[arg(long, value_name = "URL")]
     admin: Option<String>,
     /// Print a JSON object
@@ -211,7 +211,7 @@ impl AdminCommand {
             writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&response)?)?;
             return Ok(());
         }
-        // anstream writes colors only to a terminal, and not if NO_COLOR is set.
+        // The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
         let out = &mut anstream::stdout().lock();
         match self {
             AdminCommand::Top { .. } => write_top(&response, out),
@@ -303,7 +303,7 @@ impl IdentityArgs {
     }
 }
 
-// Responses of the admin API as text.
+// Format responses of the admin API as text.
 
 /// Write a response of `/api/top`.
 pub(crate) fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()> {
@@ -335,7 +335,7 @@ pub(crate) fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()
     Ok(())
 }
 
-/// Return the text after a quota that counts something else than requests, such as ` tokens`.
+/// Return the text after a quota whose unit is not requests, such as ` tokens`.
 pub(crate) fn unit_suffix(unit: &str) -> String {
     match unit {
         "" | DEFAULT_UNIT | CONCURRENT_REQUESTS => String::new(),
@@ -376,7 +376,7 @@ pub(crate) fn write_reset(response: &Value, out: &mut impl Write) -> io::Result<
     let effect = if response["removed"] == true { "was reset" } else { "had no usage" };
     let delay_seconds = &response["effective_within_seconds"];
     let delay_note = if as_number(delay_seconds) > 0.0 {
-        format!("; effective on all gateways within {delay_seconds} s")
+        format!("; all gateways apply the change within {delay_seconds} s")
     } else {
         String::new()
     };
@@ -447,7 +447,7 @@ pub(crate) fn write_removed(response: &Value, out: &mut impl Write) -> io::Resul
     writeln!(out, "{} of `{}` {effect}", printable(&response["identity"]), printable(&response["limit"]))
 }
 
-/// Write a table with a header. The columns of `right_aligned` have numbers.
+/// Write a table with a header row. The columns in `right_aligned` are numbers.
 pub(super) fn write_table<const N: usize>(
     header: [&str; N],
     rows: impl Iterator<Item = [String; N]>,
@@ -458,7 +458,7 @@ pub(super) fn write_table<const N: usize>(
     write_table_within(None, header, rows, right_aligned, style, out)
 }
 
-/// Write a table with lines of at most `width` columns. Texts that do not fit are cut, and end with `...`.
+/// Write a table whose lines have at most `width` columns. A text that does not fit is cut and ends with `...`.
 pub(super) fn write_table_within<const N: usize>(
     width: Option<u16>,
     header: [&str; N],
@@ -500,7 +500,7 @@ pub(super) fn format_parts(parts: &Value) -> String {
     parts.as_object().into_iter().flatten().map(part).collect::<Vec<_>>().join(" ")
 }
 
-/// Escape control characters: clients choose parts of the text, which could contain terminal escape sequences.
+/// Escape control characters: clients choose parts of this text, and it could contain terminal escape sequences.
 pub(super) fn printable(value: &Value) -> String {
     match value {
         Value::Null => String::new(),
@@ -509,7 +509,7 @@ pub(super) fn printable(value: &Value) -> String {
     }
 }
 
-/// As [`printable`], for text.
+/// Escape control characters as [`printable`] does, but in a text.
 pub(super) fn printable_text(text: &str) -> String {
     text.chars().flat_map(escape_char).collect()
 }
@@ -529,17 +529,17 @@ pub(super) fn as_list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// Format seconds with one or two units. Empty if the value is not a number.
+/// Format a number of seconds with one or two units. The result is empty if the value is not a number.
 fn format_seconds(value: &Value) -> String {
     value.as_f64().map_or_else(String::new, format_duration)
 }
 
-/// Format seconds with one or two units.
+/// Format a number of seconds with one or two units.
 pub(crate) fn format_duration(seconds: f64) -> String {
     let rounded = seconds.ceil() as u64;
     match rounded {
         0 => "0 s".to_owned(),
-        // Hundredths, rounded up. The subtraction removes the error of the binary representation.
+        // Hundredths, rounded up. The subtraction cancels the rounding error of the binary floating-point value.
         1..10 => format!("{} s", (seconds * 100.0 - 1e-6).ceil() / 100.0),
         10..120 => format!("{rounded} s"),
         120..7200 => format!("{} min {} s", rounded / 60, rounded % 60),

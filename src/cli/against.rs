@@ -1,4 +1,4 @@
-//! `sluicegate check --against`: compares a configuration with that of the running gateway.
+//! `sluicegate check --against`: compares a configuration with the configuration of the running gateway.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -18,16 +18,16 @@ use crate::identity::auth::TierSource;
 use crate::identity::display::IdentityInput;
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
-/// Maximum number of identities that are reported.
+/// Maximum number of identities in the report.
 const MAX_IDENTITIES: usize = 20;
 
-/// Maximum number of consumers of a limit whose usage is read. Each takes a request.
+/// Maximum number of consumers of a limit whose usage is read. Reading the usage of one consumer takes one request.
 const MAX_REQUESTS: usize = 500;
 
-/// The changes that a reload of the running gateway with this configuration would make.
+/// The changes that the running gateway would make if it reloaded this configuration.
 #[derive(Debug, Serialize)]
 pub(super) struct Comparison {
-    /// Differences in words.
+    /// The differences between the two configurations, as sentences.
     changes: Vec<String>,
     /// Changed keys that a reload rejects.
     restart: Vec<String>,
@@ -44,16 +44,17 @@ struct OverQuota {
     /// The consumer, or the parts of the identity and its hash.
     identity: String,
     used: u64,
-    /// Capacity of the new quota.
+    /// Capacity of the limit with the new quota.
     capacity: u64,
     /// The new quota.
     quota: String,
 }
 
-/// Compare `config` with the gateway at `admin`: a socket or a URL. If it is empty, find the gateway.
+/// Compare `config` with the gateway at `admin`, which is an admin socket or a URL. If `admin` is empty, find the
+/// running gateway.
 ///
 /// # Errors
-/// No gateway is found, or it does not respond as expected.
+/// No gateway is found, or the gateway returns an unexpected response.
 pub(super) fn compare(path: &Path, config: &CompiledConfig, admin: &str) -> anyhow::Result<Comparison> {
     let client = AdminClient::find(path, Some(admin).filter(|admin| !admin.is_empty()))?;
     let running = client.request(Method::GET, "/api/config", None)?;
@@ -76,7 +77,7 @@ pub(super) fn compare(path: &Path, config: &CompiledConfig, admin: &str) -> anyh
     Ok(Comparison { changes: differences.iter().map(ToString::to_string).collect(), restart, unavailable, over_quota })
 }
 
-/// The new quotas, and the gateway whose identities use the old ones.
+/// The new quotas, and the gateway that still applies the old ones.
 struct Quotas<'a> {
     client: &'a AdminClient,
     config: &'a CompiledConfig,
@@ -88,26 +89,26 @@ struct Quotas<'a> {
 struct KnownIdentity {
     /// The consumer, or the parts of the identity and its hash.
     display: String,
-    /// Its parts, unless some are hidden.
+    /// The parts of the identity, unless the gateway hides some of them.
     parts: Option<Vec<(String, String)>>,
-    /// Its hash, if it is known.
+    /// The hash of the identity, if it is known.
     hash: Option<String>,
-    /// Name of the consumer, if its API key is a part of the identity.
+    /// Name of the consumer, if an API key is a part of the identity.
     consumer: Option<String>,
-    /// Whether the client network stands for an API key.
+    /// Whether the client network replaces a missing API key.
     is_anonymous: bool,
 }
 
 /// The usage of an identity.
 struct Usage {
-    /// An entry of `/api/identities`.
+    /// An identity in a response of `/api/identities`.
     status: Value,
-    /// Whether it is that of the quota of the limit itself: a hash does not tell the consumer or the tier.
+    /// Whether this is the default quota of the limit. A hash does not show the consumer or the tier of an identity.
     is_of_default_quota: bool,
 }
 
 impl Quotas<'_> {
-    /// Find the identities that have used more than a new quota admits: consumers, and the most frequently denied ones.
+    /// Find the identities that have used more than their new quota, among the consumers and the top denied identities.
     fn over_quota(&self, old: &Value, new: &Value, differences: &[Difference]) -> Vec<OverQuota> {
         let is_changed = |limit: &str| {
             differences
@@ -118,12 +119,12 @@ impl Quotas<'_> {
         for compiled in self.config.limits.values() {
             let name = &*compiled.limit.name;
             let (old, new) = (&old["limit"][name], &new["limit"][name]);
-            // A new limit, or one of other identities, starts with new counters.
+            // A new limit, or a limit with another `by`, starts with new counters.
             if old.is_null() || parts(&old["by"]) != parts(&new["by"]) || self.has_unknown_tiers(compiled) {
                 continue;
             }
             let mut known = Vec::new();
-            // The quotas of consumers are in other files, too.
+            // Other files may define quotas of consumers as well.
             if is_changed(name) || self.has_own_quotas(compiled) {
                 known.extend(self.known_consumers(compiled));
             }
@@ -139,20 +140,21 @@ impl Quotas<'_> {
         found
     }
 
-    /// Return whether consumers may have other quotas than the limit itself.
+    /// Return whether a consumer may have a quota other than the default quota of the limit.
     fn has_own_quotas(&self, compiled: &CompiledLimit) -> bool {
         let name = &compiled.limit.name;
         !compiled.limit.tiers.is_empty() || self.consumers.iter().any(|consumer| consumer.variants.contains_key(name))
     }
 
-    /// Return whether the quota of an identity depends on a token or on an authentication server, which are not asked.
+    /// Return whether the quota of an identity depends on a token or on an authentication server. Neither is available
+    /// here.
     fn has_unknown_tiers(&self, compiled: &CompiledLimit) -> bool {
         !compiled.limit.tiers.is_empty() && self.config.auth.tier_source != TierSource::ApiKey
     }
 
-    /// Return the consumers of a limit by API key alone.
+    /// Return the consumers of a limit whose `by` is only the API key.
     fn known_consumers(&self, compiled: &CompiledLimit) -> Vec<KnownIdentity> {
-        // Once for each consumer, which may have several keys.
+        // List a consumer once, even if it has several keys.
         let names: BTreeSet<_> = self.consumers.iter().map(|consumer| consumer.name.to_string()).collect();
         let is_limited = |name: &String| {
             let input = IdentityInput::from([("api-key".to_owned(), name.clone())]);
@@ -192,10 +194,11 @@ impl Quotas<'_> {
         entries.flatten().map(identity).collect()
     }
 
-    /// Return the usage of an identity. `None` if the running gateway does not know it, such as a new consumer.
+    /// Return the usage of an identity. Return `None` if the running gateway does not know the identity, such as a new
+    /// consumer.
     fn usage(&self, compiled: &CompiledLimit, identity: &KnownIdentity) -> Option<Usage> {
         let by_parts = identity.parts.as_ref().and_then(|parts| self.status(compiled, parts));
-        // The displayed parts may be shortened.
+        // The displayed parts of an identity may be shortened.
         let is_same =
             |status: &Value| identity.hash.is_none() || status["identity"].as_str() == identity.hash.as_deref();
         if let Some(status) = by_parts.filter(is_same) {
@@ -212,15 +215,16 @@ impl Quotas<'_> {
         Some(response["limits"][0].take()).filter(Value::is_object)
     }
 
-    /// Return the identity if its usage exceeds its new quota. A limit with another algorithm or window starts anew.
+    /// Return the identity if its usage exceeds its new quota. A limit with another algorithm or window starts with new
+    /// counters.
     fn exceeds(&self, compiled: &CompiledLimit, identity: &KnownIdentity) -> Option<OverQuota> {
         let Usage { status, is_of_default_quota } = self.usage(compiled, identity)?;
-        // An override stays in force.
+        // An override of the identity stays active.
         if status["override"].is_object() {
             return None;
         }
         let caller = match (&identity.consumer, identity.is_anonymous) {
-            // A consumer that is removed is not limited, but rejected.
+            // A consumer that was removed from the configuration is rejected, so no quota applies to it.
             (Some(name), _) => Caller::Consumer(self.consumers.find_by_name(name)?.clone()),
             (None, true) => Caller::Anonymous,
             (None, false) => Caller::Missing,
@@ -246,7 +250,7 @@ impl Quotas<'_> {
     }
 }
 
-/// Return `by` of a limit, which may be a single part, as a list.
+/// Return `by` of a limit as a list, even if it is a single part.
 fn parts(by: &Value) -> Vec<&Value> {
     by.as_array().map_or_else(|| vec![by], |parts| parts.iter().collect())
 }
@@ -264,7 +268,7 @@ impl Comparison {
         section(&mut text, "a restart would fail:", unavailable.iter().cloned());
         let identities = over_quota.iter().map(|over| {
             let OverQuota { limit, identity, used, capacity, quota } = over;
-            format!("limit `{limit}`: {identity} has used {used}, the new quota {quota} has room for {capacity}")
+            format!("limit `{limit}`: {identity} has used {used}, but the new quota {quota} admits at most {capacity}")
         });
         section(
             &mut text,

@@ -38,13 +38,13 @@ use crate::telemetry::pluralize;
 use crate::tools::check;
 use crate::tools::doctor::{Check, Requirements, check_basics};
 
-/// Maximum time for each step of reaching the store. A file can be valid while its store is down.
+/// Maximum time of each step of the connection to the store. A configuration can be valid while its store is down.
 const STORE_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Exit code of `--strict` if there are warnings.
 const EXIT_WARNINGS: u8 = 1;
 
-/// Checks that warn, each with the address of its server.
+/// Checks of Redis servers that warn, each with the address of the server.
 type ServerWarnings = Vec<(String, Check)>;
 
 #[derive(Debug, Args)]
@@ -55,19 +55,20 @@ pub(super) struct Options {
     /// Exit with code 1 if there are warnings
     #[arg(long)]
     strict: bool,
-    /// Do not connect to the store, to token issuers or to a running gateway; unset environment variables in secrets
-    /// are only warnings
+    /// Do not connect to the store, to token issuers or to a running gateway; an unset environment variable in a secret
+    /// is only a warning
     #[arg(long)]
     offline: bool,
-    /// Compare with the gateway at this admin socket or URL [default: the admin socket, otherwise `[admin]`]
+    /// Compare with the gateway at this admin socket or URL [default: the admin socket, or the `[admin]` address if no
+    /// gateway listens on the socket]
     ///
-    /// Prints what a reload would change, what needs a restart, addresses that cannot be bound, and up to 20 known
-    /// identities whose usage exceeds a new quota.
+    /// The command prints what a reload would change, what needs a restart, addresses that cannot be bound, and up to
+    /// 20 known identities whose usage exceeds a new quota.
     #[arg(long, value_name = "SOCKET|URL", num_args = 0..=1, default_missing_value = "", conflicts_with = "offline")]
     against: Option<String>,
 }
 
-/// The object of `--json`.
+/// The JSON object that `--json` prints.
 #[derive(Debug, Serialize)]
 struct CheckReport<'a> {
     /// Whether the exit code is 0.
@@ -76,7 +77,7 @@ struct CheckReport<'a> {
     warnings: Vec<Finding>,
     notes: Vec<Finding>,
     limits: Vec<Guarantee<'a>>,
-    /// The comparison with the running gateway. None without `--against`.
+    /// The comparison with the running gateway. `None` without `--against`.
     #[serde(skip_serializing_if = "Option::is_none")]
     against: Option<&'a Comparison>,
 }
@@ -84,7 +85,7 @@ struct CheckReport<'a> {
 #[derive(Debug, Serialize)]
 struct Finding {
     file: String,
-    /// Line number from 1. None: the whole file.
+    /// Line number, from 1. `None` if the message is about the whole file.
     line: Option<usize>,
     column: Option<usize>,
     message: String,
@@ -92,7 +93,7 @@ struct Finding {
 }
 
 pub(super) fn run(path: &Path, options: &Options) -> anyhow::Result<ExitCode> {
-    // Without connections, secrets are not used.
+    // Offline checks open no connections and therefore need no secrets.
     let policy = if options.offline { UnsetVariables::WarnIfValid } else { UnsetVariables::Error };
     let loaded = CompiledConfig::load_with_source(path, &env_var, policy).and_then(|(config, file)| {
         let issues = check::errors(&file, &config);
@@ -181,7 +182,7 @@ fn check_loaded(
             }
             Err(error) => notes.push(Issue {
                 span: parsed.admin.as_ref().map(|admin| admin.span()),
-                message: format!("not compared with the running gateway: {error}"),
+                message: format!("the configuration was not compared with the running gateway: {error}"),
                 hint: None,
             }),
         }
@@ -230,7 +231,7 @@ fn print_text(
     config: &CompiledConfig,
     issues_by_level: &[(Level<'_>, &[FileIssues])],
 ) -> std::io::Result<()> {
-    // anstream writes colors only to a terminal, and not if NO_COLOR is set.
+    // The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
     let mut out = anstream::stdout().lock();
     writeln!(
         out,
@@ -257,7 +258,7 @@ fn print_text(
 }
 
 /// Connect to the store as a gateway does. Return the basic checks of `sluicegate doctor` that warn or fail, with the
-/// address of each server; or why a gateway cannot use the store.
+/// address of each server. If a gateway cannot use the store, return the reason.
 fn check_store(
     servers: &RedisDeployment,
     redis: &RedisSettings,
@@ -268,7 +269,7 @@ fn check_store(
         let mut warnings = Vec::new();
         for (server, _) in servers.masters(STORE_CONNECT_TIMEOUT).await? {
             let survey_result = check_basics(&server, requirements).await;
-            // Connecting takes several round trips: a server that replied, but slowly, gets more time.
+            // Connecting takes several round trips, so a server that has replied slowly gets more time.
             let timeout = if survey_result.is_ok() { 5 * STORE_CONNECT_TIMEOUT } else { STORE_CONNECT_TIMEOUT };
             try_connect(server.clone(), redis.algorithms, timeout).await?;
             let address = server.client(STORE_CONNECT_TIMEOUT).await?.get_connection_info().addr().to_string();
@@ -276,36 +277,36 @@ fn check_store(
         }
         Ok(warnings)
     });
-    // Do not wait for a blocking DNS lookup.
+    // Do not wait for a DNS lookup that blocks a thread.
     tokio_runtime.shutdown_background();
     Ok(result.map_err(|error: ConnectError| error.to_string()))
 }
 
-// Guarantees: the maximum that each quota admits, whatever the clients do.
+// The guarantees of limits: the maximum cost that each quota admits, whatever clients send.
 
-/// Seconds of the shortest month.
+/// Number of seconds in the shortest month.
 const SHORTEST_MONTH_SECONDS: f64 = 28.0 * 86_400.0;
-/// Seconds of the shortest year.
+/// Number of seconds in the shortest year.
 const SHORTEST_YEAR_SECONDS: f64 = 365.0 * 86_400.0;
 
 /// The guarantee of one quota of a limit.
 #[derive(Debug, Serialize)]
 pub(crate) struct Guarantee<'a> {
     limit: &'a str,
-    /// The tier. None: the default quota.
+    /// The tier of the quota. `None` for the default quota.
     tier: Option<&'a str>,
-    /// Maximum cost admitted in any window, or requests in flight.
+    /// Maximum cost that is admitted in any window. For a concurrency limit, the maximum number of requests in flight.
     max_admitted: u64,
     /// Quota unit, such as `requests`.
     unit: &'a str,
-    /// Length of the window. None: concurrency limit.
+    /// Length of the window. `None` for a concurrency limit.
     window_seconds: Option<f64>,
     capacity: u64,
-    /// Additional cost per gateway because of prefetched tokens.
+    /// Additional cost per gateway that prefetched tokens may admit.
     prefetch: u64,
-    /// Whether the cost is charged after the response and may exceed the remaining tokens.
+    /// Whether the cost is charged after the response, so that it may exceed the remaining tokens.
     overdraft: bool,
-    /// How far the limit can be exceeded, if it counts the tokens of an LLM API.
+    /// By how much the limit can be exceeded, if it counts the tokens of an LLM API.
     #[serde(skip_serializing_if = "Option::is_none")]
     overrun: Option<String>,
     shadow: bool,
@@ -333,11 +334,11 @@ fn overrun(llm: &LlmCost) -> String {
     let LlmCost { estimate, max_body, weights, unread_cost, cuts, .. } = llm;
     let models = weights.models.iter().map(|(_, weights)| weights);
     let input_weight = models.chain([&weights.default]).map(|weights| weights.input.max(weights.cached_input)).max();
-    // A token has at least one byte.
+    // A token has at least one byte, so a body has at most as many tokens as bytes.
     let max_input = *max_body as u64 - (*max_body as u64).div_ceil(estimate.bytes_per_token);
     let max_excess = u128::from(max_input) * u128::from(input_weight.unwrap_or(0)) / 1000;
     let unread =
-        unread_cost.map_or(String::new(), |cost| format!(", what bodies that cannot be read cost beyond {cost}"));
+        unread_cost.map_or(String::new(), |cost| format!(", the cost above {cost} of a request whose body cannot be read"));
     let cut = if *cuts { " (event streams are cut there)" } else { "" };
     format!(
         "exceeded only by what requests in flight use beyond their reservations: text with fewer than {} bytes per token \
@@ -356,8 +357,8 @@ fn window_seconds(variant: &LimitVariant) -> Option<f64> {
     }
 }
 
-/// Additional cost per gateway because of prefetched tokens. 0 for fixed windows: prefetched tokens end with the
-/// window.
+/// Additional cost per gateway that prefetched tokens may admit. It is 0 for fixed windows, because prefetched tokens
+/// expire at the end of the window.
 fn prefetch_per_gateway(limit: &LimitSpec, variant: &LimitVariant) -> u64 {
     if matches!(variant.rule, Rule::FixedWindow(_)) { 0 } else { limit.prefetch }
 }
@@ -390,7 +391,7 @@ impl Guarantee<'_> {
     }
 }
 
-/// Format the length of a window exactly, in the largest unit of which it has at least two.
+/// Format the length of a window exactly, in the largest unit that gives a count of at least two.
 fn format_window(seconds: f64) -> String {
     if seconds.fract() != 0.0 {
         return format!("{} ms", seconds * 1e3);
@@ -404,14 +405,14 @@ fn format_window(seconds: f64) -> String {
 
 // Comparison with the running gateway: changed keys that need a restart.
 
-/// Maximum time to ask the gateway. A file can be valid while no gateway runs.
+/// Maximum time to wait for the running gateway. A configuration can be valid while no gateway runs.
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Return the restart-only keys that differ from the gateway at `[admin]`. Empty if no gateway responds there. Only
-/// salted digests are sent, no values.
+/// Return the restart-only keys whose values differ from those of the gateway at `[admin]`. The result is empty if no
+/// gateway responds at this address. The request contains only salted digests of the values.
 ///
 /// # Errors
-/// The gateway rejects the token.
+/// The gateway rejects the admin token.
 pub(crate) fn restart_only_differences(path: &Path, config: &CompiledConfig) -> anyhow::Result<Vec<String>> {
     if config.admin.is_none() {
         return Ok(Vec::new());
@@ -421,10 +422,10 @@ pub(crate) fn restart_only_differences(path: &Path, config: &CompiledConfig) -> 
     Ok(response.as_ref().map(restart_keys).unwrap_or_default())
 }
 
-/// As [`restart_only_differences`], from a gateway that must respond.
+/// Return the same as [`restart_only_differences`], but fail if the gateway does not respond.
 ///
 /// # Errors
-/// The gateway does not respond as expected.
+/// The gateway does not respond, or its response is unexpected.
 pub(super) fn restart_only_keys(client: &AdminClient, config: &CompiledConfig) -> anyhow::Result<Vec<String>> {
     Ok(restart_keys(&client.request(Method::GET, &restart_query(config), None)?))
 }
@@ -442,9 +443,9 @@ fn restart_keys(response: &Value) -> Vec<String> {
     keys.filter_map(Value::as_str).map(str::to_owned).collect()
 }
 
-/// The warning about a changed restart-only key.
+/// The warning that a changed key needs a restart.
 pub(crate) fn restart_required_warning(key: &str, parsed: &Config, text: &str) -> Issue {
-    let message = format!("a reload will reject this: `{key}` differs from the running gateway");
+    let message = format!("a reload will reject this file: `{key}` differs from the running gateway");
     let span = match key {
         "listener.address" => parsed.listener.first().map(|listener| listener.span()),
         key => key_span(key, text),
@@ -452,7 +453,7 @@ pub(crate) fn restart_required_warning(key: &str, parsed: &Config, text: &str) -
     Issue { span, message, hint: Some("restart the gateway, or restore the value".to_owned()) }
 }
 
-/// The span of a key in the file; of its table if the key is missing.
+/// Return the span of a key in the file. If the key is missing, return the span of its table.
 fn key_span(key: &str, text: &str) -> Option<Range<usize>> {
     let file = DeTable::parse(text).ok()?;
     let (table, key) = key.split_once('.')?;

@@ -23,10 +23,10 @@ use crate::tools::doctor::{Check, Requirements, ServerReport, Status, examine};
 struct Diagnosis {
     ok: bool,
     servers: Vec<ServerReport>,
-    /// The issuers of tokens whose keys are fetched, with their URL as the address.
+    /// The token issuers whose key sets are fetched. The address of an issuer is its URL.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     issuers: Vec<ServerReport>,
-    /// The webhooks of quota events, with their host as the address.
+    /// The webhooks of quota events. The address of a webhook is its host.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     webhooks: Vec<ServerReport>,
 }
@@ -41,7 +41,7 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
                 .extend(redis_servers.iter().map(|server| tokio_runtime.block_on(examine(server, &requirements)))),
             Err(error) => servers.push(ServerReport::unreachable(store_addresses(&config.store.name), &error)),
         }
-        // Do not wait for a blocking DNS lookup.
+        // Do not wait for a DNS lookup that blocks a thread.
         tokio_runtime.shutdown_background();
     }
     let issuers: Vec<_> = fetch_key_sets(config)?.iter().map(|(source, fetched)| issuer(source, fetched)).collect();
@@ -58,19 +58,19 @@ pub(super) fn run(config: &CompiledConfig, json: bool) -> anyhow::Result<ExitCod
         if diagnosis.servers.is_empty() && diagnosis.issuers.is_empty() && diagnosis.webhooks.is_empty() {
             return Ok(ExitCode::SUCCESS);
         }
-        // anstream writes colors only to a terminal, and not if NO_COLOR is set.
+        // The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
         write_table(&diagnosis, &mut anstream::stdout().lock())?;
     }
     Ok(if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// A key set with the result of fetching it.
+/// A key set, with the result of fetching it.
 pub(super) type FetchedKeySet<'c> = (&'c KeyUrl, Result<FetchedKeys, JwksError>);
 
 /// Fetch all key sets of a configuration, as a gateway does.
 ///
 /// # Errors
-/// The runtime cannot be started.
+/// The tokio runtime cannot be started.
 pub(super) fn fetch_key_sets(config: &CompiledConfig) -> std::io::Result<Vec<FetchedKeySet<'_>>> {
     let sources = &config.auth.key_urls;
     if sources.is_empty() {
@@ -78,7 +78,7 @@ pub(super) fn fetch_key_sets(config: &CompiledConfig) -> std::io::Result<Vec<Fet
     }
     let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let fetched = tokio_runtime.block_on(join_all(sources.iter().map(jwks_refresh::fetch_keys)));
-    // Do not wait for a blocking DNS lookup.
+    // Do not wait for a DNS lookup that blocks a thread.
     tokio_runtime.shutdown_background();
     Ok(sources.iter().zip(fetched).collect())
 }
@@ -90,19 +90,19 @@ fn issuer(source: &KeyUrl, fetched: &Result<FetchedKeys, JwksError>) -> ServerRe
         Err(error) => (Status::Failed, error.to_string(), Some(error.hint().to_owned())),
     };
     let check = Check { name: "key set", status, message, advice };
-    // The query of a URL may contain a secret.
+    // The query of a URL may contain a secret, so it is not printed.
     let address = source.url.to_string();
     let address = address.split('?').next().unwrap_or_default().to_owned();
     ServerReport { address, checks: vec![check] }
 }
 
-/// A webhook by name with the result of connecting to it.
+/// The name of a webhook, with the result of connecting to it.
 pub(super) type ConnectedWebhook<'c> = (&'c str, &'c Webhook, Result<(), DeliveryError>);
 
-/// Connect to all webhooks of a configuration, as a gateway does. Nothing is sent.
+/// Connect to all webhooks of a configuration, as a gateway does. No event is sent.
 ///
 /// # Errors
-/// The runtime cannot be started.
+/// The tokio runtime cannot be started.
 pub(super) fn connect_webhooks(config: &CompiledConfig) -> std::io::Result<Vec<ConnectedWebhook<'_>>> {
     let webhooks = config.event_destinations.iter().filter_map(|(name, destination)| match destination {
         EventDestination::Webhook(webhook) => Some((&**name, &**webhook)),
@@ -115,7 +115,7 @@ pub(super) fn connect_webhooks(config: &CompiledConfig) -> std::io::Result<Vec<C
     let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let connecting = join_all(webhooks.iter().map(|(_, webhook)| quota_events::connect(webhook)));
     let connected = tokio_runtime.block_on(connecting);
-    // Do not wait for a blocking DNS lookup.
+    // Do not wait for a DNS lookup that blocks a thread.
     tokio_runtime.shutdown_background();
     Ok(webhooks.into_iter().zip(connected).map(|((name, webhook), result)| (name, webhook, result)).collect())
 }
@@ -126,12 +126,12 @@ fn webhook_report((name, webhook, connected): &ConnectedWebhook<'_>) -> ServerRe
         Err(error) => (Status::Failed, error.to_string(), Some(error.hint().to_owned())),
     };
     let check = Check { name: "reachable", status, message, advice };
-    // The path of the URL may be a secret.
+    // The path of the URL may be a secret, so it is not printed.
     let authority = webhook.url.authority().map_or("", |authority| authority.as_str());
     ServerReport { address: format!("{authority} (notify.{name})"), checks: vec![check] }
 }
 
-/// The requirements of a configuration on its servers.
+/// What a configuration requires of its Redis servers.
 pub(super) fn requirements(config: &CompiledConfig, settings: &RedisSettings) -> Requirements {
     Requirements {
         prefix: settings.prefix.clone(),
@@ -151,7 +151,7 @@ pub(super) fn requirements(config: &CompiledConfig, settings: &RedisSettings) ->
     }
 }
 
-/// The addresses in the name of a store: the part after ` at `.
+/// The addresses in the displayed name of a store: the part after ` at `.
 fn store_addresses(name: &str) -> &str {
     name.split_once(" at ").map_or(name, |(_, addresses)| addresses)
 }

@@ -24,7 +24,7 @@ use crate::tools::explain::Explainer;
 use crate::tools::explain::limits::{Counters, CountersUnavailable, RedisCounters};
 use crate::tools::explain::report::Explanation;
 
-/// Maximum number of other routes without `--all`.
+/// Maximum number of other routes that are explained without `--all`.
 const MAX_OTHER_ROUTES: usize = 10;
 
 pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &Path) -> anyhow::Result<ExitCode> {
@@ -37,7 +37,7 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
     };
     if !arguments.offline {
         for (source, fetched) in doctor::fetch_key_sets(config)? {
-            // If the keys cannot be fetched, the gateway may not have them either.
+            // If this command cannot fetch a key set, the gateway may not have the keys either.
             if let Ok(fetched) = fetched {
                 source.keys.store(fetched.keys, clock::unix_us());
             }
@@ -59,13 +59,13 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
     if arguments.json {
         writeln!(stdout(), "{}", serde_json::to_string_pretty(&explanation)?)?;
     } else {
-        // anstream writes colors only to a terminal, and not if NO_COLOR is set.
+        // The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
         output::write(&explanation, &mut anstream::stdout().lock())?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-// The arguments, and the request that they describe.
+// The command-line arguments, and the request that they describe.
 
 /// The arguments.
 #[derive(Debug, Args)]
@@ -78,24 +78,24 @@ pub(in crate::cli) struct Arguments {
     #[arg(value_name = "URL")]
     url: String,
 
-    /// Add a request header, as in curl; repeatable
+    /// Add a request header, as with curl; may be repeated
     #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
     headers: Vec<String>,
 
-    /// Send this body, as in curl; `@FILE` reads it from a file. Default: no body
+    /// Send this body, as with curl; `@FILE` reads the body from a file. Default: no body
     #[arg(short = 'd', long, value_name = "TEXT")]
     body: Option<String>,
 
-    /// Connect from this address: the client, or a proxy that reports the client in a header
+    /// Assume that the request comes from this address: the client, or a proxy that reports the client in a header
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     ip: String,
 
-    /// Assume a TLS connection, whatever the URL says
+    /// Assume a TLS connection, whatever the scheme of the URL is
     #[arg(long)]
     tls: bool,
 
-    /// Connect to this listener, by its name or address [default: the first listener with the scheme and port of the
-    /// URL, otherwise with its scheme]
+    /// Assume a connection to the listener with this name or address [default: the first listener with the scheme and
+    /// port of the URL, or else with its scheme]
     #[arg(long, value_name = "NAME")]
     listener: Option<String>,
 
@@ -103,7 +103,7 @@ pub(in crate::cli) struct Arguments {
     #[arg(long)]
     pub(crate) all: bool,
 
-    /// Do not read the counters
+    /// Do not read the counters of the limits
     #[arg(long)]
     pub(crate) offline: bool,
 
@@ -112,7 +112,7 @@ pub(in crate::cli) struct Arguments {
     pub(crate) json: bool,
 }
 
-/// A request and the peer that sends it.
+/// A request, and the peer address that it comes from.
 #[derive(Debug)]
 pub(crate) struct ClientRequest {
     pub(crate) request: Request<()>,
@@ -120,7 +120,7 @@ pub(crate) struct ClientRequest {
     pub(crate) peer: Peer,
 }
 
-/// Why the arguments are invalid.
+/// The reason why the arguments are invalid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ArgumentError {
     #[error("methods are in upper case: {}", .0.to_ascii_uppercase())]
@@ -149,7 +149,7 @@ pub(crate) enum ArgumentError {
     UnknownListener(String, String),
 }
 
-/// URL in the examples of error messages.
+/// The URL in the examples of error messages.
 const EXAMPLE_URL: &str = "http://localhost/";
 
 impl Arguments {
@@ -158,7 +158,8 @@ impl Arguments {
         let method = parse_method(&self.method)?;
         let uri = parse_url(&self.url)?;
         let scheme = if self.tls || uri.scheme() == Some(&Scheme::HTTPS) { "https" } else { "http" };
-        // Origin form, as HTTP/1.1 clients send it (RFC 9112 §3.2.1): the host is in the Host header.
+        // Use the origin form of the request target, as HTTP/1.1 clients do (RFC 9112 §3.2.1). The host is in the Host
+        // header.
         let target = uri.path_and_query().cloned().unwrap_or(PathAndQuery::from_static("/"));
         let mut request = Request::new(());
         *request.method_mut() = method;

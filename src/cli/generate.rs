@@ -14,7 +14,7 @@ use crate::config::schema;
 
 /// Print the completions of a shell.
 pub(super) fn print_completions(shell: Shell) -> std::io::Result<()> {
-    // Generate into memory first: clap_complete panics on a broken pipe.
+    // Generate the text in memory first: clap_complete panics if the output pipe is closed.
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Arguments::command(), "sluicegate", &mut script);
     stdout().write_all(&script)

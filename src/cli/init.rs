@@ -12,11 +12,11 @@ use clap::ValueEnum;
 pub(super) enum Template {
     /// One API, limited by client address
     SingleApi,
-    /// An API for consumers with keys, each with the limits of its plan
+    /// An API for consumers with API keys, each with the limits of its plan
     Plans,
     /// A site behind a CDN
     Cdn,
-    /// An LLM API: tokens, streams, requests in flight
+    /// An LLM API with limits on tokens and on requests in flight, with streaming
     Llm,
 }
 
@@ -31,10 +31,10 @@ pub(super) fn run(config_path: &Path, template: Template, force: bool) -> anyhow
     if has_keys {
         files.push((config_path.with_file_name("consumers.toml"), include_str!("init/consumers.toml")));
     }
-    // Check all files before the first one is written, so that no partial configuration remains.
+    // Check all target files before the first one is written, so that no partial configuration remains.
     let existing: Vec<_> = files.iter().map(|(path, _)| path).filter(|path| path.symlink_metadata().is_ok()).collect();
     if let (Some(path), false) = (existing.first(), force) {
-        bail!("{} exists already: use --force to overwrite it, or --config FILE for another file", path.display());
+        bail!("the file {} exists already: overwrite it with --force, or name another file with --config", path.display());
     }
     for (path, text) in &files {
         write_file(path, text, force).with_context(|| format!("{} cannot be written", path.display()))?;

@@ -19,17 +19,17 @@ use crate::identity::api_key::KeyHash;
 use crate::limiter::clock;
 use crate::limiter::quota::parse_duration_us;
 
-/// Length of a fingerprint: the first hex digits of the hash of a key.
+/// Length of a fingerprint, which is the first hex digits of a key's hash.
 const FINGERPRINT_DIGITS: usize = 12;
 
-/// Minimum length of a fingerprint argument, to catch typing errors.
+/// Minimum length of a fingerprint argument, so that typing errors are detected.
 const MIN_FINGERPRINT_DIGITS: usize = 6;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Action {
     /// Create a key, print it once, and add its hash to the consumers file
     ///
-    /// Without --consumer no file is changed, and the hash is printed as well.
+    /// Without --consumer, the command changes no file and prints the hash as well.
     #[command(after_help = examples![
         "sluicegate key new",
         "sluicegate key new --consumer acme > key.txt",
@@ -40,13 +40,13 @@ pub(super) enum Action {
         /// Add the key to this consumer
         #[arg(long, value_name = "NAME")]
         consumer: Option<String>,
-        /// Add the consumer to the file
+        /// Add the consumer to the file if it does not exist
         #[arg(long, requires = "consumer")]
         create: bool,
         /// Set the tier of the new consumer
         #[arg(long, requires = "create")]
         tier: Option<String>,
-        /// Name the key, for `key list` and the log
+        /// Name the key; `key list` and the log show the name
         #[arg(long, requires = "consumer")]
         name: Option<String>,
         /// Reject the key after this time: a duration such as 90d, a day, or 2027-01-31T12:00:00Z
@@ -59,9 +59,9 @@ pub(super) enum Action {
         #[arg(long, default_value = "sg_live_", value_parser = KeyPrefix::parse)]
         prefix: KeyPrefix,
     },
-    /// Print the hash of the key on standard input
+    /// Print the hash of the key that standard input contains
     ///
-    /// A key is never an argument: all users of a machine see arguments, and shells store them.
+    /// A key is never an argument: all users of a machine can see arguments, and shells store them.
     #[command(after_help = examples![
         "sluicegate key hash < key.txt",
         "printf %s \"$KEY\" | sluicegate key hash",
@@ -78,38 +78,38 @@ pub(super) enum Action {
         #[arg(long)]
         json: bool,
     },
-    /// Disable a key, given by its fingerprint, so that requests with it get 401; without a fingerprint, the key is read
-    /// from standard input
+    /// Disable the key with a fingerprint, so that requests with it get 401; without a fingerprint, read the key from
+    /// standard input
     #[command(after_help = examples![
         "sluicegate key disable 2f9c41d07ab3",
         "sluicegate key disable 2f9c41d07ab3 --config gateway.toml",
     ])]
     Disable {
-        /// Disable the key whose hash begins with these digits, as `key list` shows them
+        /// Disable the key whose hash begins with these digits, which `key list` shows
         fingerprint: Option<String>,
     },
-    /// Enable a disabled key, given by its fingerprint; without one, the key is read from standard input
+    /// Enable the disabled key with a fingerprint; without a fingerprint, read the key from standard input
     #[command(after_help = examples![
         "sluicegate key enable 2f9c41d07ab3",
         "sluicegate key enable 2f9c41d07ab3 --config gateway.toml",
     ])]
     Enable {
-        /// Enable the key whose hash begins with these digits, as `key list` shows them
+        /// Enable the key whose hash begins with these digits, which `key list` shows
         fingerprint: Option<String>,
     },
-    /// Remove a key, given by its fingerprint, from the consumers file; without a fingerprint, the key is read from
-    /// standard input
+    /// Remove the key with a fingerprint from the consumers file; without a fingerprint, read the key from standard
+    /// input
     #[command(after_help = examples![
         "sluicegate key revoke 2f9c41d07ab3",
         "sluicegate key revoke < key.txt",
     ])]
     Revoke {
-        /// Remove the key whose hash begins with these digits, as `key list` shows them
+        /// Remove the key whose hash begins with these digits, which `key list` shows
         fingerprint: Option<String>,
     },
 }
 
-/// Run a command. `provider` selects the consumers file of `[auth.NAME]`, if there are several.
+/// Run a command. `provider` selects the consumers file of `[auth.NAME]`, if the configuration has several.
 pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -> anyhow::Result<()> {
     let open = || ConsumersFile::open(config_path, provider);
     match action {
@@ -172,13 +172,13 @@ pub(super) fn run(config_path: &Path, provider: Option<&str>, action: &Action) -
     Ok(())
 }
 
-/// Return the time in this many seconds, in UTC.
+/// Return the UTC time that is this number of seconds in the future.
 fn seconds_from_now(seconds: u64) -> Option<Datetime> {
     let seconds = clock::unix_us() / 1_000_000 + seconds;
     Timestamp::from_second(i64::try_from(seconds).ok()?).ok()?.to_string().parse().ok()
 }
 
-/// Parse `--expires`: a duration from now, or a time in the future.
+/// Parse the value of `--expires`: a duration from now, or a time in the future.
 fn parse_expiry(text: &str) -> Result<Datetime, String> {
     if let Some(us) = parse_duration_us(text) {
         return seconds_from_now(us.div_ceil(1_000_000)).ok_or_else(|| "the time is too far in the future".to_owned());
@@ -205,14 +205,14 @@ fn read_secret() -> anyhow::Result<Secret> {
 fn parse_fingerprint(text: &str) -> anyhow::Result<String> {
     let digits = text.strip_prefix("sha256:").unwrap_or(text).to_ascii_lowercase();
     if !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) || digits.len() > 64 {
-        // The argument may be a key: do not print it.
+        // Do not print the argument: it may be a key instead of a fingerprint.
         bail!(
             "this is not a fingerprint, which has hex digits only\n  `sluicegate key list` shows them; give a key on \
              standard input, because all users of this machine see arguments"
         );
     }
     if digits.len() < MIN_FINGERPRINT_DIGITS {
-        bail!("`{digits}` is too short: {MIN_FINGERPRINT_DIGITS} digits or more");
+        bail!("the fingerprint `{digits}` is too short: give at least {MIN_FINGERPRINT_DIGITS} digits");
     }
     Ok(digits)
 }
@@ -228,7 +228,7 @@ fn print_list(document: &ConsumersDoc) -> anyhow::Result<()> {
             let [key, key_name, status, expires, routes] = details;
             [name.clone(), tier.clone().unwrap_or_default(), key, key_name, status, expires, routes]
         };
-        // One complete line per key, for `grep` and `awk`.
+        // Print one complete line per key, so that `grep` and `awk` can select keys.
         lines.extend(keys.iter().map(|key| {
             line([
                 key.fingerprint.clone(),
@@ -267,18 +267,19 @@ fn to_hex(bytes: &[u8]) -> String {
 
 // Format of keys: a prefix, random characters and a checksum.
 //
-// The format is that of GitHub tokens: the prefix, 30 random base-62 characters, and 6 characters with the CRC-32 of
-// all characters before them. Secret scanners find `sg_live_[0-9A-Za-z]{36}` and verify a match offline by its checksum.
+// The format is the same as for GitHub tokens: the prefix, 30 random base-62 characters, and 6 characters with the
+// CRC-32 of all characters before them. Secret scanners find `sg_live_[0-9A-Za-z]{36}`, and verify a match offline by
+// the checksum of the key.
 
 const BASE62_DIGITS: &[u8; 62] = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
 
-/// Number of random characters: 178 bits.
+/// Number of random characters, which have 178 bits of entropy.
 const RANDOM_CHARS: usize = 30;
 
-/// Number of checksum characters: 62^6 > 2^32.
+/// Number of checksum characters. 62^6 is greater than 2^32, so the CRC-32 fits.
 const CHECKSUM_CHARS: usize = 6;
 
-/// Common prefix of generated keys with the default prefix, whose checksum is verified.
+/// The beginning of all keys with the default prefix. The checksum of such keys is verified.
 const GATEWAY_KEY_PREFIX: &str = "sg_";
 
 /// The prefix of a generated key.
@@ -306,7 +307,7 @@ impl Secret {
         while text.len() < prefix.len() + RANDOM_CHARS {
             let mut byte = [0];
             random.fill(&mut byte).map_err(|_| anyhow!("the random number generator of the system failed"))?;
-            // 248 = 4 × 62: rejecting larger bytes makes all characters equally likely.
+            // 248 = 4 × 62: bytes of 248 and above are rejected, so that all characters are equally likely.
             if byte[0] < 248 {
                 text.push(char::from(BASE62_DIGITS[usize::from(byte[0]) % BASE62_DIGITS.len()]));
             }
@@ -315,14 +316,14 @@ impl Secret {
         Ok(Secret(text + &sum))
     }
 
-    /// Parse any key. A key with the gateway's prefix must have a valid checksum, which detects truncation and typing
-    /// errors.
+    /// Parse a key in any format. A key with the prefix of generated keys must have a valid checksum, which detects
+    /// truncation and typing errors.
     pub(crate) fn parse(text: &str) -> anyhow::Result<Self> {
         if text.is_empty() {
-            bail!("there is no key on standard input: printf %s KEY | sluicegate key …");
+            bail!("standard input contains no key: use printf %s KEY | sluicegate key …");
         }
         if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
-            bail!("a key is sent in a header: it must be ASCII without spaces");
+            bail!("a key must be ASCII without spaces, because clients send it in a header");
         }
         let (body, found_checksum) = text.split_at(text.len().saturating_sub(CHECKSUM_CHARS));
         if text.starts_with(GATEWAY_KEY_PREFIX) && checksum(body) != found_checksum {
@@ -344,14 +345,14 @@ impl fmt::Display for Secret {
     }
 }
 
-/// The CRC-32 of a text in base 62, most significant digit first.
+/// The CRC-32 of a text in base 62, with the most significant digit first.
 fn checksum(text: &str) -> String {
     let crc = crc32(text.as_bytes());
     let digit = |position: usize| BASE62_DIGITS[(u64::from(crc) / 62_u64.pow(position as u32) % 62) as usize];
     (0..CHECKSUM_CHARS).rev().map(|position| char::from(digit(position))).collect()
 }
 
-/// The CRC-32 of IEEE 802.3, as in zip and zlib.
+/// The CRC-32 of IEEE 802.3, which zip and zlib use as well.
 fn crc32(bytes: &[u8]) -> u32 {
     !bytes
         .iter()

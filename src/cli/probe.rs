@@ -17,10 +17,11 @@ pub(super) struct Options {
     /// Ask whether the gateway is alive (/healthz) instead of ready (/readyz)
     #[arg(long)]
     live: bool,
-    /// Ask the admin listener at this URL, or this admin socket [default: the admin socket, otherwise `[admin]`]
+    /// Ask the admin listener at this URL or this admin socket [default: the admin socket, or the `[admin]` address if
+    /// no gateway listens on the socket]
     #[arg(long, value_name = "SOCKET|URL")]
     url: Option<String>,
-    /// Fail if there is no response within this time
+    /// Fail if the gateway does not respond within this time
     #[arg(long, value_name = "DURATION", default_value = "3s", value_parser = parse_timeout)]
     timeout: Duration,
 }
@@ -28,7 +29,7 @@ pub(super) struct Options {
 /// Ask the gateway, and print its status.
 ///
 /// # Errors
-/// The gateway is not ready or not alive, or it is unreachable.
+/// The gateway is not ready, not alive, or unreachable.
 pub(super) fn run(config_path: &Path, options: &Options) -> anyhow::Result<()> {
     let client = match &options.url {
         Some(url) => AdminClient::from_option("--url", url)?,
@@ -47,12 +48,12 @@ pub(super) fn run(config_path: &Path, options: &Options) -> anyhow::Result<()> {
     };
     match (status, word) {
         (StatusCode::OK, Some(word)) => Ok(writeln!(stdout(), "{client}: {word}")?),
-        (StatusCode::SERVICE_UNAVAILABLE, Some(word)) => bail!("{client}: not ready: {word}"),
+        (StatusCode::SERVICE_UNAVAILABLE, Some(word)) => bail!("the gateway at {client} is not ready: {word}"),
         (status, _) => bail!("the server at {client} is not a Sluicegate admin listener ({status})"),
     }
 }
 
 fn parse_timeout(text: &str) -> anyhow::Result<Duration> {
-    let us = parse_duration_us(text).context("a number with ms, s, m, h or d, such as 500ms")?;
+    let us = parse_duration_us(text).context("write a number with ms, s, m, h or d, such as 500ms")?;
     Ok(Duration::from_micros(us))
 }

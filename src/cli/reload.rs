@@ -12,7 +12,7 @@ use crate::telemetry::pluralize;
 /// Reload the gateway, and print what changed.
 ///
 /// # Errors
-/// No gateway is found, or it rejects the new configuration.
+/// No gateway is found, or the gateway rejects the new configuration.
 pub(super) fn run(config_path: &Path, admin: Option<&str>, json: bool) -> anyhow::Result<()> {
     let client = AdminClient::find(config_path, admin)?;
     let response = client.reload()?;
@@ -21,7 +21,7 @@ pub(super) fn run(config_path: &Path, admin: Option<&str>, json: bool) -> anyhow
     }
     if response["result"] != "ok" {
         let error = response["error"].as_str().unwrap_or("the gateway did not say why").trim_end();
-        bail!("the configuration was rejected, and the active one stays in force:\n{error}");
+        bail!("the gateway rejected the new configuration, and the active configuration stays in force:\n{error}");
     }
     if !json {
         stdout().write_all(describe(&response).as_bytes())?;
@@ -29,11 +29,11 @@ pub(super) fn run(config_path: &Path, admin: Option<&str>, json: bool) -> anyhow
     Ok(())
 }
 
-/// Return what a reload changed, as text.
+/// Return the changes of a reload as text.
 fn describe(response: &Value) -> String {
     let file = response["file"].as_str().unwrap_or_default();
-    /// Maximum age, in seconds, of a reload by the file watcher that probably applied the change of the operator
-    /// already.
+    /// Maximum age of a reload by the file watcher, in seconds. Such a reload has probably applied the operator's
+    /// change already.
     const RECENT: f64 = 60.0;
     let age = response["changed_seconds_ago"].as_f64().filter(|age| *age < RECENT);
     let changes: Vec<_> = response["changes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();

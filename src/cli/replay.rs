@@ -19,7 +19,7 @@ use crate::tools::replay::report::{ReplayReport, html, to_json};
 use crate::tools::replay::resolve::IdentityField;
 use crate::tools::replay::{Replay, ReplayObserver, ReplayOptions, report};
 
-/// Exit code for unreadable logs and for arguments that do not fit the configuration.
+/// Exit code for unreadable logs and for arguments that do not match the configuration.
 const EXIT_INVALID_INPUT: u8 = EXIT_INVALID_CONFIG;
 
 /// Interval between frames of the spinner.
@@ -76,7 +76,7 @@ fn run_replay(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Load the configuration, or with `--by` build one with only the proposed limits.
+/// Load the configuration. With `--by`, build a configuration that has only the proposed limits.
 fn load_config(
     arguments: &Arguments,
     config_path: &Path,
@@ -100,7 +100,7 @@ fn load_config(
     CompiledConfig::from_text(Path::new("(the command line)"), text, &env_var)
 }
 
-/// The progress bar on standard error. Hidden if standard error is not a terminal.
+/// The progress bar on standard error. The progress bar is hidden if standard error is not a terminal.
 struct ProgressDisplay {
     bar: ProgressBar,
     progress: ReadProgress,
@@ -140,7 +140,7 @@ impl ReplayObserver for ProgressDisplay {
 /// The arguments.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
-    /// Access logs, plain or gzipped; `-` is standard input
+    /// Read these access logs, plain or gzipped; `-` is standard input
     #[arg(required = true, value_name = "LOG")]
     pub(crate) logs: Vec<PathBuf>,
 
@@ -156,12 +156,12 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "NAME", requires = "by", default_value = "token-bucket")]
     pub(crate) algorithm: String,
 
-    /// Read this format: common, combined, caddy, alb, cloudfront, sluicegate, or an nginx log_format in quotes
-    /// [default: detected]
+    /// Parse the logs in this format: common, combined, caddy, alb, cloudfront, sluicegate, or an nginx log_format in
+    /// quotes [default: detected]
     #[arg(long, value_name = "FORMAT")]
     pub(crate) format: Option<String>,
 
-    /// Identify the clients of a limit by this log field
+    /// Identify the clients of this limit by this field of the log
     #[arg(long = "identity", value_name = "LIMIT=FIELD")]
     pub(crate) identities: Vec<NamedValue<IdentityField>>,
 

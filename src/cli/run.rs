@@ -1,4 +1,4 @@
-//! `sluicegate run`: serves until SIGTERM, SIGINT or a hot restart.
+//! `sluicegate run`: serves requests until SIGTERM, SIGINT or a hot restart.
 
 use anyhow::Context;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -48,7 +48,7 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
 enum StopCause {
     /// SIGTERM or SIGINT.
     Signal,
-    /// A hot restart has succeeded: the new process accepts all connections, so there is no `accept_grace`.
+    /// A hot restart has succeeded. The new process accepts all connections, so `accept_grace` does not apply.
     HotRestart,
 }
 
@@ -70,7 +70,7 @@ impl StopSignal {
         tokio::select! { _ = self.term.recv() => {}, _ = self.interrupt.recv() => {} }
     }
 
-    /// Wait for `accept_grace`, or until another signal arrives.
+    /// Wait until `accept_grace` has elapsed or another signal arrives.
     async fn wait_accept_grace(&mut self, config_handle: &ConfigHandle) {
         let accept_grace = config_handle.active().config.server.accept_grace;
         if !accept_grace.is_zero() {
@@ -78,7 +78,7 @@ impl StopSignal {
                 ?accept_grace,
                 "stopping: /readyz is 503, requests are still accepted; a second signal drains at once"
             );
-            // Both results end the grace.
+            // In both cases the wait for `accept_grace` ends.
             let _ = timeout(accept_grace, self.recv()).await;
         }
     }
@@ -96,7 +96,7 @@ impl Signals {
         loop {
             tokio::select! {
                 () = self.stop.recv() => return StopCause::Signal,
-                // The reload logs its own result.
+                // The reload function logs its own result.
                 _ = self.hangup.recv() => drop(config_handle.reload(ReloadCause::Requested)),
                 _ = self.user2.recv() => {
                     info!("hot restart: starting a new process with the listening sockets");

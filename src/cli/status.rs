@@ -18,7 +18,8 @@ use crate::telemetry::pluralize;
 /// Maximum number of limits on the page.
 const MAX_LIMITS: usize = 5;
 
-/// Certificates that expire earlier are highlighted, as the alert `SluicegateCertificateExpiring` does. In days.
+/// Certificates that expire within this number of days are highlighted. The alert `SluicegateCertificateExpiring` has
+/// the same threshold.
 const EXPIRY_WARNING_DAYS: i64 = 14;
 
 const SECONDS_PER_DAY: i64 = 86_400;
@@ -28,7 +29,8 @@ const ENDPOINT_STATES: [&str; 4] = ["healthy", "unhealthy", "ejected", "unreacha
 
 #[derive(Debug, Args)]
 pub(super) struct Options {
-    /// Use the gateway at this admin socket or URL [default: the admin socket, otherwise `[admin]`]
+    /// Use the gateway at this admin socket or URL [default: the admin socket, or the `[admin]` address if no gateway
+    /// listens on the socket]
     #[arg(long, value_name = "SOCKET|URL")]
     admin: Option<String>,
     /// Print a JSON object
@@ -39,7 +41,7 @@ pub(super) struct Options {
 /// Print the state of the running gateway.
 ///
 /// # Errors
-/// No gateway is found, or it does not respond as expected.
+/// No gateway is found, or the gateway returns an unexpected response.
 pub(super) fn run(config_path: &Path, options: &Options) -> anyhow::Result<()> {
     let client = AdminClient::find(config_path, options.admin.as_deref())?;
     let report = collect(&client)?;
@@ -47,17 +49,17 @@ pub(super) fn run(config_path: &Path, options: &Options) -> anyhow::Result<()> {
         writeln!(stdout(), "{}", serde_json::to_string_pretty(&report)?)?;
         return Ok(());
     }
-    // anstream writes colors only to a terminal, and not if NO_COLOR is set.
+    // The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
     Page { report: &report, width: terminal_width(), out: anstream::stdout().lock() }.write()?;
     Ok(())
 }
 
-/// Ask the gateway for all parts of the page.
+/// Request all parts of the page from the gateway.
 fn collect(client: &AdminClient) -> anyhow::Result<Value> {
     let get = |path: &str| client.request(Method::GET, path, None);
     let mut report = get("/api/status")?;
     let mut configuration = get("/api/config")?;
-    // The page shows what was loaded and when. `/api/config` has the content.
+    // The page shows which configuration was loaded, and when. `/api/config` returns the content of the configuration.
     for key in ["configuration", "addresses"] {
         configuration.as_object_mut().and_then(|fields| fields.remove(key));
     }
@@ -74,13 +76,14 @@ fn collect(client: &AdminClient) -> anyhow::Result<Value> {
     Ok(report)
 }
 
-/// Return the number of columns: `COLUMNS`, otherwise the width of the terminal. `None` if the output is not a terminal.
+/// Return the number of columns: `COLUMNS`, or the width of the terminal if the variable is unset. Return `None` if the
+/// output is not a terminal.
 fn terminal_width() -> Option<u16> {
     let columns = env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
     columns.or_else(|| tcgetwinsize(stdout()).ok().map(|size| size.ws_col)).filter(|columns| *columns > 0)
 }
 
-/// The page, and where it is written.
+/// The page, and the stream to which it is written.
 struct Page<'a, W> {
     report: &'a Value,
     /// Maximum width of a table in columns.
@@ -141,7 +144,7 @@ impl<W: Write> Page<'_, W> {
                 self.out,
                 "  {style}the last reload was rejected {failed}; the previous configuration is active:{style:#}"
             )?;
-            // Escaped line by line: the report has several.
+            // Escape the report line by line, because it has several lines.
             for line in last_error["error"].as_str().unwrap_or_default().lines() {
                 writeln!(self.out, "    {}", printable(&json!(line)))?;
             }
@@ -257,7 +260,7 @@ impl<W: Write> Page<'_, W> {
         self.write_table(header, rows, &["denied in 5 min", "most"], |_| None)
     }
 
-    /// Write a table after an empty line, unless it has no rows.
+    /// Write a table after an empty line, unless the table has no rows.
     fn write_table<const N: usize>(
         &mut self,
         header: [&str; N],
@@ -272,7 +275,8 @@ impl<W: Write> Page<'_, W> {
         write_table_within(self.width, header, rows.into_iter(), right_aligned, style, &mut self.out)
     }
 
-    /// Return the seconds from the time of the report to an RFC 3339 time. Both are those of the gateway.
+    /// Return the seconds between the time of the report and an RFC 3339 time. The clock of the gateway has set both
+    /// times.
     fn seconds_until(&self, time: &Value) -> Option<i64> {
         let parse = |time: &Value| time.as_str()?.parse::<Timestamp>().ok();
         Some(parse(time)?.as_second() - parse(&self.report["time"])?.as_second())
@@ -288,7 +292,7 @@ impl<W: Write> Page<'_, W> {
     }
 }
 
-/// Format milliseconds with one digit after the point. Empty if the value is not a number.
+/// Format milliseconds with one decimal place. The result is empty if the value is not a number.
 fn format_ms(value: &Value) -> String {
     value.as_f64().map_or_else(String::new, |ms| format!("{ms:.1} ms"))
 }

@@ -24,7 +24,7 @@ use crate::limiter::store::{RedisStore, UsageError};
 use crate::limiter::usage::{UsageQuery, UsageRow};
 use crate::snapshot::CompiledConfig;
 
-/// Timeout of a read. An interactive command can wait longer than `store.timeout`.
+/// Timeout of a read from the store. An interactive command can wait longer than `store.timeout`.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The arguments.
@@ -34,11 +34,11 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "NAME")]
     limit: Option<String>,
 
-    /// Print only this identity: a consumer, a hash, or PART=VALUE for each part of the limit's `by`; repeatable
+    /// Print only this identity: a consumer, a hash, or PART=VALUE for each part of the limit's `by`; may be repeated
     #[arg(long, value_name = "IDENTITY")]
     identity: Vec<String>,
 
-    /// Add up the cost of each identity by this; `model`: by day and model of an LLM API
+    /// Group the cost of each identity by this period; `model` groups it by day and by model of an LLM API
     #[arg(long, value_name = "PERIOD", default_value = "day", value_parser = GroupBy::NAMES)]
     by: String,
 
@@ -46,7 +46,7 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "DATE")]
     from: Option<Date>,
 
-    /// Print the usage until this day, included [default: today]
+    /// Print the usage up to and including this day [default: today]
     #[arg(long, value_name = "DATE")]
     to: Option<Date>,
 
@@ -58,7 +58,7 @@ pub(in crate::cli) struct Arguments {
     #[arg(long)]
     json: bool,
 
-    /// Ask the gateway at this admin listener or admin socket [default: read the store; with memory:, `[admin]`]
+    /// Ask the gateway at this admin listener or admin socket [default: read Redis; with a memory store, use `[admin]`]
     #[arg(long, value_name = "URL")]
     admin: Option<String>,
 }
@@ -74,7 +74,7 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
         }
         (None, None) => {
             let client = AdminClient::from_config(config_path, config)
-                .map_err(|error| anyhow!("the totals are in the memory of the running gateway, and {error}"))?;
+                .map_err(|error| anyhow!("cannot read the usage totals in the memory of the running gateway: {error}"))?;
             arguments.request(&client)?
         }
         (Some(url), _) => arguments.request(&AdminClient::from_url(url)?)?,
@@ -84,7 +84,7 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
     } else if arguments.csv {
         write_csv(&report, &mut std::io::stdout().lock())?;
     } else {
-        // anstream writes colors only to a terminal, and not if NO_COLOR is set.
+        // The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
         write_text(&report, &mut anstream::stdout().lock())?;
     }
     Ok(())
@@ -94,7 +94,7 @@ fn read_redis(
     (servers, settings): &(RedisDeployment, RedisSettings),
     query: &UsageQuery,
 ) -> anyhow::Result<Vec<UsageRow>> {
-    // Without algorithms, no script is loaded, for which a user that only reads has no permission.
+    // Without algorithms, no script is loaded. A Redis user that may only read has no permission to load scripts.
     let algorithms = AlgorithmSet::default();
     let redis = (servers.clone(), RedisSettings { timeout: READ_TIMEOUT, algorithms, ..settings.clone() });
     let tokio_runtime = Builder::new_current_thread().enable_all().build()?;
@@ -102,7 +102,7 @@ fn read_redis(
         let store = RedisStore::new(&redis, Arc::default(), Arc::default(), Arc::default());
         store.read_usage(query).await
     });
-    // Do not wait for a blocking DNS lookup.
+    // Do not wait for a DNS lookup that blocks a thread.
     tokio_runtime.shutdown_background();
     rows.map_err(|error| {
         let reply = match &error {
@@ -110,7 +110,7 @@ fn read_redis(
             UsageError::TooMany(_) => None,
         };
         let cause = reply.map_or_else(|| error.to_string(), diagnose_reply);
-        anyhow!("the totals cannot be read from the store: {cause}")
+        anyhow!("cannot read the usage totals from the store: {cause}")
     })
 }
 
@@ -139,7 +139,7 @@ impl Arguments {
         Ok((!parts.is_empty()).then_some(IdentityFilter::Parts(parts)))
     }
 
-    /// Ask a running gateway.
+    /// Read the totals from a running gateway.
     fn request(&self, client: &AdminClient) -> anyhow::Result<UsageReport> {
         let dates = [("from", self.from), ("to", self.to)];
         let mut query = vec![("by".to_owned(), self.by.clone())];
@@ -198,7 +198,7 @@ fn write_text(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()>
     Ok(())
 }
 
-/// Write CSV (RFC 4180): a header, and a record for each entry. Only reports by model have a column for it.
+/// Write CSV (RFC 4180): a header, and a record for each entry. Only reports by model have a column for the model.
 fn write_csv(report: &UsageReport, out: &mut impl Write) -> std::io::Result<()> {
     let has_models = report.by == GroupBy::Model;
     writeln!(out, "limit,unit,consumer,identity,period,{}cost", if has_models { "model," } else { "" })?;

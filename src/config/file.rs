@@ -166,7 +166,7 @@ pub(crate) fn utf8_text(path: &Path, content: Vec<u8>) -> Result<String, FileIss
         let text = String::from_utf8_lossy(content).into_owned();
         let span = start..start + char::REPLACEMENT_CHARACTER.len_utf8();
         let issue = Issue::new(span, format!("the byte 0x{byte:02x} is not UTF-8"))
-            .with_hint(format!("the file must be UTF-8 text: iconv -f {encoding} -t utf-8 FILE"));
+            .with_hint(format!("convert the file to UTF-8: iconv -f {encoding} -t utf-8 FILE"));
         FileIssues { path: path.to_owned(), text, issues: vec![issue] }
     })
 }
@@ -421,7 +421,7 @@ impl Environment<'_> {
                         // The placeholders differ, so that they are not duplicates of each other.
                         out.push_str(&format!("unset{}", self.unresolved.len()));
                         let issue = Issue::new(span.clone(), format!("environment variable `{name}` is not set"))
-                            .with_hint(format!("set it, or give a default: ${{{name}:-value}}"));
+                            .with_hint(format!("set the variable, or give a default: ${{{name}:-value}}"));
                         self.unresolved.push(UnresolvedValue { key: path.join("."), is_malformed: false, issue });
                     }
                 },
@@ -522,7 +522,7 @@ fn replaced_table(table: &str, file: &DeTable<'_>, sources: &Sources) -> Option<
     hint += &format!(
         "\nand identify = [\"{provider}\"] on each route with a limit by {kind}, or require = [\"{provider}\"]"
     );
-    Some((format!("`[{table}]` is now a provider, `[auth.NAME]`"), Some(hint)))
+    Some((format!("the table `[{table}]` must be a provider, `[auth.NAME]`"), Some(hint)))
 }
 
 /// Names of `health_check` in other programs.

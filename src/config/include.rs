@@ -201,7 +201,7 @@ fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
         let (Some(written), span) = (pattern.get_ref().as_str(), pattern.span()) else { continue };
         let Some(written) = substituted(written, environment) else {
             // The variable is the error.
-            expansion.issues.push(Issue::new(span, "the included files are unknown"));
+            expansion.issues.push(Issue::new(span, "cannot find the included files, because an environment variable is not set"));
             continue;
         };
         let files = match matching_files(path, &written, &mut expansion.directories) {
@@ -225,7 +225,7 @@ fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
                 Some((_, Some(first))) => {
                     let line = Sources::new(path, text.to_owned()).line_name(first);
                     Issue::new(span.clone(), format!("{name} is included twice"))
-                        .with_hint(format!("the first pattern that matches it is in {line}"))
+                        .with_hint(format!("the first pattern that matches this file is in {line}"))
                 }
             });
         }
@@ -254,7 +254,7 @@ fn matching_files(path: &Path, pattern: &str, directories: &mut BTreeSet<PathBuf
     }
     if directory.contains(['*', '?']) {
         let hint = "`*` and `?` are valid in the file name only";
-        return Err(issue(format!("`{pattern}` has a wildcard in a directory"), hint));
+        return Err(issue(format!("`{pattern}` has a wildcard in the name of a directory"), hint));
     }
     let base = path.parent().unwrap_or(Path::new(""));
     // Joining an empty path would add a slash.
@@ -339,7 +339,7 @@ pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &
                     ("an included file cannot include others".to_owned(), hint)
                 }
                 "consumer" => {
-                    let hint = format!("keep it in another directory, or change the pattern in {}", main.display());
+                    let hint = format!("move the file to another directory, or change the pattern in {}", main.display());
                     ("a consumers file cannot be included".to_owned(), hint)
                 }
                 _ => match closest_name(&name, INCLUDED_TABLES) {
@@ -358,7 +358,7 @@ pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &
             _ => matches!(value.get_ref(), DeValue::Table(_)),
         };
         if !is_expected {
-            issues.push(Issue::new(key.span(), format!("`{name}` has another form")).with_hint(TABLE_FORMS));
+            issues.push(Issue::new(key.span(), format!("`{name}` is not written in the form that the configuration requires")).with_hint(TABLE_FORMS));
             continue;
         }
         let Some(existing) = all.get_mut(name.as_str()) else {

@@ -367,7 +367,7 @@ impl HtpasswdError {
     pub fn hint(&self, file: &str) -> String {
         match &self.fault {
             Fault::Encoding => "the file must be UTF-8 text".to_owned(),
-            Fault::NoColon | Fault::NoUser => format!("lines of USER:HASH: htpasswd -B {file} USER"),
+            Fault::NoColon | Fault::NoUser => format!("write lines of the form USER:HASH: htpasswd -B {file} USER"),
             Fault::Duplicate(user) => format!("remove one of the lines: htpasswd -D {file} {user}"),
             Fault::Cost(user) => format!("hash the password again with a lower cost: htpasswd -B -C 10 {file} {user}"),
             Fault::Unsupported(user, _) | Fault::Incomplete(user) => {

@@ -177,7 +177,7 @@ fn message(mut members: [Option<JsonValue>; 6]) -> Result<(Message, Value), RpcE
         if let Some(JsonValue::Ambiguous(key)) = value {
             return Err(RpcError::Member(
                 name,
-                format!("is ambiguous: `{key}` is there twice, or in another spelling"),
+                format!("is ambiguous: the message has `{key}` twice, or in another spelling"),
             ));
         }
     }

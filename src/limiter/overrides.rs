@@ -265,7 +265,7 @@ impl Overrides {
             info!(records = written_count, "restored overrides that the store lost");
         }
         if dropped > 0 {
-            warn!(overrides = dropped, max = MAX_OVERRIDES, "too many overrides: dropped some that the store lost");
+            warn!(overrides = dropped, max = MAX_OVERRIDES, "too many overrides: some that the store lost are not restored");
         }
         Ok(())
     }

@@ -101,7 +101,7 @@ pub(super) fn log_failure(failure: HandshakeFailure, error: Option<&io::Error>, 
         return;
     }
     let error = error.map(tracing::field::display);
-    info!(network, reason, error, "a TLS handshake failed; further ones with this reason are not logged for a minute");
+    info!(network, reason, error, "a TLS handshake failed; further failures with this reason are not logged for a minute");
 }
 
 /// Return the server name of a ClientHello (RFC 8446 §4.1.2, RFC 6066 §3) if the first record contains it.

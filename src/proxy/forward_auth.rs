@@ -205,7 +205,7 @@ async fn exchange(
         Ok(Some(body)) => body,
         Ok(None) | Err(_) => {
             let status = parts.status.as_u16();
-            warn!(provider = &**name, status, "body of the authentication server is incomplete or too long");
+            warn!(provider = &**name, status, "response body of the authentication server is incomplete or too long");
             [CONTENT_TYPE, CONTENT_LANGUAGE].iter().for_each(|name| drop(headers.remove(name)));
             Bytes::new()
         }

@@ -35,7 +35,7 @@ pub(super) fn rules(
     }
     if let Some([]) = allow {
         let issue = Issue::new(span.clone(), "`allow` is empty: every client would be rejected");
-        reader.push_issue(issue.with_hint("leave it out to allow all clients"));
+        reader.push_issue(issue.with_hint("leave out `allow` to allow all clients"));
     }
     let allow = allow.map(|items| files.list(items, reader));
     let deny = files.list(deny.unwrap_or_default(), reader);
@@ -63,7 +63,7 @@ impl NetworkFiles {
     /// Return a file, which is read if no earlier rule has named it.
     fn file(&mut self, name: &str, text: &Text, reader: &mut Validator<'_>) -> Option<Arc<NetworkFile>> {
         if reader.is_unresolved(text) {
-            reader.push_issue(Issue::new(text.span(), "the file of networks is unknown"));
+            reader.push_issue(Issue::new(text.span(), "cannot find the file of networks, because an environment variable is not set"));
             return None;
         }
         let path = reader.resolve_relative(name, text.span());
@@ -74,7 +74,7 @@ impl NetworkFiles {
             Ok(file) => file,
             Err(error) => {
                 let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
-                reader.push_issue(issue.with_hint("a text file with one network or address per line"));
+                reader.push_issue(issue.with_hint("name a text file with one network or address per line"));
                 return None;
             }
         };
@@ -94,7 +94,7 @@ fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
             // Lines of other programs, such as `deny 10.0.0.1;` and `10.0.0.1, 10.0.0.2`.
             let mut words = line.split(|c: char| c.is_whitespace() || "\"',;".contains(c));
             let hint = match words.find(|word| parse_network(word).is_some()) {
-                Some(network) => format!("only the network is in the line: {network}"),
+                Some(network) => format!("write only the network in the line: {network}"),
                 None => "one network or address per line, such as 10.0.0.0/8; comments begin with `#`".to_owned(),
             };
             Issue::new(span, format!("`{line}` is not an address or a network")).with_hint(hint)

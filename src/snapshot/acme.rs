@@ -156,7 +156,7 @@ impl AcmeListeners {
             }
         };
         if compiled.is_empty() && names.is_none_or(<[_]>::is_empty) {
-            let issue = Issue::new(acme.span(), "there is no name to obtain a certificate for");
+            let issue = Issue::new(acme.span(), "`names` is missing, and no route has a host to obtain a certificate for");
             reader.push_issue(issue.with_hint("tls = { acme = true, names = [\"api.example.com\"] }"));
             return None;
         }
@@ -265,7 +265,7 @@ fn directory_url(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     let uri = text.get_ref().parse::<Uri>().ok();
     let uri = uri.filter(|uri| uri.scheme_str() == Some("https") && uri.host().is_some_and(|host| !host.is_empty()));
     if uri.is_none() && !reader.is_unresolved(text) {
-        let issue = Issue::new(text.span(), format!("`{}` is not a URL with https", text.get_ref()));
+        let issue = Issue::new(text.span(), format!("`{}` is not an https:// URL", text.get_ref()));
         reader.push_issue(issue.with_hint(format!("such as \"{}\"", LetsEncrypt::Production.url())));
     }
     uri
@@ -313,7 +313,7 @@ fn challenges(
     };
     if written.is_empty() {
         let issue = Issue::new(span.clone(), "`challenges` is empty: the CA could not validate any name");
-        reader.push_issue(issue.with_hint("leave it out for http-01 and tls-alpn-01"));
+        reader.push_issue(issue.with_hint("leave out `challenges` to use http-01 and tls-alpn-01"));
     }
     let mut kinds = Vec::new();
     for text in written {
@@ -333,7 +333,7 @@ fn external_account(account: &Spanned<config::ExternalAccount>, reader: &mut Val
     let bytes = URL_SAFE_NO_PAD.decode(mac_key.get_ref().trim_end_matches('=')).ok().filter(|bytes| !bytes.is_empty());
     if bytes.is_none() && !reader.is_unresolved(mac_key) {
         let issue = Issue::new(mac_key.span(), "`mac_key` is not base64url");
-        reader.push_issue(issue.with_hint("the key as the CA shows it: letters, digits, `-` and `_`"));
+        reader.push_issue(issue.with_hint("copy the key as the CA shows it: letters, digits, `-` and `_`"));
     }
     Some(ExternalAccount { key_id: key_id.get_ref().clone(), mac_key: bytes? })
 }

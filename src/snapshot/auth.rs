@@ -364,13 +364,13 @@ fn jwt(
         Ok(file) => file,
         Err(error) => {
             let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
-            reader.push_issue(issue.with_hint("the JSON Web Key Set of the issuer, such as \"certs/jwks.json\""));
+            reader.push_issue(issue.with_hint("name the JSON Web Key Set of the issuer, such as \"certs/jwks.json\""));
             return verifier;
         }
     };
     match KeySet::parse(&file.content) {
         Ok(keys) => verifier.keys.store(Some(Arc::new(keys))),
-        Err(error) => reader.push_issue(Issue::new(text.span(), format!("{} cannot be used: {error}", path.display()))),
+        Err(error) => reader.push_issue(Issue::new(text.span(), format!("the key set {} cannot be used: {error}", path.display()))),
     }
     compiled.jwks_files.push((compiled.providers.len(), file));
     verifier
@@ -407,7 +407,7 @@ pub(super) fn route_auth(
     if let Some(list) = &route.require {
         if list.get_ref().is_empty() {
             let issue = Issue::new(list.span(), "`require` is empty: no request would be admitted");
-            reader.push_issue(issue.with_hint("leave it out, or name a provider: require = [\"keys\"]"));
+            reader.push_issue(issue.with_hint("leave out `require`, or name a provider: require = [\"keys\"]"));
         }
         for item in list.get_ref() {
             let names = &item.get_ref().0;
@@ -436,7 +436,7 @@ pub(super) fn route_auth(
                 alternative.push(index);
             }
             if required.contains(&alternative) && !alternative.is_empty() {
-                reader.push_issue(Issue::new(item.span(), "this alternative is listed twice"));
+                reader.push_issue(Issue::new(item.span(), "`require` lists this alternative twice"));
             }
             required.push(alternative);
         }
@@ -451,7 +451,7 @@ pub(super) fn route_auth(
         }
         if !required.is_empty() && required.iter().all(|alternative| alternative.contains(&index)) {
             let message = format!("`{name}` is required already: `identify` has no effect");
-            reader.push_issue(Issue::new(text.span(), message).with_hint("leave it out of `identify`"));
+            reader.push_issue(Issue::new(text.span(), message).with_hint("remove the provider from `identify`"));
         }
         identify.push(index);
     }
@@ -489,7 +489,7 @@ fn report_shared_places(
             let span = route.require.as_ref().map(|list| list.span());
             let span = span.or_else(|| Some(route.identify.as_ref()?.first()?.span()));
             let issue = Issue { span, message, hint: None };
-            reader.push_issue(issue.with_hint("one provider with the consumers of both, or another `header`"));
+            reader.push_issue(issue.with_hint("configure one provider with the consumers of both, or give one of them another `header`"));
         }
     }
 }

@@ -32,7 +32,7 @@ pub(super) fn policy(route: &Route, limits: &mut RouteLimits, reader: &mut Valid
         reader.push_issue(issue.with_hint("origins = [\"https://app.example.com\"]"));
     }
     if let (AllowedOrigins::Any, Some(value)) = (&origins, cors.credentials.as_ref().filter(|_| credentials)) {
-        let issue = Issue::new(value.span(), "`credentials` cannot be combined with all origins: browsers reject it");
+        let issue = Issue::new(value.span(), "`credentials` cannot be combined with all origins: browsers reject this combination");
         reader
             .push_issue(issue.with_hint("list the origins: [\"https://app.example.com\", \"https://*.example.com\"]"));
     }
@@ -65,7 +65,7 @@ fn origins(cors: &Cors, reader: &mut Validator<'_>) -> AllowedOrigins {
         match text.get_ref().parse() {
             Ok(OriginPattern::Any) if cors.origins.len() > 1 => {
                 let issue = Issue::new(text.span(), "`*` includes the other origins");
-                reader.push_issue(issue.with_hint("keep either `*` or the others"));
+                reader.push_issue(issue.with_hint("keep either `*` or the other entries"));
             }
             Ok(pattern) => patterns.push(pattern),
             Err(error) => {
@@ -107,7 +107,7 @@ fn max_age(text: Option<&Text>, reader: &mut Validator<'_>) -> Option<HeaderValu
     let text = text?;
     let age = reader.duration(Some(text), Duration::ZERO);
     if age.subsec_nanos() > 0 {
-        let issue = Issue::new(text.span(), "`max_age` is in whole seconds");
+        let issue = Issue::new(text.span(), "`max_age` must be a whole number of seconds");
         reader.push_issue(issue.with_hint("such as \"10m\"; \"0s\" disables the cache of browsers"));
     }
     Some(HeaderValue::from(age.as_secs()))
@@ -144,7 +144,7 @@ fn header_names(list: &[Text], reader: &mut Validator<'_>) -> Vec<HeaderName> {
     for text in list {
         if text.get_ref() == ALL {
             let issue = Issue::new(text.span(), "`*` includes the other headers");
-            reader.push_issue(issue.with_hint("keep either `*` or the others"));
+            reader.push_issue(issue.with_hint("keep either `*` or the other entries"));
             continue;
         }
         names.extend(reader.header_name(text.span(), text.get_ref()));

@@ -70,7 +70,7 @@ fn template_issue(span: Range<usize>, error: &TemplateError) -> Issue {
     let literal = "for literal braces write `{{` and `}}`";
     let TemplateError::UnknownVariable(name) = error else {
         let issue = Issue::new(span, error.to_string());
-        return issue.with_hint(format!("a variable is `{{NAME}}`; {literal}"));
+        return issue.with_hint(format!("write a variable as `{{NAME}}`; {literal}"));
     };
     let is_word = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.');
     if name.len() > MAX_QUOTED_NAME || !name.bytes().all(is_word) {

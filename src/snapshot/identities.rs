@@ -104,7 +104,7 @@ fn exemptions(
             None => {
                 let examples: Vec<_> =
                     descriptors.iter().map(|descriptor| format!("\"{}={written}\"", descriptor.label())).collect();
-                let issue = Issue::new(text.span(), format!("`{written}` does not name a source of `by`"));
+                let issue = Issue::new(text.span(), format!("`{written}` does not begin with a source that `by` lists"));
                 let hint = match &*examples {
                     [] => "SOURCE=VALUE, the source as in `by`".to_owned(),
                     words => format!("SOURCE=VALUE, the source as in `by`: {}", words.join(" or ")),
@@ -237,7 +237,7 @@ pub(super) fn load(
     reader: &mut Validator<'_>,
 ) -> (Consumers, Option<FileSnapshot>) {
     if reader.is_unresolved(text) {
-        reader.push_issue(Issue::new(text.span(), "the file of consumers is unknown"));
+        reader.push_issue(Issue::new(text.span(), "cannot find the consumers file, because an environment variable is not set"));
         return (Consumers::default(), None);
     }
     let path = reader.resolve_path(text);
@@ -340,7 +340,7 @@ fn compile_consumers(
             };
             let key = identity::api_key::ConsumerKey { hash, consumer: consumer.clone(), terms };
             if let Err(other) = consumers.insert(key) {
-                issues.push(Issue::new(span, format!("the key belongs to `{}` already", other.name)));
+                issues.push(Issue::new(span, format!("the consumer `{}` has this key already", other.name)));
             }
         }
     }
@@ -355,8 +355,8 @@ fn key_terms(table: &KeyTable, names: &KnownNames<'_>, issues: &mut Vec<Issue>) 
         let written = written.as_ref()?;
         let instant = datetime_us(written.get_ref());
         if instant.is_none() {
-            let issue = Issue::new(written.span(), format!("`{}` is not a point in time", written.get_ref()));
-            issues.push(issue.with_hint("a time with an offset, 2026-12-31T23:00:00Z, or a day, 2026-12-31"));
+            let issue = Issue::new(written.span(), format!("`{}` is not a valid time", written.get_ref()));
+            issues.push(issue.with_hint("write a time with an offset, such as 2026-12-31T23:00:00Z, or a day, such as 2026-12-31"));
         }
         instant
     };
@@ -383,7 +383,7 @@ fn tier(text: Option<&config::Text>, limits: &KnownNames<'_>, issues: &mut Vec<I
     let known = || limits.tiers();
     if *limits.tier_source != TierSource::ApiKey {
         let issue = Issue::new(text.span(), "the `tier` of a consumer has no effect: [tiers] names another source");
-        issues.push(issue.with_hint("leave it out, or [tiers] from = \"api-key\""));
+        issues.push(issue.with_hint("leave out `tier`, or set [tiers] from = \"api-key\""));
     } else if !known().any(|tier| tier == text.get_ref()) {
         let issue = Issue::new(text.span(), format!("no limit has a tier `{}`", text.get_ref()));
         issues.push(match closest_name(text.get_ref(), known()) {

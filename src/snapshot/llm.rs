@@ -97,7 +97,7 @@ fn weight(written: Option<&Spanned<f64>>, default: u64, reader: &mut Validator<'
     // A decimal fraction is not exact in binary.
     if (thousandths - thousandths.round()).abs() > 1e-6 {
         let issue = Issue::new(written.span(), format!("{} has more than three decimal places", written.get_ref()));
-        reader.push_issue(issue.with_hint("a larger unit: weights are counted in thousandths"));
+        reader.push_issue(issue.with_hint("choose a larger unit: weights are counted in thousandths"));
     }
     thousandths.round() as u64
 }

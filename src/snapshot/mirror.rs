@@ -53,7 +53,7 @@ pub(super) fn mirror(
     if route.upstream.is_none() {
         let issue = Issue::new(span.clone(), "`mirror` requires an upstream");
         reader.push_issue(
-            issue.with_hint("a mirror copies what is forwarded: leave it out, or give the route an `upstream`"),
+            issue.with_hint("only forwarded requests are mirrored: leave out `mirror`, or give the route an `upstream`"),
         );
     }
     let percent = reader.fraction(mirror.percent.as_ref(), 0..=100, 100.0);

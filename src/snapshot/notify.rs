@@ -92,7 +92,7 @@ pub(super) fn destinations(
     for (name, destination) in &config.notify {
         reader.check_name(destination.span(), name);
         if let Some(upstream) = config.upstream.get(&internal_name(name)) {
-            let message = format!("the name `{}` belongs to [notify.{name}]", internal_name(name));
+            let message = format!("the gateway uses the upstream name `{}` for [notify.{name}]", internal_name(name));
             reader.push_issue(Issue::new(upstream.span(), message).with_hint("another name"));
         }
         let (span, table) = (destination.span(), destination.get_ref());
@@ -165,7 +165,7 @@ fn secret(text: Option<&Text>, span: &Range<usize>, reader: &mut Validator<'_>) 
     let bytes = bytes.filter(|bytes| SECRET_LENGTHS.contains(&bytes.len()));
     if bytes.is_none() && !reader.is_unresolved(text) {
         let issue = Issue::new(text.span(), "`secret` is not `whsec_` and 24 to 64 bytes in base64");
-        reader.push_issue(issue.with_hint("generate it: echo whsec_$(openssl rand -base64 32)"));
+        reader.push_issue(issue.with_hint("generate a secret: echo whsec_$(openssl rand -base64 32)"));
     }
     Some(Key::new(HMAC_SHA256, &bytes?))
 }
@@ -188,7 +188,7 @@ fn stream(
     if !is_valid && !reader.is_unresolved(text) {
         let issue = Issue::new(text.span(), format!("`{key}` is not a valid key of a stream"));
         reader
-            .push_issue(issue.with_hint("1 to 256 ASCII characters without spaces and braces: \"sluicegate:events\""));
+            .push_issue(issue.with_hint("use 1 to 256 ASCII characters without spaces and braces: \"sluicegate:events\""));
     }
     is_valid.then(|| EventStream { key: key.into(), max_length })
 }
@@ -223,7 +223,7 @@ pub(super) fn limit_notify(
 fn thresholds(at: &[Spanned<i64>], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<u8> {
     if at.is_empty() {
         let issue = Issue::new(span.clone(), "`at` is empty: there would be no events");
-        reader.push_issue(issue.with_hint("leave it out for [80, 100]"));
+        reader.push_issue(issue.with_hint("leave out `at` to use [80, 100]"));
     }
     let mut percentages: Vec<_> = at.iter().map(|at| reader.number(Some(at), 1..101, 100) as u8).collect();
     percentages.sort_unstable();

@@ -76,7 +76,7 @@ pub(super) fn basic(
 ) -> Option<(BasicProvider, FileSnapshot)> {
     let realm = auth.realm.as_ref().map_or(name, |realm| realm.get_ref());
     if let Some(text) = auth.realm.as_ref().filter(|_| !realm.chars().all(|c| c == ' ' || c.is_ascii_graphic())) {
-        let issue = Issue::new(text.span(), "a realm is printable ASCII");
+        let issue = Issue::new(text.span(), "a realm must be printable ASCII");
         reader.push_issue(issue.with_hint("such as realm = \"api\""));
     }
     let text = reader.required(auth.users.as_ref(), span, "users", "\"htpasswd\"")?;
@@ -85,7 +85,7 @@ pub(super) fn basic(
         Ok(file) => file,
         Err(error) => {
             let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
-            reader.push_issue(issue.with_hint(format!("create it: htpasswd -cB {} USER", text.get_ref())));
+            reader.push_issue(issue.with_hint(format!("create the file: htpasswd -cB {} USER", text.get_ref())));
             return None;
         }
     };
@@ -178,7 +178,7 @@ pub(super) fn check_upstream_names(config: &Config, reader: &mut Validator<'_>) 
     for (name, upstream) in &config.upstream {
         let provider = name.strip_prefix(UPSTREAM_PREFIX).filter(|provider| config.auth.contains_key(*provider));
         if let Some(provider) = provider {
-            let message = format!("the name `{name}` belongs to the server of [auth.{provider}]");
+            let message = format!("the gateway uses the upstream name `{name}` for the server of [auth.{provider}]");
             reader.push_issue(Issue::new(upstream.span(), message).with_hint("another name"));
         }
     }
@@ -190,7 +190,7 @@ fn headers(list: &[Text], recipient: &str, reader: &mut Validator<'_>) -> Vec<He
     for text in list {
         let Some(name) = reader.header_name(text.span(), text.get_ref()) else { continue };
         if let Some(reason) = reserved_reason(&name, Direction::Request) {
-            let message = format!("{recipient} `{name}` in any case or never: {reason}");
+            let message = format!("{recipient} `{name}` always or never, so it cannot be listed: {reason}");
             reader.push_issue(Issue::new(text.span(), message).with_hint("leave it out"));
         } else if names.contains(&name) {
             reader.push_issue(Issue::new(text.span(), format!("`{name}` is listed twice")));
@@ -288,7 +288,7 @@ fn server_url(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
         return None;
     };
     if url.authority().is_some_and(|authority| authority.as_str().contains('@')) {
-        let issue = Issue::new(text.span(), "a URL of a server has no user and no password");
+        let issue = Issue::new(text.span(), "the URL of a server must not contain a user name or a password");
         reader.push_issue(issue.with_hint("let the server authenticate the gateway by its address"));
         return None;
     }

@@ -199,7 +199,7 @@ pub(super) fn rewrite(
     let written = route.strip_prefix.as_ref().or(route.rewrite.as_ref())?;
     if route.upstream.is_none() {
         let issue = Issue::new(written.span(), "`strip_prefix` and `rewrite` require an upstream");
-        reader.push_issue(issue.with_hint("leave it out; `redirect` has its own path"));
+        reader.push_issue(issue.with_hint("leave out this key: `redirect` has its own path"));
     }
     if let (Some(_), Some(rewrite)) = (&route.strip_prefix, &route.rewrite) {
         let issue = Issue::new(rewrite.span(), "`strip_prefix` and `rewrite` cannot be combined");

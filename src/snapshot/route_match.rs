@@ -49,7 +49,7 @@ pub(super) fn route_match(
 fn hosts(list: &[Text], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<String> {
     if list.is_empty() {
         let issue = Issue::new(span.clone(), "`hosts` is empty: no request would match");
-        reader.push_issue(issue.with_hint("leave it out for any host"));
+        reader.push_issue(issue.with_hint("leave out `hosts` to match any host"));
     }
     let mut hosts: Vec<String> = Vec::new();
     for text in list {
@@ -57,7 +57,7 @@ fn hosts(list: &[Text], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<
         if host == "*" {
             if list.len() > 1 {
                 let issue = Issue::new(text.span(), "`*` matches any host, so the other hosts have no effect");
-                reader.push_issue(issue.with_hint("leave out `*`, or all of `hosts`"));
+                reader.push_issue(issue.with_hint("remove `*`, or leave out `hosts`"));
             }
         } else if !is_host(host.strip_prefix("*.").unwrap_or(&host)) {
             let issue = Issue::new(text.span(), format!("`{}` is not a host", text.get_ref()));
@@ -90,7 +90,7 @@ fn listener_indices(
 ) -> Vec<usize> {
     if names.is_empty() {
         let issue = Issue::new(span.clone(), "`listeners` is empty: no request would match");
-        reader.push_issue(issue.with_hint("leave it out for all listeners"));
+        reader.push_issue(issue.with_hint("leave out `listeners` to serve all listeners"));
     }
     fn name_of(listener: &Spanned<config::Listener>) -> Option<&str> {
         listener.get_ref().name.as_ref().map(|name| name.get_ref().as_str())
@@ -106,7 +106,7 @@ fn listener_indices(
             None if listeners.iter().all(|listener| name_of(listener).is_none()) => {
                 let issue = Issue::new(text.span(), format!("unknown listener `{}`", text.get_ref()));
                 reader
-                    .push_issue(issue.with_hint(format!("no [[listener]] has a name: name = \"{}\"", text.get_ref())));
+                    .push_issue(issue.with_hint(format!("no [[listener]] has a name; add name = \"{}\"", text.get_ref())));
             }
             None => {
                 reader.unknown_name(text.span(), "listener", text.get_ref(), listeners.iter().filter_map(name_of));
@@ -150,7 +150,7 @@ fn expression_issue(text: &Text, error: &ExpressionError, example: &str) -> Issu
     let hint = match error {
         ExpressionError::TooLong | ExpressionError::TooLarge => "use smaller repetitions, or several routes".to_owned(),
         ExpressionError::Empty | ExpressionError::Syntax(_) => {
-            format!("for example {example}; without look-around and backreferences")
+            format!("write an expression such as {example}, without look-around and backreferences")
         }
     };
     Issue::new(text.span(), error.to_string()).with_hint(hint)

@@ -540,7 +540,7 @@ fn route_limits(
                 if limit.prefetch > 0 && cost != 1 {
                     let message = format!("the `prefetch` of `{limit_name}` requires a `cost` of 1");
                     reader.push_issue(
-                        Issue::new(span, message).with_hint("another limit for this route, or no `prefetch`"),
+                        Issue::new(span, message).with_hint("use another limit for this route, or remove `prefetch`"),
                     );
                 }
                 Cost::Fixed(cost)

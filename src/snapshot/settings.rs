@@ -249,7 +249,7 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
         Some(sample) if *sample.get_ref() > 0.0 && *sample.get_ref() <= 1.0 => *sample.get_ref(),
         Some(sample) => {
             let issue = Issue::new(sample.span(), format!("{} is out of range", sample.get_ref()));
-            reader.push_issue(issue.with_hint("above 0 and up to 1, such as 0.01 for 1 % of the successes"));
+            reader.push_issue(issue.with_hint("write a share above 0 and up to 1, such as 0.01 for 1 % of the successes"));
             1.0
         }
         None => 1.0,
@@ -269,7 +269,7 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
     for (key, value, is_valid, destinations) in settings {
         if let Some(value) = value.as_ref().filter(|_| !is_valid) {
             let issue = Issue::new(value.span(), format!("`{key}` is valid only with to = {destinations}"));
-            reader.push_issue(issue.with_hint("leave it out, or write another destination in `to`"));
+            reader.push_issue(issue.with_hint("leave out this key, or write another destination in `to`"));
         }
     }
     let target = match to.as_str() {
@@ -311,7 +311,7 @@ fn syslog_tag(text: Option<&Text>, reader: &mut Validator<'_>) -> Box<str> {
         && tag.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_./".contains(&byte));
     if !is_valid {
         let issue = Issue::new(text.span(), format!("`{tag}` is not a valid tag"));
-        reader.push_issue(issue.with_hint("1 to 48 letters, digits, `-`, `_`, `.` or `/`, such as \"gateway\""));
+        reader.push_issue(issue.with_hint("use 1 to 48 letters, digits, `-`, `_`, `.` or `/`, such as \"gateway\""));
     }
     tag.into()
 }

@@ -93,7 +93,7 @@ fn servers(
         (written.first(), servers.iter().all(|server| server.weight == 0) && !servers.is_empty())
     {
         let issue = Issue::new(first.span(), "all servers have weight 0");
-        reader.push_issue(issue.with_hint("leave `weight` out, or give one more than 0"));
+        reader.push_issue(issue.with_hint("leave out `weight`, or give one server a weight above 0"));
     }
     servers
 }

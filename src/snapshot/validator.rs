@@ -89,7 +89,7 @@ impl<'a> Validator<'a> {
             Ok(file) => Some(file),
             Err(error) => {
                 let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
-                self.push_issue(issue.with_hint("PEM files; `make certs` creates some for development"));
+                self.push_issue(issue.with_hint("name PEM files; `make certs` creates some for development"));
                 None
             }
         }
@@ -106,7 +106,7 @@ impl<'a> Validator<'a> {
         if value.is_none() {
             self.push_issue(
                 Issue::new(span.clone(), format!("`{key}` is missing"))
-                    .with_hint(format!("for example {key} = {example}")),
+                    .with_hint(format!("write a value, for example {key} = {example}")),
             );
         }
         value
@@ -120,7 +120,7 @@ impl<'a> Validator<'a> {
             None => {
                 let message = format!("`{}` is not a duration", text.get_ref());
                 self.push_issue(
-                    Issue::new(text.span(), message).with_hint("a number with ms, s, m, h or d, such as \"250ms\""),
+                    Issue::new(text.span(), message).with_hint("write a number with ms, s, m, h or d, such as \"250ms\""),
                 );
                 default
             }
@@ -159,7 +159,7 @@ impl<'a> Validator<'a> {
             None => {
                 let message = format!("`{}` is not a size", text.get_ref());
                 self.push_issue(
-                    Issue::new(text.span(), message).with_hint("a number with B, KiB or MiB, such as \"64KiB\""),
+                    Issue::new(text.span(), message).with_hint("write a number with B, KiB or MiB, such as \"64KiB\""),
                 );
                 default
             }
@@ -242,7 +242,7 @@ impl<'a> Validator<'a> {
     pub(super) fn methods(&mut self, list: Option<&[Text]>, span: &Range<usize>) -> Vec<Method> {
         if list.is_some_and(<[_]>::is_empty) {
             let issue = Issue::new(span.clone(), "`methods` is empty: no request would match");
-            self.push_issue(issue.with_hint("leave it out for all methods"));
+            self.push_issue(issue.with_hint("leave out `methods` to match all methods"));
         }
         let mut methods = Vec::new();
         for text in list.unwrap_or_default() {
@@ -251,7 +251,7 @@ impl<'a> Validator<'a> {
                 Ok(method) if upper == *text.get_ref() => methods.push(method),
                 _ => {
                     let issue = Issue::new(text.span(), format!("`{}` is not a method", text.get_ref()));
-                    self.push_issue(issue.with_hint(format!("methods are upper case: \"{upper}\"")));
+                    self.push_issue(issue.with_hint(format!("write methods in upper case: \"{upper}\"")));
                 }
             }
         }
@@ -263,7 +263,7 @@ impl<'a> Validator<'a> {
         let parsed = name.parse().ok();
         if parsed.is_none() {
             let issue = Issue::new(span, format!("`{name}` is not a header name"));
-            self.push_issue(issue.with_hint("letters, digits and `-`, such as \"x-version\""));
+            self.push_issue(issue.with_hint("use letters, digits and `-`, such as \"x-version\""));
         }
         parsed
     }
@@ -278,7 +278,7 @@ impl<'a> Validator<'a> {
         let parsed = HeaderValue::from_str(value).ok();
         if parsed.is_none() {
             let issue = Issue::new(span, "this is not a valid header value");
-            self.push_issue(issue.with_hint("one line, without control characters"));
+            self.push_issue(issue.with_hint("write one line without control characters"));
         }
         parsed
     }

@@ -241,7 +241,7 @@ impl LogSocket {
         let socket = match connect(path) {
             Ok(socket) => Some(socket),
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) => {
-                warn!(socket = %path.display(), %error, "no daemon has the log socket: access log records are lost");
+                warn!(socket = %path.display(), %error, "no daemon listens on the log socket: access log records are lost");
                 None
             }
             Err(error) => return Err(error),
@@ -295,7 +295,7 @@ impl LogSocket {
         });
         let is_failing = sent.as_ref().is_err_and(|error| !is_too_large(error));
         if self.is_failing && !is_failing {
-            info!(socket = %self.path.display(), "log socket connected again");
+            info!(socket = %self.path.display(), "reconnected to the log socket");
         }
         self.is_failing = is_failing;
         sent

@@ -101,7 +101,7 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     if let Some(from) = parsed.tiers.from.as_ref().filter(|from| from.get_ref() != "api-key") {
         let issue =
             Issue::new(from.span(), "a value that is not a tier of a limit selects the default quota of the limit");
-        notes.push(issue.with_hint("give `quota` of the limits the lowest tier"));
+        notes.push(issue.with_hint("set `quota` of the limits to the quota of the lowest tier"));
     }
     if let Some(acme) = config.acme.as_ref().filter(|acme| !acme.names.is_empty()) {
         let message =
@@ -361,7 +361,7 @@ fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let is_refused = |text: &str| matches!(text, "CONNECT" | "TRACE");
     let methods = parsed.methods.iter().flatten().filter(|text| is_refused(text.get_ref()));
     for text in methods {
-        let message = format!("`{}` never gets {}: the gateway rejects it on all routes", route.name, text.get_ref());
+        let message = format!("`{}` never gets the method {}: the gateway rejects it on all routes", route.name, text.get_ref());
         issues.push(Issue::new(text.span(), message).with_hint("remove it"));
     }
     for (name, value) in exact_headers(parsed) {
@@ -647,7 +647,7 @@ fn plaintext_credentials<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = I
         (listener.tls.is_none() && !is_local).then(|| {
             let message = format!("clients send credentials to {} in plaintext", listener.address);
             Issue::new(span, message)
-                .with_hint("tls.certificates here, or client_ip.trusted_proxies if a proxy in front terminates TLS")
+                .with_hint("set tls.certificates here, or client_ip.trusted_proxies if a proxy in front terminates TLS")
         })
     })
 }
@@ -926,7 +926,7 @@ fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[
     );
     Some(
         Issue::new(parsed_burst.span(), message)
-            .with_hint(format!("set a burst below {}, or a larger one there", other.default_variant.rule.capacity())),
+            .with_hint(format!("set a burst below {} here, or a larger burst of the other limit", other.default_variant.rule.capacity())),
     )
 }
 

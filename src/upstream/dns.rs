@@ -139,7 +139,7 @@ impl HostEntry {
             self.addresses = resolved.addresses;
             self.update_clusters();
         } else if was_failing {
-            info!(%host, "resolved host again; its addresses are unchanged");
+            info!(%host, "resolved host; its addresses are unchanged");
         }
         self.consecutive_failures = 0;
         resolved.ttl.clamp(MIN_TTL, MAX_TTL)
@@ -160,7 +160,7 @@ impl HostEntry {
             let upstreams: Vec<_> = self.servers.iter().map(|server| &*server.cluster.settings.name).collect();
             let upstreams = upstreams.join(", ");
             if self.addresses.is_empty() {
-                warn!(%host, %upstreams, error = %reason, "cannot resolve host; it has no address yet");
+                warn!(%host, %upstreams, error = %reason, "cannot resolve host; the host has no address yet");
             } else {
                 warn!(%host, %upstreams, error = %reason, "cannot resolve host; using its last addresses");
             }

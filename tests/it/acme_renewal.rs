@@ -134,7 +134,7 @@ fn without_usable_renewal_information_two_thirds_of_the_lifetime_count() {
         _ => None,
     });
     let gateway = start_as(&pebble, &behind(&proxy, &pebble, &names));
-    let failures = || gateway.log().matches("cannot read the renewal window of the CA").count();
+    let failures = || gateway.log().matches("cannot read the renewal window that the CA suggests").count();
     eventually("six failures", || names.iter().all(|name| is_recorded(&gateway, name)));
     for name in names {
         let entry = listed(&gateway, name);

@@ -83,7 +83,7 @@ fn reload_reports_what_changed_and_fails_if_it_is_rejected() {
         let output = command(gateway.directory(), &["reload"]).env("RUNTIME_DIRECTORY", gateway.directory()).output();
         let (code, text) = said(&output.unwrap());
         assert_eq!(code, Some(1), "{text}");
-        assert!(text.contains("the active one stays in force") && text.contains(error), "{error}: {text}");
+        assert!(text.contains("the active configuration stays in force") && text.contains(error), "{error}: {text}");
     }
     assert_eq!(gateway.get("/r").status, 400, "a header is missing: the limit is in force");
 }
@@ -111,7 +111,7 @@ fn reload_command_of_the_systemd_unit_reports_what_changed_and_what_is_wrong() {
         let (code, text) = run();
         assert_eq!(code, Some(1), "{text}");
         let place = format!("{}:3:", gateway.directory().join("gateway.toml").display());
-        for part in ["the active one stays in force", "`none` is not a quota", &place] {
+        for part in ["the active configuration stays in force", "`none` is not a quota", &place] {
             assert!(text.contains(part), "{part}: {text}");
         }
         gateway.put(&config(quota, ""));
@@ -203,7 +203,7 @@ fn check_against_names_differences_restarts_ports_and_identities() {
     for expected in [
         "differences from the running gateway:\n  limit `id`: quota \"10/3650d\" → \"5/3650d\"\n  route `new`: added\n  route `old`: removed\n",
         "identities whose usage exceeds a new quota; they are denied until it has decreased:\n  limit `id`: header:x-id=(hidden) (",
-        ") has used 10, the new quota 5/3650d has room for 5\n",
+        ") has used 10, but the new quota 5/3650d admits at most 5\n",
     ] {
         assert!(text.contains(expected), "{expected} is not in\n{text}");
     }
@@ -394,7 +394,7 @@ fn check_against_knows_the_tier_of_denied_identities_of_several_parts() {
             assert!(line.trim_start().starts_with(start), "{line} does not start with {start}");
         }
         assert!(
-            !text.contains("api-key=gold") || text.contains("has used 9, the new quota 8/3650d has room for 8"),
+            !text.contains("api-key=gold") || text.contains("has used 9, but the new quota 8/3650d admits at most 8"),
             "{text}"
         );
     }

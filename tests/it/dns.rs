@@ -189,7 +189,7 @@ fn unknown_host_name_is_503() {
     let reply = gateway.get("/");
     reply.assert_problem(503, "no address");
     assert!(reply.header("retry-after").is_some() && !reply.text().contains("invalid"), "{}", reply.text());
-    eventually("it is logged", || gateway.log().contains("cannot resolve host; it has no address yet"));
+    eventually("it is logged", || gateway.log().contains("cannot resolve host; the host has no address yet"));
     assert!(gateway.log().contains(r#""host":"no-such-server.invalid","upstreams":"u""#), "{}", gateway.log());
     assert_eq!(gateway.get("/").status, 503);
 }

@@ -155,7 +155,7 @@ fn restarted_daemon_loses_no_record_and_records_without_a_daemon_are_counted() {
         let third = listen(&socket);
         assert_eq!(gateway.get("/r/3").status, 200);
         assert!(String::from_utf8(receive(&third)).unwrap().contains("/r/3"));
-        eventually("it is logged", || gateway.log().contains("log socket connected again"));
+        eventually("it is logged", || gateway.log().contains("reconnected to the log socket"));
         assert_eq!(metric(&gateway, DROPPED), 4.0);
     }
 }
@@ -165,7 +165,7 @@ fn missing_daemon_is_a_warning_at_the_start() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("log");
     let gateway = Gateway::start(&to_socket("syslog", &socket, ""));
-    assert!(gateway.log().contains("no daemon has the log socket: access log records are lost"), "{}", gateway.log());
+    assert!(gateway.log().contains("no daemon listens on the log socket: access log records are lost"), "{}", gateway.log());
     assert_eq!(gateway.get("/r/1").status, 200);
     eventually("it is counted", || metric(&gateway, DROPPED) == 1.0);
     let listener = listen(&socket);

@@ -68,7 +68,7 @@ async function reset({ limit, identity }) {
   });
   if (!result) return null;
   await showUsage();
-  const effective = `effective on all gateways within ${formatDuration(result.effective_within_seconds)}`;
+  const effective = `all gateways apply the change within ${formatDuration(result.effective_within_seconds)}`;
   return result.removed ? `Usage of ${limit} reset; ${effective}.` : `No usage of ${limit} to reset; ${effective}.`;
 }
 

@@ -83,7 +83,7 @@ impl Directory {
     pub(super) fn keep_copy(&self, name: &str, content: &[u8]) {
         if let Err(error) = self.write(name, content) {
             let directory = self.path.display();
-            warn!(%directory, record = name, %error, "cannot copy a certificate to the storage: a restarted gateway must read it from Redis");
+            warn!(%directory, record = name, %error, "cannot write a certificate to acme.storage: after a restart, the gateway must read it from Redis");
         }
     }
 

@@ -260,7 +260,7 @@ impl OrderContext<'_> {
         match self.storage.put(&certificate_record(name), format!("{key}{chain}").into_bytes()).await {
             // The storage shares it later.
             Err(StorageError::Store(error)) => {
-                warn!(name, %error, "cannot share the new certificate yet: only this gateway serves it");
+                warn!(name, %error, "cannot store the new certificate in Redis yet: only this gateway serves it");
                 Ok(())
             }
             result => Ok(result?),

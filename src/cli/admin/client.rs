@@ -25,33 +25,33 @@ use crate::cli::{env_var, load_for};
 use crate::config::file::substituted;
 use crate::snapshot::CompiledConfig;
 
-/// Timeout of a request. The gateway may wait for its store.
+/// Timeout of a request to the admin API. The gateway may wait for its store before it responds.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum size of a response, bytes. 1000 overrides take about 5 % of it.
+/// Maximum size of a response in bytes. A list of 1000 overrides uses about 5 % of it.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
-/// Port of a URL without a port.
+/// Default port of a URL that names no port.
 const DEFAULT_HTTP_PORT: u16 = 80;
 
 /// The admin listener of a gateway.
 pub(crate) struct AdminClient {
     authority: Authority,
     token: Option<HeaderValue>,
-    /// The admin socket to connect to, instead of the authority.
+    /// The admin socket to connect to. `None` connects to the authority over TCP.
     socket: Option<PathBuf>,
 }
 
-/// Maximum time of a reload: it resolves the names of new upstream servers, and waits for other reloads.
+/// Maximum time of a reload: the gateway resolves the names of new upstream servers, and waits for other reloads.
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl AdminClient {
-    /// Find the running gateway: at `admin` (a URL, or the path of an admin socket), otherwise at the admin socket of
-    /// the configuration or of `RUNTIME_DIRECTORY`, otherwise at the address of `[admin]`. The configuration may be
-    /// invalid unless its address is needed.
+    /// Find the running gateway. `admin` is a URL or the path of an admin socket. Without it, the order is: the admin
+    /// socket of the configuration or of `RUNTIME_DIRECTORY`, then the address of `[admin]`. The configuration may be
+    /// invalid, unless the address of `[admin]` is needed.
     ///
     /// # Errors
-    /// `admin` is invalid, or there is neither a socket nor an address.
+    /// `admin` is invalid, or the configuration has neither an admin socket nor an admin address.
     pub(crate) fn find(config_path: &Path, admin: Option<&str>) -> anyhow::Result<Self> {
         if let Some(admin) = admin {
             return AdminClient::from_url(admin);
@@ -74,10 +74,10 @@ impl AdminClient {
         AdminClient { authority: Authority::from_static("localhost"), token: None, socket: Some(path) }
     }
 
-    /// Reload the gateway and return the response, also if the configuration was rejected.
+    /// Reload the gateway and return the response, even if the gateway rejected the configuration.
     ///
     /// # Errors
-    /// The gateway is unreachable, or rejects the token.
+    /// The gateway is unreachable, or it rejects the admin token.
     pub(crate) fn reload(&self) -> anyhow::Result<Value> {
         let (status, body) = self.send(RELOAD_TIMEOUT, Method::POST, "/api/reload", None)?;
         match serde_json::from_slice::<Value>(&body) {
@@ -86,12 +86,13 @@ impl AdminClient {
         }
     }
 
-    /// Create a client for a URL, or for the path of an admin socket. The token is `SLUICEGATE_ADMIN_TOKEN`.
+    /// Create a client for a URL, or for the path of an admin socket. The admin token is read from
+    /// `SLUICEGATE_ADMIN_TOKEN`.
     pub(crate) fn from_url(url: &str) -> anyhow::Result<Self> {
         AdminClient::from_option("--admin", url)
     }
 
-    /// As [`from_url`](Self::from_url), for the value of another option of the command line.
+    /// Create a client as [`from_url`](Self::from_url) does, for the value of another command-line option.
     pub(crate) fn from_option(option: &str, url: &str) -> anyhow::Result<Self> {
         if url.starts_with(['/', '.']) {
             return Ok(AdminClient::from_socket(url.into()));
@@ -101,7 +102,7 @@ impl AdminClient {
             (Some(scheme), Some(authority), "/") if *scheme == Scheme::HTTP => {
                 Ok(AdminClient { authority: authority.clone(), token: auth_header(None)?, socket: None })
             }
-            _ => bail!("{option} is a URL such as http://127.0.0.1:9180, or a path such as /run/sluicegate/admin.sock"),
+            _ => bail!("{option} must be a URL such as http://127.0.0.1:9180, or a path such as /run/sluicegate/admin.sock"),
         }
     }
 
@@ -118,7 +119,7 @@ impl AdminClient {
     }
 
     fn from_address(mut address: SocketAddr, configured_token: Option<&[u8]>) -> anyhow::Result<Self> {
-        // A listener on the unspecified address is reachable on loopback.
+        // A listener on the unspecified address (`0.0.0.0`) is reachable on loopback.
         match address.ip() {
             IpAddr::V4(Ipv4Addr::UNSPECIFIED) => address.set_ip(Ipv4Addr::LOCALHOST.into()),
             IpAddr::V6(Ipv6Addr::UNSPECIFIED) => address.set_ip(Ipv6Addr::LOCALHOST.into()),
@@ -130,17 +131,17 @@ impl AdminClient {
     /// Send a request and parse the JSON response.
     ///
     /// # Errors
-    /// The gateway is unreachable or returns an error. The message says what to do.
+    /// The gateway is unreachable or returns an error. The error message says what to do.
     pub(crate) fn request(&self, method: Method, target: &str, body: Option<&Value>) -> anyhow::Result<Value> {
         let (status, body) = self.send(REQUEST_TIMEOUT, method, target, body)?;
         self.parse_response(status, &body)
     }
 
-    /// Send a request to a gateway that may not be running. None if no gateway responds in time, or the response is not
-    /// as expected.
+    /// Send a request to a gateway that may not be running. Return `None` if no gateway responds in time, or if the
+    /// response is invalid.
     ///
     /// # Errors
-    /// The gateway rejects the token.
+    /// The gateway rejects the admin token.
     pub(crate) fn try_request(
         &self,
         request_timeout: Duration,
@@ -157,10 +158,10 @@ impl AdminClient {
         }
     }
 
-    /// Send a GET and return its status and its body. Rejected tokens are errors.
+    /// Send a GET request and return the status and the body of the response. A rejected admin token is an error.
     ///
     /// # Errors
-    /// The gateway is unreachable, does not respond in time, or rejects the token.
+    /// The gateway is unreachable, does not respond in time, or rejects the admin token.
     pub(crate) fn get(&self, request_timeout: Duration, target: &str) -> anyhow::Result<(StatusCode, Bytes)> {
         let (status, body) = self.send(request_timeout, Method::GET, target, None)?;
         if matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
@@ -169,10 +170,10 @@ impl AdminClient {
         Ok((status, body))
     }
 
-    /// Return the readiness report, of a gateway that is ready or not.
+    /// Return the readiness report of a gateway, whether it is ready or not.
     ///
     /// # Errors
-    /// As for [`get`](Self::get), or the response is not a report.
+    /// The request fails as in [`get`](Self::get), or the response is not a readiness report.
     pub(crate) fn readiness(&self) -> anyhow::Result<Value> {
         let (_, body) = self.get(REQUEST_TIMEOUT, "/readyz")?;
         serde_json::from_slice(&body)
@@ -218,7 +219,7 @@ impl AdminClient {
         let AdminClient { authority, socket, .. } = self;
         if let Some(path) = socket {
             let stream = UnixStream::connect(path).await.with_context(|| {
-                format!("cannot connect to {}: is the gateway running, and may this user use it?", path.display())
+                format!("cannot connect to {}: is the gateway running, and may this user open the socket?", path.display())
             })?;
             return self.exchange_on(stream, method, target, body).await;
         }
@@ -255,7 +256,7 @@ impl AdminClient {
             }
             None => Bytes::new(),
         };
-        let connection_error = || format!("the gateway at {self} closed the connection: is it an HTTP port?");
+        let connection_error = || format!("the gateway at {self} closed the connection: is this the port of its admin listener?");
         let response = sender.send_request(request.body(Full::new(body))?).await.with_context(connection_error)?;
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect().await;
@@ -263,12 +264,13 @@ impl AdminClient {
     }
 }
 
-/// The token in the environment, if it is set.
+/// The admin token in the environment, if the variable is set.
 pub(crate) fn token_from_env() -> Option<String> {
     std::env::var("SLUICEGATE_ADMIN_TOKEN").ok().filter(|text| !text.is_empty())
 }
 
-/// The Authorization header, with the token from the environment, otherwise from the configuration.
+/// The Authorization header with the admin token: from the environment, or from the configuration if the variable is
+/// unset.
 fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>> {
     let Some(token) = token_from_env().map(String::into_bytes).or_else(|| configured.map(<[u8]>::to_vec)) else {
         return Ok(None);
@@ -279,11 +281,12 @@ fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>>
     Ok(Some(value))
 }
 
-/// Where the running gateway of a configuration listens for admin requests. Only `[admin]` is read: the configuration
-/// may be invalid, since a reload of it must reach the gateway, and its other variables may be unset.
+/// Where the running gateway of a configuration listens for admin requests. Only `[admin]` is read. The rest of the
+/// configuration may be invalid, because a reload that reports its errors must reach the gateway. Environment variables
+/// outside of `[admin]` may be unset.
 #[derive(Debug, Default)]
 pub(crate) struct AdminLocation {
-    /// The admin sockets that it may have.
+    /// The admin sockets on which the gateway may listen.
     sockets: Vec<PathBuf>,
     address: Option<SocketAddr>,
     token: Option<String>,
@@ -292,14 +295,15 @@ pub(crate) struct AdminLocation {
 }
 
 impl AdminLocation {
-    /// Read `[admin]` of a configuration, as far as it can be parsed.
+    /// Read `[admin]` of a configuration that may have syntax errors elsewhere.
     pub(crate) fn read(config_path: &Path) -> Self {
         let (content, read_error) = match std::fs::read(config_path) {
             Ok(content) => (content, None),
             Err(error) => (Vec::new(), Some(error)),
         };
         let text = String::from_utf8_lossy(&content);
-        // A syntax error before the table can hide it from the parser. By itself, the table is found.
+        // A syntax error before `[admin]` can hide the table from the TOML parser. The parser finds the table in a text
+        // without the lines before it.
         let tables = [&*text, admin_section(&text)].map(|text| DeTable::parse_recoverable(text).0);
         let mut found = tables.iter().filter_map(|table| table.get_ref().get("admin")?.get_ref().as_table());
         let admin = found.next();
@@ -315,11 +319,11 @@ impl AdminLocation {
         AdminLocation { sockets, address, token: value("token").filter(|token| !token.is_empty()), read_error }
     }
 
-    /// Return a client for the first admin socket that a gateway listens on, otherwise for the address. `None` if there
-    /// is neither.
+    /// Return a client for the first admin socket that a gateway listens on. If there is none, return a client for the
+    /// admin address. Return `None` if the configuration has neither a socket nor an address.
     ///
     /// # Errors
-    /// The token is not valid in a header.
+    /// The admin token is not valid in a header.
     pub(crate) fn client(&self) -> anyhow::Result<Option<AdminClient>> {
         if let Some(path) = self.sockets.iter().find(|path| is_listening(path)) {
             return Ok(Some(AdminClient::from_socket(path.clone())));
@@ -328,7 +332,7 @@ impl AdminLocation {
         self.address.map(|address| AdminClient::from_address(address, token)).transpose()
     }
 
-    /// Return why there is no client.
+    /// Return the reason why no client could be created.
     pub(crate) fn missing(&self, config_path: &Path) -> String {
         let path = config_path.display();
         match (&self.read_error, self.sockets.first()) {
@@ -339,7 +343,7 @@ impl AdminLocation {
     }
 }
 
-/// Return the lines from `[admin]` to the next table. Empty if there is no such line.
+/// Return the lines from `[admin]` to the next table. The result is empty if no line is `[admin]`.
 fn admin_section(text: &str) -> &str {
     let is_header = |line: &str| line.trim_start().starts_with("[admin]");
     let mut start = 0;
@@ -353,8 +357,8 @@ fn admin_section(text: &str) -> &str {
     ""
 }
 
-/// Return whether a process listens on a unix socket. Do not wait: the connect of a blocking socket would, while the
-/// queue of the other process is full.
+/// Return whether a process listens on a unix socket. The socket is non-blocking: `connect` on a blocking socket would
+/// wait while the accept queue of the other process is full.
 fn is_listening(path: &Path) -> bool {
     let connect = || {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;

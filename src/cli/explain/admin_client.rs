@@ -1,4 +1,4 @@
-//! Counters in the memory of a running gateway, read over its admin API.
+//! Read counters from the memory of a running gateway over its admin API.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,7 +24,8 @@ pub(super) struct AdminCounters {
 }
 
 impl AdminCounters {
-    /// Connect to the gateway of the configuration and read its overrides. `peek` reports a failure.
+    /// Connect to the gateway of the configuration and read its overrides. If the connection fails, `peek` reports the
+    /// failure.
     pub(super) fn open(config_path: &Path, config: &CompiledConfig) -> Self {
         let overrides = empty_overrides(config);
         let client = match &config.admin {
@@ -49,8 +50,8 @@ impl AdminCounters {
 }
 
 fn counters_unavailable(error: &anyhow::Error) -> CountersUnavailable {
-    // Only the outermost context: the causes are errors of the operating system.
-    CountersUnavailable(format!("the counters are in the memory of the running gateway: {error}"))
+    // Print only the outermost context of the error: the causes are errors of the operating system.
+    CountersUnavailable(format!("cannot read the counters in the memory of the running gateway: {error}"))
 }
 
 fn add_override(overrides: &Overrides, config: &CompiledConfig, entry: &Value) {

@@ -11,7 +11,7 @@ use crate::tools::explain::report::{
     LimitReport, LimitUsage, MatchedRoute, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,
 };
 
-/// Maximum width of a line, unless a single word is longer.
+/// Maximum width of a line that has more than one word.
 const LINE_WIDTH: usize = 80;
 
 /// Maximum width of the name column.
@@ -100,7 +100,7 @@ fn write_cors(explanation: &Explanation, out: &mut impl Write) -> io::Result<()>
         (None, false) => "the request has no origin".to_owned(),
         (None, true) => "all origins are allowed".to_owned(),
         (Some(origin), true) => format!("{origin} is allowed"),
-        (Some(origin), false) => format!("{origin} is not allowed: its scripts cannot read the response"),
+        (Some(origin), false) => format!("the origin {origin} is not allowed: its scripts cannot read the response"),
     };
     write_item(out, 9, "origin", &[text])?;
     match preflight {
@@ -223,7 +223,7 @@ fn write_mirror(mirror: &MirrorReport, out: &mut impl Write) -> io::Result<()> {
     let MirrorReport { upstream, percent, max_body, skipped } = mirror;
     let text = match skipped {
         Some(reason) => format!("not mirrored: {reason}"),
-        None => format!("{percent} % of the requests, with bodies of at most {max_body} bytes"),
+        None => format!("{percent} % of the requests are mirrored, if their bodies have at most {max_body} bytes"),
     };
     write_heading(out, &format!("\nMirror {upstream}"))?;
     write_paragraph(out, "  ", 2, &text)
@@ -245,7 +245,7 @@ fn max_width<'a>(names: impl Iterator<Item = &'a str>) -> usize {
     names.map(|name| name.chars().count()).max().unwrap_or(0).min(MAX_NAME_WIDTH)
 }
 
-/// Write an item: its name in the left column, its lines in the right column.
+/// Write one item: the name in the left column and its lines in the right column.
 fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) -> io::Result<()> {
     let mut first = format!("  {name:width$}  ");
     for line in lines {
@@ -255,7 +255,8 @@ fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) 
     Ok(())
 }
 
-/// Write a text wrapped at [`LINE_WIDTH`]: `first` precedes the first line, `indent` spaces the others.
+/// Write a text wrapped at [`LINE_WIDTH`]. `first` precedes the first line. The other lines are indented by `indent`
+/// spaces.
 fn write_paragraph(out: &mut impl Write, first: &str, indent: usize, text: &str) -> io::Result<()> {
     let mut line = first.to_owned();
     let mut is_empty = true;

@@ -1,4 +1,4 @@
-//! Manual pages: the help of each command, and the sections of a manual page that clap does not know.
+//! Manual pages: the help of each command, and sections that clap does not generate.
 
 use std::io;
 use std::path::Path;
@@ -27,7 +27,7 @@ pub(super) fn page(program: &Command) -> io::Result<Vec<u8>> {
     render(&built(program))
 }
 
-/// Build a program, which gives its commands their full names and the options of the program.
+/// Build a clap command, which gives its subcommands their full names and the global options.
 fn built(program: &Command) -> Command {
     let mut program = program.clone().disable_help_subcommand(true);
     program.build();
@@ -38,7 +38,7 @@ fn visible_subcommands(command: &Command) -> impl Iterator<Item = &Command> {
     command.get_subcommands().filter(|subcommand| !subcommand.is_hide_set())
 }
 
-/// The name of a page: `sluicegate-key-new`.
+/// The name of a manual page, such as `sluicegate-key-new`.
 fn name(command: &Command) -> &str {
     command.get_display_name().unwrap_or_else(|| command.get_name())
 }
@@ -77,7 +77,7 @@ fn write_entries(page: &mut Roff, heading: &str, entries: Entries) {
     }
 }
 
-/// Write the examples of the help, without its heading.
+/// Write the examples of a command's help, without their heading.
 fn write_examples(page: &mut Roff, command: &Command) {
     let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
     page.control("SH", ["EXAMPLES"]).control("nf", []);
@@ -87,7 +87,7 @@ fn write_examples(page: &mut Roff, command: &Command) {
     page.control("fi", []);
 }
 
-/// Refer to the parent page and to the child pages.
+/// Refer to the manual page of the parent command and to those of the subcommands.
 fn write_see_also(page: &mut Roff, command: &Command) {
     let parent = name(command).rsplit_once('-').map(|(parent, _)| parent);
     let pages: Vec<_> = parent.into_iter().chain(visible_subcommands(command).map(name)).collect();
@@ -202,7 +202,7 @@ fn files(command: &str) -> Entries {
     }
 }
 
-/// The environment variables of a command besides `SLUICEGATE_CONFIG`, which all commands read.
+/// The environment variables of a command, except `SLUICEGATE_CONFIG`, which all commands read.
 fn environment(command: &str) -> Entries {
     const IN_CONFIG: (&str, &str) =
         ("NAME in ${NAME}", "Value of a variable that the configuration names. ${NAME:-value} has a default.");

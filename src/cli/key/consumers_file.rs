@@ -1,4 +1,4 @@
-//! The consumers file: edits keep comments, order and whitespace, and replace the file atomically.
+//! The consumers file. An edit keeps comments, order and whitespace, and replaces the file atomically.
 
 use std::fs::File;
 use std::io::{ErrorKind, Write};
@@ -20,7 +20,7 @@ use crate::config::shorthand::datetime_us;
 use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 
-/// The parsed consumers file with its formatting.
+/// The parsed consumers file, with its formatting.
 pub(super) struct ConsumersDoc(DocumentMut);
 
 /// A consumer in the output of `key list`.
@@ -35,7 +35,7 @@ pub(super) struct ConsumerRow {
 /// A key in the output of `key list`.
 #[derive(Debug, Serialize)]
 pub(super) struct KeyRow {
-    /// Hash as written.
+    /// The hash as it is written in the file.
     #[serde(skip)]
     hash: String,
     pub(super) fingerprint: String,
@@ -44,7 +44,7 @@ pub(super) struct KeyRow {
     pub(super) expires: Option<String>,
     /// `active`, `disabled` or `expired`.
     pub(super) status: &'static str,
-    /// Routes that the key is valid for. `None`: all.
+    /// Names of the routes that the key is valid for. `None` if the key is valid for all routes.
     pub(super) routes: Option<Vec<String>>,
 }
 
@@ -54,11 +54,11 @@ pub(super) struct KeyDetails {
     pub(super) name: Option<String>,
     pub(super) expires: Option<Datetime>,
     pub(super) routes: Vec<String>,
-    /// Time of the creation. Only written if there is another detail.
+    /// Time at which the key was created. The time is written only if the key has another detail.
     pub(super) created: Option<Datetime>,
 }
 
-/// A key in the file, by consumer and position.
+/// A key in the file, found by consumer and index.
 pub(super) struct FoundKey {
     pub(super) consumer: String,
     /// Hex digits of the hash.
@@ -173,7 +173,7 @@ impl ConsumersDoc {
             table.insert("tier", value(tier));
         }
         table.insert("keys", value(Array::new()));
-        // Keep comments at the end of the file before the new table.
+        // Comments at the end of the file stay before the new table.
         let trailing = decor_text(Some(self.0.trailing()));
         self.0.set_trailing("");
         table.decor_mut().set_prefix(format!("{trailing}\n"));
@@ -194,7 +194,7 @@ impl ConsumersDoc {
             Item::ArrayOfTables(keys) => keys.push(details.into_table(hash).into_table()),
             Item::Value(Value::Array(keys)) if details.is_empty() => push_key(keys, hash.into()),
             Item::Value(Value::Array(keys)) => push_key(keys, details.into_table(hash).into()),
-            _ => bail!("`keys` of `{name}` is not a list"),
+            _ => bail!("`keys` of the consumer `{name}` must be a list"),
         }
         Ok(())
     }
@@ -216,7 +216,7 @@ impl ConsumersDoc {
                 let all = others.iter().chain([&last]);
                 let hashes: Vec<_> =
                     all.map(|FoundKey { consumer, hash, .. }| format!("{} of `{consumer}`", &hash[..16])).collect();
-                bail!("several keys begin with {digits}: {}", hashes.join(", "));
+                bail!("several keys have a hash that begins with {digits}: {}", hashes.join(", "));
             }
         }
     }
@@ -230,7 +230,7 @@ impl ConsumersDoc {
         }
     }
 
-    /// Set or remove `disabled` of a key.
+    /// Set `disabled = true` for a key, or remove it.
     pub(super) fn set_disabled(&mut self, key: &FoundKey, disabled: bool) {
         fn set(table: &mut dyn TableLike, disabled: bool) {
             if disabled {
@@ -254,7 +254,7 @@ impl ConsumersDoc {
                     let mut table = InlineTable::new();
                     table.insert("hash", format!("sha256:{}", key.hash).into());
                     table.insert("disabled", true.into());
-                    // The comments around the hash stay.
+                    // The comments before and after the hash stay in the file.
                     *table.decor_mut() = hash.decor().clone();
                     *hash = Value::InlineTable(table);
                 }
@@ -299,14 +299,14 @@ fn consumer_name(table: &dyn TableLike) -> Option<&str> {
     table.get("name")?.as_str()
 }
 
-/// Append a key in the style of the last key of the list: on the same line, or on its own line.
+/// Append a key to the list in the style of the last key: on the same line, or on a line of its own.
 fn push_key(keys: &mut Array, mut key: Value) {
     let has_trailing_comma = keys.trailing_comma();
     if let Some(last) = keys.len().checked_sub(1).and_then(|last| keys.get_mut(last)) {
         let prefix = decor_text(last.decor().prefix());
         let suffix = decor_text(last.decor().suffix());
         last.decor_mut().set_suffix("");
-        // The comment on the last key follows the last comma.
+        // A comment after the last key follows the last comma.
         let tail = suffix + &decor_text(Some(keys.trailing()));
         if let Some((comment, _)) = tail.rsplit_once('\n') {
             let indentation = prefix.rsplit('\n').next().unwrap_or_default();
@@ -322,7 +322,7 @@ fn push_key(keys: &mut Array, mut key: Value) {
     keys.push_formatted(key);
 }
 
-/// Remove a key and the comment after it. Keep the comment on the previous key.
+/// Remove a key and the comment after it. The comment after the previous key stays.
 fn remove_key(keys: &mut Array, index: usize) {
     let prefix = keys.get(index).map_or_else(String::new, |key| decor_text(key.decor().prefix()));
     let suffix = keys.get(index).map_or_else(String::new, |key| decor_text(key.decor().suffix()));
@@ -349,7 +349,7 @@ fn decor_text(text: Option<&toml_edit::RawString>) -> String {
     text.and_then(toml_edit::RawString::as_str).unwrap_or_default().to_owned()
 }
 
-// The file on disk: replaced atomically, and only by content that the gateway accepts.
+// The file on disk. It is replaced atomically, and only with content that the gateway accepts.
 
 /// Keys of the configuration that determine which consumers are valid.
 const NEEDED_KEYS: &[&str] = &["auth", "limit", "route.name"];
@@ -360,17 +360,17 @@ const EMPTY_FILE: &str =
 /// The consumers file, locked against other `sluicegate key` commands.
 pub(super) struct ConsumersFile {
     path: PathBuf,
-    /// Index among the consumers files of the configuration.
+    /// Index in the list of the configuration's consumers files.
     index: usize,
     text: String,
     config: CompiledConfig,
-    /// Lock of the folder, because the file itself is replaced.
+    /// Lock of the folder. The file itself cannot be locked, because it is replaced.
     _lock: File,
 }
 
 impl ConsumersFile {
-    /// Open and lock the file that a configuration names. Create an empty file if it is missing. `provider` selects one
-    /// of several files: that of `[auth.NAME]`.
+    /// Open and lock the consumers file of a configuration. Create an empty file if there is no file. `provider`
+    /// selects the consumers file of `[auth.NAME]`, if the configuration has several.
     ///
     /// # Errors
     /// The configuration or the consumers file is invalid, or the file cannot be opened, created or locked.
@@ -378,12 +378,12 @@ impl ConsumersFile {
         let gateway_file = config::read_gateway(config_path, &env_var)?;
         let name = consumers_name(&gateway_file.value, config_path, provider)?;
         if gateway_file.unresolved.iter().any(|value| value.is_within(&name.span())) {
-            // The configuration is invalid: its error names the variable.
+            // The configuration is invalid, and its error names the unset variable.
             load_for(config_path, NEEDED_KEYS)?;
         }
         let path = gateway_file.sources.directory_of(&name.span()).join(name.get_ref());
         let named_path = path.clone();
-        // Replace the target of a symbolic link, not the link.
+        // Replace the target of a symbolic link, not the link itself.
         let path =
             if path.is_symlink() { path.canonicalize().with_context(|| path.display().to_string())? } else { path };
         let lock = File::open(parent_dir(&path)).and_then(|folder| folder.lock().map(|()| folder));
@@ -396,7 +396,7 @@ impl ConsumersFile {
         let new = new.with_context(|| format!("{} cannot be created", path.display()))?;
         let config = load_for(config_path, NEEDED_KEYS).inspect_err(|_| {
             if new {
-                // Remove the file that was created above. The error of the configuration is returned.
+                // Remove the empty file that this function created above. Return the error of the configuration.
                 let _ = fs::remove_file(&path);
             }
         })?;
@@ -413,17 +413,17 @@ impl ConsumersFile {
         ConsumersDoc::parse(&self.text).with_context(|| format!("{} cannot be read", self.path.display()))
     }
 
-    /// Replace the file atomically with the document, if a running gateway would accept it.
+    /// Replace the file atomically with the document, if a running gateway would accept the document.
     ///
     /// # Errors
-    /// The document is invalid or the file cannot be written. The file is unchanged.
+    /// The document is invalid or the file cannot be written. The file is unchanged after an error.
     pub(super) fn replace(&mut self, document: &ConsumersDoc) -> anyhow::Result<()> {
         let text = document.to_string();
         self.config.reload_consumers(self.index, text.as_bytes(), &env_var)?;
         let new_path = self.path.with_added_extension(format!("{}.new", std::process::id()));
         let result = self.write_new(&new_path, &text);
         if result.is_err() {
-            // The new file may not exist.
+            // The file may not exist before the first edit.
             let _ = fs::remove_file(&new_path);
         }
         result.with_context(|| format!("{} cannot be replaced", self.path.display()))
@@ -432,7 +432,7 @@ impl ConsumersFile {
     fn write_new(&self, new_path: &Path, text: &str) -> std::io::Result<()> {
         let previous = fs::metadata(&self.path)?;
         let mut file = File::create_new(new_path)?;
-        // Until `fchown`, the owner may differ from that of the previous file: no access for others.
+        // Before `fchown`, the new file may have another owner than the previous file, so other users get no access.
         file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
         let metadata = file.metadata()?;
         if (metadata.uid(), metadata.gid()) != (previous.uid(), previous.gid()) {
@@ -442,12 +442,12 @@ impl ConsumersFile {
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
         fs::rename(new_path, &self.path)?;
-        // fsync the folder, so that the rename survives a crash.
+        // Call fsync on the folder, so that the rename survives a crash.
         File::open(parent_dir(&self.path))?.sync_all()
     }
 }
 
-/// Return the consumers file of a provider, or the only one of the configuration.
+/// Return the consumers file of a provider. Without a provider, return the only one of the configuration.
 fn consumers_name<'c>(
     config: &'c Config,
     config_path: &Path,

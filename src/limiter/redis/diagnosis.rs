@@ -167,7 +167,7 @@ fn diagnose_socket(error: &io::Error, address: &ConnectionAddr) -> String {
                 ConnectionAddr::TcpTls { .. } => ("speaks no TLS", "redis://"),
                 _ => ("speaks TLS", "rediss://"),
             };
-            format!("{address} closes the connection before it answers; if it {other}, use {scheme}")
+            format!("{address} closes the connection before it answers; if the server {other}, use {scheme}")
         }
         _ if message.starts_with("failed to lookup") => {
             format!("the host name of {address} does not resolve; correct the host in store.url, or check the DNS")

@@ -126,7 +126,7 @@ pub(super) async fn check_round_trip(
     );
     let check = Check::ok("round trip", found);
     let advised_timeout =
-        format!("set store.timeout to at least {}, or run Redis nearer", config_duration(required_timeout(median)));
+        format!("set store.timeout to at least {}, or run Redis closer to the gateway", config_duration(required_timeout(median)));
     Ok(if median >= store_timeout {
         check.with_status(Status::Failed).with_advice(format!(
             "Redis answers, but later than store.timeout: most checks follow on_store_error; {advised_timeout}"
@@ -245,7 +245,7 @@ fn assess_policy(policy: &str, max_bytes: u64) -> Check {
     }
     let advice = "use noeviction, on an instance for limits only: CONFIG SET maxmemory-policy noeviction";
     if max_bytes == 0 {
-        let found = format!("{policy}, which evicts nothing while there is no maxmemory");
+        let found = format!("the policy {policy} evicts nothing while maxmemory is not set");
         return Check { message: found, ..check }.with_status(Status::Warning).with_advice(advice);
     }
     let effect = match policy {
@@ -307,7 +307,7 @@ pub(super) async fn check_persistence(
     }
     let snapshots = config_value(connection, "save").await?;
     if !snapshots.is_empty() {
-        return Ok(Check::ok("persistence", format!("snapshots (save {snapshots}), no append-only file")));
+        return Ok(Check::ok("persistence", format!("Redis writes snapshots (save {snapshots}), but no append-only file")));
     }
     let Some(overrides) = override_count(connection, prefix).await? else {
         return Ok(Check::ok("persistence", "not needed: the overrides are on another node"));
@@ -339,7 +339,7 @@ pub(super) async fn check_script_time_limit(connection: &mut DiagnosticConnectio
     let limit = config_value(connection, "lua-time-limit").await?;
     Ok(match limit.parse() {
         Ok(limit_ms @ 1..SHORT_SCRIPT_LIMIT_MS) => {
-            let found = format!("lua-time-limit {limit_ms} ms: a script that is delayed for longer stops all clients");
+            let found = format!("lua-time-limit is {limit_ms} ms: after a longer delay of a script, Redis rejects the calls of all clients");
             Check::ok("script time", found)
                 .with_status(Status::Warning)
                 .with_advice("use the default of 5 s: CONFIG SET lua-time-limit 5000")

@@ -70,7 +70,7 @@ pub(super) fn limit_reports(
                 (None, Some(format!("it is for {} only", methods.join(", "))), None)
             }
             Ok(IdentityLookup::Missing(missing)) => {
-                (None, Some(format!("{missing}: requests without it are skipped")), None)
+                (None, Some(format!("{missing}: the limit does not apply to such requests")), None)
             }
             Ok(IdentityLookup::Exempt) => (None, Some("the client is exempt".to_owned()), None),
             Err(error) => (None, None, Some(error.to_string())),

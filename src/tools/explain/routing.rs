@@ -129,21 +129,21 @@ fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -
     let better = &winner.target.name;
     let (path, better_path) = (&other.target.path_pattern, &winner.target.path_pattern);
     if other.host != winner.host {
-        return format!("it matches, but the host of {better} is more specific");
+        return format!("the route matches, but the host of {better} is more specific");
     }
     if !path.matches_same_paths(better_path) {
         return match path.is_regex() && better_path.is_regex() {
-            true => format!("it matches, but the expression of {better} comes first in the file"),
-            false => format!("it matches, but the path of {better} is more specific"),
+            true => format!("the route matches, but the expression of {better} comes first in the file"),
+            false => format!("the route matches, but the path of {better} is more specific"),
         };
     }
     if other.listeners.is_empty() != winner.listeners.is_empty() {
-        return format!("it matches, but {better} lists the listener");
+        return format!("the route matches, but {better} names the listener of the request");
     }
     if other.methods.is_empty() != winner.methods.is_empty() {
-        return format!("it matches, but {better} lists the method");
+        return format!("the route matches, but {better} names the method of the request");
     }
-    format!("it matches, but {better} has more conditions")
+    format!("the route matches, but {better} has more conditions")
 }
 
 // The forwarded request.

@@ -333,7 +333,7 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
     if result.missing_client_count > 0 {
         let (requests, header) =
             (format_count(result.missing_client_count, "request", "requests"), &config.compiled.client_ip.header);
-        notes.push(format!("{requests} from trusted proxies without `{header}`: the proxies count as the clients"));
+        notes.push(format!("{requests} from trusted proxies have no `{header}` header: the proxies count as the clients"));
     }
     let has_short_window = config.limits.iter().any(|limit| {
         limit.skip_reason.is_none() && limit.variant.quota.window_us.is_some_and(|window| window < COARSE_WINDOW_US)
