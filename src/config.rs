@@ -1,4 +1,4 @@
-//! The types of the configuration files, as written and not yet validated.
+//! The types of the configuration files, as they are written and before validation.
 //!
 //! Every value keeps its span in the file, so that errors of later steps can point to it. The doc comments of the keys
 //! are user documentation: they appear in the JSON Schema and in the tables of `docs/reference/configuration.md` (`make
@@ -31,7 +31,8 @@ pub type Text = Spanned<String>;
 #[serde(default)]
 #[schemars(extend("required" = ["listener", "route"]))]
 pub struct Config {
-    /// Files whose `[[route]]`, `[limit.NAME]` and `[upstream.NAME]` belong to this configuration: `["routes/*.toml"]`.
+    /// Files whose `[[route]]`, `[limit.NAME]`, `[upstream.NAME]` and `[auth.NAME]` are added to this configuration:
+    /// `["routes/*.toml"]`.
     pub include: Vec<Text>,
     /// Workers, connection limits, and limits on client requests.
     pub server: Server,
@@ -50,17 +51,17 @@ pub struct Config {
     /// Providers of authentication by name: API keys, bearer tokens, client certificates, passwords, authentication
     /// servers. Routes name them in `require` and `identify`.
     pub auth: BTreeMap<String, Spanned<Auth>>,
-    /// Where the tier of a request comes from, which selects the quota of each limit with `tiers`.
+    /// Source of the tier of a request. The tier selects the quota of each limit with `tiers`.
     pub tiers: Tiers,
     /// Destinations of quota events by name: webhooks and Redis streams. Limits name them in `notify`.
     pub notify: BTreeMap<String, Spanned<Notify>>,
-    /// Limits by name: identity, quota and algorithm. Each identity has one bucket, shared by all routes that use the
-    /// limit.
+    /// Limits by name: identity, quota and algorithm. Each identity has one bucket, which all routes with the limit
+    /// share.
     pub limit: BTreeMap<String, Spanned<Limit>>,
     /// Upstreams by name: servers, protocol, load balancing and timeouts.
     pub upstream: BTreeMap<String, Spanned<Upstream>>,
-    /// Routes: what a request must match, the upstream, and the limits. The best match wins; the order in the file does
-    /// not matter.
+    /// Routes: conditions on the request, the upstream, and the limits. The most specific route wins; the order in the
+    /// file does not matter.
     pub route: Vec<Spanned<Route>>,
 }
 
@@ -75,69 +76,71 @@ pub struct Server {
     /// balances tasks.
     #[schemars(extend("enum" = ["per-core", "work-stealing"], "default" = "per-core"))]
     pub threading: Option<Text>,
-    /// Time after SIGTERM or Ctrl-C in which the gateway accepts connections and serves requests as before, while
-    /// `/readyz` is 503, so that load balancers stop choosing it. Then `drain_timeout` begins. A second signal ends the
-    /// time. A hot restart does not wait for it. `"0s"` = drain at once.
+    /// Time after SIGTERM or Ctrl-C during which the gateway accepts connections and serves requests as before, while
+    /// `/readyz` returns 503, so that load balancers stop choosing the gateway. After this time, `drain_timeout`
+    /// begins. A second signal ends this time. A hot restart does not wait for this time. `"0s"` = drain at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "0s"))]
     pub accept_grace: Option<Text>,
-    /// Maximum time for requests in flight after SIGTERM or Ctrl-C, and after `accept_grace`. Then the gateway exits
-    /// with status 0. A signal in this time exits at once.
+    /// Maximum time for requests in flight after SIGTERM or Ctrl-C, and after `accept_grace`. After this time, the
+    /// gateway exits with status 0. A further signal ends the process at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub drain_timeout: Option<Text>,
     /// Maximum number of client connections, for all workers together. Further connections wait in the kernel's listen
     /// queue. Default: derived from the limit on open files.
     #[schemars(range(min = 1, max = 1000000))]
     pub max_connections: Option<Spanned<i64>>,
-    /// Maximum number of connections per client network (the prefixes of `[client_ip]`). Excess connections are closed.
-    /// Default: half of `max_connections`, with loopback addresses exempt. 0 = no limit.
+    /// Maximum number of connections per client network (the prefix lengths of `[client_ip]`). Excess connections are
+    /// closed. Default: half of `max_connections`, with loopback addresses exempt. 0 = no limit.
     #[schemars(range(min = 0, max = 1000000))]
     pub max_connections_per_ip: Option<Spanned<i64>>,
-    /// Maximum time from accept to the end of the first request headers, TLS handshake included. For later requests:
-    /// from the first byte to the end of the headers.
+    /// Maximum time from accepting a connection to the end of the first request headers, including the TLS handshake.
+    /// For later requests, maximum time from the first byte to the end of the headers.
     #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
     pub header_timeout: Option<Text>,
-    /// Maximum time between two requests on a connection. Also the idle timeout of upgraded connections (`websocket`).
+    /// Maximum time between two requests on a connection. This is also the idle timeout of upgraded connections
+    /// (`websocket`).
     #[schemars(schema_with = "schema::duration", extend("default" = "75s"))]
     pub idle_timeout: Option<Text>,
     /// Maximum time without progress on a request or response body.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub body_idle_timeout: Option<Text>,
-    /// Minimum bytes per second of a request body, after a grace period of 5s. Slower clients get 408. Only the time in
-    /// which the gateway waits for the client counts. Not for gRPC. 0B = no minimum.
+    /// Minimum rate of a request body in bytes per second, after a grace period of 5s. A slower client gets 408. The
+    /// rate includes only the time in which the gateway waits for the client. Does not apply to gRPC. 0B = no minimum.
     #[schemars(schema_with = "schema::size", extend("default" = "240B"))]
     pub min_body_rate: Option<Text>,
-    /// Maximum time for a request body, from the first wait for the client to the end of the body. Later: 408. Not for
-    /// gRPC. Default: no maximum.
+    /// Maximum time for a request body, from the first wait for the client to the end of the body. If the body takes
+    /// longer, the client gets 408. Does not apply to gRPC. Default: no maximum.
     #[schemars(schema_with = "schema::duration")]
     pub body_timeout: Option<Text>,
-    /// Buffer request bodies with a `Content-Length` up to this size: after the rate limit check, before the request
-    /// takes an upstream connection. Not for gRPC. 0B = no buffering.
+    /// Maximum `Content-Length` of request bodies that the gateway buffers. It buffers a body after the rate limit
+    /// check, before the request takes an upstream connection. Does not apply to gRPC. 0B = no buffering.
     #[schemars(schema_with = "schema::size", extend("default" = "64KiB"))]
     pub request_buffer: Option<Text>,
-    /// Maximum bytes that the process buffers for slow HTTP/2 clients and for request bodies (`request_buffer`). Above
-    /// it, each HTTP/2 response buffers a single chunk, and request bodies are streamed.
+    /// Maximum number of bytes that the process buffers for slow HTTP/2 clients and for request bodies
+    /// (`request_buffer`). When it is reached, each HTTP/2 response buffers only one chunk, and request bodies are
+    /// streamed.
     #[schemars(schema_with = "schema::size", extend("default" = "64MiB"))]
     pub max_buffered: Option<Text>,
     /// Maximum size of a JSON request body that is read for a route (`match.json`), for an identity (`json:POINTER`,
-    /// `mcp:tool`, `mcp:method`, `jsonrpc:method`) or for a cost (`cost.tools`). Larger: 413.
+    /// `mcp:tool`, `mcp:method`, `jsonrpc:method`) or for a cost (`cost.tools`). A larger body gets 413.
     #[schemars(schema_with = "schema::size", extend("default" = "1MiB"))]
     pub inspect_body: Option<Text>,
-    /// Maximum size of the request headers. Larger: 431. At least 8KiB.
+    /// Maximum size of the request headers. Larger headers get 431. At least 8KiB.
     #[schemars(schema_with = "schema::size", extend("default" = "32KiB"))]
     pub max_header_size: Option<Text>,
-    /// Maximum number of request header lines. More: 431.
+    /// Maximum number of request header lines. A request with more lines gets 431.
     #[schemars(range(min = 1, max = 10000), extend("default" = 100))]
     pub max_headers: Option<Spanned<i64>>,
-    /// Maximum length of the request target. Longer: 414.
+    /// Maximum length of the request target. A longer target gets 414.
     #[schemars(schema_with = "schema::size", extend("default" = "8KiB"))]
     pub max_uri: Option<Text>,
     /// Maximum number of concurrent streams per HTTP/2 connection.
     #[schemars(range(min = 1, max = 100000), extend("default" = 100))]
     pub http2_max_streams: Option<Spanned<i64>>,
-    /// Reject requests for hosts that no route names with 421, even if a route for any host would match.
+    /// Reject requests with 421 if no route names their host, even if a route for any host would match.
     #[schemars(extend("default" = false))]
     pub block_unknown_hosts: Option<Spanned<bool>>,
-    /// Send `Proxy-Status` (RFC 9209) with errors that the gateway generates ([error types](http.md#proxy-status)).
+    /// Add `Proxy-Status` (RFC 9209) to errors that the gateway generates ([error types](http.md#proxy-status)).
     #[schemars(extend("default" = true))]
     pub proxy_status: Option<Spanned<bool>>,
 }
@@ -147,20 +150,21 @@ pub struct Server {
 #[serde(default)]
 #[schemars(extend("required" = ["address"]))]
 pub struct Listener {
-    /// Unique name, which `listeners` of routes refer to. Default: no name.
+    /// Unique name of the listener, for `listeners` of routes. Default: no name.
     pub name: Option<Text>,
-    /// Address and port, such as `"127.0.0.1:8080"` or `"[::]:80"`. Serves HTTP/1.x, and HTTP/2 with prior knowledge,
-    /// on the same port. A second gateway process on the same address does not start.
+    /// Address and port, such as `"127.0.0.1:8080"` or `"[::]:80"`. The listener serves HTTP/1.x, and HTTP/2 with prior
+    /// knowledge, on the same port. A second gateway process with the same address does not start.
     pub address: Option<Text>,
-    /// Require a PROXY protocol header (version 1 or 2) on every connection, from one of `client_ip.trusted_proxies`.
+    /// Require a PROXY protocol header (version 1 or 2) on every connection, from a proxy in
+    /// `client_ip.trusted_proxies`.
     #[schemars(extend("default" = false))]
     pub proxy_protocol: Option<Spanned<bool>>,
-    /// TLS 1.2 and 1.3, with HTTP/2 or HTTP/1.1 by ALPN. Default: plaintext.
+    /// Serve TLS 1.2 and 1.3, with HTTP/2 or HTTP/1.1 by ALPN. Default: plaintext.
     pub tls: Option<Spanned<ListenerTls>>,
     /// Client networks that may use the listener: `["10.0.0.0/8", "file:office.txt"]`. All other clients get 403
     /// ([access rules](#access-rules)). Default: all.
     pub allow: Option<Vec<Text>>,
-    /// Client networks that get 403, even if `allow` has them. Default: none.
+    /// Client networks that get 403, even if they are in `allow`. Default: none.
     pub deny: Option<Vec<Text>>,
 }
 
@@ -171,12 +175,12 @@ pub struct ListenerTls {
     /// Certificates: `[{ cert = "certs/dev.pem", key = "certs/dev.key" }]`. The gateway serves the first certificate
     /// that matches the SNI name of the client, otherwise the first in the list.
     pub certificates: Vec<Spanned<Certificate>>,
-    /// Obtain the certificates by ACME, as `[acme]` says, instead of `certificates`
-    /// ([certificates by ACME](../how-to/acme.md)).
+    /// Obtain the certificates by ACME with the settings in `[acme]`, instead of `certificates` ([certificates by
+    /// ACME](../how-to/acme.md)).
     #[schemars(extend("default" = false))]
     pub acme: Option<Spanned<bool>>,
-    /// DNS names for `acme`. Each gets a separate certificate. Default: the hosts of all routes, except wildcards and IP
-    /// addresses.
+    /// DNS names for `acme`. Each name gets a separate certificate. Default: the hosts of all routes, except wildcards
+    /// and IP addresses.
     pub names: Option<Vec<Text>>,
     /// PEM file of CA certificates. The gateway requests a client certificate that one of these CAs has signed.
     pub client_ca: Option<Text>,
@@ -206,11 +210,11 @@ pub struct Acme {
     pub accept_terms: Option<Spanned<bool>>,
     /// Email address for messages of the CA. Default: none.
     pub email: Option<Text>,
-    /// URL of the CA's directory, `https://` only. Default: Let's Encrypt.
+    /// URL of the CA's directory, `https://` only. Default: the directory of Let's Encrypt.
     #[schemars(extend("default" = "https://acme-v02.api.letsencrypt.org/directory"))]
     pub directory: Option<Text>,
     /// Use the staging environment of Let's Encrypt: higher rate limits, and certificates that clients do not trust.
-    /// Excludes `directory`.
+    /// Cannot be combined with `directory`.
     #[schemars(extend("default" = false))]
     pub staging: Option<Spanned<bool>>,
     /// PEM file of CA certificates for the connection to the directory. Default: the trust roots of the system.
@@ -218,8 +222,8 @@ pub struct Acme {
     /// Directory for the account, the certificates and their keys. Default: `acme` in `$STATE_DIRECTORY` if systemd
     /// sets it, otherwise `certs/acme`.
     pub storage: Option<Text>,
-    /// Kinds of challenges, in order: after a failed attempt, the next attempt uses the next kind. Default: both;
-    /// without a plaintext listener only `"tls-alpn-01"`.
+    /// Kinds of challenges in order of preference: after a failed attempt, the next attempt uses the next kind.
+    /// Default: both kinds. Without a plaintext listener, only `"tls-alpn-01"`.
     #[schemars(schema_with = "schema::challenges")]
     pub challenges: Option<Vec<Text>>,
     /// External account binding (EAB), for CAs that require it: `{ key_id = "…", mac_key = "…" }`.
@@ -244,12 +248,13 @@ pub struct Admin {
     /// Address and port, such as `"127.0.0.1:9180"`. The port must not be used by a listener. Optional if `socket` is
     /// set.
     pub address: Option<Text>,
-    /// Path of the admin socket, or `"off"`. The unix socket serves the same as `address`, changes included, and needs
-    /// no token: only the user of the gateway and root can connect (mode 0600). `sluicegate reload` uses it. Default:
-    /// `admin.sock` in the directory of `RUNTIME_DIRECTORY` if systemd sets that variable, otherwise no socket.
+    /// Path of the admin socket, or `"off"`. The unix socket serves the same endpoints as `address`, including changes,
+    /// and needs no token: only the user of the gateway and root can connect (mode 0600). `sluicegate reload` uses this
+    /// socket. Default: `admin.sock` in the directory of `RUNTIME_DIRECTORY` if systemd sets that variable, otherwise
+    /// no socket.
     pub socket: Option<Text>,
-    /// Token that clients send as `Authorization: Bearer …`. Without it, the admin API is read-only and `address` must
-    /// be a loopback address.
+    /// Token that clients send as `Authorization: Bearer …`. Without a token, the admin API is read-only and `address`
+    /// must be a loopback address.
     pub token: Option<Text>,
 }
 
@@ -257,15 +262,16 @@ pub struct Admin {
 #[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct Log {
-    /// Format of both logs. Default: `"text"` for a log that goes to a terminal, `"json"` for a file or a pipe, and
-    /// for syslog. Journal entries have the fields of the record instead.
+    /// Format of the process log and the access log. Default: `"text"` for a log that is written to a terminal,
+    /// `"json"` for a file, a pipe or syslog. The setting does not apply to the journal, whose entries have the fields
+    /// of the record.
     #[schemars(extend("enum" = ["text", "json"]))]
     pub format: Option<Text>,
     /// Level of the process log, which is written to standard error.
     #[schemars(extend("enum" = ["error", "warn", "info", "debug", "trace"], "default" = "info"))]
     pub level: Option<Text>,
-    /// Destination of the access log: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or a file to append to, which may
-    /// be renamed at any time; or a table: `{ to = "syslog", facility = "local1", sample = 0.1 }`
+    /// Destination of the access log: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or a file to append to. The file
+    /// may be renamed at any time. A table has more settings: `{ to = "syslog", facility = "local1", sample = 0.1 }`
     /// ([access log](access-log.md)).
     #[schemars(extend("default" = "stdout"))]
     pub access: Option<Spanned<AccessLog>>,
@@ -278,40 +284,43 @@ pub struct Log {
 #[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct Store {
-    /// `memory:`, `redis://user:password@host:6379/0`, `rediss://…` (TLS), `redis+unix:///run/redis.sock?db=0`,
-    /// `redis+sentinel://host1,host2/mymaster` or `redis+cluster://host1,host2`: see [Redis](../how-to/redis.md).
+    /// URL of the store: `memory:`, `redis://user:password@host:6379/0`, `rediss://…` (TLS),
+    /// `redis+unix:///run/redis.sock?db=0`, `redis+sentinel://host1,host2/mymaster` or `redis+cluster://host1,host2`
+    /// ([Redis](../how-to/redis.md)).
     #[schemars(extend("default" = "memory:"))]
     pub url: Option<Text>,
-    /// TLS for `rediss://`: `{ ca = "ca.pem", cert = "client.pem", key = "client.key" }`. Each key is optional; `cert`
-    /// and `key` go together. Default for `ca`: the trust roots of the system.
+    /// TLS for `rediss://`: `{ ca = "ca.pem", cert = "client.pem", key = "client.key" }`. Each key is optional, but
+    /// `cert` and `key` require each other. Default for `ca`: the trust roots of the system.
     pub tls: Option<Spanned<StoreTls>>,
-    /// Maximum time for the rate limit check of a request, queuing included. Deferred costs and refunds are a second
-    /// call with the same maximum. If a check is late while the store answers other checks, the request gets 503.
+    /// Maximum time for the rate limit check of a request, including the time in the queue. Deferred costs and refunds
+    /// need a second call with the same maximum time. If a check is late while the store replies to other checks, the
+    /// request gets 503.
     #[schemars(schema_with = "schema::duration", extend("default" = "50ms"))]
     pub timeout: Option<Text>,
-    /// Maximum time to connect to the store: DNS, TCP, TLS, authentication, loading the scripts. A request waits at
-    /// most `timeout` for it.
+    /// Maximum time to connect to the store: DNS, TCP, TLS, authentication, and loading the scripts. A request waits at
+    /// most `timeout` for a connection.
     #[schemars(schema_with = "schema::duration", extend("default" = "1s"))]
     pub connect_timeout: Option<Text>,
-    /// Connections to the store per worker. Calls are pipelined.
+    /// Number of connections to the store per worker. Calls are pipelined.
     #[schemars(range(min = 1, max = 8), extend("default" = 1))]
     pub connections: Option<Spanned<i64>>,
-    /// Prefix of every key.
+    /// Prefix of every key in the store.
     #[schemars(extend("default" = "rl"))]
     pub prefix: Option<Text>,
-    /// Secret for the keyed hash of identities. Must be the same on all gateways. Without it the key of the hash is
-    /// public, and IP addresses can be guessed from state keys.
+    /// Secret for the keyed hash of identities. The secret must be the same on all gateways. Without a secret, the key
+    /// of the hash is public, and attackers can guess IP addresses from state keys.
     pub secret: Option<Text>,
-    /// Number of gateways that share the store. If the store is down, the local share of each limit is 1/n.
+    /// Number of gateways that share the store. While the store is down, each gateway enforces 1/n of each limit as its
+    /// local share.
     #[schemars(range(min = 1, max = 10000), extend("default" = 1))]
     pub gateway_count: Option<Spanned<i64>>,
-    /// Maximum number of cached denials, one for each limit and identity. A cached denial is repeated without a call to
-    /// Redis until Redis could decide otherwise. 0 = no cache.
+    /// Maximum number of cached denials. Each limit and identity has at most one. The gateway repeats a cached denial
+    /// without a call to Redis, until Redis could decide otherwise. 0 = no cache.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 100000))]
     pub denial_cache: Option<Spanned<i64>>,
     /// Maximum number of rate limit states (one for each limit and identity) in the memory of this process. Each limit is guaranteed an
-    /// equal part ([what happens when it is full](limits.md#memory)). A state takes about 150 bytes;
-    /// sliding-buckets 9 more for each bucket, sliding-log for each logged unit of cost.
+    /// equal part ([what happens when it is full](limits.md#memory)). A state takes about 150 bytes. `sliding-buckets` needs 9 more
+    /// bytes for each bucket, and `sliding-log` 9 more for each logged unit of cost.
     #[schemars(range(min = 1, max = 1_099_511_627_775_i64), extend("default" = 1000000))]
     pub max_memory_states: Option<Spanned<i64>>,
 }
@@ -338,7 +347,8 @@ pub struct ClientIp {
     /// as `"cf-connecting-ip"`.
     #[schemars(extend("default" = "x-forwarded-for"))]
     pub header: Option<Text>,
-    /// Prefix length of an IPv4 client network.
+    /// Header with the client address: `"x-forwarded-for"`, `"forwarded"` (RFC 7239), or a header with a single address
+    /// such as `"cf-connecting-ip"`.
     #[schemars(range(min = 0, max = 32), extend("default" = 32))]
     pub ipv4_prefix: Option<Spanned<i64>>,
     /// Prefix length of an IPv6 client network.
@@ -353,70 +363,73 @@ pub struct ClientIp {
 pub struct Auth {
     /// `"api-key"`: keys of consumers. `"jwt"`: bearer tokens, JSON Web Tokens signed with RS256, ES256 or EdDSA.
     /// `"client-cert"`: the certificate that the client sent in the TLS handshake. `"basic"`: user names and passwords.
-    /// `"forward"`: a server of yours decides about each request.
+    /// `"forward"`: your own authentication server decides about each request.
     #[schemars(extend("enum" = ["api-key", "jwt", "client-cert", "basic", "forward"]))]
     pub kind: Option<Text>,
-    /// api-key: header with the key, or a list of up to 8 headers. `authorization` and `proxy-authorization` contain a
-    /// scheme before the key. Several headers may have the same key. Requests with different keys, or with a header
-    /// that is present twice, get 400.
+    /// api-key: header with the key, or a list of up to 8 headers. `authorization` and `proxy-authorization` have a
+    /// scheme before the key. A request may have the same key in several headers. A request with different keys, or
+    /// with one of the headers twice, gets 400.
     #[schemars(extend("default" = "x-api-key"))]
     pub header: Option<Spanned<HeaderNames>>,
     /// api-key: scheme before the key in `authorization` and `proxy-authorization`.
     #[schemars(extend("default" = "Bearer"))]
     pub scheme: Option<Text>,
-    /// api-key: file of consumers, such as `"consumers.toml"`. Reloaded when it changes. `sluicegate key` edits it.
-    /// Consumer names must be unique in all files.
+    /// api-key: file of consumers, such as `"consumers.toml"`. The gateway reloads the file when it changes.
+    /// `sluicegate key` edits the file. Consumer names must be unique in all files.
     pub consumers: Option<Text>,
-    /// api-key, for routes that `identify`: requests without a key. `"reject"`: `on_missing` of the limits by API key
-    /// decides, which is 401 by default. `"anonymous"`: the client network is the identity.
+    /// api-key, for routes with `identify`: handling of requests without a key. `"reject"`: `on_missing` of the limits
+    /// by API key applies, which is 401 by default. `"anonymous"`: the client network is the identity.
     #[schemars(extend("enum" = ["reject", "anonymous"], "default" = "reject"))]
     pub on_missing: Option<Text>,
-    /// api-key, for routes that `identify`: unknown keys. `"reject"`: 401. `"anonymous"`: the client network is the
-    /// identity. `"accept"`: each key is a separate identity.
+    /// api-key, for routes with `identify`: handling of unknown keys. `"reject"`: 401. `"anonymous"`: the client
+    /// network is the identity. `"accept"`: each key is a separate identity.
     #[schemars(extend("enum" = ["reject", "anonymous", "accept"], "default" = "reject"))]
     pub on_unknown: Option<Text>,
-    /// jwt: JWK Set (RFC 7517) with the public keys of the issuer, such as `"certs/jwks.json"`. Reloaded when it
-    /// changes.
+    /// jwt: JWK Set (RFC 7517) with the public keys of the issuer, such as `"certs/jwks.json"`. The gateway reloads the
+    /// file when it changes.
     pub jwks_file: Option<Text>,
-    /// jwt: URL of the JWK Set, such as `"https://issuer.example/.well-known/jwks.json"`, instead of `jwks_file`. Tokens
-    /// get 503 until it was fetched once. Later, the last keys stay in use while it cannot be fetched.
+    /// jwt: URL of the JWK Set, such as `"https://issuer.example/.well-known/jwks.json"`, instead of `jwks_file`.
+    /// Requests with tokens get 503 until the JWK Set was fetched once. If a later fetch fails, the last keys stay in
+    /// use.
     pub jwks_url: Option<Text>,
-    /// jwt with `jwks_url`: time between two fetches, with a jitter of 10 %. A token with an unknown `kid` causes a fetch
-    /// at once, at most every 10s. At least 1s.
+    /// jwt with `jwks_url`: time between two fetches, with a jitter of 10 %. A token with an unknown `kid` causes an
+    /// immediate fetch, at most once every 10s. At least 1s.
     #[schemars(schema_with = "schema::duration", extend("default" = "10m"))]
     pub refresh_interval: Option<Text>,
-    /// jwt: required value of `iss`. Default: any. With several issuers, each provider needs its `issuer`.
+    /// jwt: required value of `iss`. Default: any. If several issuers are configured, each provider needs its `issuer`.
     pub issuer: Option<Text>,
-    /// jwt: required value in `aud`. If not set, tokens with an `aud` are rejected, because they are for another
-    /// audience.
+    /// jwt: required value in `aud`. If the key is not set, tokens with an `aud` are rejected, because they are for
+    /// another audience.
     pub audience: Option<Text>,
-    /// jwt: required claims, such as `{ scope = "write" }`. A list must contain the value. A string must be equal to
-    /// the value, or contain it as a word between spaces. Otherwise: 403.
+    /// jwt: claims that a token must have, such as `{ scope = "write" }`. A claim that is a list must contain the
+    /// value. A claim that is a string must be equal to the value, or contain it as a word between spaces. Otherwise
+    /// the request gets 403.
     pub claims: Option<Spanned<BTreeMap<String, Text>>>,
-    /// basic: file of users that Apache's `htpasswd` writes, with bcrypt (`htpasswd -B`) or apr1 (its default). Reloaded
-    /// when it changes.
+    /// basic: file of users that Apache's `htpasswd` writes, with bcrypt (`htpasswd -B`) or apr1 (its default). The
+    /// gateway reloads the file when it changes.
     pub users: Option<Text>,
-    /// basic: name of the protected area, which browsers show. Default: the name of the provider.
+    /// basic: name of the protected area (realm), which browsers show. Default: the name of the provider.
     pub realm: Option<Text>,
-    /// forward: URL of the authentication server, such as `"http://127.0.0.1:4181/verify"`. It gets a GET without a body
-    /// for each request. A 2xx status admits the request; the client gets any other response.
+    /// forward: URL of the authentication server, such as `"http://127.0.0.1:4181/verify"`. For each request, the server
+    /// gets a GET without a body. A 2xx status admits the request. The client gets any other response of the server.
     pub url: Option<Text>,
-    /// forward: headers of the client that the server gets.
+    /// forward: headers of the client that are sent to the server.
     #[schemars(extend("default" = ["authorization", "cookie"]))]
     pub request_headers: Option<Vec<Text>>,
-    /// forward: headers of the server that the upstream gets, such as `["x-user"]`. Headers of these names that the
-    /// client sent are always removed.
+    /// forward: response headers of the server that are sent to the upstream, such as `["x-user"]`. If the client sends
+    /// headers with these names, they are always removed.
     pub response_headers: Option<Vec<Text>>,
-    /// forward: maximum time for the response of the server, connecting included.
+    /// forward: maximum time for the response of the server, including the connection.
     #[schemars(schema_with = "schema::duration", extend("default" = "2s"))]
     pub timeout: Option<Text>,
-    /// forward: requests while the server does not respond. `"deny"`: 503. `"allow"`: admitted, without its headers.
+    /// forward: handling of requests while the server does not respond. `"deny"`: 503. `"allow"`: the request is
+    /// admitted, without headers of the server.
     #[schemars(extend("enum" = ["deny", "allow"], "default" = "deny"))]
     pub on_error: Option<Text>,
     /// forward: cache of admissions, `{ by = ["authorization", "cookie"], ttl = "10s" }`. Default: no cache.
     pub cache: Option<Spanned<AuthCache>>,
-    /// forward at `https://`, and jwt with a `jwks_url` at `https://`: PEM file of CA certificates for the server.
-    /// Default: the trust roots of the system.
+    /// forward and jwt, with an `https://` URL: PEM file of CA certificates for the server. Default: the trust roots of
+    /// the system.
     pub ca: Option<Text>,
     /// Forward the verified credential to the upstream. Default: `false` for api-key and basic, `true` for jwt,
     /// client-cert and forward. A credential that was not verified is never forwarded.
@@ -428,14 +441,15 @@ pub struct Auth {
 #[serde(default)]
 #[schemars(extend("required" = ["ttl"]))]
 pub struct AuthCache {
-    /// The cache key, on which the decision depends: all `request_headers`, and `method`, `host`, `uri` (path and
-    /// query) or `ip`. The server receives nothing else, so that its decision cannot depend on values that are not in
-    /// the key. Default: all of them.
+    /// Values that form the cache key: all `request_headers`, and `method`, `host`, `uri` (path and query) or `ip`. The
+    /// server receives only these values, so that its decision cannot depend on a value that is not in the key.
+    /// Default: all of these values.
     pub by: Option<Spanned<Vec<Text>>>,
-    /// Lifetime of an admission, at most 1h. The `Cache-Control` of the server may shorten or forbid it.
+    /// Lifetime of an admission, at most 1h. The `Cache-Control` header of the server may shorten this time or forbid
+    /// caching.
     #[schemars(schema_with = "schema::duration")]
     pub ttl: Option<Text>,
-    /// Maximum number of admissions. Beyond it, the least used entries are removed.
+    /// Maximum number of admissions. When the maximum is reached, the least used entries are removed.
     #[schemars(range(min = 1, max = 1_000_000), extend("default" = 10000))]
     pub max_entries: Option<Spanned<i64>>,
 }
@@ -444,15 +458,15 @@ pub struct AuthCache {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Tiers {
-    /// Where the tier of a request comes from. `"api-key"`: the `tier` of the consumer. `"jwt:CLAIM"`: a claim of the
-    /// bearer token. `"auth:HEADER"`: one of the `response_headers` of an authentication server. A value that is
-    /// not a tier of a limit selects the default quota of the limit.
+    /// Source of the tier of a request. `"api-key"`: the `tier` of the consumer. `"jwt:CLAIM"`: a claim of the bearer
+    /// token. `"auth:HEADER"`: one of the `response_headers` of an authentication server. A value that is not a tier of
+    /// a limit selects the default quota of the limit.
     #[schemars(schema_with = "schema::tier_source", extend("default" = "api-key"))]
     pub from: Option<Text>,
 }
 
 impl Auth {
-    /// Return whether the kind is this one.
+    /// Return whether the provider is of this kind.
     pub fn is_of_kind(&self, label: &str) -> bool {
         self.kind.as_ref().is_some_and(|kind| kind.get_ref() == label)
     }
@@ -462,7 +476,7 @@ impl Auth {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Consumers {
-    /// Consumers and the hashes of their keys. Keys that are not in the file are unknown.
+    /// Consumers and the hashes of their keys. A key that is not in the file is unknown.
     pub consumer: Vec<Spanned<Consumer>>,
 }
 
@@ -471,14 +485,14 @@ pub struct Consumers {
 #[serde(default)]
 #[schemars(extend("required" = ["name"]))]
 pub struct Consumer {
-    /// Unique name. All keys of the consumer share this identity.
+    /// Unique name. All keys of the consumer have this identity.
     pub name: Option<Text>,
     /// Tier that selects the quota of each limit (`tiers` of a limit).
     pub tier: Option<Text>,
-    /// API keys: the hash, or a table with the hash: `["sha256:…", { hash = "sha256:…", name = "ci" }]`. `sluicegate
-    /// key new` creates a key; `printf %s KEY | sha256sum` hashes an existing one.
+    /// API keys: the hash, or a table with the hash: `["sha256:…", { hash = "sha256:…", name = "ci" }]`.
+    /// `sluicegate key new` creates a key; `printf %s KEY | sha256sum` computes the hash of an existing key.
     pub keys: Option<Vec<Spanned<ConsumerKey>>>,
-    /// Quotas of this consumer, which take precedence over those of its tier: `limit.NAME = { quota = "900/min", burst
-    /// = 50 }`.
+    /// Quotas of this consumer, which take precedence over the quotas of its tier:
+    /// `limit.NAME = { quota = "900/min", burst = 50 }`.
     pub limit: BTreeMap<String, Spanned<LimitVariant>>,
 }

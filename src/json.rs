@@ -1,4 +1,4 @@
-//! JSON of request bodies: values at pointers and JSON-RPC messages, read in one pass. Without IO.
+//! JSON of request bodies: values at JSON pointers and JSON-RPC messages, read in one pass. Without IO.
 
 pub mod body;
 pub mod mcp;

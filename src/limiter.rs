@@ -1,4 +1,4 @@
-//! Rate limiter: decide whether a request may pass, independently of HTTP.
+//! The rate limiter decides whether a request is admitted, independently of HTTP.
 
 pub mod admin;
 pub mod algorithm;
@@ -55,7 +55,7 @@ use crate::limiter::store::{DecidedBy, RedisStore, Store};
 use crate::limiter::verdict::{Operation, StoreError, Verdict};
 use crate::limiter::wait_queue::WaitQueues;
 
-/// A rate limiter. In the gateway each worker has its own; an embedder creates one.
+/// A rate limiter. In the gateway, each worker has its own limiter. A service that embeds the library creates one.
 #[derive(Debug)]
 pub struct Limiter {
     store_handle: Arc<StoreHandle>,
@@ -70,18 +70,18 @@ pub struct Limiter {
 
 impl Limiter {
     /// Create a limiter that counts in the memory of this process, for at most about `max_states` states: one for each
-    /// limit and identity in use. Create one per process and share it in an [`Arc`].
+    /// limit and identity in use. Create one limiter per process and share it in an [`Arc`].
     pub fn in_memory(max_states: usize) -> Self {
         Limiter::standalone(Store::Memory(Arc::new(MemoryStore::new(max_states, Clock::Store))), None)
     }
 
     /// Create a limiter that counts in Redis, together with all limiters that use the same server, key prefix, limit
-    /// names and identity secret. Call it on the tokio runtime that checks requests: connections belong to this
-    /// runtime. Create one per process and share it in an [`Arc`].
+    /// names and identity secret. Call this function on the tokio runtime that checks requests, because connections
+    /// belong to this runtime. Create one limiter per process and share it in an [`Arc`].
     ///
-    /// Wait for the first connection for at most `settings.connect_timeout`. An unreachable Redis is not an error: each
-    /// limit then follows its [`OnStoreError`] until Redis answers. In this process the limiter keeps at most about
-    /// `max_states` denials and states of local shares.
+    /// The function waits for the first connection for at most `settings.connect_timeout`. An unreachable Redis is not
+    /// an error: each limit then follows its [`OnStoreError`] until Redis is available. In this process, the limiter
+    /// keeps at most about `max_states` denials and states of local shares.
     pub async fn redis(deployment: RedisDeployment, settings: RedisSettings, max_states: usize) -> Self {
         let (metrics, connect_timeout) = (Arc::<LimiterMetrics>::default(), settings.connect_timeout);
         let store = RedisStore::new(&(deployment, settings), Arc::default(), Arc::default(), metrics.clone());
@@ -92,14 +92,15 @@ impl Limiter {
 
     /// Create a limiter that shares nothing with another limiter of this process.
     fn standalone(store: Store, denials: Option<Arc<DenialCache>>) -> Self {
-        // Without a limit to look up, no override can exist, so the secret is not used.
+        // If there is no limit to look up, no override can exist, so the secret is not used.
         let overrides = Arc::new(Overrides::new(IdentityHasher::new(""), |_| None, denials.clone()));
         let shared = (Arc::default(), Arc::default());
         Limiter::new(store, denials, shared, overrides, Arc::default(), random_permit_id())
     }
 
-    /// Create a limiter over a store. `denials`, `prefetch_pool`, `wait_queues`, `overrides` and `events` are shared by
-    /// the whole process. Permit ids count from `first_permit_id`; no two limiters of one store may use the same ids.
+    /// Create a limiter over a store. All limiters of the process share `denials`, `prefetch_pool`, `wait_queues`,
+    /// `overrides` and `events`. Permit ids start at `first_permit_id`. Two limiters of one store must not use the same
+    /// ids.
     pub fn new(
         store: Store,
         denials: Option<Arc<DenialCache>>,
@@ -118,19 +119,19 @@ impl Limiter {
         Limiter { store_handle, settlements, singleflight, wait_queues, overrides, next_permit_id }
     }
 
-    /// Decide all checks of a request at one instant: charge all of them or none. `checks` are in ascending order of
-    /// their `limit_index`. If all limits that deny the request have a queue policy, the request waits in the queue of
-    /// the first limit that has one, and is checked again.
+    /// Decide all checks of a request at one instant: charge all of them or none. `checks` must be in ascending order
+    /// of `limit_index`. If all limits that deny the request have a queue policy, the request waits in the queue of the
+    /// first of these limits, and is checked again.
     ///
     /// # Errors
-    /// Shadow limits cause no errors. An enforced limit causes one in these cases:
+    /// Shadow limits cause no errors. An enforced limit causes an error in these cases:
     /// - The store is in an outage, and the limit fails closed (`on_store_error = "deny"`).
-    /// - The check is late because of overload, or the stored state is corrupt. Neither is an outage, so
+    /// - The check is late because of overload, or the stored state is corrupt. Neither case is an outage, so
     ///   `on_store_error` does not apply.
     /// - The limit has no room in the memory store, and its `on_store_error` is not `"allow"`.
     pub async fn check<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         match checks.iter().find_map(|check| Some((check, check.limit.queue_policy?))) {
-            // On the heap: few requests need the memory of this future.
+            // The future is boxed, because only few requests need its memory.
             Some((queued_check, queue_policy)) => Box::pin(self.check_queued(checks, queued_check, queue_policy)).await,
             None => self.check_now(checks).await,
         }
@@ -155,20 +156,21 @@ impl Limiter {
     ) -> Result<Decision<'a>, StoreUnavailable> {
         let arrived_at = monotonic();
         let key = queued_check.key().local_hash();
-        // Requests that wait come first.
+        // Requests that already wait come first.
         if !self.wait_queues.has_waiters(key) {
             let decision = self.check_now(checks).await?;
             if decision.retry_delay(arrived_at).is_none() {
                 return Ok(decision);
             }
         }
-        // Queue full or timed out: reject without another check. The tokens belong to earlier requests.
+        // If the queue is full or the wait timed out, reject the request without another check. The available tokens
+        // belong to earlier requests.
         let denial = || Ok(queue_denial(checks, queued_check, queue_policy));
         let Some(ticket) = self.wait_queues.enqueue(key, max_queue_length(queued_check, queue_policy)) else {
             return denial();
         };
         let max_wait = queue_policy.max_wait.saturating_sub(elapsed_since(arrived_at));
-        // The head of the queue is held until the decision: later requests wait.
+        // The first place in the queue is held until the decision, so that later requests wait.
         let Ok(_head) = timeout(max_wait, pin!(ticket.ready())).await else { return denial() };
         loop {
             let decision = self.check_now(checks).await?;
@@ -180,7 +182,7 @@ impl Limiter {
     }
 
     /// Decide all checks without waiting in a queue: with prefetched tokens, by the denial cache, or by a call to the
-    /// store. If the store cannot answer, decide as `on_store_error` of each limit says.
+    /// store. If the store does not reply, decide by `on_store_error` of each limit.
     async fn check_now<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         if checks.is_empty() {
             return Ok(Decision::unlimited());
@@ -188,8 +190,8 @@ impl Limiter {
         let singleflight_group =
             self.singleflight.as_ref().and_then(|singleflight| Some((singleflight, check_group(checks)?)));
         let prefetched = || self.try_prefetched(checks, singleflight_group?);
-        // Prefetched tokens come before cached denials: the store may have denied because this process prefetched the
-        // tokens.
+        // Use prefetched tokens before cached denials: the store may have denied only because this process has
+        // prefetched the tokens.
         if let Some(decision) = prefetched().or_else(|| self.try_cached_denial(checks)) {
             return Ok(decision);
         }
@@ -197,7 +199,7 @@ impl Limiter {
         let mut first_permit_id = 0;
         if checks.iter().any(LimitCheck::is_concurrency) {
             first_permit_id = self.allocate_permit_ids(checks);
-            // Soon after an outage the store may not count all permits yet, so the local share must grant them too.
+            // Soon after an outage, the store may not know all permits yet, so the local share must grant them too.
             let is_recovering = self.store_handle.store.has_recovered_within(PERMIT_RECOVERY_TIME);
             if is_recovering && let Some(denial) = self.local_permit_denial(checks, first_permit_id) {
                 return Ok(denial);
@@ -210,7 +212,7 @@ impl Limiter {
         let result = match singleflight_group {
             Some((singleflight, group)) if self.store_handle.store.is_one_call(&charges) => {
                 let owned_charges = || checks.iter().map(|check| check.owned_charge(check.cost)).collect();
-                // On the heap: requests that the denial cache rejects never create this future.
+                // The future is boxed: requests that the denial cache rejects never create it.
                 Box::pin(singleflight.check(&self.store_handle, group, &charges, asked_at, owned_charges)).await
             }
             _ => {
@@ -241,8 +243,8 @@ impl Limiter {
                 let Store::Redis { fallback, .. } = &self.store_handle.store else {
                     return Err(StoreUnavailable(error));
                 };
-                // A call that did not run granted no permits. After any other error it is unknown whether the store
-                // granted the permits: dropping them releases them.
+                // A call that did not run has granted no permits. After any other error, the store may have granted the
+                // permits. Dropping the value releases them.
                 if let Some(permits) = permits.take()
                     && error.is_not_executed()
                 {
@@ -251,7 +253,8 @@ impl Limiter {
                 if error.is_overload() {
                     return decide_overloaded(checks, error);
                 }
-                // The local share grants permits with new ids: the release of the old ids must not release them.
+                // The local share grants permits with new ids, so that releasing the old ids does not release the new
+                // permits.
                 let first_local_id = self.allocate_permit_ids(checks);
                 let counters = (fallback.as_ref(), self.store_handle.events.as_ref());
                 let decision = decide_without_store(counters, checks, error, first_local_id)?;
@@ -271,7 +274,7 @@ impl Limiter {
         Ok(decision)
     }
 
-    /// Decide by the limits that have room in the memory store. The other limits cannot count and follow
+    /// Decide by the limits that have room in the memory store. The other limits cannot count, and follow
     /// `on_store_error`.
     fn check_with_room<'a>(
         &self,
@@ -302,7 +305,7 @@ impl Limiter {
         let charges: Vec<_> =
             concurrency_checks().map(|check| check.charge(DecidedBy::Local, first_permit_id)).collect();
         let verdict = fallback.decide(Operation::Check, &charges);
-        // If the memory store has no room for the permits, the store alone decides.
+        // If the memory store has no room for the permits, only the store decides.
         (verdict.granted == 0 && verdict.full_limits == 0)
             .then(|| Decision::new(verdict, DecidedBy::Local, concurrency_checks()))
     }
@@ -322,14 +325,14 @@ impl Limiter {
         Some(decision)
     }
 
-    /// Return the denial of a request if the denial cache has a denial of one of its checks.
+    /// Return the denial of a request if the denial cache contains a denial of one of its checks.
     fn try_cached_denial<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Option<Decision<'a>> {
         let denials = self.store_handle.denials.as_ref()?;
         let cached = |check: &LimitCheck<'_, '_>| {
             let hit = denials.get(check.key().local_hash(), check.variant.id, check.required());
             hit.filter(|_| check.is_cacheable())
         };
-        // Read each entry once: it may expire at any time, and the decision needs at least one denial.
+        // Read each entry only once: it may expire at any time, and the decision needs at least one denial.
         let (first_index, first_hit) =
             checks.iter().enumerate().find_map(|(index, check)| Some((index, cached(check)?)))?;
         let outcomes = checks.iter().enumerate().map(|(index, check)| {
@@ -342,7 +345,7 @@ impl Limiter {
         });
         let verdict = Verdict::new(0, first_hit.now_us, outcomes.collect());
         self.store_handle.store.count_check(AnsweredBy::DenialCache);
-        // The check that was denied first has queued the events.
+        // The first denial has already queued the events.
         Some(Decision { is_from_cache: true, ..Decision::new(verdict, DecidedBy::Store, checks.iter()) })
     }
 
@@ -355,7 +358,7 @@ impl Limiter {
         }
     }
 
-    /// Reserve a permit id for each limit index of the request. Return the first id.
+    /// Reserve a permit id for each limit index of the request. Return the first of these ids.
     fn allocate_permit_ids(&self, checks: &[LimitCheck<'_, '_>]) -> u64 {
         // The checks are in ascending order of `limit_index`.
         let permits = checks.last().map_or(0, |last| last.limit_index as u64 + 1);
@@ -375,9 +378,9 @@ impl Limiter {
         ConcurrencyPermits::requested(self.settlements.clone(), decided_by, charges)
     }
 
-    /// Attach the deferred charges of an admitted request to its decision. `charged_at` is the time of the charge (µs)
-    /// if it was made before the decision. If several servers decided, `decided_at_us` has one time for each check;
-    /// otherwise it is empty.
+    /// Attach the deferred charges of an admitted request to its decision. `charged_at` is the time of the charge in
+    /// µs, if the charge was made before the decision. If several servers decided, `decided_at_us` has one time for
+    /// each check. Otherwise it is empty.
     fn attach_deferred_charges(
         &self,
         checks: &[LimitCheck<'_, '_>],
@@ -403,7 +406,7 @@ impl Limiter {
         let is_counted = |check: &LimitCheck<'_, '_>| {
             check.deferred != Deferred::Nothing
                 && !decision.is_shadow_denied(check.limit)
-                // Without the store, the usage of other limits is counted as well.
+                // Without the store, the usage of the other limits is counted as well.
                 && (decision.decided_by == DecidedBy::Store || falls_back_locally(check) || check.limit.usage.is_some())
         };
         let debt_before_us = |check: &LimitCheck<'_, '_>| {
@@ -426,16 +429,16 @@ pub fn random_permit_id() -> u64 {
     Uuid::new_v4().as_u64_pair().0
 }
 
-/// Time after an outage during which the store may not know all concurrency permits of other gateways. These gateways
-/// register their permits when they detect that the store answers again: at most one probe (1.1 s) and one timeout
-/// later. Until then this gateway's local share applies as well.
+/// Time after an outage during which the store may not know all concurrency permits of other gateways. The other
+/// gateways register their permits when they detect that the store is available: at most one probe (1.1 s) and one
+/// timeout later. Until then, this gateway's local share applies as well.
 const PERMIT_RECOVERY_TIME: Duration = Duration::from_secs(2);
 
-/// The outcome of a limit that is not involved in a denial.
+/// The outcome of a limit that does not deny the request.
 const NOT_INVOLVED: Outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
 
-/// Hold the permits of an admitted request that its `counted` checks were granted. A shadow limit that denied granted
-/// none, and a renewal would add the permit beyond the limit.
+/// Keep the permits of an admitted request that its `counted` checks were granted. A shadow limit that denied has
+/// granted no permit, and a renewal would add the permit beyond the limit.
 fn hold_permits<'c>(
     permits: ConcurrencyPermits,
     counted: &(impl Iterator<Item = &'c LimitCheck<'c, 'c>> + Clone),
@@ -448,15 +451,15 @@ fn hold_permits<'c>(
 }
 
 /// Return the maximum number of waiting requests: `max_queue`, but not more than can be admitted within the maximum
-/// wait, because others would wait in vain. It is at least 1: a request joins an empty queue only if its retry time is
-/// within the maximum wait.
+/// wait, because further requests would wait in vain. The result is at least 1: a request joins an empty queue only if
+/// its retry time is within the maximum wait.
 fn max_queue_length(queued_check: &LimitCheck<'_, '_>, queue_policy: QueuePolicy) -> usize {
     let max_admitted = queued_check.variant.max_admitted_in(queue_policy.max_wait) / queued_check.cost.max(1);
     queue_policy.max_queue.min(usize::try_from(max_admitted).unwrap_or(usize::MAX).max(1))
 }
 
 /// Return the denial of a request if the wait queue of `queued_check` is full, or if the request timed out in this
-/// queue. After `max_wait` all requests that are queued now have left the queue.
+/// queue. After `max_wait`, all requests that are queued now have left the queue.
 fn queue_denial<'a>(
     checks: &[LimitCheck<'a, '_>],
     queued_check: &LimitCheck<'a, '_>,
@@ -468,12 +471,12 @@ fn queue_denial<'a>(
         if check.limit_index == queued_check.limit_index { exceeded } else { NOT_INVOLVED }
     };
     let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
-    // The decision is not local: the store is healthy.
+    // This is not a local decision, because the store works.
     Decision::new(verdict, DecidedBy::Store, checks.iter())
 }
 
 /// Return the group for coalescing, if all checks of the request can be coalesced with other requests of the same
-/// limits and identities. A request prefetches from all of its limits or none: the smallest `prefetch` applies.
+/// limits and identities. A request prefetches from all of its limits or none, and the smallest `prefetch` applies.
 fn check_group(checks: &[LimitCheck<'_, '_>]) -> Option<CheckGroup> {
     let state_hash = |check: &LimitCheck<'_, '_>| check.key().local_hash() ^ u128::from(check.variant.id) << 64;
     let id = || checks.iter().fold(0, |hash: u128, check| hash.rotate_left(1) ^ state_hash(check));
@@ -516,7 +519,7 @@ mod tests {
         let denied = limiter.check(&[LimitCheck::new(&full_limit, identity(3000)), shadow_check(1)]).await.unwrap();
         assert!(denied.admitted && denied.results.is_empty(), "the full limit does not count the identity: {denied:?}");
         assert_eq!(denied.shadow_denied.len(), 1);
-        // Time is paused: it advances from timer to timer, past the first renewal of the permits.
+        // The clock is paused. It advances from timer to timer, past the first renewal of the permits.
         sleep(ttl / 2).await;
         let Store::Memory(memory) = &limiter.store_handle.store else { panic!("{limiter:?}") };
         let (check, larger) = (shadow_check(0), rule(10));

@@ -1,4 +1,5 @@
-//! Token usage of LLM APIs: what a request may use, what its response has used, and what that costs. Without IO.
+//! Token usage of LLM APIs: the tokens that a request may use, the tokens that its response has used, and their cost.
+//! Without IO.
 
 pub mod json_scanner;
 pub mod provider;

@@ -55,17 +55,17 @@ use crate::upstream::Upstream;
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::retry::AttemptLog;
 
-/// Path of HTTP-01 challenges, before the token (RFC 8555 §8.3).
+/// Path of HTTP-01 challenges, without the token at its end (RFC 8555 §8.3).
 const HTTP_CHALLENGE_PATH: &str = "/.well-known/acme-challenge/";
 
-/// The gateway of one worker: its configuration snapshot, limiter and telemetry.
+/// The gateway in one worker: its configuration snapshot, limiter and telemetry.
 #[derive(Debug)]
 pub struct Gateway {
-    /// Current configuration snapshot. Each request holds one snapshot from its beginning to its end.
+    /// Current configuration snapshot. Each request uses the same snapshot from its beginning to its end.
     snapshot: ArcSwap<ConfigSnapshot>,
     limiter: Limiter,
-    /// Telemetry sinks of this worker only: each request updates the reference count, which workers must not contend
-    /// for.
+    /// Telemetry sinks of this worker only: each request updates the reference count, and workers must not contend for
+    /// it.
     sinks: Arc<TelemetrySinks>,
     request_metrics: Arc<RequestMetrics>,
     /// Index of the worker.
@@ -73,8 +73,8 @@ pub struct Gateway {
 }
 
 impl Gateway {
-    /// Create a gateway with its own connections to the upstream `clusters`: one for each of `config.upstreams`, in this
-    /// order. Its metrics are recorded under the index `worker`.
+    /// Create a gateway with its own connections to the upstreams in `clusters`, which has one entry for each of
+    /// `config.upstreams`, in the same order. The metrics of this gateway have the index `worker`.
     pub fn new(
         config: Arc<CompiledConfig>,
         limiter: Limiter,
@@ -86,8 +86,8 @@ impl Gateway {
         Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, worker }
     }
 
-    /// Apply another configuration from the next request on. Metrics and upstream connections that are the same in both
-    /// configurations are carried over.
+    /// Apply another configuration from the next request on. Metrics and upstream connections are carried over if they
+    /// are the same in both configurations.
     pub fn apply_config(&self, config: Arc<CompiledConfig>, clusters: &[Arc<UpstreamCluster>]) {
         let snapshot =
             ConfigSnapshot::carry_over(&self.snapshot.load(), config, clusters, &self.request_metrics, self.worker);
@@ -99,24 +99,24 @@ impl Gateway {
         self.snapshot.load().config.clone()
     }
 
-    /// Record a response to a request that the HTTP parser rejected.
+    /// Record the response to a request that the HTTP parser has rejected.
     pub fn record_unparsed(&self, status: StatusCode) {
         self.snapshot.load().metrics.record_unparsed(status);
     }
 
-    /// Wait until the work that requests leave behind is done: permits to release and late charges.
+    /// Wait until background work of requests is done: releases of permits and late charges.
     pub async fn flush_pending(&self) {
         self.limiter.flush_pending().await;
     }
 
-    /// Wait until `deadline` for copies of mirrored requests. Return the number of copies that are left.
+    /// Wait until `deadline` for the copies of mirrored requests. Return the number of copies that are not done.
     pub async fn drain_mirrors(&self, deadline: Instant) -> usize {
         let tasks = self.snapshot.load().mirror_tasks.clone();
         tasks.drain(deadline).await
     }
 
     /// Handle a request and return its response. `flow` is the HTTP/1.x connection or HTTP/2 stream of the request.
-    /// Dropping the future cancels everything it waits for.
+    /// Dropping the future cancels everything that it waits for.
     pub async fn handle(
         &self,
         mut request: Box<Request<RequestBody>>,
@@ -133,11 +133,11 @@ impl Gateway {
             request_body::discard_body(request, flow);
             return context.complete(Ok(response));
         }
-        // Apart from the head, which is borrowed while the body is read.
+        // The body is separate from the request headers, which are borrowed while the body is read.
         let mut body = mem::replace(request.body_mut(), RequestBody::empty());
         let admission = self.admit(&mut context, &request, &mut body).await;
         *request.body_mut() = body;
-        // Rendered here because the request is consumed below.
+        // The values are rendered here, because the request is consumed below.
         context.render_response_headers(&request);
         let result = match admission {
             Ok(admitted) => self.respond(&mut context, admitted, request).await,
@@ -153,11 +153,12 @@ impl Gateway {
     }
 
     /// Find the route of a request, check access rules, answer CORS preflights, check the declared body length, rewrite
-    /// the target, authenticate the client and check the limits. The `body` is separate, and polled only if the route or a
-    /// limit depends on it. Otherwise a client that waits for `100 Continue` does not send the body of a rejected request.
+    /// the target, authenticate the client and check the limits. The `body` is a separate argument. It is polled only if
+    /// the route or a limit depends on it. Otherwise a client that waits for `100 Continue` does not send the body of a
+    /// rejected request.
     ///
     /// # Errors
-    /// The request is rejected, or is a preflight: a [`Rejection`] is the response to any request that is not admitted.
+    /// The request is rejected or is a preflight. A [`Rejection`] is the response to any request that is not admitted.
     async fn admit<'a>(
         &self,
         context: &mut RequestContext<'a>,
@@ -173,10 +174,10 @@ impl Gateway {
             Ok(route) => Ok(route),
             Err(NoMatch::NeedsBody) => {
                 if config.checks_access {
-                    // Before the body of a denied client is read.
+                    // Check access before the body of a denied client is read.
                     access::check(context, &target, None, request)?;
                 }
-                // Boxed: few requests need space for this future.
+                // The future is boxed, because only few requests need space for it.
                 Box::pin(inspection::read_for_route(context, request, body)).await?;
                 let no_values = JsonBody::default();
                 let values = context.body.as_ref().and_then(|body| body.json()).unwrap_or(&no_values);
@@ -201,12 +202,12 @@ impl Gateway {
         let rewritten_target = target.rewrite(route, request.uri().query())?;
         let (credentials, authenticated) = authentication::authenticate(config, route, request.headers(), context.peer);
         if route.rate_limits.reads_body() && (authenticated.is_ok() || pending_provider(&authenticated).is_some()) {
-            // Boxed: few requests need space for this future.
+            // The future is boxed, because only few requests need space for it.
             Box::pin(inspection::inspect(context, route, request, body)).await?;
         }
         let decision = if let Some(pending) = pending_provider(&authenticated) {
             let pending = (credentials, pending);
-            // Boxed: requests that are authenticated without waiting need no space for this future.
+            // The future is boxed: requests that are authenticated without waiting need no space for it.
             Box::pin(rate_limit::check_limits_around_authentication(
                 &self.limiter,
                 context,
@@ -221,7 +222,7 @@ impl Gateway {
                 authenticated.map(|()| Decision::unlimited())
             } else {
                 let authenticated = (&credentials, authenticated);
-                // Boxed: requests without limits need no space for this future.
+                // The future is boxed: requests without limits need no space for it.
                 Box::pin(rate_limit::check_limits(&self.limiter, context, route, authenticated, &target, request)).await
             };
             context.credentials = credentials;
@@ -268,7 +269,7 @@ impl Gateway {
                 let upstream = &*context.snapshot.upstreams[index];
                 let started_at = monotonic();
                 let mut attempts = AttemptLog::new(context.is_recorded());
-                // Boxed: inline, it would be part of this future and be moved with it for every request.
+                // The future is boxed. Inline, it would be part of this future and be moved with it for every request.
                 let result = Box::pin(forward::forward(context, route, upstream, request, target, &mut attempts)).await;
                 context.snapshot.metrics.record_upstream(index, &result, started_at.elapsed(), &attempts);
                 context.record_upstream(upstream, &attempts, &result, started_at);
@@ -278,17 +279,19 @@ impl Gateway {
         if let (Some(llm), Ok(response)) = (context.llm.take(), &result) {
             context.settlement = llm.settlement(&mut decision, route, &context.snapshot.metrics, response);
         }
-        // Also if the upstream failed: its status may refund. Awaited, so that the headers have the values after it.
+        // Settle the costs even if the upstream failed: the status may cause a refund. Wait for the settlement, so that
+        // the headers have the values after it.
         rate_limit::settle(&mut decision, route, &result).await;
-        // On an error, dropping the decision releases the permits of the request.
+        // If there is an error, dropping the decision releases the permits of the request.
         let mut response = result.map_err(Rejection::Upstream)?;
         if route.cors.is_some() {
             cors::remove_headers(response.headers_mut());
         }
-        // The route may remove headers that the settlement has read. The rate limit headers are appended afterwards.
+        // The header rules of the route may remove headers that the settlement has read. The rate limit headers are
+        // appended after the header rules.
         route.response_headers.apply(response.headers_mut(), &context.response_values);
         rate_limit::append_ratelimit_headers(response.headers_mut(), route, &decision);
-        // Released when the response body ends.
+        // The permits are released when the response body ends.
         context.permits = decision.permits;
         Ok(response)
     }
@@ -302,9 +305,9 @@ fn pending_provider(authenticated: &Result<(), Rejection<'_>>) -> Option<usize> 
     }
 }
 
-/// Return the response to an HTTP-01 challenge, with which a CA validates a DNS name (RFC 8555 §8.3). The challenge
-/// precedes routes, redirects and access rules. Requests with unknown tokens go to the routes: the CA may be validating
-/// the order of another ACME client.
+/// Return the response to an HTTP-01 challenge, by which a CA validates a DNS name (RFC 8555 §8.3). The challenge takes
+/// precedence over routes, redirects and access rules. Requests with unknown tokens are routed, because the CA may be
+/// validating the order of another ACME client.
 fn challenge_response(acme: &Acme, request: &Request<RequestBody>) -> Option<Response<Body>> {
     let token = request.uri().path().strip_prefix(HTTP_CHALLENGE_PATH)?;
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
@@ -320,18 +323,18 @@ fn challenge_response(acme: &Acme, request: &Request<RequestBody>) -> Option<Res
 /// A request admitted by its limits.
 struct AdmittedRequest<'a> {
     route: &'a Route,
-    /// The decision about its limits, with permits and deferred charges.
+    /// The decision about the limits of the request, with permits and deferred charges.
     decision: Decision<'a>,
     /// Path in canonical form, if it differs from the received path.
     forwarded_path: Option<String>,
-    /// Path and query after the route's rewrite, if it has one. It replaces `forwarded_path`.
+    /// Path and query after the route's rewrite, if the route has one. This value replaces `forwarded_path`.
     rewritten_target: Option<PathAndQuery>,
 }
 
 // === Configuration snapshot ===
 
-/// A configuration with the worker's upstream connections, and with metrics by the indices of its routes and upstreams.
-/// A reload replaces the snapshot as a whole.
+/// A configuration with the upstream connections of the worker, and with metrics by the indices of its routes and
+/// upstreams. A reload replaces the whole snapshot.
 #[derive(Debug)]
 struct ConfigSnapshot {
     config: Arc<CompiledConfig>,
@@ -353,7 +356,7 @@ impl ConfigSnapshot {
         ConfigSnapshot { config, upstreams, metrics, mirror_tasks: MirrorTasks::default() }
     }
 
-    /// Create the snapshot that replaces `previous`, with its connections to upstreams that still exist.
+    /// Create the snapshot that replaces `previous`, and take over its connections to upstreams that still exist.
     pub(crate) fn carry_over(
         previous: &ConfigSnapshot,
         config: Arc<CompiledConfig>,

@@ -1,5 +1,5 @@
-//! The differences between two configurations, in words. Both configurations are compared as written in their files,
-//! with secrets redacted. Neither defaults nor the content of other files are compared.
+//! The differences between two configurations, as sentences. Both configurations are compared as they are written in
+//! their files, with secrets redacted. Neither defaults nor the content of other files are compared.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,9 +10,10 @@ use serde_json::Value;
 pub struct Difference {
     /// The table that differs: `route`, `limit`, `listener`, …, or `server` for a key of `[server]`.
     pub table: String,
-    /// Name of the entry: of a route, limit or upstream, or the address of a listener. `None` for other tables.
+    /// Name of the entry: the name of a route, limit or upstream, or the address of a listener. `None` for other
+    /// tables.
     pub name: Option<String>,
-    /// The difference in words: `added`, `removed`, or each changed key with its old and its new value.
+    /// The difference as text: `added`, `removed`, or each changed key with its old and its new value.
     pub text: String,
     /// Whether both configurations have the entry.
     pub is_change: bool,
@@ -42,7 +43,7 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
             (None, Some(_)) if name.is_some() => push("added".to_owned()),
             (Some(_), None) if name.is_some() => push("removed".to_owned()),
             (old, new) if old != new => {
-                // Keys of an entry are named without their table; keys of other tables are named with it.
+                // Keys of an entry are printed without the table name, keys of other tables with it.
                 let prefix = if name.is_some() { "" } else { &**table };
                 let changes = changed_keys(prefix, old.copied(), new.copied());
                 if name.is_some() { push(changes.join("; ")) } else { changes.into_iter().for_each(push) }
@@ -54,7 +55,7 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
 }
 
 /// The parts of a configuration by table and name: entries of named tables (`[limit.NAME]`) and of arrays of tables
-/// (`[[route]]`), and all other keys of the root with an empty name.
+/// (`[[route]]`). All other keys of the root have an empty name.
 fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
     let mut found = BTreeMap::new();
     let Some(tables) = config.as_object() else { return found };
@@ -64,14 +65,14 @@ fn entries(config: &Value) -> BTreeMap<(String, Option<String>), &Value> {
                 for item in items {
                     let name = ["name", "address", "path"].iter().find_map(|key| item[*key].as_str());
                     let mut name = name.unwrap_or_default().to_owned();
-                    // Two entries may have the same name, because routes need no name.
+                    // Two entries may have the same name, because routes do not need a name.
                     while found.contains_key(&(table.clone(), Some(name.clone()))) {
                         name.push('\'');
                     }
                     found.insert((table.clone(), Some(name)), item);
                 }
             }
-            // Tables of tables by name, such as `[limit.NAME]`.
+            // Tables whose entries are tables with a name, such as `[limit.NAME]`.
             Value::Object(items) if NAMED_TABLES.contains(&&**table) => {
                 found.extend(items.iter().map(|(name, item)| ((table.clone(), Some(name.clone())), item)));
             }

@@ -15,11 +15,11 @@ use crate::config::secrets::redact;
 /// One error or warning in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Issue {
-    /// Byte range in the file. `None` for issues of the file as a whole.
+    /// Byte range in the file. `None` for an issue of the whole file.
     pub span: Option<Range<usize>>,
     /// The error.
     pub message: String,
-    /// What the operator can do about it.
+    /// What the operator can do about the error.
     pub hint: Option<String>,
 }
 
@@ -35,7 +35,7 @@ impl Issue {
         self
     }
 
-    /// Return the line and column of the span's start. Both count from 1; a column is a character.
+    /// Return the line and column of the span's start. Line and column count from 1, and a column is a character.
     pub fn position(&self, text: &str) -> Option<(usize, usize)> {
         let before = text.get(..self.span.as_ref()?.start)?;
         let line = before.rsplit('\n').next().unwrap_or_default();
@@ -50,7 +50,7 @@ pub struct FileIssues {
     pub path: PathBuf,
     /// Text of the file. Empty if the file could not be read.
     pub text: String,
-    /// The issues, in the order in which they were found.
+    /// The issues, in the order in which the checks found them.
     pub issues: Vec<Issue>,
 }
 
@@ -61,25 +61,25 @@ impl FileIssues {
         FileIssues { path: path.to_owned(), text: String::new(), issues: vec![issue] }
     }
 
-    /// Return the path for display. It may come from the configuration, so secrets in it are redacted.
+    /// Return the path for display. The path may come from the configuration, so secrets in it are redacted.
     pub fn display_path(&self) -> String {
         redact(&self.path.display().to_string())
     }
 
-    /// Return the issues in file order with secrets redacted, for output without the source lines.
+    /// Return the issues in file order with secrets redacted, for output without source lines.
     pub fn redacted_issues(&self) -> Vec<Issue> {
         let redacted = RedactedText::new(&self.text);
         self.sorted_issues().into_iter().map(|issue| redact_issue(&redacted, issue)).collect()
     }
 
-    /// Return the issues in file order. They were found in the order of the checks.
+    /// Return the issues in the order of their position in the file. The checks found them in another order.
     pub fn sorted_issues(&self) -> Vec<&Issue> {
         let mut issues: Vec<_> = self.issues.iter().collect();
         issues.sort_by_key(|issue| issue.span.as_ref().map_or(0, |span| span.start));
         issues
     }
 
-    /// Return the report on this file. The renderer decides about colours.
+    /// Return the report on this file. The renderer determines whether the report has colors.
     pub fn report(&self, level: &Level<'_>, renderer: &Renderer) -> String {
         let path = self.display_path();
         let redacted_text = RedactedText::new(&self.text);
@@ -92,7 +92,8 @@ impl FileIssues {
     }
 }
 
-/// The configuration is unusable. Displays as a report with file, line, column, the source line and a hint.
+/// The configuration is unusable. Its `Display` implementation prints a report with file, line, column, the source line
+/// and a hint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigError {
     /// The files with errors.
@@ -108,7 +109,7 @@ impl fmt::Display for ConfigError {
 }
 
 impl ConfigError {
-    /// Return the report. The renderer decides about colours.
+    /// Return the report. The renderer determines whether the report has colors.
     pub fn report(&self, renderer: &Renderer) -> String {
         let parts: Vec<_> = self.files.iter().map(|file| file.report(&Level::ERROR, renderer)).collect();
         parts.join("\n\n")
@@ -131,7 +132,7 @@ fn render(renderer: &Renderer, level: &Level<'_>, path: &str, text: &str, issue:
         }
         return renderer.render(&[group]);
     };
-    // The span of a table may cover many lines. Only its first line is marked.
+    // The span of a table may have many lines. Only the first line of the span is marked.
     let line_end = text[span.start..].find('\n').map_or(text.len(), |end| span.start + end);
     let span = span.start..span.end.min(line_end).max(span.start);
     let snippet = Snippet::source(text).path(path).annotation(AnnotationKind::Primary.span(span));

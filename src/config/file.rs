@@ -1,5 +1,5 @@
-//! Reads a configuration file: parses the TOML, substitutes environment variables, deserializes, and collects unknown
-//! keys.
+//! Reads a configuration file: parses the TOML text, substitutes environment variables, deserializes the values, and
+//! collects unknown keys.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ use crate::config::{
     ListenerTls, Log, Server, Store, StoreTls, Tiers,
 };
 
-/// A parsed file, with the issues found so far.
+/// A parsed file, with the issues that were found while parsing it.
 #[derive(Debug)]
 pub struct ParsedFile<T> {
     /// The deserialized values.
@@ -36,18 +36,18 @@ pub struct ParsedFile<T> {
     pub sources: Sources,
     /// Unknown keys, and errors of `include`.
     pub issues: Vec<Issue>,
-    /// Values with environment variables that are not set or not closed.
+    /// Values with an environment variable that is not set or has no closing brace.
     pub unresolved: Vec<UnresolvedValue>,
-    /// Values that work, but perhaps not as intended.
+    /// Values that are valid, but may not have the intended meaning.
     pub warnings: Vec<Issue>,
 }
 
-/// A value with an environment variable that has no value. The variable is replaced by a placeholder.
+/// A value with an environment variable that has no value. The variable is replaced with a placeholder.
 #[derive(Debug)]
 pub struct UnresolvedValue {
     /// The keys that lead to the value, joined by dots.
     key: String,
-    /// Whether `${` has no `}`.
+    /// Whether `${` has no closing `}`.
     is_malformed: bool,
     issue: Issue,
 }
@@ -59,19 +59,19 @@ impl UnresolvedValue {
     }
 }
 
-/// How environment variables that are not set and have no default are reported.
+/// How to report environment variables that are not set and have no default.
 #[derive(Debug, Clone, Copy)]
 pub enum UnsetVariables<'a> {
-    /// They are errors.
+    /// Report the variables as errors.
     Error,
-    /// They are warnings if any text would be valid in place of the variable, such as a password.
+    /// Report the variables as warnings if any text would be valid in their place, such as a password.
     WarnIfValid,
-    /// They are warnings, except in the values of these keys and of the keys below them.
+    /// Report the variables as warnings, except in the values of these keys and of the keys below them.
     WarnExcept(&'a [&'a str]),
 }
 
-/// Divide the issues of files into errors and warnings. Issues that an unresolved value causes are dropped: the
-/// variable is the error. `warnings` are those of the parser.
+/// Divide the issues of files into errors and warnings. An issue that is caused by an unresolved value is dropped,
+/// because the variable is the error. `warnings` are the warnings of the parser.
 pub fn resolve_issues(
     sources: &Sources,
     issues: Vec<Issue>,
@@ -82,7 +82,8 @@ pub fn resolve_issues(
     let causes = |value: &UnresolvedValue, issue: &Issue| match (&value.issue.span, &issue.span) {
         (Some(value), Some(issue)) => {
             let line = sources.line_before(issue.start);
-            // The span of a list or an inline table includes the value. The header of a `[table]` starts a line.
+            // The span of a list or an inline table includes the value. The header of a `[table]` is at the start of a
+            // line.
             contains(value, issue) || (contains(issue, value) && !line.trim().is_empty())
         }
         _ => false,
@@ -128,7 +129,7 @@ pub fn read_gateway(path: &Path, environment: EnvLookup<'_>) -> Result<ParsedFil
 /// Parse `text` as the content of `gateway.toml`, and the files that it includes.
 ///
 /// # Errors
-/// As for [`read_gateway`].
+/// The errors of [`read_gateway`].
 pub fn parse_gateway(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, ConfigError> {
     let parsed =
         include::read(path, text, environment).and_then(|(sources, issues)| parse(sources, issues, environment, false));
@@ -146,7 +147,7 @@ pub fn parse_consumers(
 ) -> Result<ParsedFile<Consumers>, FileIssues> {
     let sources = Sources::new(path, utf8_text(path, content.to_vec())?);
     parse(sources, Vec::new(), environment, true).map_err(|files| {
-        // One file has at most one syntax or type error.
+        // A file has at most one syntax or type error.
         files.into_iter().next().unwrap_or_else(|| FileIssues::from_message(path, "cannot be parsed"))
     })
 }
@@ -154,7 +155,7 @@ pub fn parse_consumers(
 /// Return the content of a file as text.
 ///
 /// # Errors
-/// The content is not UTF-8. The issue has the span of the first invalid byte.
+/// The content is not UTF-8. The span of the issue is the first invalid byte.
 pub(crate) fn utf8_text(path: &Path, content: Vec<u8>) -> Result<String, FileIssues> {
     String::from_utf8(content).map_err(|error| {
         let start = error.utf8_error().valid_up_to();
@@ -162,7 +163,7 @@ pub(crate) fn utf8_text(path: &Path, content: Vec<u8>) -> Result<String, FileIss
         let encoding =
             if content.starts_with(b"\xff\xfe") || content.starts_with(b"\xfe\xff") { "utf-16" } else { "latin1" };
         let byte = content.get(start).copied().unwrap_or_default();
-        // The text before the invalid byte keeps its offsets. The byte becomes U+FFFD.
+        // The text before the invalid byte keeps its offsets. The invalid byte becomes U+FFFD.
         let text = String::from_utf8_lossy(content).into_owned();
         let span = start..start + char::REPLACEMENT_CHARACTER.len_utf8();
         let issue = Issue::new(span, format!("the byte 0x{byte:02x} is not UTF-8"))
@@ -171,13 +172,14 @@ pub(crate) fn utf8_text(path: &Path, content: Vec<u8>) -> Result<String, FileIss
     })
 }
 
-/// Hint if `gateway.toml` does not exist.
+/// The hint that is shown if `gateway.toml` does not exist.
 const MISSING_GATEWAY_HINT: &str = "name the file with --config FILE, or create one with `sluicegate init`";
 
-/// Hint if `consumers.toml` does not exist.
+/// The hint that is shown if `consumers.toml` does not exist.
 pub const MISSING_CONSUMERS_HINT: &str = "`sluicegate key new --consumer NAME --create` creates it";
 
-/// Create the issue for a file that cannot be read. `missing_hint` is the hint if the file does not exist.
+/// Create the issue for a file that cannot be read. `missing_hint` is the hint that is shown if the file does not
+/// exist.
 pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) -> FileIssues {
     let hint = match error.kind() {
         std::io::ErrorKind::NotFound => missing_hint,
@@ -187,7 +189,7 @@ pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) 
     FileIssues { path: path.to_owned(), text: String::new(), issues: vec![issue] }
 }
 
-/// Parse the texts of all files, and deserialize their tables as one. `issues` are those of `include`.
+/// Parse the texts of all files, and deserialize their tables together. `issues` are the issues of `include`.
 ///
 /// # Errors
 /// A text is not valid TOML, or has a value of the wrong type.
@@ -262,9 +264,9 @@ fn syntax_hint(text: &str, message: &str, span: &Range<usize>) -> Option<String>
         let first = first_definition(&text[..line_start], line)?;
         return Some(format!("the first one is in line {first}"));
     }
-    // The value that contains the error: after the last `=`, or in a list after the last `[` or `,`.
+    // The value that contains the error begins after the last `=`, or in a list after the last `[` or `,`.
     let offset = (span.start - line_start).min(line.len());
-    // The error is at the `=`, in the value or after it.
+    // The error is at the `=`, in the value or after the value.
     let before = line.get(..offset + usize::from(line[offset..].starts_with('=')))?;
     let equals = before.rfind('=')?;
     let key = before[..equals].rsplit(['{', ',', ' ', '\t']).find(|word| !word.is_empty())?;
@@ -296,22 +298,22 @@ fn first_definition(before: &str, line: &str) -> Option<usize> {
         if definition(line).as_ref() == Some(&name) {
             first = first.or(Some(index + 1));
         } else if is_header && !name.starts_with('[') {
-            // Keys of another table.
+            // These keys belong to another table.
             first = None;
         }
     }
     first
 }
 
-/// Keys with durations, besides those that end in `timeout`.
+/// Keys whose values are durations, besides the keys that end with `timeout`.
 const DURATION_KEYS: [&str; 6] =
     ["interval", "base_ejection_time", "slow_start", "max_wait", "max_age", "accept_grace"];
 
-/// Keys with sizes.
+/// Keys whose values are sizes.
 const SIZE_KEYS: [&str; 7] =
     ["min_body_rate", "request_buffer", "max_buffered", "inspect_body", "max_header_size", "max_uri", "max_body"];
 
-/// Return a hint for common type errors. `path` has the keys that lead to the value.
+/// Return a hint for common type errors. `path` contains the keys that lead to the value.
 fn type_hint(message: &str, path: &[&str]) -> Option<String> {
     let (found, expected) = message.strip_prefix("invalid type: ")?.split_once(", expected ")?;
     let kind = found.split(' ').next()?;
@@ -358,7 +360,7 @@ fn inner_key_path<'t>(value: &'t Spanned<DeValue<'_>>, span: &Range<usize>) -> O
     }
 }
 
-/// Substitutes environment variables, and collects those without a value.
+/// Substitutes environment variables, and collects the variables without a value.
 struct Environment<'a> {
     variable: EnvLookup<'a>,
     unresolved: Vec<UnresolvedValue>,
@@ -374,8 +376,8 @@ impl Environment<'_> {
         }
     }
 
-    /// Replace `${NAME}` and `${NAME:-default}` in every string; `$${` is a literal `${`. This happens after parsing, so
-    /// that a value cannot become TOML syntax.
+    /// Replace `${NAME}` and `${NAME:-default}` in every string. `$${` stands for a literal `${`. Variables are
+    /// substituted after parsing, so that a value cannot become TOML syntax.
     fn substitute(&mut self, value: &mut Spanned<DeValue<'_>>, path: &mut Vec<String>) {
         let span = value.span();
         match value.get_mut() {
@@ -412,13 +414,13 @@ impl Environment<'_> {
                 None => (expression, None),
             };
             match (self.variable)(name).filter(|value| !value.is_empty() || default.is_none()) {
-                // The value of a variable is literal, so that it cannot name variables of the request.
+                // The value of a variable is literal, so that it cannot contain variables of the request.
                 Some(found) if is_template(path) => out.push_str(&found.replace('{', "{{").replace('}', "}}")),
                 Some(found) => out.push_str(&found),
                 None => match default {
                     Some(default) => out.push_str(default),
                     None => {
-                        // The placeholders differ, so that they are not duplicates of each other.
+                        // Each placeholder is different, so that two placeholders are never duplicates.
                         out.push_str(&format!("unset{}", self.unresolved.len()));
                         let issue = Issue::new(span.clone(), format!("environment variable `{name}` is not set"))
                             .with_hint(format!("set the variable, or give a default: ${{{name}:-value}}"));
@@ -438,7 +440,8 @@ fn is_template(path: &[String]) -> bool {
     matches!(path, [.., rules, set, _] if set == "set" && matches!(&**rules, "request_headers" | "response_headers"))
 }
 
-/// Warn of `$NAME`, which is not substituted. Regular expressions and the bodies of responses may contain it.
+/// Warn about `$NAME`, which is not substituted. `$NAME` is allowed in regular expressions and in the bodies of
+/// responses.
 fn variable_without_braces(text: &str, path: &[String], span: &Range<usize>) -> Option<Issue> {
     const REGEX_SIGNS: [&str; 6] = ["^", "\\", "(", "[^", ".*", ".+"];
     if path.last().is_some_and(|key| key == "body") || REGEX_SIGNS.iter().any(|signs| text.contains(signs)) {
@@ -455,7 +458,7 @@ fn variable_without_braces(text: &str, path: &[String], span: &Range<usize>) -> 
         (is_name && is_word).then_some(name)
     })?;
     let keys: Vec<_> = path.iter().map(String::as_str).collect();
-    // The text may be a password that contains `$`.
+    // The text may be a password that contains `$`, so it is not shown.
     let name = if is_secret(&keys, text) || !secret_ranges(text).is_empty() { "NAME" } else { name };
     let issue = Issue::new(
         span.clone(),
@@ -501,10 +504,10 @@ fn key_span(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usiz
     }
 }
 
-/// Planned keys that have no effect yet, by table. They are rejected as not supported instead of unknown.
+/// Planned keys that have no effect yet, by table. The gateway rejects these keys as not supported instead of unknown.
 const UNSUPPORTED_KEYS: &[(&str, &[&str])] = &[("listener", &["http3"]), ("auth", &["query"])];
 
-/// Return the message and the hint for a table that `[auth.NAME]` replaces. The hint has the values of the file.
+/// Return the message and the hint for a table that `[auth.NAME]` replaces. The hint contains the values in the file.
 fn replaced_table(table: &str, file: &DeTable<'_>, sources: &Sources) -> Option<(String, Option<String>)> {
     let (provider, kind) = match table {
         "api_key" => ("keys", "api-key"),
@@ -525,7 +528,7 @@ fn replaced_table(table: &str, file: &DeTable<'_>, sources: &Sources) -> Option<
     Some((format!("the table `[{table}]` must be a provider, `[auth.NAME]`"), Some(hint)))
 }
 
-/// Names of `health_check` in other programs.
+/// Names that other programs use for `health_check`.
 const HEALTH_CHECK_NAMES: [&str; 4] = ["health", "healthcheck", "health_path", "health_uri"];
 
 /// Return the name of the table at a path and its supported keys.
@@ -571,7 +574,7 @@ fn known_keys(path: &[String]) -> (&'static str, &'static [&'static str]) {
 }
 
 /// Return the message and the hint for a key of a route that has another name and form in Sluicegate. The hint shows
-/// the value in this form.
+/// the value in the form of Sluicegate.
 fn replaced_key(path: &[String], table: &DeTable<'_>, sources: &Sources) -> Option<(String, Option<String>)> {
     let [first, index, key] = path else { return None };
     let route = table.get(first.as_str()).filter(|_| first == "route")?.get_ref().as_array()?;
@@ -664,7 +667,7 @@ pub struct FileSnapshot {
     pub content: Vec<u8>,
 }
 
-/// Omits the content, which may be secret.
+/// Omit the content, which may be secret.
 impl fmt::Debug for FileSnapshot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Snapshot").field("path", &self.path).finish_non_exhaustive()

@@ -1,4 +1,4 @@
-//! Included files: the patterns of `include`, the texts of all files of a configuration, and their tables as one.
+//! Included files: the patterns of `include`, the texts of all files of a configuration, and their combined tables.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -12,17 +12,17 @@ use toml::de::{DeTable, DeValue};
 use crate::config::error::{FileIssues, Issue};
 use crate::config::file::{EnvLookup, FileSnapshot, closest_name, substituted, utf8_text};
 
-/// The tables that an included file may have. Their entries join those of the including file.
+/// The tables that an included file may have. The entries of these tables are added to those of the including file.
 const INCLUDED_TABLES: [&str; 4] = ["route", "limit", "upstream", "auth"];
 
 /// The included tables as they are written.
 const TABLE_FORMS: &str = "an included file has [[route]], [limit.NAME], [upstream.NAME] and [auth.NAME] only";
 
-/// The texts of a configuration: a file, and the files that it includes. The spans of all values count bytes in all
-/// texts together, so that a span also says which file it is in.
+/// The texts of a configuration: one file, and the files that it includes. A span counts bytes in the concatenation of
+/// all texts, so that it also identifies its file.
 #[derive(Debug, Clone)]
 pub struct Sources {
-    /// The including file, followed by the included files in the order of their tables.
+    /// The including file first, followed by the included files in the order of their tables.
     files: Vec<SourceFile>,
     /// Directories in which files that `include` names exist or may appear.
     directories: BTreeSet<PathBuf>,
@@ -35,7 +35,7 @@ pub struct SourceFile {
     pub path: PathBuf,
     /// Text of the file.
     pub text: String,
-    /// Offset of the text in the spans.
+    /// Offset of this text in the concatenation of all texts.
     pub(super) start: usize,
 }
 
@@ -56,22 +56,22 @@ impl Sources {
     }
 
     fn add(&mut self, path: PathBuf, text: String) {
-        // The byte between two texts keeps the end of one apart from the start of the next.
+        // One byte between two texts separates the end of one text from the start of the next.
         let start = self.files.last().map_or(0, |last| last.start + last.text.len() + 1);
         self.files.push(SourceFile { path, text, start });
     }
 
-    /// Return the index of the file that a span is in.
+    /// Return the index of the file that contains a span.
     fn index_of(&self, span: &Range<usize>) -> usize {
         self.files.partition_point(|file| file.start <= span.start).saturating_sub(1)
     }
 
-    /// Return the file that a span is in. There is always a first file.
+    /// Return the file that contains a span. There is always at least one file.
     fn file_of(&self, span: &Range<usize>) -> Option<&SourceFile> {
         self.files.get(self.index_of(span))
     }
 
-    /// Return the directory of the file that a span is in.
+    /// Return the directory of the file that contains a span.
     pub fn directory_of(&self, span: &Range<usize>) -> &Path {
         self.file_of(span).and_then(|file| file.path.parent()).unwrap_or(Path::new(""))
     }
@@ -96,13 +96,13 @@ impl Sources {
         if self.files.len() > 1 { format!("line {line} of {}", file.path.display()) } else { format!("line {line}") }
     }
 
-    /// Return the hint that names the line of an earlier definition.
+    /// Return a hint that contains the line of an earlier definition.
     pub fn first_line_hint(&self, first: &Range<usize>) -> String {
         format!("the first one is in {}", self.line_name(first))
     }
 
-    /// Divide issues by file. Their spans then refer to their own file. Issues without a span belong to the including
-    /// file.
+    /// Divide issues by file. The spans of the returned issues refer to their own file. Issues without a span belong to
+    /// the including file.
     pub fn by_file(&self, issues: Vec<Issue>) -> Vec<FileIssues> {
         let mut by_file: Vec<_> = self.files.iter().map(|_| Vec::new()).collect();
         for mut issue in issues {
@@ -143,7 +143,7 @@ pub(super) fn read(
     if faulty.is_empty() { Ok((sources, issues)) } else { Err(faulty) }
 }
 
-/// The files of a configuration at the time when they were read, and the directories in which more may appear.
+/// The files of a configuration as they were read, and the directories in which more files may appear.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigFiles {
     /// The including file.
@@ -167,7 +167,7 @@ impl ConfigFiles {
         }
     }
 
-    /// Read the files of a configuration, which may be invalid. Included files that cannot be read are left out.
+    /// Read the files of a configuration, which may be invalid. Included files that cannot be read are omitted.
     ///
     /// # Errors
     /// The including file cannot be read.
@@ -179,7 +179,7 @@ impl ConfigFiles {
     }
 }
 
-/// The files that the patterns of `include` name.
+/// The files that match the patterns of `include`.
 #[derive(Debug, Default)]
 struct Expansion {
     /// Path of each file, with the span of its pattern.
@@ -188,7 +188,7 @@ struct Expansion {
     issues: Vec<Issue>,
 }
 
-/// Expand the patterns of `include` in the text of a file. Errors of the text itself are reported elsewhere.
+/// Expand the patterns of `include` in the text of a file. Errors in the text itself are reported elsewhere.
 fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
     let mut expansion = Expansion::default();
     if !text.contains("include") {
@@ -200,7 +200,7 @@ fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
     for pattern in patterns.into_iter().flat_map(|patterns| patterns.iter()) {
         let (Some(written), span) = (pattern.get_ref().as_str(), pattern.span()) else { continue };
         let Some(written) = substituted(written, environment) else {
-            // The variable is the error.
+            // The unset variable is reported as the error.
             expansion.issues.push(Issue::new(span, "cannot find the included files, because an environment variable is not set"));
             continue;
         };
@@ -233,12 +233,12 @@ fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
     expansion
 }
 
-/// Return the path that all names of a file have in common.
+/// Return the canonical path of a file, which is the same for all its names.
 fn canonical(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
-/// Return the files that a pattern matches, sorted by name. Add the directory to watch to `directories`.
+/// Return the files that a pattern matches, sorted by name. Add the directory that must be watched to `directories`.
 ///
 /// # Errors
 /// The pattern is not valid, or its directory cannot be read.
@@ -257,9 +257,9 @@ fn matching_files(path: &Path, pattern: &str, directories: &mut BTreeSet<PathBuf
         return Err(issue(format!("`{pattern}` has a wildcard in the name of a directory"), hint));
     }
     let base = path.parent().unwrap_or(Path::new(""));
-    // Joining an empty path would add a slash.
+    // Joining an empty path would append a slash.
     let directory = if directory.is_empty() { base.to_owned() } else { base.join(directory) };
-    // A directory that does not exist cannot be watched; its parent can, in which it may appear.
+    // A directory that does not exist cannot be watched. Watch its parent instead, in which the directory may appear.
     let is_present = |directory: &&Path| directory.as_os_str().is_empty() || directory.is_dir();
     directories.extend(directory.ancestors().find(is_present).map(Path::to_owned));
     if !name.contains(['*', '?']) {
@@ -283,7 +283,7 @@ fn matches_pattern(pattern: &str, name: &OsStr) -> bool {
         return false;
     }
     let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
-    // `matched[n]`: the pattern so far matches the first n characters of the name.
+    // `matched[n]` is true if the pattern up to the current position matches the first n characters of the name.
     let mut matched: Vec<bool> = (0..=name.len()).map(|length| length == 0).collect();
     for sign in pattern {
         let mut next = vec![sign == '*' && matched[0]];
@@ -299,9 +299,9 @@ fn matches_pattern(pattern: &str, name: &OsStr) -> bool {
     matched.last() == Some(&true)
 }
 
-// The tables of all files as one.
+// The combined tables of all files.
 
-/// Add an offset to all spans of a table.
+/// Add an offset to all spans in a table.
 pub(super) fn shift_spans<'t>(table: DeTable<'t>, offset: usize) -> DeTable<'t> {
     fn shifted<T>(value: Spanned<T>, offset: usize) -> Spanned<T> {
         let span = value.span();
@@ -378,7 +378,7 @@ pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &
                     }
                 }
             }
-            // Deserialization reports the type of the other table.
+            // The deserialization reports an error about the type of the other table.
             _ => {}
         }
     }

@@ -1,4 +1,4 @@
-//! Redacts secrets in configuration text. Error reports end up in logs.
+//! Redacts secrets in configuration text. Error reports may be written to logs.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -12,9 +12,9 @@ use crate::config::secrets::{MASK, is_secret, is_secret_name, redact, secret_ran
 /// A text with its secrets redacted.
 #[derive(Debug)]
 pub(super) struct RedactedText {
-    /// The text with asterisks instead of secrets. Every byte keeps its offset.
+    /// The text with asterisks instead of secrets. Each byte keeps its offset in the text.
     pub(super) text: String,
-    /// The secrets, as written in the file.
+    /// The secrets, as they are written in the file.
     secrets: Vec<String>,
 }
 
@@ -23,7 +23,7 @@ impl RedactedText {
         let mut redacted = RedactedText { text: text.to_owned(), secrets: Vec::new() };
         match DeTable::parse(text) {
             Ok(table) => redacted.redact_table(text, table.get_ref(), &mut Vec::new()),
-            // Invalid TOML is redacted line by line. This may hide too much, but not too little.
+            // A text that is not valid TOML is redacted line by line. This may hide too much, but never too little.
             Err(_) => redacted.text = text.split_inclusive('\n').map(redact_line).collect(),
         }
         redacted
@@ -35,13 +35,13 @@ impl RedactedText {
         let mut out = String::new();
         for (index, quoted) in message.split('`').enumerate() {
             out.push_str(if index == 0 { "" } else { "`" });
-            // Values are quoted in backticks. URLs outside of backticks are examples.
+            // Messages quote values in backticks. URLs outside of backticks are only examples.
             out.push_str(&if index % 2 == 1 { redact(quoted) } else { quoted.to_owned() });
         }
         out
     }
 
-    /// Return the hint without secrets. URLs in hints are examples.
+    /// Return the hint without secrets. URLs in hints are only examples.
     pub(super) fn redact_hint(&self, hint: &str) -> String {
         self.secrets.iter().fold(hint.to_owned(), |redacted_hint, secret| redacted_hint.replace(secret, MASK))
     }
@@ -64,14 +64,14 @@ impl RedactedText {
                 let found = secret_ranges(string);
                 let within = text.get(span.clone()).and_then(|raw| raw.find(&**string));
                 match within {
-                    // Short URL parts are often common words. Messages quote the whole URL, which `redact_message`
-                    // covers.
+                    // Short parts of a URL are often common words, so they are not searched for. Messages quote the
+                    // whole URL, which `redact_message` covers.
                     Some(from) => found.into_iter().for_each(|part| {
                         let start = span.start + from;
                         self.text = mask_range(&self.text, start + part.start, start + part.end);
                         self.remember_secret(&string[part], 6);
                     }),
-                    // The string is written with escapes, so the offsets of its parts are unknown.
+                    // The string contains escape sequences, so the offsets of its parts are unknown.
                     None if !found.is_empty() => self.hide_value(span, string),
                     None => {}
                 }
@@ -84,7 +84,7 @@ impl RedactedText {
         }
     }
 
-    /// Remember a secret for `redact_message`. Shorter texts occur in words that are not secret.
+    /// Record a secret for `redact_message`. Shorter texts also occur in words that are not secret.
     fn remember_secret(&mut self, secret: &str, min_length: usize) {
         if secret.len() >= min_length && !secret.contains("${") {
             self.secrets.push(secret.to_owned());
@@ -116,7 +116,7 @@ fn redact_line(line: &str) -> String {
     redacted_line
 }
 
-/// Replace letters and digits by asterisks, except in the names of environment variables.
+/// Replace letters and digits with asterisks, except in the names of environment variables.
 fn mask_range(line: &str, from: usize, to: usize) -> String {
     let (before, rest) = line.split_at(from);
     let (secret, after) = rest.split_at(to - from);
@@ -139,8 +139,8 @@ fn asterisks(text: &str) -> String {
     text.chars().map(hidden).collect()
 }
 
-/// Parse a file and the files that it includes. Return the values of all as JSON, with environment variables not
-/// substituted and with secrets masked.
+/// Parse a file and the files that it includes. Return the values of all files as JSON, without substitution of
+/// environment variables and with masked secrets.
 ///
 /// # Errors
 /// A text is not valid TOML.

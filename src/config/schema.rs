@@ -1,5 +1,5 @@
-//! JSON Schemas of the configuration files, generated from their types, for editors and for the tables in the
-//! documentation.
+//! JSON Schemas of the configuration files, generated from their types. Editors and the tables in the documentation use
+//! them.
 
 use schemars::generate::SchemaSettings;
 use schemars::transform::{Transform, transform_subschemas};
@@ -18,7 +18,7 @@ pub fn consumers() -> Schema {
     root_schema::<Consumers>("consumers.toml of Sluicegate")
 }
 
-/// Generate a schema without references in draft 07, which all editors support.
+/// Generate a schema of draft 07 without references, which all editors support.
 fn root_schema<T: JsonSchema>(title: &str) -> Schema {
     let settings = SchemaSettings::draft07().with(|settings| settings.inline_subschemas = true);
     let mut schema = settings.with_transform(TomlSchema).into_generator().into_root_schema_for::<T>();
@@ -26,7 +26,8 @@ fn root_schema<T: JsonSchema>(title: &str) -> Schema {
     schema
 }
 
-/// Adapts a schema to the files: TOML has no null, unknown keys are errors, and any string may contain `${NAME}`.
+/// Adapts a schema to the configuration files: TOML has no null, unknown keys are errors, and any string may contain
+/// `${NAME}`.
 #[derive(Debug, Clone)]
 struct TomlSchema;
 
@@ -35,10 +36,10 @@ impl Transform for TomlSchema {
         if let Some(object) = schema.as_object_mut() {
             remove_null(object);
             if let Some(Value::String(text)) = object.get_mut("description") {
-                // The text has the line breaks of the source code.
+                // The text contains the line breaks of the source code.
                 *text = text.replace('\n', " ");
             }
-            // The default of an absent table is given by its keys. The default of an absent list is the empty list.
+            // The defaults of an absent table are those of its keys. The default of an absent list is the empty list.
             let is_redundant_default =
                 |key: &str, value: &Value| key == "default" && (value.is_object() || *value == json!([]));
             object.retain(|key, value| key != "format" && !value.is_null() && !is_redundant_default(key, value));
@@ -57,7 +58,7 @@ impl Transform for TomlSchema {
     }
 }
 
-/// Remove `null` from the types. An `Option` is a key that may be absent.
+/// Remove `null` from the types. A key whose type is `Option` may be absent.
 fn remove_null(object: &mut Map<String, Value>) {
     if let Some(Value::Array(kinds)) = object.get_mut("type") {
         kinds.retain(|kind| kind != "null");
@@ -86,7 +87,7 @@ pub(super) fn size(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^[0-9]+(B|KiB|MiB|GiB)$")
 }
 
-/// A count without a unit is valid for concurrency limits only.
+/// A count without a time unit is valid only for concurrency limits.
 pub(super) fn quota(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^ *[0-9_]+([eE][0-9]+)? *(/ *(s|min|hour|day|week|month|year|[0-9]+(ms|s|m|h|d)) *)?$")
 }
@@ -115,7 +116,7 @@ pub(super) fn key_hash(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^sha256:[0-9a-f]{64}$")
 }
 
-/// A TOML date and time. Editors see it as a string.
+/// A TOML date and time. Editors treat the value as a string.
 pub(super) fn timestamp(_: &mut SchemaGenerator) -> Schema {
     pattern_schema("^[0-9]{4}-[0-9]{2}-[0-9]{2}([Tt ][0-9:.]+([Zz]|[+-][0-9]{2}:[0-9]{2}))?$")
 }

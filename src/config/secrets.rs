@@ -1,4 +1,4 @@
-//! Detection of secrets in a configuration: one list of names for error reports, the log and `/api/config`.
+//! Detection of secrets in a configuration, with one list of names for error reports, the log and `/api/config`.
 
 use std::ops::Range;
 
@@ -7,7 +7,8 @@ use toml::value::Datetime;
 /// Placeholder for a secret.
 pub(super) const MASK: &str = "***";
 
-/// Parts of the names of keys, headers and query parameters whose values are secrets. `-` and `_` are equal in names.
+/// Parts of the names of keys, headers and query parameters whose values are secrets. `-` and `_` are equal in these
+/// names.
 const SECRET_WORDS: [&str; 12] = [
     "token",
     "secret",
@@ -23,32 +24,32 @@ const SECRET_WORDS: [&str; 12] = [
     "mac_key",
 ];
 
-/// Key names whose misspellings count as secrets, too. `socket` is a key of its own.
+/// Names of keys whose misspellings also count as secrets. `socket` is the name of another key.
 const FUZZY_SECRET_WORDS: [&str; 3] = ["token", "secret", "password"];
 
-/// Keys of header changes. Headers may carry credentials whatever their names are.
+/// Keys that change headers. A header may contain a credential whatever its name is.
 const HEADER_RULE_KEYS: [&str; 2] = ["request_headers", "response_headers"];
 
-/// Tables whose keys are names chosen by the administrator.
+/// Tables whose keys are names that the administrator chooses.
 const NAMED_TABLES: [&str; 5] = ["auth", "limit", "upstream", "tiers", "notify"];
 
 /// Keys of `[auth.NAME]` that are not secret, whatever their names and the names below them are.
 const PUBLIC_AUTH_KEYS: [&str; 5] = ["forward_credential", "claims", "request_headers", "response_headers", "cache"];
 
-/// Keys of `cost` of a limit that count the tokens of an LLM API.
+/// Keys in `cost` of a limit that counts the tokens of an LLM API.
 const PUBLIC_COST_KEYS: [&str; 3] = ["bytes_per_token", "image_tokens", "audio_tokens"];
 
 /// Query parameters of store URLs that are not secret.
 const PUBLIC_QUERY_PARAMETERS: [&str; 2] = ["db", "protocol"];
 
-/// Return whether the name says that its value is a secret.
+/// Return whether a key with this name has a secret as its value.
 pub(super) fn is_secret_name(name: &str) -> bool {
     let name = name.to_ascii_lowercase().replace('-', "_");
     SECRET_WORDS.iter().any(|word| name.contains(word))
 }
 
-/// Return whether a value is a secret as a whole. `path` has the keys that lead to it; list items have the keys of the
-/// list.
+/// Return whether the whole value is a secret. `path` contains the keys that lead to the value; items of a list have
+/// the keys of the list.
 pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
     if let ["auth", _, key, ..] = path
         && PUBLIC_AUTH_KEYS.contains(key)
@@ -69,35 +70,36 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         return false;
     }
     if path.contains(&HEADER_RULE_KEYS[0]) || path.contains(&HEADER_RULE_KEYS[1]) {
-        // Header names in `remove` are not secret. Values in other positions may be.
+        // Header names in `remove` are not secret. Values in other positions may be secret.
         return path.last() != Some(&"remove");
     }
     if let [.., "keys"] | [.., "keys", "hash"] = path {
-        // An API key that was pasted instead of its hash.
+        // The value may be an API key that was pasted instead of its hash.
         return !text.starts_with("sha256:");
     }
     if let [.., "keys", "created" | "expires"] = path {
-        // An API key that was pasted instead of a time. Values that are not strings have no text.
+        // The value may be an API key that was pasted instead of a time. A value that is not a string has no text.
         return !text.is_empty() && text.parse::<Datetime>().is_err();
     }
     let misspelled = |key: &str| {
         key != "socket" && FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2)
     };
     path.iter().enumerate().any(|(depth, key)| {
-        // The table of earlier versions, whose error shows its values.
+        // A table that is no longer supported: the error about it shows its values.
         let is_table = depth == 0 && path.len() > 1 && *key == "api_key";
-        // A boolean of `cors`.
+        // In `cors`, this key is a boolean.
         let is_cors = depth > 0 && path[depth - 1] == "cors" && *key == "credentials";
         let is_named = depth > 0 && NAMED_TABLES.contains(&path[depth - 1]) && path.len() > depth + 1;
         !is_table && !is_named && !is_cors && (is_secret_name(key) || misspelled(key))
     })
 }
 
-/// Return the byte ranges of secrets in any text: the credentials of a URL and query parameters.
+/// Return the byte ranges of secrets in any text: the credentials of a URL, and query parameters.
 pub(super) fn secret_ranges(text: &str) -> Vec<Range<usize>> {
     let mut found = Vec::new();
     let scheme = text.find("://").map(|at| at + "://".len());
-    // Everything before the last `@`: a password may contain any character, in particular if that is the error.
+    // The credentials are everything before the last `@`: a password may contain any character, especially if this is
+    // the error.
     if let Some(from) = scheme
         && let Some(at) = text[from..].rfind('@')
     {

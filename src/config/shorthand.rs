@@ -1,4 +1,4 @@
-//! Values with a short and a long form.
+//! Values that have a short and a long form.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ use crate::config::{Text, schema};
 pub enum LimitCost {
     /// The same cost for each request.
     Fixed(#[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))] i64),
-    /// The value of a header, the tokens of a request to an LLM API, or the tools that a request of MCP calls.
+    /// The value of a header, the tokens of a request to an LLM API, or the MCP tools that a request calls.
     Table(Box<CostTable>),
 }
 
@@ -26,31 +26,32 @@ pub enum LimitCost {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct CostTable {
-    /// Request header with the cost, trusted only from trusted proxies. Requires `max`.
+    /// Request header that contains the cost, read only from trusted proxies. Requires `max`.
     pub request_header: Option<Text>,
     /// Response header with the cost.
     pub response_header: Option<Text>,
-    /// Maximum cost. Larger values count as this.
+    /// Maximum cost. A larger value counts as this maximum.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub max: Option<Spanned<i64>>,
-    /// Cost of a call of MCP by the name of its tool: `{ search = 5, "sql_*" = 20 }`. `*` stands for any characters; the
-    /// name with the most other characters applies. A batch costs the sum of its messages ([agents and MCP
-    /// tools](limits.md#agents-and-mcp-tools)).
+    /// Cost of an MCP call by the name of its tool: `{ search = 5, "sql_*" = 20 }`. `*` stands for any number of
+    /// characters. The name with the most other characters applies. A batch costs the sum of its messages ([agents and
+    /// MCP tools](limits.md#agents-and-mcp-tools)).
     #[schemars(schema_with = "schema::tool_costs")]
     pub tools: BTreeMap<String, Spanned<i64>>,
-    /// With `tools`: cost of each other message, and of requests without a body. 0 = free.
+    /// With `tools`: cost of all other messages, and of requests without a body. 0 = free.
     #[schemars(range(min = 0), extend("default" = 1))]
     pub default: Option<Spanned<i64>>,
-    /// `"auto"`: the cost is the tokens of a request to an LLM API. The input and the requested maximum of the output are
-    /// reserved before the request, and corrected to the usage that the response reports ([token
-    /// budgets](limits.md#token-budgets-for-llm-apis)). Requires `unit`. Not for `sliding-log`, `concurrency` and
-    /// `prefetch`.
+    /// `"auto"`: the cost is the number of tokens of a request to an LLM API. The input and the requested maximum of the
+    /// output are reserved before the request, and corrected to the usage that the response reports ([token
+    /// budgets](limits.md#token-budgets-for-llm-apis)). Requires `unit`. Cannot be combined with `sliding-log`,
+    /// `concurrency` and `prefetch`.
     #[schemars(extend("enum" = ["auto"]))]
     pub llm: Option<Text>,
-    /// With `llm`: output tokens to reserve if the request names no maximum.
+    /// With `llm`: output tokens to reserve if the request contains no maximum.
     #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1024))]
     pub default_output: Option<Spanned<i64>>,
-    /// With `llm`: bytes of text for each token, to estimate the input, and the output of a stream without usage.
+    /// With `llm`: bytes of text per token. The value is used to estimate the input, and the output of a stream without
+    /// usage.
     #[schemars(range(min = 1, max = 1000), extend("default" = 4))]
     pub bytes_per_token: Option<Spanned<i64>>,
     /// With `llm`: estimated tokens of an image.
@@ -62,28 +63,30 @@ pub struct CostTable {
     /// With `llm`: cost of one token: `{ input = 1, cached_input = 0.1, output = 4 }`. With `unit = "usd-micros"`, a
     /// weight is a price in dollars per million tokens.
     pub weights: Option<Spanned<TokenWeights>>,
-    /// With `llm`: weights by model. `*` in a name stands for any characters; the name with the most other characters
-    /// applies: `{ "gpt-5*" = { output = 8 } }`. Weights that are missing are those of `weights`.
+    /// With `llm`: weights by model. `*` in a name stands for any number of characters. The name with the most other
+    /// characters applies: `{ "gpt-5*" = { output = 8 } }`. A weight that is missing here has the value in `weights`.
     pub models: BTreeMap<String, Spanned<TokenWeights>>,
-    /// With `llm`: maximum size of a request body, which is read before the limits are checked. Larger: 413, unless
-    /// `reserve` is set. Default: `server.inspect_body`.
+    /// With `llm`: maximum size of the request body, which is read before the limits are checked. A larger body gets
+    /// 413, unless `reserve` is set. Default: `server.inspect_body`.
     #[schemars(schema_with = "schema::size")]
     pub inspect_body: Option<Text>,
-    /// With `llm`: cost to reserve for a request whose body cannot be read: longer than `inspect_body`, compressed, or no
-    /// JSON object. Default: such requests get 400, or 413.
+    /// With `llm`: cost to reserve for a request whose body cannot be read because it is longer than `inspect_body`,
+    /// compressed, or not a JSON object. Default: such requests get 400 or 413.
     #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
     pub reserve: Option<Spanned<i64>>,
-    /// With `llm`: end of a stream of server-sent events whose output exceeds the reserved maximum. `"finish"`: pass it on
-    /// and charge the excess. `"cut"`: send the final event of the API, and abort the response of the provider.
+    /// With `llm`: handling of a stream of server-sent events whose output exceeds the reserved maximum. `"finish"`:
+    /// forward the whole stream and charge the excess. `"cut"`: send the final event of the API, and abort the response of
+    /// the provider.
     #[schemars(extend("enum" = ["finish", "cut"], "default" = "finish"))]
     pub on_exhausted: Option<Text>,
-    /// With `llm`: ask OpenAI's API for the usage of streams, if the request has no `stream_options`, and hide the
-    /// additional event from the client. This changes the body. Only for paths that end in `/completions`.
+    /// With `llm`: request the usage of streams from OpenAI's API if the request has no `stream_options`, and hide the
+    /// additional event from the client. This option changes the request body. It applies only to paths that end with
+    /// `/completions`.
     #[schemars(extend("default" = false))]
     pub include_usage: Option<Spanned<bool>>,
-    /// With `llm`: JSON pointers (RFC 6901) to the counts in responses and events, for providers with a format of their
-    /// own: `{ input = "/meta/in", output = "/meta/out" }`. Default: the formats of OpenAI, Anthropic, Gemini, Ollama,
-    /// Mistral and Cohere.
+    /// With `llm`: JSON pointers (RFC 6901) to the token counts in responses and events, for providers with their own
+    /// format: `{ input = "/meta/in", output = "/meta/out" }`. Default: the formats of OpenAI, Anthropic, Gemini,
+    /// Ollama, Mistral and Cohere.
     pub usage: Option<Spanned<UsagePointers>>,
 }
 
@@ -132,11 +135,11 @@ pub enum AccessLog {
 pub struct AccessLogTable {
     /// Destination: `"stdout"`, `"off"`, `"syslog"`, `"journald"`, or a file to append to.
     pub to: Option<Text>,
-    /// syslog and journald: path of the socket of the daemon. Default: `"/dev/log"` for syslog,
+    /// syslog and journald: path of the daemon's socket. Default: `"/dev/log"` for syslog,
     /// `"/run/systemd/journal/socket"` for journald.
     pub socket: Option<Text>,
-    /// syslog: header of the messages. `"rfc3164"`: that of syslog(3), which rsyslog with its default parser and
-    /// journald read on `/dev/log` ([syslog](access-log.md#syslog)).
+    /// syslog: format of the message header. `"rfc3164"`: the header of syslog(3), which journald and rsyslog with its
+    /// default parser read on `/dev/log` ([syslog](access-log.md#syslog)).
     #[schemars(extend("enum" = ["rfc5424", "rfc3164"], "default" = "rfc5424"))]
     pub protocol: Option<Text>,
     /// syslog: facility of the messages.
@@ -177,7 +180,7 @@ pub struct Requirement(#[schemars(schema_with = "schema::one_or_many")] pub Vec<
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
 pub enum ConsumerKey {
-    /// The hash of a key that is valid everywhere and forever.
+    /// The hash of a key that is valid on all routes and never expires.
     Hash(#[schemars(schema_with = "schema::key_hash")] String),
     /// The hash of a key, with the restrictions of the key.
     Table(KeyTable),
@@ -193,22 +196,22 @@ pub struct KeyTable {
     pub hash: Option<Text>,
     /// Name of the key, for `sluicegate key list` and the log.
     pub name: Option<Text>,
-    /// When the key was created, such as `2026-01-01T00:00:00Z`.
+    /// Time at which the key was created, such as `2026-01-01T00:00:00Z`.
     #[schemars(schema_with = "schema::timestamp")]
     pub created: Option<Spanned<Datetime>>,
-    /// When the key expires: a time with an offset, or a day, which means its start (00:00 UTC). Requests with an expired
-    /// key get 401.
+    /// Time at which the key expires: a time with an offset, or a day, which means its start (00:00 UTC). Requests with
+    /// an expired key get 401.
     #[schemars(schema_with = "schema::timestamp")]
     pub expires: Option<Spanned<Datetime>>,
-    /// Reject the key with 401.
+    /// Disable the key: requests with it get 401.
     #[schemars(extend("default" = false))]
     pub disabled: bool,
     /// Names of the routes that the key is valid for. Requests with the key on other routes get 403. Default: all.
     pub routes: Option<Vec<Text>>,
 }
 
-/// Return a time with an offset, or the beginning of a day in UTC, in µs since the Unix epoch. Earlier times are 0.
-/// Return `None` for a time without an offset.
+/// Return a time with an offset, or the start of a day in UTC, in µs since the Unix epoch. Times before the epoch are
+/// 0. Return `None` for a time without an offset.
 pub fn datetime_us(written: &Datetime) -> Option<u64> {
     let text = match (written.date, written.time, written.offset) {
         (Some(_), Some(_), Some(_)) => written.to_string(),
@@ -446,7 +449,7 @@ impl<'de> Deserialize<'de> for LimitNotify {
 pub(super) struct ServerTable {
     /// Scheme, host and port.
     url: String,
-    /// Weight relative to the other servers. 0 = drained: no new requests.
+    /// Weight relative to the other servers. 0 = drained: the server gets no new requests.
     #[schemars(range(min = 0, max = 1000), extend("default" = 1))]
     weight: Option<Spanned<i64>>,
 }

@@ -1,7 +1,7 @@
-//! One pass over a request body, which collects the values at pointers and the JSON-RPC messages.
+//! One pass over a request body, which collects the values at JSON pointers and the JSON-RPC messages.
 //!
-//! Only these values are kept. A member that servers may read differently, since it is there twice or another one is
-//! spelled the same without case, makes the value ambiguous.
+//! All other values are discarded. A value is ambiguous if servers may read it differently: a member of its path occurs
+//! twice, or another member differs only in case.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -33,9 +33,9 @@ pub enum JsonValue {
     Null,
     /// An object or an array.
     Compound,
-    /// A string longer than [`MAX_VALUE`].
+    /// A string longer than [`MAX_VALUE`] bytes.
     TooLong,
-    /// Servers may read different values. Contains the member of the body that causes it.
+    /// Servers may read different values. The variant contains the member of the body that causes this.
     Ambiguous(Box<str>),
 }
 
@@ -55,12 +55,12 @@ impl JsonValue {
     }
 }
 
-/// What was read of a body.
+/// The values that were read from a body.
 #[derive(Debug, Clone, Default)]
 pub struct JsonBody {
     pointers: Arc<[JsonPointer]>,
     values: Vec<Option<JsonValue>>,
-    /// The JSON-RPC messages, if they were to be read.
+    /// The JSON-RPC messages, if they had to be read.
     pub messages: Option<Result<Messages, RpcError>>,
 }
 
@@ -71,7 +71,7 @@ impl JsonBody {
         JsonBody { pointers: pointers.into(), values, messages: None }
     }
 
-    /// Return the value at a pointer, which is one of those that were to be read.
+    /// Return the value at a pointer, which must be one of the pointers that had to be read.
     pub fn value(&self, pointer: &JsonPointer) -> Option<&JsonValue> {
         let index = self.pointers.iter().position(|other| other == pointer)?;
         self.values.get(index)?.as_ref()
@@ -99,27 +99,27 @@ pub struct Collector {
     messages: Option<MessageReader>,
 }
 
-/// Where a value is in the document.
+/// The position of a value in the document.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Position {
-    /// Number of containers around it.
+    /// Number of containers around the value.
     depth: usize,
-    /// Pointers that lead to it, as bits.
+    /// Pointers that lead to the value, as bits.
     matching: u64,
-    /// Pointers of JSON-RPC that lead to it, as bits.
+    /// Pointers of JSON-RPC that lead to the value, as bits.
     rpc: u64,
-    /// Number of containers around the JSON-RPC message: 1 in a batch.
+    /// Number of containers around the JSON-RPC message, which is 1 in a batch.
     rpc_base: usize,
 }
 
-/// The members of an object that were read.
+/// The members of an object that have been read.
 #[derive(Debug, Default)]
 pub struct SeenMembers {
     matching: u64,
     rpc: u64,
 }
 
-/// The indices of the set bits.
+/// The indices of the bits that are set.
 fn bits(mut set: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         let index = (set != 0).then(|| set.trailing_zeros() as usize)?;
@@ -134,7 +134,7 @@ fn all_bits(count: usize) -> u64 {
 }
 
 impl Collector {
-    /// Create a collector. At most [`MAX_POINTERS`] pointers are read.
+    /// Create a collector. The collector reads at most [`MAX_POINTERS`] pointers.
     pub fn new(pointers: &Arc<[JsonPointer]>, reads_messages: bool) -> Self {
         Collector {
             values: vec![None; pointers.len()],
@@ -152,7 +152,7 @@ impl Collector {
         if self.messages.is_some() { all_bits(RPC_POINTERS.len()) } else { 0 }
     }
 
-    /// Return the position of a member of an object. `seen` belongs to the object.
+    /// Return the position of a member of an object. `seen` contains the members of this object that have been read.
     pub fn member(&mut self, object: Position, seen: &mut SeenMembers, key: &str) -> Position {
         let mut member = Position { depth: object.depth + 1, rpc_base: object.rpc_base, ..Position::default() };
         for index in bits(object.matching) {
@@ -188,7 +188,7 @@ impl Collector {
             (element.rpc, element.rpc_base) = (self.rpc_bits(), 1);
         }
         for bit in bits(array.matching) {
-            // RFC 6901 §4: no leading zeros.
+            // RFC 6901 §4: an array index has no leading zeros.
             let is_index = |segment: &str| {
                 segment.parse() == Ok(index)
                     && !(segment.len() > 1 && segment.starts_with('0'))
@@ -201,7 +201,7 @@ impl Collector {
         element
     }
 
-    /// Record the value at a position. `value` is called if a pointer points to it.
+    /// Record the value at a position. `value` is called only if a pointer leads to this position.
     pub fn value(&mut self, position: Position, value: impl FnOnce() -> JsonValue) {
         if position.matching | position.rpc == 0 {
             return;
@@ -241,7 +241,7 @@ impl Collector {
         }
     }
 
-    /// Return what was collected.
+    /// Return the values that were collected.
     pub fn finish(self) -> JsonBody {
         let messages = self.messages.map(MessageReader::finish);
         JsonBody { pointers: self.pointers, values: self.values, messages }
@@ -253,10 +253,10 @@ pub fn text_value(text: &str) -> JsonValue {
     if text.len() > MAX_VALUE { JsonValue::TooLong } else { JsonValue::Text(text.into()) }
 }
 
-/// How a member compares with a segment.
+/// The result of comparing a member with a segment of a pointer.
 enum Spelling {
     Equal,
-    /// Equal for servers that ignore the case of members.
+    /// The member is equal to the segment for servers that ignore case.
     OtherCase,
     Different,
 }
@@ -273,12 +273,12 @@ fn compare(segment: &str, key: &str) -> Spelling {
     }
 }
 
-/// Return the beginning of a member, for an error message.
+/// Return the beginning of a member name, for an error message.
 fn shortened(key: &str) -> Box<str> {
     key.chars().take(MAX_NAMED_KEY).collect::<String>().into()
 }
 
-/// Maximum number of characters of a member in an error message.
+/// Maximum number of characters of a member name in an error message.
 const MAX_NAMED_KEY: usize = 64;
 
 /// Reads a value of any type.
@@ -462,7 +462,7 @@ mod tests {
             let _ = read(&bytes, &pointers(&["/a", "/0/b"]), true);
         }
 
-        /// The value is that of a reader of whole documents, wherever it is.
+        /// The value is the same as when the whole document is read, wherever it is.
         #[test]
         fn value_agrees_with_serde_json(before in "[b-z]{1,4}", text in "\\PC{0,20}", index in 0..4usize) {
             let mut elements = vec![serde_json::json!({ "b": 1 }); 4];

@@ -1,5 +1,4 @@
-//! The request metadata headers of MCP, which must match the body (revision 2026-07-28, Streamable HTTP, Server
-//! Validation).
+//! The MCP request headers that must match the body (revision 2026-07-28, Streamable HTTP, Server Validation).
 
 use std::borrow::Cow;
 
@@ -15,17 +14,17 @@ pub const MCP_METHOD: HeaderName = HeaderName::from_static("mcp-method");
 /// The header with the name of a tool or prompt, or with the URI of a resource.
 pub const MCP_NAME: HeaderName = HeaderName::from_static("mcp-name");
 
-/// The header with the revision.
+/// The header with the MCP revision.
 pub const MCP_PROTOCOL_VERSION: HeaderName = HeaderName::from_static("mcp-protocol-version");
 
-/// The first revision whose requests must have these headers. Revisions are dates, which compare as text.
+/// The first MCP revision whose requests must have these headers. Revisions are dates, so they can be compared as text.
 const FIRST_WITH_HEADERS: &str = "2026-07-28";
 
-/// Check the headers of MCP against the messages of the body. Headers that are there must match in any revision; since
-/// 2026-07-28 requests must have them.
+/// Check the MCP headers against the messages in the body. A header that is present must match in any revision. Since
+/// 2026-07-28, requests must have the headers.
 ///
 /// # Errors
-/// A header does not match, is missing, or is there twice.
+/// A header does not match, is missing, or is present twice.
 pub fn check_headers(headers: &HeaderMap, messages: &Messages) -> Result<(), RpcError> {
     let method = single(headers, &MCP_METHOD, "Mcp-Method")?;
     let name = single(headers, &MCP_NAME, "Mcp-Name")?;
@@ -63,12 +62,12 @@ pub fn check_headers(headers: &HeaderMap, messages: &Messages) -> Result<(), Rpc
     }
 }
 
-/// Return the value that `Mcp-Name` mirrors. `None`: the method has none.
+/// Return the value of the body that `Mcp-Name` repeats. Return `None` if the method has no such value.
 fn mirrored_name(message: &Message) -> Option<&str> {
     match message.method.as_deref()? {
         TOOLS_CALL | "prompts/get" => message.name.as_deref(),
         "resources/read" => message.uri.as_deref(),
-        // The extension for tasks (SEP-2663).
+        // These methods belong to the MCP extension for tasks (SEP-2663).
         "tasks/get" | "tasks/update" | "tasks/cancel" => message.task_id.as_deref(),
         _ => None,
     }
@@ -87,7 +86,7 @@ fn single<'h>(headers: &'h HeaderMap, name: &HeaderName, shown: &str) -> Result<
     }
 }
 
-/// Decode the Base64 form `=?base64?…?=` of a value. `None` if it is malformed.
+/// Decode the Base64 form `=?base64?…?=` of a header value. Return `None` if the value is malformed.
 fn decoded(value: &str) -> Option<Cow<'_, str>> {
     match value.strip_prefix("=?base64?").and_then(|rest| rest.strip_suffix("?=")) {
         None => Some(Cow::Borrowed(value)),
@@ -141,7 +140,7 @@ mod tests {
             (old, &[], ""),
             (old, &[("mcp-protocol-version", "2025-11-25")], ""),
             (old, &[V], "Mcp-Method header is missing"),
-            // A header that is not required must still match: another server may trust it.
+            // A header that is not required must still match, because another server may trust it.
             (old, &[("mcp-name", "b")], "Mcp-Name header does not match"),
             (old, &[("mcp-method", "tools/list")], "Mcp-Method header does not match"),
             (r#"{"method":"notifications/x"}"#, &[V], ""),

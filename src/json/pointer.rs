@@ -5,7 +5,7 @@ use std::fmt;
 /// Maximum number of segments of a pointer.
 pub const MAX_SEGMENTS: usize = 16;
 
-/// A pointer to a member of a document: at least one segment.
+/// A pointer to a member of a document, with at least one segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JsonPointer {
     text: Box<str>,
@@ -14,7 +14,8 @@ pub struct JsonPointer {
 }
 
 impl JsonPointer {
-    /// Parse a pointer. `None` if the text is not a pointer, points to the whole document, or is too deep.
+    /// Parse a pointer. Return `None` if the text is not a pointer, points to the whole document, or has too many
+    /// segments.
     pub fn parse(text: &str) -> Option<Self> {
         let mut segments = Vec::new();
         for segment in text.strip_prefix('/')?.split('/') {
@@ -38,7 +39,7 @@ impl JsonPointer {
         self.segments.len()
     }
 
-    /// Return the segment below `depth` others.
+    /// Return the segment at this depth, from 0.
     pub(super) fn segment(&self, depth: usize) -> Option<&str> {
         self.segments.get(depth).map(|segment| &**segment)
     }

@@ -10,7 +10,7 @@ use crate::json::pointer::JsonPointer;
 /// Maximum number of messages of a batch.
 pub const MAX_BATCH: usize = 1000;
 
-/// The method of MCP that calls a tool.
+/// The MCP method that calls a tool.
 pub const TOOLS_CALL: &str = "tools/call";
 
 const METHOD: usize = 0;
@@ -20,7 +20,7 @@ const URI: usize = 3;
 const TASK_ID: usize = 4;
 const VERSION: usize = 5;
 
-/// The members of a message that are read, by the constants above.
+/// The members of a message that are read, in the order of the constants above.
 pub(super) static RPC_POINTERS: LazyLock<Vec<JsonPointer>> = LazyLock::new(|| {
     let written = [
         "/method",
@@ -33,10 +33,10 @@ pub(super) static RPC_POINTERS: LazyLock<Vec<JsonPointer>> = LazyLock::new(|| {
     written.into_iter().filter_map(JsonPointer::parse).collect()
 });
 
-/// Why a body is no JSON-RPC message, or not an acceptable one.
+/// The reason why a body is not a valid JSON-RPC message, or is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RpcError {
-    /// The body is no object and no array of objects.
+    /// The body is neither an object nor an array of objects.
     #[error("the request body is not a JSON-RPC message: it is neither an object nor an array of objects")]
     NoMessage,
     /// The batch has no messages.
@@ -48,7 +48,7 @@ pub enum RpcError {
     /// A member that determines the limit is invalid.
     #[error("`{0}` of the JSON-RPC message {1}")]
     Member(&'static str, String),
-    /// A header of MCP does not match the body.
+    /// An MCP header does not match the body.
     #[error("Header mismatch: {0}")]
     HeaderMismatch(String),
 }
@@ -68,7 +68,7 @@ impl RpcError {
 /// A message.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Message {
-    /// The method. `None` for the response to a request of the server.
+    /// The method. `None` if the message is a response to a request of the server.
     pub method: Option<Box<str>>,
     /// `params.name`, if it is a string.
     pub name: Option<Box<str>>,
@@ -76,9 +76,9 @@ pub struct Message {
     pub uri: Option<Box<str>>,
     /// `params.taskId`, if it is a string.
     pub task_id: Option<Box<str>>,
-    /// The protocol version of MCP in `params._meta`.
+    /// The MCP protocol version in `params._meta`.
     pub version: Option<Box<str>>,
-    /// Whether the message has an id: it is no notification.
+    /// Whether the message has an id, so that it is not a notification.
     pub has_id: bool,
 }
 
@@ -94,9 +94,9 @@ impl Message {
 pub struct Messages {
     /// At least one message.
     pub list: Vec<Message>,
-    /// Whether they are a batch.
+    /// Whether the messages are a batch.
     pub is_batch: bool,
-    /// The id of a response to all of them.
+    /// The id of a response to all messages.
     pub id: Value,
 }
 
@@ -125,7 +125,7 @@ impl Messages {
 /// Collects the messages while a body is read.
 #[derive(Debug, Default)]
 pub(super) struct MessageReader {
-    /// The members of the current message.
+    /// The members of the message that is being read.
     members: [Option<JsonValue>; 6],
     messages: Messages,
     error: Option<RpcError>,
@@ -139,7 +139,7 @@ impl MessageReader {
         }
     }
 
-    /// Record a document or an element of a batch that is no object.
+    /// Record a document or an element of a batch that is not an object.
     pub(super) fn found_other(&mut self) {
         self.error.get_or_insert(RpcError::NoMessage);
     }
@@ -158,7 +158,7 @@ impl MessageReader {
 
     pub(super) fn end_batch(&mut self) {
         self.messages.is_batch = true;
-        // JSON-RPC 2.0 §6: a response to all messages of a batch belongs to none of them.
+        // JSON-RPC 2.0 §6: a response to a whole batch has no id, because it belongs to no single message.
         self.messages.id = Value::Null;
         if self.messages.list.is_empty() {
             self.error.get_or_insert(RpcError::EmptyBatch);
@@ -170,7 +170,7 @@ impl MessageReader {
     }
 }
 
-/// Return a message from its members, and its id.
+/// Return the message that has these members, and its id.
 fn message(mut members: [Option<JsonValue>; 6]) -> Result<(Message, Value), RpcError> {
     const NAMES: [&str; 6] = ["method", "id", "params.name", "params.uri", "params.taskId", "params._meta"];
     for (name, value) in NAMES.into_iter().zip(&members) {

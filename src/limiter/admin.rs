@@ -18,15 +18,15 @@ use crate::limiter::store::{RedisStore, UsageError};
 use crate::limiter::usage::{UsageQuery, UsageRow};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
-/// Time for which the other gateways can read of a reset. All of them poll more often than that.
+/// Time for which the other gateways can read the record of a reset. All gateways poll more often than that.
 const RESET_BROADCAST_TTL: Duration = Duration::from_secs(5);
 
 /// Administration of the limits of a process.
 #[derive(Debug)]
 pub struct LimiterAdmin {
-    /// States of this process: all states, or the local shares for outages of Redis.
+    /// States in this process: all states, or the local shares for outages of Redis.
     pub memory: Arc<MemoryStore>,
-    /// Redis and the prefix of its keys, if gateways share it.
+    /// Redis and the prefix of its keys, if gateways share them.
     pub redis: Option<(RedisStore, String)>,
     /// Overrides in force.
     pub overrides: Arc<Overrides>,
@@ -50,13 +50,13 @@ pub enum AdminError {
     /// The quota is invalid, or the limit does not support it.
     #[error(transparent)]
     Quota(#[from] QuotaError),
-    /// [`MAX_OVERRIDES`] overrides are in force.
+    /// The maximum of [`MAX_OVERRIDES`] overrides is reached.
     #[error("{MAX_OVERRIDES} overrides are in force, which is the maximum: remove one, or wait until one expires")]
     TooManyOverrides,
 }
 
 impl LimiterAdmin {
-    /// Return the verdict on a request of this cost, without a charge.
+    /// Return the verdict on a request with this cost, without charging it.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -70,7 +70,7 @@ impl LimiterAdmin {
         }
     }
 
-    /// Read totals of usage, in no particular order.
+    /// Read usage totals, in no particular order.
     ///
     /// # Errors
     /// The store failed, or there are too many totals.
@@ -81,7 +81,7 @@ impl LimiterAdmin {
         }
     }
 
-    /// Delete the states of an identity for a limit. `state_names` has the variants of the limit.
+    /// Delete the states of an identity for a limit. `state_names` are the key parts of the limit's variants.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -101,7 +101,7 @@ impl LimiterAdmin {
             let mut redis_key = Vec::new();
             key.write(prefix, &mut redis_key);
             was_counted |= store.delete_state(identity, redis_key).await?;
-            // The local share for outages.
+            // Also delete the state in the local share for outages.
             self.memory.remove(key.local_hash());
         }
         let (hash, field) = (overrides::hash_key(prefix), reset_field(limit, identity));
@@ -111,7 +111,7 @@ impl LimiterAdmin {
         let refreshed = self.overrides.refresh(store, &hash).await;
         let effective_within = match (written, refreshed) {
             (Ok((WriteStatus::Written, _)), Ok(())) => MAX_PROPAGATION,
-            // The other gateways were not notified: their cached denials expire.
+            // The other gateways were not notified, so their cached denials only expire.
             _ => MAX_DENIAL_AGE,
         };
         Ok(ResetResult { was_counted, effective_within })
@@ -128,7 +128,7 @@ impl LimiterAdmin {
         quota: OverrideQuota,
         ttl: Duration,
     ) -> Result<Arc<Override>, AdminError> {
-        // Compiled before it is shared: the other gateways must be able to compile it, too.
+        // Compile the override before it is shared, because the other gateways must be able to compile it, too.
         let new = self.overrides.compile(limit, identity, quota, ttl)?;
         let Some((store, prefix)) = &self.redis else {
             return self.overrides.put(new).ok_or(AdminError::TooManyOverrides);
@@ -141,7 +141,7 @@ impl LimiterAdmin {
         }
     }
 
-    /// Remove an override. Return whether it existed.
+    /// Remove an override. Return whether the override existed.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -164,7 +164,7 @@ impl LimiterAdmin {
         let write = OverrideWrite { field, known: self.overrides.known_revision(field), record };
         let (status, written) = store.write_override(&hash, &write, MAX_OVERRIDES).await?;
         if let Some(written) = written {
-            // Applied at once: Redis may lose the record before other gateways have read it.
+            // Apply the record at once: Redis may lose it before other gateways have read it.
             self.overrides.apply_snapshot(&written, asked_at, false);
         }
         // If this fails, the next poll reads the other records.
@@ -172,7 +172,7 @@ impl LimiterAdmin {
         Ok(status)
     }
 
-    /// Return all overrides in force on this gateway, and the error if the store could not be read.
+    /// Return all active overrides of this gateway, and an error if the store could not be read.
     pub async fn overrides(&self) -> (Vec<Arc<Override>>, Option<StoreError>) {
         let read = match &self.redis {
             Some((store, prefix)) => self.overrides.refresh(store, &overrides::hash_key(prefix)).await,

@@ -1,6 +1,7 @@
-//! Rate limiting algorithms: pure functions from a state, a time and a cost to an outcome and the next state.
+//! Rate limiting algorithms: pure functions that compute an outcome and the next state from a state, a time and a cost.
 //!
-//! Each file has a counterpart of the same name in `lua/`. Both return the same results, field by field.
+//! Each file has a counterpart with the same name in `lua/`. Both implementations return the same results, field by
+//! field.
 
 pub mod concurrency;
 pub mod fixed_window;
@@ -19,12 +20,12 @@ use crate::limiter::algorithm::sliding_window::SlidingWindow;
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::quota::{Quota, QuotaError};
 
-/// An algorithm with its parameters. Together with the state of an identity, it decides about one limit.
+/// An algorithm with its parameters. With the state of an identity, the rule decides about one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rule {
-    /// Token bucket (GCRA, leaky bucket as a meter).
+    /// Token bucket (the same algorithm as GCRA and as the leaky bucket used as a meter).
     TokenBucket(TokenBucket),
-    /// Fixed window, aligned, by the calendar or opened by the first request.
+    /// Fixed window: aligned, by the calendar, or opened by the first request.
     FixedWindow(FixedWindow),
     /// Sliding window: the weighted sum of two windows.
     SlidingWindow(SlidingWindow),
@@ -49,7 +50,7 @@ impl Rule {
         }
     }
 
-    /// Compute one step of the algorithm. Nothing is written.
+    /// Compute one step of the algorithm. The function writes nothing.
     pub fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
         match self {
             Rule::TokenBucket(rule) => rule.step(state, now, kind, cost),
@@ -61,12 +62,13 @@ impl Rule {
         }
     }
 
-    /// Return for how many µs a token bucket refills to pay the debt before the last `cost` tokens of a charge. The
-    /// charge was made `elapsed_us` before this outcome. Only later refill counts against a refund of these tokens.
-    /// Rounded down, to the client's disadvantage. 0 for the other algorithms, which do not need it.
+    /// Return the time in µs in which a token bucket repays the debt that existed before the last `cost` tokens of a
+    /// charge. The charge was made `elapsed_us` before this outcome. Only the refill after this time counts against a
+    /// refund of these tokens. The result is rounded down, to the client's disadvantage. It is 0 for the other
+    /// algorithms, which do not need it.
     pub fn debt_before_us(&self, outcome: &Outcome, elapsed_us: u64, cost: u64) -> u64 {
         match self {
-            // With a reset of 0, the whole debt has been repaid since the charge.
+            // If the reset time is 0, the whole debt has been repaid since the charge.
             Rule::TokenBucket(rule) if outcome.reset_us > 0 => rule.debt_before_us(outcome.reset_us + elapsed_us, cost),
             Rule::TokenBucket(_)
             | Rule::FixedWindow(_)
@@ -77,7 +79,8 @@ impl Rule {
         }
     }
 
-    /// Return the time in which a token bucket refills this many tokens, µs, rounded down. 0 for the other algorithms.
+    /// Return the time in µs in which a token bucket refills this number of tokens, rounded down. The result is 0 for
+    /// the other algorithms.
     pub fn refill_time_us(&self, tokens: u64) -> u64 {
         match self {
             Rule::TokenBucket(rule) => rule.refill_time_us(tokens),
@@ -89,7 +92,7 @@ impl Rule {
         }
     }
 
-    /// Return the algorithm kind of the script contract.
+    /// Return the number that the script contract defines for the kind of algorithm.
     pub fn kind(&self) -> AlgorithmKind {
         match self {
             Rule::TokenBucket(_) => AlgorithmKind::TokenBucket,
@@ -124,7 +127,7 @@ impl Rule {
         }
     }
 
-    /// Return the same algorithm with another quota. The default burst of a token bucket is the quota's count.
+    /// Return the same algorithm with another quota. The default burst of a token bucket is the count of the quota.
     ///
     /// # Errors
     /// The quota cannot be counted exactly, or the algorithm does not support it.
@@ -142,12 +145,12 @@ impl Rule {
     /// Parse a quota in the syntax of this algorithm.
     ///
     /// # Errors
-    /// The text is not such a quota.
+    /// The text is not a quota in this syntax.
     pub fn parse_quota(&self, text: &str) -> Result<Quota, QuotaError> {
         if let Rule::Concurrency(_) = self { Quota::parse_concurrency(text) } else { text.parse() }
     }
 
-    /// Return the largest cost that can ever fit.
+    /// Return the largest cost that the limit can ever admit.
     pub fn capacity(&self) -> u64 {
         match self {
             Rule::TokenBucket(rule) => rule.burst,
@@ -159,8 +162,8 @@ impl Rule {
         }
     }
 
-    /// Return the shape of the state: the algorithm and the window, without the count. States of different shapes must
-    /// not share a key.
+    /// Return the shape of the state, which consists of the algorithm and the window, without the count. States of
+    /// different shapes must not share a key.
     pub fn shape(&self) -> String {
         let letter = self.kind().letter().to_lowercase();
         match self {
@@ -176,8 +179,8 @@ impl Rule {
         }
     }
 
-    /// Return the local share of one of `gateway_count` gateways that decide without a common store. It has room for a
-    /// charge of `cost`. Return `None` if it cannot be counted exactly.
+    /// Return the local share of one of `gateway_count` gateways that decide without a common store. The share has room
+    /// for a charge of `cost`. Return `None` if the share cannot be counted exactly.
     pub fn local_share(&self, gateway_count: u64, cost: u64) -> Option<Rule> {
         let share_of = |size: u64| size.div_ceil(gateway_count).max(cost);
         Some(match self {
@@ -235,7 +238,7 @@ impl AlgorithmKind {
 /// The state of one limit for one identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
-    /// Token bucket: at `updated_at` (µs) it lacked `debt` parts of `1/parts` token.
+    /// Token bucket: at `updated_at` (µs), the bucket lacked `debt` parts of `1/parts` token.
     Bucket {
         /// Time of the last charge, µs.
         updated_at: u64,
@@ -243,8 +246,8 @@ pub enum State {
         debt: u64,
         /// Number of parts of a token.
         parts: u64,
-        /// Time at which the key of the state expires in Redis, µs: between 0.5 s and 1.001 s after the debt
-        /// is repaid.
+        /// Time at which the key of the state expires in Redis, µs. It is between 0.5 s and 1.001 s after the debt is
+        /// repaid.
         key_expires_at: u64,
     },
     /// Fixed window: `count` tokens since the window opened at `start` (µs).
@@ -254,7 +257,7 @@ pub enum State {
         /// Tokens charged in this window.
         count: u64,
     },
-    /// Sliding window: tokens of the aligned window that opened at `start` (µs), and of the previous one.
+    /// Sliding window: tokens of the aligned window that started at `start` (µs), and of the previous window.
     Sliding {
         /// Start of the window, µs.
         start: u64,
@@ -263,9 +266,9 @@ pub enum State {
         /// Tokens charged in the previous window.
         previous: u64,
     },
-    /// Sliding buckets: tokens in the bucket with this number and in those before it, newest first.
+    /// Sliding buckets: tokens in the bucket with this number and in the buckets before it, newest first.
     Buckets {
-        /// Number of the newest bucket since the Unix epoch.
+        /// Number of the newest bucket, counted from the Unix epoch.
         index: u64,
         /// Tokens in each bucket.
         counts: Box<[u64]>,
@@ -294,40 +297,42 @@ pub enum StepKind {
     Renew,
 }
 
-/// The status of a charge for one limit.
+/// The charge fits into the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
     /// It fits.
     Ok,
-    /// The limit is exceeded: the charge fits after exactly `retry_us`.
+    /// The limit is exceeded. The charge fits after exactly `retry_us`.
     Exceeded,
-    /// The cost is larger than the limit: it never fits.
+    /// The cost is larger than the limit, so the charge can never fit.
     CostTooLarge,
-    /// All permits are in use: the charge fits when one is released, after `retry_us` at the latest.
+    /// All permits are in use. The charge fits when a permit is released, after `retry_us` at the latest.
     Saturated,
 }
 
 /// The outcome of a charge for one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome {
-    /// Whether the charge fits, and why not.
+    /// Whether the charge fits, or why it does not.
     pub status: Status,
     /// Whole tokens remaining.
     pub remaining: u64,
     /// µs until the limit is fully reset.
     pub reset_us: u64,
-    /// µs until the same charge fits. An upper bound if saturated; 0 if it fits now or never will.
+    /// Time in µs until the same charge fits. The time is an upper bound if the limit is saturated, and 0 if the charge
+    /// fits now or never.
     pub retry_us: u64,
 }
 
-/// The change to the state once the whole request is decided.
+/// The change of the state that is made when the whole request has been decided.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// No change.
     None,
     /// Delete the state, because it is empty.
     Delete,
-    /// Replace the state. The second value is the time after which it is equal to no state, µs.
+    /// Replace the state. The second value is the time in µs after which the new state has the same meaning as no
+    /// state.
     Put(State, u64),
     /// Edit the sliding log.
     Log(LogEdit),
@@ -338,7 +343,7 @@ pub enum Change {
 /// An edit of a sliding log. The log itself is not copied, because it may be long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LogEdit {
-    /// Time of the edit, µs. With `repair_clock_skew`, later entries get this time.
+    /// Time of the edit, µs. With `repair_clock_skew`, entries that are later get this time.
     pub now: u64,
     /// Whether entries are in the future because the clock was set back.
     pub repair_clock_skew: bool,
@@ -346,9 +351,9 @@ pub struct LogEdit {
     pub drop: usize,
     /// Number of tokens to append at `now`.
     pub push: u64,
-    /// Refunded entries to remove, if any: a number of tokens and the time of their charge.
+    /// Refunded entries to remove, if any: a number of tokens and the time at which they were charged.
     pub remove: Option<(u64, u64)>,
-    /// µs after which the log is equal to an empty one.
+    /// Time in µs after which the log has the same meaning as an empty log.
     pub window: u64,
 }
 
@@ -363,19 +368,19 @@ pub struct PermitEdit {
     pub action: PermitAction,
 }
 
-/// Maximum value in a state. Charges beyond the limit stop adding there, so that every sum stays exact.
+/// Maximum value in a state. Charges beyond the limit are not counted above this value, so that every sum stays exact.
 pub const MAX_STATE: u64 = 1 << 52;
 
 /// The result of a step, before anything is written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Step {
-    /// The outcome, with the charge made if it fits.
+    /// The outcome, which includes the charge if it fits.
     pub outcome: Outcome,
     /// Tokens remaining without the charge.
     pub free: u64,
     /// µs until the limit is fully reset, without the charge.
     pub free_reset_us: u64,
-    /// The charge if it fits. Otherwise the repair of a state whose time is in the future, or of a token bucket whose
-    /// rate has changed.
+    /// The change that makes the charge, if it fits. Otherwise the change that repairs a state whose time is in the
+    /// future, or a token bucket whose rate has changed.
     pub change: Change,
 }

@@ -6,21 +6,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Clocks of two machines drift apart by less than this part of a wait.
+/// The clocks of two machines drift apart by less than this fraction of a wait.
 const MAX_DRIFT_DIVISOR: u32 = 2000;
 
 /// The clock from which a store takes the time of a decision.
 #[derive(Debug, Clone, Default)]
 pub enum Clock {
-    /// The `TIME` of Redis; for the memory store, the system clock.
+    /// The `TIME` of Redis. For the memory store, the system clock.
     #[default]
     Store,
     /// The `TIME` of Redis for decisions, while the clock of this process is wrong by this number of µs.
     Skewed(i64),
     /// An instant set by hand, in µs since the Unix epoch.
     Manual(Arc<AtomicU64>),
-    /// The `TIME` of Redis for decisions. The clock of this process showed this number of µs since the Unix epoch at
-    /// this instant, and has run with [`monotonic`] since then.
+    /// The `TIME` of Redis is used for decisions. The clock of this process showed this number of µs since the Unix
+    /// epoch at this instant, and has run with [`monotonic`] since then.
     Running(Instant, u64),
 }
 
@@ -35,7 +35,7 @@ impl Clock {
         Clock::Running(monotonic(), now_us)
     }
 
-    /// Set a manual clock. Other clocks cannot be set.
+    /// Set a manual clock. Clocks of other kinds cannot be set.
     pub fn set(&self, now_us: u64) {
         if let Clock::Manual(now) = self {
             now.store(now_us, Ordering::SeqCst);
@@ -66,13 +66,13 @@ pub fn unix_us() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
 
-/// Return the time for which a wait by the clock of another machine certainly lasts by the clock of this machine.
+/// Return the time for which a wait by the clock of another machine lasts at least by the clock of this machine.
 pub fn subtract_drift(wait: Duration) -> Duration {
     wait - wait / MAX_DRIFT_DIVISOR
 }
 
-/// A clock that never goes back, for deadlines and durations. It is the clock of tokio, which timers follow: the clock
-/// of the system, unless a test pauses it.
+/// A clock that never goes back, for deadlines and durations. This is the clock of tokio, which timers follow: the
+/// clock of the system, unless a test pauses it.
 pub fn monotonic() -> Instant {
     tokio::time::Instant::now().into_std()
 }
@@ -88,12 +88,12 @@ pub fn elapsed_since(instant: Instant) -> Duration {
 pub struct LogThrottle(AtomicU64);
 
 impl LogThrottle {
-    /// Create the throttle of a message that was not logged yet.
+    /// Create the throttle of a message that was never logged.
     pub const fn new() -> Self {
         LogThrottle(AtomicU64::new(0))
     }
 
-    /// Return whether the message was not logged within `interval`. It then counts as logged now.
+    /// Return whether the message was not logged within `interval`. If so, the message counts as logged now.
     pub fn should_log(&self, interval: Duration) -> bool {
         let (now, logged_at) = (unix_us(), self.0.load(Ordering::Relaxed));
         u128::from(now.abs_diff(logged_at)) >= interval.as_micros()

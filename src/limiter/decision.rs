@@ -46,14 +46,14 @@ pub struct LimitResult<'a> {
 /// The decision about a request.
 #[derive(Debug)]
 pub struct Decision<'a> {
-    /// Whether the request may pass.
+    /// Whether the request is admitted.
     pub admitted: bool,
     /// Whether the store or this gateway's local share decided.
     pub decided_by: DecidedBy,
     /// Whether the decision is a denial from the denial cache.
     pub is_from_cache: bool,
-    /// Whether the request passed unchecked because of overload. This happens only if all of its limits are shadow
-    /// limits.
+    /// Whether the request is admitted unchecked because of overload. This happens only if all limits of the request
+    /// are shadow limits.
     pub is_overloaded: bool,
     /// Time of the decision, µs since the Unix epoch.
     pub now_us: u64,
@@ -65,13 +65,13 @@ pub struct Decision<'a> {
     pub permits: Option<Box<ConcurrencyPermits>>,
     /// The charges and refunds that are deferred until the response is known.
     pub deferred_charges: Option<Box<DeferredCharges>>,
-    /// Limit index and [`Charge::debt_before_us`] of each check that was decided. Empty unless the request is admitted
-    /// and a limit may refund.
+    /// Limit index and [`Charge::debt_before_us`] of each check that was decided. The list is empty unless the request
+    /// is admitted and a limit may refund.
     pub debts_before_us: Box<[(usize, u64)]>,
 }
 
 impl<'a> LimitCheck<'a, 'a> {
-    /// Create a check of the default variant with a cost of 1. If a request has several checks, give each its own
+    /// Create a check of the default variant with a cost of 1. If a request has several checks, give each check its own
     /// `limit_index`, in ascending order from 0: `LimitCheck { limit_index: 1, ..LimitCheck::new(limit, identity) }`.
     pub fn new(limit: &'a LimitSpec, identity: Identity) -> Self {
         let (variant, deferred) = (&limit.default_variant, Deferred::Nothing);
@@ -85,7 +85,7 @@ impl<'a> LimitCheck<'a, '_> {
         Key { identity: self.identity, state_name: &self.variant.state_name }
     }
 
-    /// Return the number of tokens that must remain for the request to pass: 1 if the cost is charged after the
+    /// Return the number of tokens that must remain for the request to be admitted: 1 if the cost is charged after the
     /// response.
     pub fn required(&self) -> u64 {
         if self.deferred == Deferred::Charge { 1 } else { self.cost }
@@ -96,14 +96,14 @@ impl<'a> LimitCheck<'a, '_> {
         matches!(self.variant.rule, Rule::Concurrency(_))
     }
 
-    /// Return whether checks of the same state can be coalesced with this one. This requires a cost of 1 that is
-    /// charged at once, of a limit that is neither a shadow limit nor a concurrency limit.
+    /// Return whether checks of the same state can be coalesced with this one. The check must have a cost of 1 that is
+    /// charged at once, and its limit must be neither a shadow limit nor a concurrency limit.
     pub fn is_batchable(&self) -> bool {
         self.cost == 1 && self.deferred != Deferred::Charge && !self.limit.shadow && !self.is_concurrency()
     }
 
-    /// Return whether a denial can be cached. It cannot for shadow limits, which never deny, and for limits with
-    /// refunds, which may admit earlier.
+    /// Return whether a denial can be cached. Denials cannot be cached for shadow limits, which never deny, and for
+    /// limits with refunds, which may admit earlier.
     pub fn is_cacheable(&self) -> bool {
         !self.deferred.is_refundable() && !self.limit.shadow
     }
@@ -116,7 +116,7 @@ impl<'a> LimitCheck<'a, '_> {
         }
     }
 
-    /// Return the charge for the store or for the local share. The permit ids of the request count from
+    /// Return the charge for the store or for the local share. The permit ids of the request start at
     /// `first_permit_id`.
     pub fn charge(&self, decided_by: DecidedBy, first_permit_id: u64) -> Charge<'_> {
         let rule = self.rule(decided_by);
@@ -136,7 +136,7 @@ impl<'a> LimitCheck<'a, '_> {
         first_permit_id.wrapping_add(self.limit_index as u64)
     }
 
-    /// Return the part of the check that outlives the decision.
+    /// Return the part of the check that is needed after the decision.
     pub fn owned_charge(&self, cost_or_permit_id: u64) -> OwnedCharge {
         OwnedCharge {
             limit_index: self.limit_index,
@@ -155,8 +155,8 @@ impl<'a> LimitCheck<'a, '_> {
     }
 }
 
-/// Queue the events of limits that have reached a threshold by a verdict about these checks. A reservation counts once
-/// it is settled.
+/// Queue events for the limits that have reached a threshold according to a verdict about these checks. A reservation
+/// counts only when it is settled.
 pub fn offer_events<'b, 'a: 'b, 'p: 'b>(
     events: &EventQueue,
     verdict: &Verdict,
@@ -238,7 +238,8 @@ impl<'a> Decision<'a> {
         }
     }
 
-    /// Combine the decisions of two checks of one request, which have different limits. Both must admit it.
+    /// Combine the decisions of two checks of one request, which have different limits. The combined decision admits
+    /// the request only if both do.
     #[must_use]
     pub fn merge(mut self, other: Decision<'a>) -> Decision<'a> {
         if other.decided_by == DecidedBy::Local {
@@ -270,12 +271,12 @@ impl<'a> Decision<'a> {
         self
     }
 
-    /// Undo the charges of an admitted request that a later check rejects: refund the checks with [`Deferred::Refund`]
-    /// or [`Deferred::Settle`], charge no deferred costs, and release the permits. The results are then those after the refund. The refund is
-    /// made even if the client disconnects.
+    /// Undo the charges of an admitted request that a later check rejects: refund the checks with [`Deferred::Refund`] or
+    /// [`Deferred::Settle`], charge no deferred costs, and release the permits. The results are then the values after the refund. The refund
+    /// is made even if the client disconnects.
     ///
     /// # Errors
-    /// The store did not answer. The refund may be lost.
+    /// The store did not reply to the refund. The refund may be lost.
     pub async fn refund(&mut self) -> Result<(), StoreError> {
         self.permits = None;
         let Some(charges) = self.deferred_charges.take() else { return Ok(()) };
@@ -292,12 +293,12 @@ impl<'a> Decision<'a> {
         Ok(())
     }
 
-    /// Return the decision for a request without limits: admitted.
+    /// Return the decision for a request without limits, which is admitted.
     pub fn unlimited() -> Self {
         Decision::new(Verdict::new(1, 0, Vec::new()), DecidedBy::Store, std::iter::empty())
     }
 
-    /// Return the decider as one word for logs: `denial-cache`, `store` or `local`.
+    /// Return what made the decision as one word for logs: `denial-cache`, `store` or `local`.
     pub fn decider_label(&self) -> &'static str {
         if self.is_from_cache { "denial-cache" } else { self.decided_by.label() }
     }
@@ -312,8 +313,8 @@ impl<'a> Decision<'a> {
         self.results.iter().filter(|result| result.denies())
     }
 
-    /// Return the time until the same request would pass, µs. Return `None` if the request can never pass. Concurrency
-    /// limits count as 0, because a permit may be released at any time.
+    /// Return the time in µs until the same request would be admitted. Return `None` if the request can never be
+    /// admitted. Concurrency limits count as 0, because a permit may be released at any time.
     pub fn retry_us(&self) -> Option<u64> {
         let retry_after = |result: &LimitResult<'_>| match result.outcome.status {
             Status::Ok | Status::Saturated => Some(0),
@@ -323,8 +324,8 @@ impl<'a> Decision<'a> {
         self.violated().map(retry_after).try_fold(0, |max_retry, retry| Some(max_retry.max(retry?)))
     }
 
-    /// Return how long a denied request that arrived at `arrived_at` is to wait before the next check. Return `None` if
-    /// the request is admitted, can never pass, or would exceed the `max_wait` of a limit that denies it.
+    /// Return how long a denied request that arrived at `arrived_at` must wait before the next check. Return `None` if
+    /// the request is admitted, can never be admitted, or would exceed the `max_wait` of a limit that denies it.
     pub fn retry_delay(&self, arrived_at: Instant) -> Option<Duration> {
         let pause = Duration::from_micros(self.retry_us().filter(|_| !self.admitted)?);
         let may_wait = |result: &LimitResult<'_>| {

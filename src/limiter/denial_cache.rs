@@ -1,8 +1,8 @@
-//! Denial cache: repeat the denials of Redis until they expire, without another call.
+//! The denial cache repeats the denials of Redis until they expire, without another call.
 //!
 //! After a denial with a retry time, only a refund or a reset can admit the same cost earlier. Checks that may be refunded
 //! are not cached. Denials by several servers of a cluster are not cached either, because charges are refunded if one
-//! server denies. An abusive client costs Redis one call per second.
+//! server denies. A client far above its limit therefore costs Redis only one call per second.
 
 use std::time::{Duration, Instant};
 
@@ -11,12 +11,12 @@ use quick_cache::sync::Cache;
 use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::clock::{monotonic, subtract_drift};
 
-/// Maximum age of an entry. A client that keeps sending costs the store one call per second. Within this time a denial
-/// may become wrong by a reset, by prefetched tokens that another gateway refunds, and by tokens of a request that
-/// timed out at another gateway.
+/// Maximum age of an entry. A client that keeps sending requests costs the store one call per second. During this time,
+/// a denial may become wrong by a reset, by prefetched tokens that another gateway refunds, and by tokens of a request
+/// that timed out at another gateway.
 pub const MAX_DENIAL_AGE: Duration = Duration::from_secs(1);
 
-/// The cache, bounded in number of entries and shared by the workers of a process.
+/// The cache has a bounded number of entries, and the workers of a process share it.
 #[derive(Debug)]
 pub struct DenialCache(Cache<u128, CachedDenial>);
 
@@ -24,11 +24,11 @@ pub struct DenialCache(Cache<u128, CachedDenial>);
 struct CachedDenial {
     variant_id: u64,
     cost: u64,
-    /// The denial is certain until this time. It counts from before the call, so it ends no later than the denial in
-    /// Redis.
+    /// The denial is certainly valid until this time. The time is counted from before the call, so that it ends no
+    /// later than the denial in Redis.
     expires_at: Instant,
-    /// Time at which the verdict arrived. Retry and reset times for clients count from here, so that clients do not
-    /// retry too early.
+    /// Time at which the verdict arrived. Retry and reset times for clients count from this time, so that clients do
+    /// not retry too early.
     decided_at: Instant,
     now_us: u64,
     outcome: Outcome,
@@ -39,7 +39,7 @@ struct CachedDenial {
 pub struct DenialHit {
     /// Time by the store's clock, µs since the Unix epoch.
     pub now_us: u64,
-    /// The outcome that the limit would have.
+    /// The outcome that the limit would have now.
     pub outcome: Outcome,
 }
 
@@ -49,7 +49,7 @@ impl DenialCache {
         DenialCache(Cache::new(capacity))
     }
 
-    /// Return the denial of a charge of `cost` to the state `key` in this variant, if it certainly still holds.
+    /// Return the denial of a charge of `cost` to the state `key` in this variant, if it is certainly still valid.
     pub fn get(&self, key: u128, variant_id: u64, cost: u64) -> Option<DenialHit> {
         let denial = self.0.get(&key).filter(|denial| denial.variant_id == variant_id && denial.cost == cost)?;
         let now = monotonic();
@@ -65,7 +65,7 @@ impl DenialCache {
         Some(DenialHit { now_us: denial.now_us + elapsed_us, outcome })
     }
 
-    /// Remove all entries. Call this after the tokens or the quota of an identity were increased.
+    /// Remove all entries. Call this function after the tokens or the quota of an identity were increased.
     pub fn clear(&self) {
         self.0.clear();
     }
@@ -73,7 +73,8 @@ impl DenialCache {
     /// Insert a denial that was requested at `asked_at` and has just arrived.
     pub fn insert(&self, key: u128, variant_id: u64, cost: u64, hit: DenialHit, asked_at: Instant) {
         let DenialHit { now_us, outcome } = hit;
-        // A saturated limit may admit at any time. Costs above the limit never fit and are rarely retried.
+        // A saturated concurrency limit may admit a request at any time. Costs above the limit never fit, and clients
+        // rarely retry them.
         if outcome.status != Status::Exceeded {
             return;
         }

@@ -1,4 +1,4 @@
-//! Fallback: decide requests without the store, as `on_store_error` of each limit says.
+//! The fallback decides requests without the store, according to `on_store_error` of each limit.
 
 use std::time::Duration;
 
@@ -12,18 +12,18 @@ use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Operation, StoreError, Verdict};
 
-/// The store could not answer, and a limit of the request fails closed.
+/// The store did not reply, and a limit of the request fails closed.
 #[derive(Debug, thiserror::Error)]
 #[error("the limits cannot be checked: {0}")]
 pub struct StoreUnavailable(#[source] pub StoreError);
 
-/// Interval for logging states that cannot be used, whatever the number of requests.
+/// Interval for logging states that cannot be used, whatever the number of requests is.
 const CORRUPT_STATE_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Interval for logging that checks are rejected because of overload.
 const OVERLOAD_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reject checks that a working store did not decide in time, whatever `on_store_error` says. Otherwise a client could
+/// Reject checks that a working store did not decide in time, whatever `on_store_error` is. Otherwise a client could
 /// exceed a limit by sending more requests. Shadow limits never reject.
 pub(super) fn decide_overloaded<'a>(
     checks: &[LimitCheck<'a, '_>],
@@ -40,8 +40,8 @@ pub(super) fn decide_overloaded<'a>(
     Ok(Decision { is_overloaded: true, ..Decision::new(verdict, DecidedBy::Local, std::iter::empty()) })
 }
 
-/// Decide during an outage. Fail closed if one limit is set to `deny`. Otherwise the limits set to `local` decide by
-/// their local shares. The usage of the others is counted as well, because they cannot be charged.
+/// Decide during an outage. Fail closed if one limit has `on_store_error = "deny"`. Otherwise the limits with `"local"`
+/// decide by their local shares. The usage of all other limits is counted as well, because they cannot be charged.
 pub(super) fn decide_without_store<'a>(
     (fallback, events): (&MemoryStore, &EventQueue),
     checks: &[LimitCheck<'a, '_>],
@@ -49,8 +49,8 @@ pub(super) fn decide_without_store<'a>(
     first_permit_id: u64,
 ) -> Result<Decision<'a>, StoreUnavailable> {
     if let StoreError::CorruptState(_) = &error {
-        // Corrupt state affects a single identity and is not an outage, so `on_store_error` does not apply. The circuit
-        // breaker does not report it.
+        // A corrupt state affects a single identity and is not an outage, so `on_store_error` does not apply. The
+        // circuit breaker does not log this error.
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         if LOG_THROTTLE.should_log(CORRUPT_STATE_LOG_INTERVAL) {
             let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
@@ -101,11 +101,11 @@ fn decide_locally<'a>(
     Ok(Decision::new(verdict, DecidedBy::Local, checks_with_room.into_iter()))
 }
 
-/// Decide by the checks whose limits have room in the memory store. The other limits cannot count: shadow limits and
-/// limits set to `allow` pass.
+/// Decide by the checks whose limits have room in the memory store. The other limits cannot count. Shadow limits and
+/// limits with `"allow"` admit the request.
 ///
 /// # Errors
-/// A limit without room is enforced and not set to `allow`, or another request took the remaining room in between.
+/// An enforced limit without `"allow"` has no room, or another request took the remaining room in between.
 pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     memory: &MemoryStore,
     checks: impl Iterator<Item = &'c LimitCheck<'a, 'p>>,

@@ -1,4 +1,4 @@
-//! Keys of states. They contain a keyed hash of the identity, never the identity itself.
+//! Keys of states. Keys contain a keyed hash of the identity, never the identity itself.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -11,7 +11,7 @@ use siphasher::sip128::{Hasher128, SipHasher24};
 pub struct Identity(pub u128);
 
 impl Identity {
-    /// Return the hash as 32 lower-case hexadecimal digits, as in keys.
+    /// Return the hash as 32 lower-case hexadecimal digits, as it is in keys.
     pub fn to_hex(self) -> [u8; 32] {
         std::array::from_fn(|digit| b"0123456789abcdef"[(self.0 >> (4 * (31 - digit))) as usize & 15])
     }
@@ -36,13 +36,13 @@ impl fmt::Display for Identity {
 
 /// A keyed hash function for identities. The same secret gives the same hashes on every gateway.
 ///
-/// SipHash-2-4 with 128 bits (Aumasson and Bernstein, 2012): a keyed function made for short inputs, a tenth of the
-/// instructions of an HMAC of them. Its key is the start of the secret's SHA-256.
+/// SipHash-2-4 with 128 bits (Aumasson and Bernstein, 2012) is a keyed function for short inputs. It needs a tenth of
+/// the instructions of an HMAC. The key of SipHash is the start of the secret's SHA-256.
 #[derive(Debug, Clone)]
 pub struct IdentityHasher(SipHasher24);
 
-/// The secret if `store.secret` is not set. Hashes are then the same in every installation, so short identities can be
-/// guessed from them.
+/// The secret that is used if `store.secret` is not set. Hashes are then the same in every installation, so an attacker
+/// can guess short identities.
 const PUBLISHED_SECRET: &str = "sluicegate: set store.secret";
 
 impl IdentityHasher {
@@ -106,7 +106,8 @@ pub struct StateName {
 }
 
 impl StateName {
-    /// Create the key part of the limit `limit` whose state has the shape `shape`: the algorithm and the window.
+    /// Create the key part of the limit `limit` whose state has the shape `shape`, which consists of the algorithm and
+    /// the window.
     pub fn new(hasher: &IdentityHasher, limit: &str, shape: &str) -> Self {
         let name = format!("{limit}:{shape}");
         let hash = hasher.hash(name.as_bytes()).0;

@@ -1,5 +1,5 @@
-//! The memory store: the default store, the fallback in an outage, and the model that the Lua scripts are tested
-//! against.
+//! The memory store. It is the default store, the fallback in an outage, and the model with which the Lua scripts are
+//! compared in tests.
 
 use std::collections::VecDeque;
 use std::collections::hash_map::RandomState;
@@ -17,13 +17,13 @@ use crate::limiter::key::Key;
 use crate::limiter::usage::UsageTable;
 use crate::limiter::verdict::{Charge, Operation, Verdict};
 
-/// Number of shards, a power of two: large enough that two workers rarely lock the same shard.
+/// Number of shards, a power of two that is large enough that two workers rarely lock the same shard.
 const SHARDS: usize = 64;
 
-/// Interval for logging that the states of a limit do not fit.
+/// Interval for logging that the states of a limit do not fit into memory.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A store of counters in this process, bounded in number of states.
+/// A store of counters in this process, with a bounded number of states.
 #[derive(Debug)]
 pub struct MemoryStore {
     shards: Vec<Mutex<Shard>>,
@@ -31,14 +31,14 @@ pub struct MemoryStore {
     clock: Clock,
     evicted: AtomicU64,
     rejected: AtomicU64,
-    /// Totals of the charged cost. Beside Redis: those that wait to be posted.
+    /// Totals of the charged cost. With Redis, only the totals that wait to be sent to Redis.
     pub usage: UsageTable,
 }
 
 impl MemoryStore {
-    /// Create a store for about `max_states` states of all limits together. When it is full, each limit that has states
-    /// is guaranteed an equal part. Within a limit, the state that has used the smallest share of its limit is evicted.
-    /// It has about as many usage totals.
+    /// Create a store for about `max_states` states of all limits together. When the store is full, each limit that has
+    /// states is guaranteed an equal part. Within a limit, the state that has used the smallest share of its quota is
+    /// evicted. The store has about the same number of usage totals.
     pub fn new(max_states: usize, clock: Clock) -> Self {
         let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
         let capacity = max_states.div_ceil(SHARDS).max(1);
@@ -56,20 +56,20 @@ impl MemoryStore {
         self.len() == 0
     }
 
-    /// Remove a state. Return whether it existed.
+    /// Remove a state. Return whether the state existed.
     pub fn remove(&self, key: u128) -> bool {
         lock(&self.shards[shard_of(key)]).remove(key)
     }
 
-    /// Return the number of states that were evicted before they expired, and of charges that were not counted because
-    /// their limit was full.
+    /// Return the number of states that were evicted before they expired, and the number of charges that were not
+    /// counted because their limit was full.
     pub fn evictions_and_rejections(&self) -> [u64; 2] {
         [&self.evicted, &self.rejected].map(|count| count.load(Ordering::Relaxed))
     }
 
     /// Decide all charges at one instant, without waiting for I/O.
     pub fn decide(&self, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
-        // Lock each shard of the request once, always in the same order: this prevents deadlocks and makes the request
+        // Lock each shard of the request once, always in the same order. This prevents deadlocks and makes the request
         // atomic.
         let mut shard_bits = 0u64;
         for charge in charges {
@@ -79,7 +79,8 @@ impl MemoryStore {
         for index in (0..SHARDS).filter(|index| shard_bits >> index & 1 == 1) {
             locked.guards.push(lock(&self.shards[index]));
         }
-        // Read the clock while the locks are held, so that decisions on one state are made in the order of their times.
+        // Read the clock while the locks are held, so that decisions about one state are made in the order of their
+        // times.
         let now = self.clock.now_us();
         let verdict = decide_locked(self, &mut locked, now, operation, charges);
         drop(locked);
@@ -89,7 +90,7 @@ impl MemoryStore {
         verdict
     }
 
-    /// Add the cost of a request that passes although its limit cannot be charged.
+    /// Add the cost of a request that is admitted although its limit cannot be charged.
     pub fn add_uncharged_usage(&self, charge: &Charge<'_>) {
         let (granted, status) = (1, Status::Ok);
         let amount = charge.usage_amount(Operation::Check, granted, status);
@@ -151,11 +152,12 @@ fn shard_of(key: u128) -> usize {
 }
 
 fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
-    // A poisoned lock is safe: states are replaced as a whole, so a panic elsewhere leaves none half-written.
+    // A poisoned lock can be used: states are replaced as a whole, so a panic in another thread leaves no half-written
+    // state.
     shard.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Decide under the locks, by the rules of `lua/generic.lua`.
+/// Decide under the locks, by the same rules as `lua/generic.lua`.
 fn decide_locked(
     store: &MemoryStore,
     shards: &mut LockedShards<'_>,
@@ -171,7 +173,7 @@ fn decide_locked(
         let max_cost = charges.first().map_or(0, |charge| charge.cost);
         let enforced = charges.iter().zip(&steps).filter(|(charge, _)| !charge.mode.is_shadow());
         granted = enforced.map(|(_, step)| step.free).fold(max_cost, u64::min);
-        // If no token remains, request one token, so that the outcome has the retry time.
+        // If no token remains, request one token, so that the outcome contains the retry time.
         requested = Some(granted.max(max_cost.min(1)));
         if max_cost == 0 {
             operation = Operation::Peek;
@@ -186,8 +188,8 @@ fn decide_locked(
     let (admitted, steps) = step_all(shards, now, step_kind, operation == Operation::Check, requested, charges);
     let will_write = admitted && operation != Operation::Peek;
     let full_limits = if will_write { store.ensure_room(shards, now, charges, &steps) } else { 0 };
-    // If a check has no room for one limit, no limit is charged. Other operations are for admitted requests, so they
-    // are not all-or-nothing.
+    // If there is no room for one limit of a check, no limit is charged. Other operations are for admitted requests, so
+    // they need not be all-or-nothing.
     let is_check = matches!(operation, Operation::Check | Operation::TakeUpTo);
     let admitted = admitted && !(is_check && full_limits > 0);
     let mut outcomes = Vec::with_capacity(steps.len());
@@ -210,7 +212,7 @@ fn decide_locked(
     }
 }
 
-/// Return the used share of a limit with this many tokens remaining, in 1/255.
+/// Return the used share of a limit with this number of tokens remaining, in 1/255.
 fn used_share(charge: &Charge<'_>, remaining: u64) -> u8 {
     let capacity = u128::from(charge.rule.capacity().max(1));
     let remaining_share = u128::from(remaining) * 255 / capacity;
@@ -250,17 +252,19 @@ fn step_all(
 
 // === Shards: the states of each limit are separate, so that one limit cannot evict the states of another limit ===
 
-/// Entries examined by the sweep for each insertion: more than one, so that sweeping is faster than growth.
+/// Number of entries that the sweep examines for each insertion. It is more than one, so that sweeping is faster than
+/// growth.
 const SWEPT_PER_INSERT: usize = 2;
 
-/// Entries compared to find a victim. As with volatile-ttl in Redis, a sample of five finds a good victim.
+/// Number of entries that are compared to find an entry to evict. As for volatile-ttl in Redis, a sample of five finds
+/// a good entry.
 const EVICTION_SAMPLE: usize = 5;
 
 /// Maximum number of entries that are searched for an evictable entry before a new identity is rejected.
 const MAX_EVICTION_SEARCH: usize = 256;
 
-/// Used share, in 1/255, from which an identity can be evicted only for the guaranteed part of another limit. Half of
-/// the quota: an identity that evicts its own state can gain at most this share.
+/// Used share, in 1/255, from which an identity can be evicted only for the guaranteed part of another limit. The value
+/// is half of the quota: an identity that evicts its own state can gain at most this share.
 const NEAR_LIMIT: u8 = 128;
 
 /// The states of all limits whose keys belong to this shard.
@@ -276,7 +280,8 @@ pub(crate) struct Shard {
 #[derive(Debug)]
 struct LimitStates {
     limit_hash: u64,
-    // std's hasher is seeded at random: with the published secret, clients could choose colliding keys.
+    // The hasher of the standard library has a random seed. With the published secret, clients could otherwise choose
+    // colliding keys.
     entries: IndexMap<u128, Entry, RandomState>,
     cursor: usize,
 }
@@ -300,10 +305,10 @@ pub(crate) struct StateWrite {
     pub(crate) used_share: u8,
 }
 
-/// The result of making room.
+/// The result of making room for a state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Room {
-    /// The state has room. The value is the number of states evicted for it.
+    /// The state has room. The value is the number of states that were evicted for it.
     Available(u64),
     /// All states that could be evicted are at or near their limit.
     Full,
@@ -320,7 +325,7 @@ impl Shard {
         states.entries.get(&key.local_hash()).filter(|entry| entry.expires_at_us > now).map(|entry| &entry.state)
     }
 
-    /// Remove a state. Return whether it existed.
+    /// Remove a state. Return whether the state existed.
     pub(crate) fn remove(&mut self, key: u128) -> bool {
         let existed = self.limits.iter_mut().any(|states| states.entries.swap_remove(&key).is_some());
         self.entry_count -= usize::from(existed);
@@ -343,7 +348,7 @@ impl Shard {
             self.sweep(own, now);
         }
         if !self.limits.is_empty() {
-            // Sweep another limit as well, so that unused limits hold no room.
+            // Sweep another limit as well, so that unused limits occupy no room.
             self.next_sweep = (self.next_sweep + 1) % self.limits.len();
             self.sweep(self.next_sweep, now);
         }
@@ -364,7 +369,7 @@ impl Shard {
         }
     }
 
-    /// Apply a change for which there is room.
+    /// Apply a change for which there is already room.
     pub(crate) fn apply(&mut self, key: &Key<'_>, change: Change, write: StateWrite) {
         if change == Change::None {
             return;
@@ -404,9 +409,9 @@ impl Shard {
         self.entry_count -= before - states.entries.len();
     }
 
-    /// Evict the state with the smallest used share from a sample of a limit's states; between equal ones, the one that
-    /// expires first. Evict only states with a used share below `max_used_share`, unless that is `u8::MAX`. Return
-    /// whether a state was evicted.
+    /// Evict the state with the smallest used share from a sample of a limit's states. Among equal states, evict the
+    /// one that expires first. Evict only states whose used share is below `max_used_share`, unless it is `u8::MAX`.
+    /// Return whether a state was evicted.
     fn evict(&mut self, index: usize, now: u64, max_used_share: u8) -> bool {
         let LimitStates { entries, cursor, .. } = &mut self.limits[index];
         let len = entries.len();
@@ -455,7 +460,7 @@ impl LimitStates {
                 };
                 *before = used;
                 if *expires_us <= now && edit.remove.is_none() {
-                    // The step ignored expired entries, so drop them.
+                    // The step has ignored expired entries, so they can be dropped.
                     log.clear();
                 }
                 edit.apply(log);

@@ -2,7 +2,7 @@
 
 use crate::metrics::{Counter, Histogram};
 
-/// The component that answered a check.
+/// The component that decided a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnsweredBy {
     /// The store, with a call for this check alone.
@@ -20,11 +20,11 @@ pub enum AnsweredBy {
 pub struct LimiterMetrics {
     /// Checks, by [`AnsweredBy`].
     pub checks: Counter<4>,
-    /// Duration of the calls that the store answered.
+    /// Duration of the calls with a reply from the store.
     pub round_trips: Histogram,
     /// Script calls, each with one batch of checks.
     pub calls: Counter<1>,
-    /// Calls that failed, and calls that were not sent because the breaker is open or the queue is full.
+    /// Calls that failed, and calls that were not sent because the circuit breaker was open or the queue was full.
     pub failures: Counter<2>,
 }
 

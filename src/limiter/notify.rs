@@ -1,5 +1,5 @@
-//! Quota events: an identity has used a percentage of a limit. A bounded queue takes the events to the thread that sends
-//! them.
+//! Quota events: an identity has used a percentage of a limit. A bounded queue passes the events to the thread that
+//! sends them.
 
 use std::collections::HashMap;
 use std::hash::RandomState;
@@ -15,10 +15,10 @@ use crate::limiter::key::Identity;
 use crate::limiter::quota::Quota;
 use crate::metrics::Counter;
 
-/// Maximum number of events that wait for the task.
+/// Maximum number of events that wait for the thread.
 const QUEUE_LENGTH: usize = 4096;
 
-/// Maximum number of events that are remembered, so that a window has one event for each threshold.
+/// Maximum number of events whose period is recorded, so that a window has one event for each threshold.
 const MAX_REMEMBERED: usize = 100_000;
 
 /// The percentage at which a limit is used up.
@@ -38,9 +38,9 @@ pub struct Notify {
 /// The period in which a threshold has one event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EventPeriod {
-    /// A fixed window, until this instant by the clock of the store, µs since the Unix epoch.
+    /// A fixed window, until this instant by the clock of the store, in µs since the Unix epoch.
     Window(u64),
-    /// This time from the event on: the length of a sliding window, or the time in which an empty bucket is full.
+    /// This time after the event: the length of a sliding window, or the time in which an empty bucket refills.
     Rolling(Duration),
 }
 
@@ -53,11 +53,11 @@ pub struct LimitUsage {
     pub identity: Identity,
     /// The quota that applied.
     pub quota: Quota,
-    /// Capacity of the rule that decided.
+    /// Capacity of the rule that made the decision.
     pub capacity: u64,
     /// Tokens remaining.
     pub remaining: u64,
-    /// Whether the limit denied the request, or would have denied it if it were not a shadow limit.
+    /// Whether the limit denied the request, or would have denied it without shadow mode.
     pub is_denied: bool,
     /// Whether the local share of the gateway decided.
     pub is_local: bool,
@@ -69,19 +69,20 @@ pub struct LimitUsage {
     pub period: EventPeriod,
 }
 
-/// An event: the usage has reached a threshold.
+/// An event, which means that the usage has reached a threshold.
 #[derive(Debug, Clone)]
 pub struct QuotaEvent {
     /// The usage.
     pub usage: LimitUsage,
     /// The threshold, in percent.
     pub threshold: u8,
-    /// When it was queued.
+    /// Time at which the event was queued.
     pub queued_at: Instant,
 }
 
 impl LimitUsage {
-    /// Return the usage after an outcome, if it has reached a threshold. `reserved` tokens of the outcome may be refunded.
+    /// Return the usage after an outcome, if it has reached a threshold. Of the outcome, `reserved` tokens may still be
+    /// refunded.
     pub fn new(
         notify: &Arc<Notify>,
         identity: Identity,
@@ -101,7 +102,7 @@ impl LimitUsage {
         let is_denied = match status {
             Status::Ok => false,
             Status::Exceeded => true,
-            // A cost above the capacity says nothing about the usage.
+            // A denial because the cost exceeds the capacity gives no information about the usage.
             Status::CostTooLarge | Status::Saturated => return None,
         };
         let capacity = rule.capacity();
@@ -118,7 +119,7 @@ impl LimitUsage {
             reset_us,
             period,
         };
-        // With a reset of 0 nothing is used, or the limit did not take part in the decision.
+        // If the reset time is 0, no tokens are used, or the limit did not take part in the decision.
         (reset_us > 0 && usage.thresholds().next().is_some()).then_some(usage)
     }
 
@@ -129,7 +130,7 @@ impl LimitUsage {
 
     fn has_reached(&self, threshold: u8) -> bool {
         let used = self.capacity.saturating_sub(self.remaining);
-        // A denied request may leave tokens that are too few for its cost.
+        // A denied request may leave tokens that are not sufficient for its cost.
         threshold == USED_UP && self.is_denied
             || u128::from(used) * 100 >= u128::from(threshold) * u128::from(self.capacity)
     }
@@ -145,7 +146,8 @@ struct Remembered {
     until: Instant,
 }
 
-/// The events of this process: each threshold has one event in a period. The queue is bounded, and never waits.
+/// The events of this process. Each threshold has one event per period. The queue is bounded, and adding an event never
+/// waits.
 #[derive(Debug)]
 pub struct EventQueue {
     sender: Sender<QuotaEvent>,
@@ -154,7 +156,7 @@ pub struct EventQueue {
 }
 
 impl Default for EventQueue {
-    /// A queue from which no task takes events.
+    /// Create a queue from which no task takes events.
     fn default() -> Self {
         EventQueue::new().0
     }
@@ -168,7 +170,7 @@ impl EventQueue {
     }
 
     /// Queue an event for each threshold that is reached for the first time in its period. If the queue is full, the
-    /// event is dropped and counted, and the next request queues it.
+    /// event is dropped and counted, and the next request queues it again.
     pub fn offer(&self, usage: &LimitUsage) {
         let now = monotonic();
         let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
@@ -187,13 +189,13 @@ impl EventQueue {
                 EventPeriod::Window(_) => Duration::from_micros(usage.reset_us),
                 EventPeriod::Rolling(length) => length,
             };
-            // Too far for the clock: forever.
+            // The end of the period is beyond the range of the clock, so it never ends.
             let until = now.checked_add(length).unwrap_or(now + FOREVER);
             remembered.insert(key, Remembered { period: usage.period, until });
         }
     }
 
-    /// Forget the events whose period has ended.
+    /// Remove the events whose period has ended.
     pub fn forget_ended(&self) {
         let now = monotonic();
         let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
@@ -206,11 +208,11 @@ impl EventQueue {
     }
 }
 
-/// Longer than a process runs.
+/// This time is longer than any process runs.
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 86_400);
 
 impl Remembered {
-    /// Return whether the event of a period was queued before.
+    /// Return whether the event of a period has been queued before.
     fn covers(&self, period: EventPeriod, now: Instant) -> bool {
         match (self.period, period) {
             (EventPeriod::Window(earlier), EventPeriod::Window(end)) => earlier == end,
@@ -221,16 +223,16 @@ impl Remembered {
 
 // === Deliveries ===
 
-/// The end of a delivery.
+/// The result of a delivery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeliveryResult {
-    /// The destination has the event.
+    /// The destination has accepted the event.
     Delivered,
     /// Another gateway sends the event.
     Claimed,
     /// The event could not be delivered.
     Failed,
-    /// Too many events were undelivered.
+    /// Too many events of the destination were undelivered.
     Dropped,
 }
 
@@ -271,13 +273,13 @@ impl Drop for PendingDelivery {
 }
 
 impl DeliveryStats {
-    /// Count an event as undelivered until the value is dropped.
+    /// Count an event as undelivered until the returned value is dropped.
     pub fn begin(&self) -> PendingDelivery {
         self.pending.fetch_add(1, Ordering::Relaxed);
         PendingDelivery(self.pending.clone())
     }
 
-    /// Count the end of a delivery.
+    /// Count the result of a delivery.
     pub fn count(&self, result: DeliveryResult) {
         self.results.increment(result as usize);
     }

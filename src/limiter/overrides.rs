@@ -22,17 +22,17 @@ use crate::limiter::spec::{LimitSpec, LimitVariant};
 use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::StoreError;
 
-/// Maximum number of overrides. Each gateway reads all of them every second.
+/// Maximum number of overrides. Each gateway reads all overrides every second.
 pub const MAX_OVERRIDES: usize = 1000;
 
-/// Interval for polling the overrides that other gateways received.
+/// Interval for polling the overrides that other gateways have written.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Delay after a failed poll. It is shorter than [`POLL_INTERVAL`], so that a store that lost its data gets the
-/// overrides back soon.
+/// Delay after a failed poll. The delay is shorter than [`POLL_INTERVAL`], so that a store that has lost its data soon
+/// gets the overrides back.
 const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Maximum number of records in one restore call. Each call reads the whole hash and blocks Redis meanwhile.
+/// Maximum number of records in one restore call. Each call reads the whole hash, and blocks Redis during this time.
 const MAX_RESTORE_BATCH: usize = 250;
 
 /// Time within which a change on one gateway applies on all gateways: a polling interval and a margin for delays.
@@ -46,10 +46,10 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 pub struct OverrideQuota {
     /// The quota in the syntax of the configuration.
     pub quota: String,
-    /// Burst of a token bucket. Default: the quota's count.
+    /// Burst of a token bucket. Default: the count of the quota.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
-    /// Free text by the administrator.
+    /// Free text of the administrator.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }
@@ -61,7 +61,7 @@ pub struct Override {
     pub limit: Arc<LimitSpec>,
     /// The identity.
     pub identity: Identity,
-    /// The quota as the administrator gave it.
+    /// The quota as the administrator has written it.
     pub quota: OverrideQuota,
     /// The variant of the limit with this quota.
     pub variant: Arc<LimitVariant>,
@@ -111,18 +111,18 @@ pub struct Overrides {
     hasher: IdentityHasher,
     find_limit: LimitLookup,
     denials: Option<Arc<DenialCache>>,
-    /// The newest record of each field that this process has seen, until it is forgotten. Locked while the table
-    /// changes.
+    /// The newest record of each field that this process has read, until the record is deleted. The mutex is also
+    /// locked while the table changes.
     known_entries: Mutex<HashMap<String, KnownEntry>>,
 }
 
-/// A record that this process has seen.
+/// A record that this process has read.
 #[derive(Debug, Clone)]
 struct KnownEntry {
     entry: OverrideEntry,
     /// Time at which the override expires.
     expires_at: Instant,
-    /// Time at which the record is forgotten.
+    /// Time at which the record is deleted from this process.
     forget_at: Instant,
 }
 
@@ -148,13 +148,14 @@ impl Overrides {
         }
     }
 
-    /// Return the overrides in force. `None` if there are no overrides, which is the usual case.
+    /// Return the overrides in force. The value is `None` if there are no overrides, which is the usual case.
     pub fn current(&self) -> Option<Arc<OverrideTable>> {
         let table = self.table.load();
         if table.0.is_empty() { None } else { Some(Arc::clone(&table)) }
     }
 
-    /// Create an override that expires after `ttl`. The override is neither applied nor sent to other gateways.
+    /// Create an override that expires after `ttl`. This function neither applies the override nor sends it to other
+    /// gateways.
     ///
     /// # Errors
     /// The quota is invalid, or the limit does not support it.
@@ -170,7 +171,8 @@ impl Overrides {
         Ok(Override { limit: limit.clone(), identity, quota, variant, expires_at: monotonic() + ttl })
     }
 
-    /// Put an override in force in this process. Return `None` if there are [`MAX_OVERRIDES`] other overrides.
+    /// Put an override in force in this process. Return `None` if the maximum of [`MAX_OVERRIDES`] other overrides is
+    /// reached.
     pub fn put(&self, new: Override) -> Option<Arc<Override>> {
         let key = table_key(&new.limit, new.identity);
         let new = Arc::new(new);
@@ -190,7 +192,7 @@ impl Overrides {
         has_room.then_some(new)
     }
 
-    /// Remove an override in this process. Return whether it existed.
+    /// Remove an override in this process. Return whether the override existed.
     pub fn remove(&self, limit: &LimitSpec, identity: Identity) -> bool {
         let key = table_key(limit, identity);
         let mut removed = false;
@@ -209,7 +211,7 @@ impl Overrides {
         loop {
             let result = self.refresh(store, key).await;
             if let Err(error) = &result {
-                // Rate limit checks report every other error.
+                // Rate limit checks already report every other error.
                 if is_hash_error(error) && POLL_LOG_THROTTLE.should_log(LOG_INTERVAL) {
                     warn!(%error, "cannot read overrides: the Redis user lacks a permission; docs/how-to/redis.md \
                                    lists the permissions");
@@ -221,10 +223,10 @@ impl Overrides {
         }
     }
 
-    /// Read the records that all gateways share, and write back those that Redis lost.
+    /// Read the records that all gateways share, and write back records that Redis has lost.
     ///
     /// # Errors
-    /// See [`StoreError`]. Records that cannot be written back stay in force in this process; this is not an error.
+    /// See [`StoreError`]. Records that cannot be written back stay active in this process. This is not an error.
     pub async fn refresh(&self, store: &RedisStore, key: &str) -> Result<(), StoreError> {
         let asked_at = monotonic();
         let snapshot = store.read_overrides(key).await?;
@@ -241,7 +243,7 @@ impl Overrides {
         Ok(())
     }
 
-    /// Write records back that Redis lost.
+    /// Write back records that Redis has lost.
     async fn write_back(&self, store: &RedisStore, key: &str, lost: &[OverrideEntry]) -> Result<(), StoreError> {
         let mut written_count = 0;
         let mut dropped = 0;
@@ -286,15 +288,15 @@ impl Overrides {
         })
     }
 
-    /// Return the known records that a snapshot lacks or has in an older revision, for writing back. They expire no
-    /// later than before, even if the clock of the store was set back.
+    /// Return the known records that are missing from a snapshot, or are older in it, so that they can be written back.
+    /// The records expire no later than before, even if the clock of the store was set back.
     fn lost_entries(&self, snapshot: &Snapshot) -> Vec<OverrideEntry> {
         let now = monotonic();
         let stored: HashMap<_, _> = snapshot.entries.iter().map(|record| (&*record.key, record.revision)).collect();
         let is_lost = |record: &OverrideEntry| stored.get(&*record.key).is_none_or(|stored| *stored < record.revision);
         let earliest =
             |us: u64, end: Instant| us.min(snapshot.now_us + end.saturating_duration_since(now).as_micros() as u64);
-        // Without a revision, a removal deletes the field: it is not lost.
+        // A removal without a revision deletes the field, so the record is not lost.
         let known = self.lock_entries();
         let lost = known.values().filter(|known| known.entry.revision > 0 && is_lost(&known.entry));
         let lost = lost.map(|KnownEntry { entry: record, expires_at, forget_at }| OverrideEntry {
@@ -305,12 +307,12 @@ impl Overrides {
         lost.collect()
     }
 
-    /// Put the records of a snapshot in force, except those of which this process knows a newer revision. Their times
-    /// count from `asked_at`. `is_complete`: the snapshot has all fields of the hash.
+    /// Apply the records of a snapshot, except records of which this process knows a newer revision. Their times are
+    /// counted from `asked_at`. `is_complete` is true if the snapshot contains all fields of the hash.
     pub(super) fn apply_snapshot(&self, snapshot: &Snapshot, asked_at: Instant, is_complete: bool) {
         let now = monotonic();
         let mut known = self.lock_entries();
-        // Without a revision, a field that is missing was removed.
+        // A field without a revision that is missing was removed.
         let stored: HashSet<_> = snapshot.entries.iter().map(|record| &*record.key).collect();
         let is_there = |field: &str| !is_complete || stored.contains(field);
         known.retain(|field, known| now < known.forget_at && (known.entry.revision > 0 || is_there(field)));
@@ -335,8 +337,8 @@ impl Overrides {
         self.rebuild_table(&known, now, has_reset);
     }
 
-    /// Build the table from the known records. `has_reset`: an identity was reset, so cached denials may no longer
-    /// hold.
+    /// Build the table from the known records. `has_reset` is true if an identity was reset, so that cached denials may
+    /// be wrong.
     fn rebuild_table(&self, entries: &HashMap<String, KnownEntry>, now: Instant, has_reset: bool) {
         let old = self.table.load_full();
         let mut new = HashMap::default();
@@ -352,7 +354,8 @@ impl Overrides {
             };
             let key = table_key(&limit, identity);
             let until = *expires_at;
-            // An unchanged override keeps its variant, whose id cached denials and calls in flight refer to.
+            // An unchanged override keeps its variant, because cached denials and calls in flight refer to the id of
+            // the variant.
             let same = old.0.get(&key).filter(|old| old.quota == quota && Arc::ptr_eq(&old.limit, &limit));
             let compiled = match same {
                 Some(old) => Ok(Override { limit, identity, quota, variant: old.variant.clone(), expires_at: until }),
@@ -377,7 +380,7 @@ impl Overrides {
         if changed || !new.is_empty() {
             self.table.store(Arc::new(OverrideTable(new)));
         }
-        // Clear the cache after the table was replaced: from now on denials come from the new quotas.
+        // Clear the cache after the table was replaced: from now on, denials come from the new quotas.
         if (changed || has_reset)
             && let Some(denials) = &self.denials
         {
@@ -421,7 +424,7 @@ fn parse_field(field: &str) -> Option<(&str, &str, Identity)> {
     Some((subject, limit, Identity::from_hex(identity)?))
 }
 
-/// Return the key of an identity's override in the table, independent of the window.
+/// Return the key of an identity's override in the table, which does not depend on the window.
 fn table_key(limit: &LimitSpec, identity: Identity) -> u128 {
     Key { identity, state_name: &limit.default_variant.state_name }.local_hash()
 }

@@ -7,36 +7,36 @@ use tokio::time::timeout_at;
 
 use crate::limiter::clock::{elapsed_since, monotonic};
 
-/// Maximum number of checks of one worker that wait in one queue: more than a server can decide within the default
-/// timeout. Further checks are rejected at once.
+/// Maximum number of checks that wait in one queue of a worker. This is more than a server can decide within the
+/// default timeout. Further checks are rejected at once.
 pub const MAX_WAITING_CHECKS: usize = 16_384;
 
-/// Maximum time that a check and a call gain because the worker was busy with other tasks. The bound ensures that a
-/// server that hangs is detected.
+/// Maximum additional time for a check or a call, if the worker was busy with other tasks. The bound ensures that the
+/// gateway detects a server that hangs.
 pub const MAX_WORKER_DELAY: Duration = Duration::from_secs(1);
 
-/// Part of the timeout for which further checks wait for the reply to a call in flight: 3 ms of 50 ms. A longer delay
-/// would be noticeable.
+/// Fraction of the timeout for which further checks wait for the reply to a call in flight: 3 ms of 50 ms. Clients
+/// would notice a longer delay.
 const LATENCY_TARGET_DIVISOR: u32 = 16;
 
-/// tokio's timers have a resolution of 1 ms. A timer that fires later than this was delayed by other tasks of the
-/// worker.
+/// tokio's timers have a resolution of 1 ms. If a timer fires later than this, other tasks of the worker have delayed
+/// it.
 const TIMER_LATENESS: Duration = Duration::from_millis(2);
 
-/// Return the time for which further checks wait for the reply to a call in flight. After that, the next call is sent
-/// in parallel.
+/// Return the time for which further checks wait for the reply to a call in flight. After this time, the next call is
+/// sent in parallel.
 pub fn latency_target(store_timeout: Duration) -> Duration {
     store_timeout / LATENCY_TARGET_DIVISOR
 }
 
-/// Return for how long a task has waited for the worker since `ready_at`. The store does not cause this delay, so it
-/// does not count towards the timeout.
+/// Return how long a task that was ready at `ready_at` has waited for the worker. The store does not cause this delay,
+/// so the delay does not count towards the timeout.
 pub fn worker_delay(ready_at: Instant) -> Duration {
     elapsed_since(ready_at).min(MAX_WORKER_DELAY)
 }
 
 /// Wait until `deadline`. If other tasks of the worker delayed the timer, wait longer by this delay: a reply that
-/// arrived during the delay is still unread.
+/// arrived during the delay has not been read yet.
 pub async fn wait_until<T>(deadline: Instant, mut future: Pin<&mut impl Future<Output = T>>) -> Option<T> {
     let last_end = deadline + MAX_WORKER_DELAY;
     let mut end = deadline;

@@ -1,8 +1,8 @@
-//! Prefetching: tokens of hot groups of states are charged before the requests that will use them.
+//! Prefetching: tokens of groups of states with many requests are charged before the requests that will use them.
 //!
-//! The process keeps at most one prefetch for each group, whatever the number of its workers. Groups may share states,
-//! for example a global limit and one limit per client. For each state, the process holds at most the `prefetch` of its
-//! limit, summed over all groups. The bounds in the manual rely on this. The current time is a parameter.
+//! The process has at most one prefetch for each group, whatever the number of its workers is. Groups may share states,
+//! for example a global limit and one limit per client. For each state, the process holds at most `prefetch` tokens of
+//! its limit, summed over all groups. The bounds in the manual depend on this. The current time is a parameter.
 
 use std::collections::hash_map::{Entry, RandomState};
 use std::collections::{HashMap, HashSet};
@@ -13,10 +13,10 @@ use crate::limiter::algorithm::{Outcome, Rule};
 use crate::limiter::clock::subtract_drift;
 use crate::limiter::verdict::Verdict;
 
-/// Time after which unused tokens are refunded. For this long, other gateways may lack them.
+/// Time after which unused tokens are refunded. During this time, other gateways may lack these tokens.
 pub const PREFETCH_TTL: Duration = Duration::from_secs(1);
 
-/// Maximum number of groups with prefetched tokens. Each may take about 500 bytes and a timer. Further groups are
+/// Maximum number of groups with prefetched tokens. Each group may use about 500 bytes and a timer. Further groups are
 /// checked without prefetching.
 const MAX_GROUPS: usize = 10_000;
 
@@ -26,7 +26,8 @@ pub struct PrefetchPool(Mutex<PoolState>);
 
 #[derive(Debug, Default)]
 struct PoolState {
-    // std's hasher is seeded at random: with the published secret, clients could choose colliding keys.
+    // The hasher of the standard library has a random seed. With the published secret, clients could otherwise choose
+    // colliding keys.
     prefetched: HashMap<u128, PrefetchedTokens, RandomState>,
     /// Groups for which a prefetch is in flight.
     pending: HashSet<u128, RandomState>,
@@ -37,7 +38,7 @@ struct PoolState {
 #[derive(Debug)]
 struct PrefetchedTokens {
     remaining: u64,
-    /// The states that each token was charged to.
+    /// The states to which each token was charged.
     states: Arc<[u128]>,
     /// Time from which the tokens must not be used.
     expires_at: Instant,
@@ -47,13 +48,13 @@ struct PrefetchedTokens {
     verdict: Verdict,
 }
 
-/// A reservation to prefetch for a group. While it exists, the group cannot be reserved again.
+/// A reservation to prefetch for a group. While the reservation exists, the group cannot be reserved again.
 #[derive(Debug)]
 pub struct PrefetchReservation {
     pool: Arc<PrefetchPool>,
     group: u128,
     states: Arc<[u128]>,
-    /// Reserved tokens that are not filled yet.
+    /// Number of reserved tokens that have not been filled yet.
     tokens: u64,
 }
 
@@ -62,15 +63,15 @@ pub struct PrefetchReservation {
 pub struct UnusedTokens {
     /// Number of tokens.
     pub tokens: u64,
-    /// Time of their charge by the store's clock, µs since the Unix epoch.
+    /// Time of the charge by the store's clock, in µs since the Unix epoch.
     pub charged_at: u64,
-    /// Outcomes of the limits when these tokens were charged, as the last ones of their call.
+    /// Outcomes of the limits at the charge of these tokens, which were the last ones of their call.
     pub outcomes: Vec<Outcome>,
 }
 
 impl PrefetchPool {
-    /// Take one token of a group. Return the verdict that a call would have had, and the time of the token's charge
-    /// (µs).
+    /// Take one token of a group. Return the verdict that a call would have returned, and the time of the token's
+    /// charge (µs).
     pub fn take(&self, group: u128, now: Instant) -> Option<(Verdict, u64)> {
         let mut pool_state = self.lock();
         let PoolState { prefetched, outstanding, .. } = &mut *pool_state;
@@ -79,7 +80,7 @@ impl PrefetchPool {
         release(outstanding, &advance.states, 1);
         let elapsed_us = now.saturating_duration_since(advance.decided_at).as_micros() as u64;
         let outcome_now = |outcome: &Outcome| Outcome {
-            // The remaining tokens stay available to clients.
+            // Clients see the other prefetched tokens as available.
             remaining: outcome.remaining + advance.remaining,
             reset_us: outcome.reset_us.saturating_sub(elapsed_us),
             ..*outcome
@@ -90,14 +91,15 @@ impl PrefetchPool {
         Some((Verdict { charged_later: advance.verdict.charged_later + advance.remaining, ..verdict }, *now_us))
     }
 
-    /// Return whether the prefetched tokens of the group were used up before they expired: the group is still hot.
+    /// Return whether the prefetched tokens of the group were used up before they expired, which means that the group
+    /// still has many requests.
     pub fn is_exhausted(&self, group: u128, now: Instant) -> bool {
         self.lock().prefetched.get(&group).is_some_and(|advance| advance.remaining == 0 && now < advance.expires_at)
     }
 
-    /// Reserve a prefetch for a group. `states` has each state with its maximum number of outstanding tokens. The
-    /// reservation has as many tokens as all states still allow. Return `None` if the group has tokens or a
-    /// reservation, if no token is allowed, or if the number of groups is at its maximum.
+    /// Reserve a prefetch for a group. `states` contains each state with its maximum number of outstanding tokens. The
+    /// reservation has the largest number of tokens that all states still allow. Return `None` if the group has tokens
+    /// or a reservation, if no token is allowed, or if the number of groups is at its maximum.
     pub fn reserve(
         self: &Arc<Self>,
         group: u128,
@@ -133,7 +135,7 @@ impl PrefetchPool {
     /// Remove the tokens of a group that have expired.
     ///
     /// # Errors
-    /// The tokens have not expired; the error is the time left.
+    /// The tokens have not expired. The error contains the remaining time.
     pub fn expire(&self, group: u128, now: Instant) -> Result<UnusedTokens, Duration> {
         let mut pool_state = self.lock();
         let ttl = pool_state
@@ -185,8 +187,8 @@ impl PrefetchReservation {
         self.tokens
     }
 
-    /// Store `tokens` of a call that was sent at `asked_at`, of limits with these rules. Return whether the caller must
-    /// schedule the expiry of the tokens, because no task does so yet.
+    /// Store `tokens` of a call that was sent at `asked_at`, for limits with these rules. Return whether the caller
+    /// must schedule the expiry of the tokens, because no task does this yet.
     pub fn fill<'r>(
         mut self,
         tokens: u64,
@@ -196,7 +198,7 @@ impl PrefetchReservation {
         decided_at: Instant,
     ) -> bool {
         let expires_at = asked_at + rules.zip(&verdict.outcomes).map(usable_for).min().unwrap_or_default();
-        // At most the reserved number. Dropping the reservation releases the rest.
+        // Store at most the reserved number. Dropping the reservation releases the rest.
         let units = tokens.min(self.tokens);
         self.tokens -= units;
         let advance =
@@ -225,10 +227,10 @@ impl Drop for PrefetchReservation {
 /// Return how long tokens of a limit may be used, counted from before the call.
 fn usable_for((rule, outcome): (&Rule, &Outcome)) -> Duration {
     match rule {
-        // Tokens that were charged in one window must not be used in the next.
+        // Tokens that were charged in one window must not be used in the next window.
         Rule::FixedWindow(_) => subtract_drift(Duration::from_micros(outcome.reset_us)).min(PREFETCH_TTL),
         Rule::TokenBucket(_) | Rule::SlidingWindow(_) | Rule::SlidingBuckets(_) | Rule::SlidingLog(_) => PREFETCH_TTL,
-        // A concurrency permit is held by a running request. It cannot be prefetched.
+        // A running request holds a concurrency permit. Such a permit cannot be prefetched.
         Rule::Concurrency(_) => Duration::ZERO,
     }
 }
@@ -257,7 +259,7 @@ mod tests {
         Verdict::new(9, 1000, vec![outcome])
     }
 
-    /// One state that allows this many outstanding tokens.
+    /// Create one state that allows this number of outstanding tokens.
     fn single_state(most: u64) -> impl Iterator<Item = (u128, u64)> {
         std::iter::once((1, most))
     }
@@ -324,7 +326,7 @@ mod tests {
             let advances = Arc::<PrefetchPool>::default();
             let outcome = verdict(20, reset_us).outcomes[0];
             let verdict = Verdict { outcomes: vec![outcome; rules.len()], ..verdict(20, reset_us) };
-            // The reply took 100 ms, so the window was that much closer to its end.
+            // The reply took 100 ms, so the end of the window was 100 ms closer.
             let decided = start + Duration::from_millis(100);
             advances.reserve(GROUP, single_state(100)).unwrap().fill(5, verdict, rules.iter(), start, decided);
             let until = start + Duration::from_micros(usable_us);

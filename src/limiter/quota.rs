@@ -1,4 +1,4 @@
-//! Quotas in the form `COUNT/UNIT`, and calendar windows.
+//! Quotas of the form `COUNT/UNIT`, and calendar windows.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,7 +8,7 @@ use jiff::civil::Date;
 use jiff::tz::TimeZone;
 use jiff::{Timestamp, ToSpan};
 
-/// A quota: `count` tokens per window. `600/min` is 600 in 60,000,000 µs.
+/// A quota: `count` tokens per window. `600/min` means 600 in 60,000,000 µs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Quota {
     /// Tokens per window, at least 1.
@@ -35,16 +35,16 @@ pub enum CalendarUnit {
 /// The reason why a quota is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum QuotaError {
-    /// The text is not of the form `COUNT/UNIT`. Contains the text.
+    /// The text does not have the form `COUNT/UNIT`. The variant contains the text.
     #[error("`{0}` is not a quota")]
     Syntax(String),
-    /// The count is not a positive integer. Contains the text.
+    /// The count is not a positive integer. The variant contains the text.
     #[error("`{0}` is not a whole number of at least 1")]
     Count(String),
-    /// The unit is neither a unit of time nor a duration. Contains the text.
+    /// The unit is neither a unit of time nor a duration. The variant contains the text.
     #[error("`{0}` is not a unit of time")]
     Unit(String),
-    /// A parameter is 0. Contains its name.
+    /// A parameter is 0. The variant contains the name of the parameter.
     #[error("a {0} of zero would deny every request")]
     Zero(&'static str),
     /// The algorithm would need integers of 2^53 or more, which are not exact in Redis' Lua.
@@ -67,7 +67,7 @@ pub enum QuotaError {
         /// Number of buckets.
         buckets: u64,
     },
-    /// The algorithm requires a window of fixed length, and the quota is per month or year.
+    /// The algorithm requires a window of fixed length, but the quota is per month or year.
     #[error("months and years have no fixed length: they are valid only for fixed-window")]
     NoFixedWindow,
     /// The local share of one gateway needs integers of more than 64 bits.
@@ -84,14 +84,15 @@ pub enum QuotaError {
         /// Capacity of the variant.
         capacity: u64,
     },
-    /// The IANA time zone database has no such zone. Contains the name.
+    /// The IANA time zone database has no such zone. The variant contains the name of the time zone.
     #[error("there is no time zone `{0}`")]
     TimeZone(String),
 }
 
 const SECOND_US: u64 = 1_000_000;
 
-/// Bound of exact integers in Redis' Lua, which calculates in doubles: integers from 2^53 on are not all distinct.
+/// Bound of exact integers in Redis' Lua, which calculates with doubles: doubles cannot distinguish all integers from
+/// 2^53 on.
 pub const EXACT_INTEGER_LIMIT: u64 = 1 << 53;
 
 impl Quota {
@@ -104,7 +105,7 @@ impl Quota {
     }
 }
 
-/// Units of time in other programs, with the unit of a quota and the letter of a duration.
+/// Time units of other programs, with the unit of a quota and the letter of a duration.
 const FOREIGN_UNITS: [(&[&str], &str, Option<&str>); 7] = [
     (&["s", "sec", "secs", "second", "seconds"], "s", Some("s")),
     (&["m", "min", "mins", "minute", "minutes"], "min", Some("m")),
@@ -115,7 +116,7 @@ const FOREIGN_UNITS: [(&[&str], &str, Option<&str>); 7] = [
     (&["y", "yr", "year", "years"], "year", None),
 ];
 
-/// Longer units for fractions of a token, with the factor between them.
+/// Longer units for fractions of a token, with the factor between the units.
 const LONGER_UNITS: [(&str, &str, u64); 3] = [("s", "min", 60), ("min", "hour", 60), ("hour", "day", 24)];
 
 impl Quota {
@@ -177,7 +178,7 @@ impl FromStr for Quota {
     }
 }
 
-/// The syntax of the configuration: `600/min`, `5/15m`; for concurrency limits `20`.
+/// The text is in the syntax of the configuration: `600/min`, `5/15m`; for concurrency limits `20`.
 impl fmt::Display for Quota {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.count)?;
@@ -200,7 +201,7 @@ impl fmt::Display for Quota {
     }
 }
 
-/// Parse a count, written as an integer or as `1e6`. Digits may be grouped with `_`.
+/// Parse a count that is written as an integer or as `1e6`. Digits may be grouped with `_`.
 fn parse_count(text: &str) -> Result<u64, QuotaError> {
     let error = || QuotaError::Count(text.to_owned());
     let digits = text.replace('_', "");
@@ -221,8 +222,8 @@ fn parse_count(text: &str) -> Result<u64, QuotaError> {
     Ok(count)
 }
 
-/// Parse a duration such as `250ms`, `5s`, `15m`, `1h` or `1d` in µs. Return `None` if it is not a duration, is zero,
-/// or exceeds 3650 days.
+/// Parse a duration such as `250ms`, `5s`, `15m`, `1h` or `1d` in µs. Return `None` if the text is not a duration, is
+/// zero, or exceeds 3650 days.
 pub fn parse_duration_us(text: &str) -> Option<u64> {
     let split = text.find(|c: char| !c.is_ascii_digit())?;
     let (count, unit) = text.split_at(split);
@@ -262,9 +263,9 @@ impl CalendarWindows {
         CalendarWindows { unit, zone: self.zone.clone(), cached: Mutex::new([0; 3]) }
     }
 
-    /// Return the boundaries of the window that contains `now_us`: its start, the start of the next window and of the
-    /// one after that, µs since the Unix epoch. A store whose clock differs slightly also finds its current window
-    /// among them.
+    /// Return the boundaries of the window that contains `now_us`: its start, the start of the next window, and the
+    /// start of the window after that, in µs since the Unix epoch. A store whose clock differs slightly also finds its
+    /// current window among these boundaries.
     pub fn boundaries_around(&self, now_us: u64) -> [u64; 3] {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         if !(cached[0] <= now_us && now_us < cached[1]) {
@@ -302,7 +303,7 @@ impl CalendarWindows {
     }
 }
 
-/// Return the start of a day, µs since the Unix epoch: midnight, or the first instant after it if a change of the clock
+/// Return the start of a day in µs since the Unix epoch: midnight, or the first instant after it if a clock change
 /// skips midnight.
 pub fn start_of_day_us(day: Date, zone: &TimeZone) -> u64 {
     let start = day.to_zoned(zone.clone()).map(|zoned| zoned.timestamp().as_microsecond());
@@ -371,7 +372,7 @@ mod tests {
             ("1_000 req/hr", Some("1000/hour")),
             ("0.5/s", Some("30/min")),
             ("1.5/min", Some("90/hour")),
-            // 86.4 per day.
+            // The quota is 86.4 per day.
             ("0.001/s", None),
             ("1.5/week", None),
             ("1/fortnight", None),
@@ -424,7 +425,7 @@ mod calendar_tests {
                 "2026-10-25T10:00:00Z",
                 ["2026-10-24T22:00:00Z", "2026-10-25T23:00:00Z", "2026-10-26T23:00:00Z"],
             ),
-            // Midnight does not exist on this day: it starts at one.
+            // Midnight does not exist on this day, which starts at one o'clock.
             (
                 CalendarUnit::Day,
                 "Africa/Cairo",

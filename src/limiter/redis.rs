@@ -30,7 +30,7 @@ use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::server::{Address, ConnectError, Login, RedisEndpoint};
 use crate::limiter::verdict::StoreError;
 
-/// Settings of the clients of a server.
+/// Settings of the clients of a Redis server.
 #[derive(Debug, Clone)]
 pub struct RedisSettings {
     /// First part of every key.
@@ -66,21 +66,21 @@ impl Default for RedisSettings {
 pub enum RedisDeployment {
     /// One server keeps all states.
     Single(RedisEndpoint),
-    /// The masters of a cluster share the identities.
+    /// The masters of a cluster, each of which keeps the states of some identities.
     Cluster {
-        /// The nodes from which the cluster is discovered.
+        /// The nodes that are queried to discover the cluster.
         seeds: Vec<Address>,
-        /// The login at each node.
+        /// The credentials for each node.
         login: Login,
     },
 }
 
 impl RedisDeployment {
-    /// Return all masters, each with an unused identity whose states it would keep. A cluster is discovered from its
-    /// seeds.
+    /// Return all masters, each with an unused identity whose states it would keep. The masters of a cluster are
+    /// discovered from its seed nodes.
     ///
     /// # Errors
-    /// No seed can be queried.
+    /// No seed node can be queried.
     pub async fn masters(&self, connect_timeout: Duration) -> Result<Vec<(RedisEndpoint, Identity)>, ConnectError> {
         let mut unused_identities = std::iter::repeat_with(|| Identity(Uuid::new_v4().as_u128()));
         let (seeds, login) = match self {

@@ -1,5 +1,5 @@
-//! Settlement of admitted requests: concurrency permits until they end, and deferred charges and refunds once the
-//! response is known.
+//! Settlement of admitted requests: concurrency permits until the requests end, and deferred charges and refunds when
+//! the response is known.
 
 use std::cmp::Ordering as CmpOrdering;
 use std::mem;
@@ -27,16 +27,16 @@ use crate::limiter::store::{DecidedBy, Store};
 use crate::limiter::usage::{UsageDays, UsageTable};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
-/// Interval for retrying a release or refund that did not reach the store. A release that may have run before the call
-/// that registered the permit is repeated after this interval as well.
+/// Interval for retrying a release or refund that did not reach the store. A release that may have been executed before
+/// the call that registered the permit is also repeated after this interval.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 const RELEASE_PERMIT: Operation = Operation::Refund { charged_at: 0 };
 
-/// Number of posts of usage that are in flight at a time.
+/// Maximum number of posts of usage that are in flight at the same time.
 const MAX_CONCURRENT_POSTS: usize = 64;
 
-/// Interval for retrying posts of usage. At the end of the process they have little time.
+/// Interval for retrying posts of usage. At the end of the process, there is little time for posts.
 const POST_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Number of attempts to post usage at the end of the process.
@@ -45,10 +45,10 @@ const MAX_LAST_POSTS: u32 = 4;
 /// Interval for retrying calls that were not sent because too many checks were queued.
 const OVERLOAD_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Time after which a charge or refund that cannot be sent is dropped, because of overload or an outage.
+/// Time after which a charge or refund that cannot be sent because of overload or an outage is dropped.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The same time at the end of the process.
+/// The same time limit, at the end of the process.
 const LAST_DELIVERY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The operation on a limit that is deferred until the response is known.
@@ -60,7 +60,8 @@ pub enum Deferred {
     Charge,
     /// Refund the cost if the response requires it.
     Refund,
-    /// Correct the cost, which is a reservation, once the actual cost is known. It stays if that is never known.
+    /// Correct the cost, which is a reservation, when the actual cost is known. The reservation stays charged if the
+    /// actual cost never becomes known.
     Settle,
 }
 
@@ -95,13 +96,13 @@ pub struct OwnedCharge {
     pub identity: Identity,
     /// Cost in tokens, or the permit id of a concurrency limit.
     pub cost_or_permit_id: u64,
-    /// Maximum number of tokens of this state that the gateway may hold prefetched at a time.
+    /// Maximum number of prefetched tokens of this state that the gateway may hold at the same time.
     pub prefetch: u64,
-    /// For charges that may be refunded: see [`Charge::debt_before_us`]. Otherwise 0.
+    /// See [`Charge::debt_before_us`], for charges that may be refunded. For all other charges, the value is 0.
     pub debt_before_us: u64,
-    /// The days by which the cost is totalled. `None`: the limit counts no usage.
+    /// The calendar days by which the cost is totalled. `None` if the limit counts no usage.
     pub usage: Option<Arc<UsageDays>>,
-    /// The thresholds for events. `None`: the limit has none.
+    /// The thresholds for events. `None` if the limit has no events.
     pub notify: Option<Arc<Notify>>,
 }
 
@@ -112,20 +113,20 @@ pub struct StoreHandle {
     pub store: Store,
     /// The denial cache. `None` if a check makes no call.
     pub denials: Option<Arc<DenialCache>>,
-    /// Takes the events of limits whose thresholds are reached.
+    /// Receives the events of limits whose thresholds are reached.
     pub events: Arc<EventQueue>,
     /// Background work in progress, such as permit releases and deferred charges.
     pub tasks: TaskTracker,
 }
 
-/// The queue of the calls that requests leave behind when they end. One task takes the calls from the queue and spawns
+/// The queue of the calls that remain to be made when requests end. One task takes the calls from the queue and spawns
 /// a task for each call, so that a slow or failed call does not delay the others.
 ///
-/// The queue is unbounded, but an entry only takes over the permits or charges of a request that ended.
+/// The queue is unbounded, but an entry only replaces the permits or charges of a request that has ended.
 #[derive(Debug)]
 pub struct SettlementQueue {
     store_handle: Arc<StoreHandle>,
-    /// `None` until the first entry is queued, within the runtime of the limiter.
+    /// `None` until the first entry is queued within the runtime of the limiter.
     sender: OnceLock<UnboundedSender<QueuedSettlement>>,
 }
 
@@ -135,7 +136,7 @@ enum Settlement {
     /// Release concurrency permits.
     Release {
         permits: Arc<[OwnedCharge]>,
-        /// Whether no call that registers the permits can run after the release.
+        /// Whether no call that registers the permits can be executed after the release.
         is_certain: bool,
         max_ttl: Duration,
     },
@@ -143,7 +144,7 @@ enum Settlement {
     Deliver { decided_by: DecidedBy, operation: Operation, charges: Vec<OwnedCharge> },
 }
 
-/// An entry of the queue. [`TaskTracker::wait`] waits until it is dropped.
+/// An entry of the queue. [`TaskTracker::wait`] waits until the entry is dropped.
 #[derive(Debug)]
 struct QueuedSettlement {
     settlement: Settlement,
@@ -156,7 +157,7 @@ impl SettlementQueue {
         SettlementQueue { store_handle, sender: OnceLock::new() }
     }
 
-    /// Queue a call. Outside of a tokio runtime the process is ending: permits then expire by their TTL.
+    /// Queue a call. Outside of a tokio runtime, the process is ending, and permits expire by their TTL.
     fn push(&self, settlement: Settlement) {
         let Ok(runtime) = Handle::try_current() else { return };
         let sender = self.sender.get_or_init(|| {
@@ -196,12 +197,12 @@ impl QueuedSettlement {
 impl StoreHandle {
     /// Spawn a background task. Return `None` outside of a tokio runtime.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<AbortHandle> {
-        // Outside of a runtime the process is ending. Permits then expire by their TTL.
+        // Outside of a runtime, the process is ending. Permits then expire by their TTL.
         let handle = Handle::try_current().ok()?;
         Some(self.tasks.spawn_on(task, &handle).abort_handle())
     }
 
-    /// Call the store for charges that outlive their request. The timeout counts from `started_at`.
+    /// Call the store for charges that outlive their request. The timeout starts at `started_at`.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -232,8 +233,8 @@ impl StoreHandle {
         }
     }
 
-    /// Call the store for charges that no request waits for. Retry for 30 s while the call provably does not run: in an
-    /// outage, or while too many checks are queued.
+    /// Call the store for charges that no request waits for. Retry for 30 s as long as the call is certainly not
+    /// executed: in an outage, or while too many checks are queued.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -258,11 +259,11 @@ impl StoreHandle {
         }
     }
 
-    /// Release concurrency permits. Retry until the store has released them or they have expired. A call whose request
-    /// was cancelled may run after the release, on another connection or in a store that hung: unless the release
-    /// `is_certain`, repeat it once.
+    /// Release concurrency permits. Retry until the store has released the permits or they have expired. A call whose
+    /// request was cancelled may be executed after the release, on another connection or in a store that hung. Unless
+    /// the release `is_certain`, repeat it once.
     async fn release(&self, permits: &[OwnedCharge], mut is_certain: bool, max_ttl: Duration) {
-        // One TTL after the store answers again, the permits have expired.
+        // One TTL after the store is available again, the permits have expired.
         let mut last_outage_at = monotonic();
         while elapsed_since(last_outage_at) < max_ttl {
             match self.call(DecidedBy::Store, monotonic(), RELEASE_PERMIT, permits).await {
@@ -279,8 +280,8 @@ impl StoreHandle {
         }
     }
 
-    /// Post the usage of local shares and of models, if there is any and no task posts it. Retry until the store has
-    /// confirmed all of it. At the end of the process, retry [`MAX_LAST_POSTS`] times.
+    /// Send the usage of local shares and of models to Redis, if there is any and no other task sends it. Retry until
+    /// the store has confirmed all posts. At the end of the process, retry [`MAX_LAST_POSTS`] times.
     pub fn post_usage(self: &Arc<Self>) {
         let Store::Redis { fallback, .. } = &self.store else { return };
         if !fallback.usage.claim_posting() {
@@ -289,7 +290,7 @@ impl StoreHandle {
         let store_handle = self.clone();
         let spawned = self.spawn(async move {
             if store_handle.post_all_usage().await {
-                // Usage that was added at the end found the task claimed.
+                // Usage that was added at the end was not sent, because another task held the claim.
                 store_handle.post_usage();
             }
         });
@@ -298,7 +299,7 @@ impl StoreHandle {
         }
     }
 
-    /// Return whether all usage was posted.
+    /// Return whether all usage was sent.
     async fn post_all_usage(&self) -> bool {
         let Store::Redis { store, fallback, .. } = &self.store else { return true };
         let usage = &fallback.usage;
@@ -339,8 +340,8 @@ impl StoreHandle {
         true
     }
 
-    /// Count permits in this process' local share as well, if the store is Redis. In an outage the share has to count
-    /// all requests that run here.
+    /// Count permits in this process' local share as well, if the store is Redis. In an outage, the local share must
+    /// count all requests in flight on this gateway.
     fn count_in_local_share(&self, operation: Operation, permits: &[OwnedCharge]) {
         if let Store::Redis { fallback, .. } = &self.store {
             let to_charge = |permit| OwnedCharge::charge(permit, DecidedBy::Local);
@@ -349,7 +350,7 @@ impl StoreHandle {
     }
 }
 
-/// The claim of the task that posts usage, which ends with the task.
+/// The claim of the task that sends usage, which ends with the task.
 struct PostingClaim<'a>(&'a UsageTable);
 
 impl Drop for PostingClaim<'_> {
@@ -371,9 +372,9 @@ impl OwnedCharge {
         }
     }
 
-    /// Return the refund of all but `kept` tokens of this charge.
+    /// Return the refund of all tokens of this charge except `kept` tokens.
     fn partial_refund(self, kept: u64, decided_by: DecidedBy) -> OwnedCharge {
-        // The kept tokens are older than the refunded ones: refill pays for them first.
+        // The kept tokens are older than the refunded tokens, so the refill repays them first.
         let debt_before_us = self.debt_before_us.saturating_add(self.rule(decided_by).refill_time_us(kept));
         OwnedCharge { cost_or_permit_id: self.cost_or_permit_id - kept, debt_before_us, ..self }
     }
@@ -388,12 +389,12 @@ impl OwnedCharge {
     }
 }
 
-/// The concurrency permits of a request. Dropping the value releases them, even while it is unknown whether they were
-/// granted.
+/// The concurrency permits of a request. Dropping the value releases the permits, even while it is unknown whether they
+/// were granted.
 ///
 /// The store counts permits for all gateways. A renewal registers a permit again if the store has lost it, or if the
-/// local share granted it during an outage. This process counts them as well: in an outage its share has to count all
-/// requests that run here.
+/// local share granted it during an outage. This process counts the permits as well: in an outage, its local share must
+/// count all requests in flight on this gateway.
 #[derive(Debug)]
 pub struct ConcurrencyPermits {
     settlements: Arc<SettlementQueue>,
@@ -412,7 +413,8 @@ pub struct ConcurrencyPermits {
 struct PermitStoreState {
     /// Whether the store may count the permits.
     may_be_counted: AtomicBool,
-    /// Whether a call that registers the permits may still run. The release must then be repeated later.
+    /// Whether a call that registers the permits may still be executed. In this case, the release must be repeated
+    /// later.
     call_in_flight: AtomicBool,
 }
 
@@ -446,7 +448,7 @@ impl ConcurrencyPermits {
         self
     }
 
-    /// Drop permits that were denied: the store has nothing to release.
+    /// Drop permits that were denied, so that the store has nothing to release.
     pub fn discard(mut self) {
         self.release_local_share();
         self.permits = Arc::new([]);
@@ -470,8 +472,8 @@ impl ConcurrencyPermits {
         self.ttls().max().unwrap_or_default()
     }
 
-    /// Hold the permits of the limits for which `is_granted` returns true; a shadow limit may have granted none. Renew
-    /// them after a third of the shortest TTL, and when the store answers again after an outage.
+    /// Hold the permits of the limits for which `is_granted` returns true; a shadow limit may have granted no permit.
+    /// Renew the permits after a third of the shortest TTL, and when the store is available again after an outage.
     pub fn hold(mut self, is_granted: impl Fn(usize) -> bool) -> Self {
         if !self.permits.iter().all(|permit| is_granted(permit.limit_index)) {
             self.permits = self.permits.iter().filter(|permit| is_granted(permit.limit_index)).cloned().collect();
@@ -538,8 +540,8 @@ impl Drop for ConcurrencyPermits {
     }
 }
 
-/// A future that settles deferred charges. Its output has the limit index and the new outcome of each limit that was
-/// charged or refunded.
+/// A future that settles deferred charges. The output contains the limit index and the new outcome of each limit that
+/// was charged or refunded.
 pub type SettleFuture = Pin<Box<dyn Future<Output = Result<Vec<(usize, Outcome)>, StoreError>> + Send>>;
 
 /// A call that settles charges of a request.
@@ -562,9 +564,9 @@ pub struct DeferredCharges {
 pub struct DeferredCharge {
     /// The deferred operation.
     pub deferred: Deferred,
-    /// Whether the store or the local share has charged.
+    /// Whether the store or the local share has made the charge.
     pub decided_by: DecidedBy,
-    /// Time of the check, µs by the clock of the store or of the local share that decided.
+    /// Time of the check in µs, by the clock of the store or of the local share that decided.
     pub charged_at: u64,
     /// The charge.
     pub charge: OwnedCharge,
@@ -581,8 +583,8 @@ impl DeferredCharges {
         self.charges.append(&mut other.charges);
     }
 
-    /// Split off the reservations that `is_selected` selects by limit index, to settle them later. Return `None` if
-    /// there are none.
+    /// Split off the reservations that `is_selected` selects by limit index, so that they can be settled later. Return
+    /// `None` if there are none.
     pub fn split_reservations(&mut self, is_selected: impl Fn(usize) -> bool) -> Option<DeferredCharges> {
         let is_reservation =
             |charge: &DeferredCharge| charge.deferred == Deferred::Settle && is_selected(charge.charge.limit_index);
@@ -618,7 +620,8 @@ impl DeferredCharges {
         }
     }
 
-    /// Return one call for all charges and one for each set of refunds with the same charge time: usually a single call.
+    /// Return one call for all charges, and one call for each set of refunds with the same charge time. Usually there is
+    /// a single call.
     fn calls(&mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) -> Vec<SettlementCall> {
         let mut calls: Vec<SettlementCall> = Vec::new();
         for DeferredCharge { deferred, decided_by, charged_at, charge: pending } in mem::take(&mut self.charges) {
@@ -645,14 +648,14 @@ impl DeferredCharges {
     }
 
     /// Perform the action that `action_for` returns for each limit index. Return `None` if there is nothing to do. If
-    /// the store does not answer, a charge may be lost. A charge is never made twice.
+    /// the store does not reply, a charge may be lost. A charge is never made twice.
     pub fn settle(mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) -> Option<SettleFuture> {
         let calls = self.calls(action_for);
         if calls.is_empty() {
             return None;
         }
         let settlements = self.settlements.clone();
-        // Use a separate task: a client that disconnects now is charged nevertheless.
+        // Use a separate task, so that a client that disconnects now is charged nevertheless.
         let task = self.settlements.store_handle.tasks.spawn(async move {
             let mut outcomes = Vec::new();
             let mut failure = None;
@@ -663,7 +666,7 @@ impl DeferredCharges {
                     }
                     Err(error) => {
                         if error.is_not_executed() {
-                            // Retry in the background: the response does not wait for it.
+                            // Retry in the background, because the response does not wait for it.
                             settlements.push(Settlement::Deliver { decided_by, operation, charges: pending });
                         }
                         failure = Some(error);
@@ -680,8 +683,8 @@ impl DeferredCharges {
 impl Drop for DeferredCharges {
     fn drop(&mut self) {
         // The client disconnected before the response was known, or a later step rejected the request. Deferred costs
-        // are charged, because the upstream may have done the work, and because attempts must not be free. Reservations
-        // stay for the same reason.
+        // are charged nevertheless: the upstream may have done the work, and attempts must not be free. Reservations
+        // stay charged for the same reason.
         let (mut by_store, mut locally) = (Vec::new(), Vec::new());
         for owed in mem::take(&mut self.charges).into_iter().filter(|owed| owed.deferred == Deferred::Charge) {
             match owed.decided_by {
@@ -797,7 +800,7 @@ mod tests {
         }
     }
 
-    /// Return the state after a step.
+    /// Return the state after the step.
     fn next_state(change: Change, state: Option<State>) -> Option<State> {
         match change {
             Change::Put(state, _) => Some(state),
@@ -807,8 +810,8 @@ mod tests {
     }
 
     proptest! {
-        /// A token bucket whose reservation was settled is the bucket that was charged the actual cost at once, but for
-        /// rounding to the client's disadvantage.
+        /// After a reservation is settled, a token bucket is the same as if the actual cost had been charged at once,
+        /// except for rounding to the client's disadvantage.
         #[test]
         fn settled_reservation_equals_the_actual_charge(
             count in 1..10_000u64,

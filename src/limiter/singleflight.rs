@@ -1,9 +1,10 @@
-//! Singleflight: coalesce concurrent checks of the same group of states.
+//! Singleflight coalesces concurrent checks of the same group of states.
 //!
 //! While a check of a group is in flight, further checks of the same group wait, and the next call takes tokens for all
-//! of them. This call is sent when the call in flight is answered, or after a sixteenth of the timeout. A hot key thus
-//! costs Redis one call per round trip or, if Redis is slow, at most sixteen calls per timeout, whatever its traffic.
-//! If the limits allow it, such a call prefetches tokens as well, and the next checks need no call.
+//! of them. The next call is sent when the call in flight has a reply, or after a sixteenth of the timeout. An identity
+//! with many requests therefore costs Redis one call per round trip or, if Redis is slow, at most sixteen calls per
+//! timeout, whatever its traffic is. If the limits allow it, such a call also prefetches tokens, so that the next
+//! checks need no call.
 
 use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
@@ -27,15 +28,15 @@ use crate::limiter::settlement::{OwnedCharge, StoreHandle};
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// Yield this many times before sending, so that more waiters join the call. An idle worker is through at once. A busy
-/// worker makes fewer calls; each call costs Redis and the gateway as much as a request.
+/// Yield this many times before sending, so that more waiters join the call. On an idle worker, this takes no
+/// noticeable time. A busy worker makes fewer calls, and each call costs Redis and the gateway as much as a request.
 const YIELDS_BEFORE_SEND: usize = 4;
 
-/// A worker whose event-loop tick takes longer than this is busy: all ready checks have joined by then.
+/// A worker whose event-loop tick takes longer than this is busy: all checks that are ready have joined by then.
 const BUSY_WORKER_DELAY: Duration = Duration::from_millis(2);
 
-/// Deny a check after this many calls in a row granted tokens only to other checks. A further call might find a
-/// refilled token. But a single check would not wait for refills either.
+/// Deny a check after this number of consecutive calls that granted tokens only to other checks. A further call might
+/// get a token that has refilled. A single check would not wait for refills either, however.
 const MAX_MISSED_CALLS: u32 = 2;
 
 type CheckResult = Result<Verdict, StoreError>;
@@ -45,7 +46,7 @@ type CheckResult = Result<Verdict, StoreError>;
 pub struct CheckGroup {
     /// Identifies the group.
     pub id: u128,
-    /// Maximum number of tokens to prefetch while the group is hot. 0 disables prefetching.
+    /// Maximum number of tokens to prefetch while the group has many requests. 0 disables prefetching.
     pub prefetch: u64,
 }
 
@@ -63,8 +64,8 @@ struct Waiter {
 struct Flight {
     /// The checks that join the next call, oldest first.
     waiters: Vec<Waiter>,
-    /// Notified when the leader, the check that found the group idle, is answered. `None` while no task makes calls for
-    /// the waiters.
+    /// Notified when the leader has its result. The leader is the check that found the group idle. `None` while no task
+    /// makes calls for the waiters.
     leader_done: Option<Arc<Notify>>,
 }
 
@@ -79,7 +80,7 @@ pub struct Singleflight {
     timeout: Duration,
     /// The prefetched tokens, shared by all workers of the process.
     prefetch_pool: Arc<PrefetchPool>,
-    /// Cancelled on shutdown, so that unused tokens are refunded.
+    /// Cancelled at shutdown, so that unused tokens are refunded.
     stop: CancellationToken,
 }
 
@@ -95,9 +96,9 @@ impl Singleflight {
         }
     }
 
-    /// Check one token of each of `charges`, alone or coalesced with other checks of the same `group`. The verdict
-    /// equals that of a separate call, except that the reset time is that of the shared call. `asked_at` is the current
-    /// time. `owned_charges` creates the charges that outlive this call.
+    /// Check one token of each of `charges`, alone or coalesced with other checks of the same `group`. The verdict is
+    /// the same as for a separate call, except that the reset time is that of the shared call. `asked_at` is the
+    /// current time. `owned_charges` creates the charges that outlive this call.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -114,8 +115,8 @@ impl Singleflight {
                 vacant.insert(Flight::default());
                 None
             }
-            // A check is in flight, or the prefetched tokens are used up. In the second case a prefetch is due, and
-            // this check joins it.
+            // A check is in flight, or the prefetched tokens are used up. In the second case, the group must prefetch
+            // again, and this check joins the call.
             flight => {
                 if self.waiter_count.fetch_add(1, Ordering::Relaxed) >= MAX_WAITING_CHECKS {
                     self.waiter_count.fetch_sub(1, Ordering::Relaxed);
@@ -131,7 +132,7 @@ impl Singleflight {
         };
         let Some(turn) = queued else {
             store_handle.store.count_check(AnsweredBy::Store);
-            // Dropped at the end, and also when the client disconnects while its call is in flight.
+            // The value is dropped at the end, and also when the client disconnects while its call is in flight.
             let _guard = FlightGuard { singleflight: self, group: group.id };
             return store_handle.store.call(DecidedBy::Store, asked_at, Operation::Check, charges).await;
         };
@@ -143,8 +144,8 @@ impl Singleflight {
         self.flights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ensure that a task makes the calls for the waiters. The first call is sent at once if the group is idle,
-    /// otherwise when the call in flight is answered.
+    /// Ensure that a task makes the calls for the waiters. The first call is sent at once if the group is idle.
+    /// Otherwise it is sent when the call in flight has a reply.
     fn ensure_task(
         self: &Arc<Self>,
         flight: &mut Flight,
@@ -163,7 +164,7 @@ impl Singleflight {
             group,
             charges: owned_charges(),
         };
-        // A separate task: a request that is cancelled does not cancel the others.
+        // This is a separate task, so that a request that is cancelled does not cancel the others.
         store_handle.spawn(async move {
             if !is_idle {
                 let _ = timeout(latency_target(task.singleflight.timeout), leader_done.notified()).await;
@@ -172,8 +173,8 @@ impl Singleflight {
         });
     }
 
-    /// Take the checks that wait for the next call of a group. Without any, the group becomes idle. Reject checks that
-    /// have used 7/8 of their timeout: all checks of a call wait no longer than the oldest of them.
+    /// Take the checks that wait for the next call of a group. If there are none, the group becomes idle. Reject checks
+    /// that have used 7/8 of their timeout, because no check of a call waits longer than the oldest one.
     fn take_waiters(&self, group_id: u128, now: Instant) -> Vec<Waiter> {
         let mut flights = self.lock();
         let Entry::Occupied(mut flight) = flights.entry(group_id) else { return Vec::new() };
@@ -191,8 +192,8 @@ impl Singleflight {
     }
 }
 
-/// Marks the end of the leader's check when dropped: with its verdict, or because its client disconnected. This sends
-/// nothing. It signals the task of the group, which owns the waiters and makes their calls.
+/// Marks the end of the leader's check when it is dropped: the check has its verdict, or its client has disconnected.
+/// Dropping the value sends nothing. It signals the task of the group, which owns the waiters and makes their calls.
 struct FlightGuard<'a> {
     singleflight: &'a Singleflight,
     group: u128,
@@ -239,7 +240,7 @@ impl FlightTask {
         }
     }
 
-    /// Send one call for these waiters. The timeout counts from `oldest_queued_at`.
+    /// Send one call for these waiters. The timeout starts at `oldest_queued_at`.
     async fn send(self: Arc<Self>, waiters: Vec<Waiter>, oldest_queued_at: Instant) {
         let result = self.request(waiters.len() as u64, oldest_queued_at).await;
         let (unanswered, abandoned) = distribute(&result, waiters);
@@ -250,7 +251,7 @@ impl FlightTask {
                 pending.debt_before_us = pending.variant.rule.debt_before_us(outcome, 0, verdict.granted);
             }
             let ledger = self.store_handle.clone();
-            // A separate task: the checks without an answer do not wait for the reply.
+            // Use a separate task, because the checks that are rejected do not wait for the reply.
             self.store_handle.spawn(async move {
                 if let Err(error) = ledger.call(DecidedBy::Store, monotonic(), refund, &refunds).await {
                     debug!(%error, "a refund for cancelled requests failed, and their tokens may remain charged");
@@ -269,7 +270,7 @@ impl FlightTask {
         self.singleflight.ensure_task(flight, is_idle, &self.store_handle, self.group, &|| self.charges.clone());
     }
 
-    /// Request one token for each waiter, and prefetch more if that is due.
+    /// Request one token for each waiter, and prefetch more tokens if this is due.
     async fn request(&self, waiters: u64, started_at: Instant) -> CheckResult {
         match self.singleflight.reserve(self.group, &self.charges) {
             Some(reservation) => self.prefetch(reservation, waiters, started_at).await,
@@ -284,7 +285,7 @@ impl FlightTask {
 }
 
 /// Distribute the tokens of a call to the oldest checks. Return the checks without a token, which join the next call,
-/// and the number of tokens granted to cancelled requests.
+/// and the number of tokens that were granted to cancelled requests.
 fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) {
     let granted = result.as_ref().map_or(0, |verdict| verdict.granted) as usize;
     let mut waiting = waiters.into_iter();
@@ -302,7 +303,7 @@ fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) 
         abandoned += u64::from(waiter.reply.send(answer).is_err());
     }
     if granted == 0 {
-        // No token remained and the verdict has the retry time, or there is no verdict.
+        // Either no token remained and the verdict contains the retry time, or there is no verdict.
         for one in waiting.by_ref() {
             let _ = one.reply.send(result.clone());
         }
@@ -329,9 +330,9 @@ fn exhausted_denial(verdict: &Verdict) -> Verdict {
 // === Prefetching: calls that take tokens in advance and refund unused ones ===
 
 impl Singleflight {
-    /// Take one prefetched token of each state of the group. Return the verdict and the time of the charge, µs.
+    /// Take one prefetched token of each state of the group. Return the verdict, and the time of the charge in µs.
     pub fn take_prefetched(&self, group: CheckGroup) -> Option<(Verdict, u64)> {
-        // Most limits do not prefetch: their requests avoid the lock and the clock.
+        // Most limits do not prefetch, so their requests avoid the lock and the clock.
         if group.prefetch == 0 { None } else { self.prefetch_pool.take(group.id, monotonic()) }
     }
 
@@ -402,7 +403,7 @@ impl Singleflight {
     }
 }
 
-/// Return the charges with this cost.
+/// Return the same charges with this cost.
 pub(crate) fn with_cost(charges: &[OwnedCharge], cost: u64) -> Vec<OwnedCharge> {
     charges.iter().map(|pending| OwnedCharge { cost_or_permit_id: cost, ..pending.clone() }).collect()
 }

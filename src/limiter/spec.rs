@@ -18,32 +18,33 @@ pub const DEFAULT_UNIT: &str = "requests";
 /// The quota unit of concurrency limits (draft-ietf-httpapi-ratelimit-headers-11 §3.1.2).
 pub const CONCURRENT_REQUESTS: &str = "concurrent-requests";
 
-/// A named limit with its variants and its behaviour when the store fails.
+/// A named limit with its variants, and its behavior when the store fails.
 #[derive(Debug)]
 pub struct LimitSpec {
     /// Name of the limit in the configuration.
     pub name: Box<str>,
-    /// The variant for clients without a tier variant.
+    /// The variant for clients that have no variant of their tier.
     pub default_variant: Arc<LimitVariant>,
     /// The variants for consumers of a tier, by tier name.
     pub tiers: BTreeMap<Box<str>, Arc<LimitVariant>>,
-    /// The behaviour of the limit while the store cannot answer.
+    /// The behavior of the limit while the store is unavailable.
     pub on_store_error: OnStoreError,
-    /// Whether this is a shadow limit: it decides and counts, but never denies and adds no response headers.
+    /// Whether this is a shadow limit, which decides and counts, but never denies and adds no response headers.
     pub shadow: bool,
-    /// Whether response headers and bodies describe the limit. Denials have `Retry-After` even if not.
+    /// Whether response headers and bodies describe the limit. Denials of a limit that is not announced still have
+    /// `Retry-After`.
     pub announce: bool,
-    /// Quota unit: what the quota counts, for response headers. Lowercase letters, digits and `-`.
+    /// Quota unit in response headers, which names what the quota counts. Lowercase letters, digits and `-`.
     pub unit: Box<str>,
-    /// Wait queue for requests that the limit would deny. `None` rejects them at once.
+    /// Wait queue for requests that the limit would deny. If it is `None`, these requests are rejected at once.
     pub queue_policy: Option<QueuePolicy>,
-    /// Maximum number of tokens that a gateway may prefetch for a hot identity. 0 disables prefetching.
+    /// Maximum number of tokens that a gateway may prefetch for an identity with many requests. 0 disables prefetching.
     pub prefetch: u64,
-    /// The days by which the charged cost of each identity is totalled. `None` counts no usage. Not for concurrency
-    /// limits.
-    pub usage: Option<Arc<UsageDays>>,
-    /// The thresholds at which an identity causes a quota event, which only the gateway sends. `None`: no events. Not
+    /// The calendar days by which the charged cost of each identity is totalled. `None` counts no usage. Not available
     /// for concurrency limits.
+    pub usage: Option<Arc<UsageDays>>,
+    /// The thresholds at which an identity causes a quota event. Only the gateway sends events. `None`: no events. Not
+    /// available for concurrency limits.
     pub notify: Option<Arc<Notify>>,
     /// Parameters of this gateway's local share while the store is down.
     pub local_share: LocalShare,
@@ -54,14 +55,14 @@ pub struct LimitSpec {
 pub struct LimitVariant {
     /// Identifies the variant, also across configuration reloads: equal variants have equal ids.
     pub id: u64,
-    /// The quota as configured. Clients see it in response headers.
+    /// The quota as configured. Clients see this quota in response headers.
     pub quota: Quota,
-    /// The rule that decides.
+    /// The rule that makes the decision.
     pub rule: Rule,
     /// The rule of this gateway's local share, which decides in this process while the store is down.
     pub local_rule: Rule,
-    /// The limit's part of the keys. Variants with the same algorithm and window share it, so that the state of a
-    /// consumer is kept when they change tiers.
+    /// The limit's part of the keys. Variants with the same algorithm and window share this key part, so that a
+    /// consumer keeps its state when its tier changes.
     pub state_name: StateName,
 }
 
@@ -70,12 +71,12 @@ pub struct LimitVariant {
 pub struct LocalShare {
     /// Number of gateways that share the store.
     pub gateway_count: u64,
-    /// The largest cost that any route charges to the limit. A share must have room for it.
+    /// The largest cost that any route charges to the limit. A local share must have room for this cost.
     pub max_cost: u64,
 }
 
 impl Default for LocalShare {
-    /// One gateway, and requests that cost 1.
+    /// The default is one gateway, and requests with a cost of 1.
     fn default() -> Self {
         LocalShare { gateway_count: 1, max_cost: 1 }
     }
@@ -90,7 +91,7 @@ pub struct QueuePolicy {
     pub max_queue: usize,
 }
 
-/// Behaviour of a limit while the store cannot answer.
+/// Behavior of a limit while the store is unavailable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnStoreError {
@@ -103,11 +104,11 @@ pub enum OnStoreError {
 }
 
 impl LimitSpec {
-    /// Create a limit without tiers, queue and prefetching. It counts requests, denies, is announced, and falls back to
-    /// its local share if the store fails. Set the other fields to change this.
+    /// Create a limit without tiers, queue and prefetching. The limit counts requests, denies, is announced, and falls
+    /// back to its local share if the store fails. To change this, set the other fields.
     ///
-    /// `name` is part of keys and response headers: 1 to 64 ASCII letters, digits, `-`, `_` or `.`. `rule` must be the
-    /// rule for `quota`.
+    /// `name` is part of keys and response headers. It must have 1 to 64 ASCII letters, digits, `-`, `_` or `.`. `rule`
+    /// must be the rule for `quota`.
     ///
     /// # Errors
     /// The local share cannot be counted exactly.
@@ -136,7 +137,7 @@ impl LimitSpec {
         })
     }
 
-    /// Create a limit with the default algorithm: a token bucket whose burst is the quota's count. See
+    /// Create a limit with the default algorithm: a token bucket whose burst is the count of the quota. See
     /// [`LimitSpec::new`].
     ///
     /// # Errors
@@ -146,7 +147,7 @@ impl LimitSpec {
         LimitSpec::new(hasher, name, quota, rule, LocalShare::default())
     }
 
-    /// Create another variant of the limit. Without `burst`, the burst is the quota's count.
+    /// Create another variant of the limit. Without `burst`, the burst is the count of the quota.
     ///
     /// # Errors
     /// The quota cannot be counted exactly, the algorithm does not support it, or it is smaller than `prefetch`.
@@ -160,8 +161,8 @@ impl LimitSpec {
         self.validate_prefetch(&variant).map(|()| variant)
     }
 
-    /// Create a variant for a temporary override by an administrator. It may be smaller than `prefetch`; fewer tokens
-    /// are prefetched then.
+    /// Create a variant for a temporary override by an administrator. The quota may be smaller than `prefetch`, in
+    /// which case fewer tokens are prefetched.
     ///
     /// # Errors
     /// The quota cannot be counted exactly, or the algorithm does not support it.
@@ -200,7 +201,7 @@ impl LimitVariant {
     /// Create the variant of the limit `limit` with this rule.
     ///
     /// # Errors
-    /// A gateway's share of it cannot be counted exactly.
+    /// A gateway's share of the limit cannot be counted exactly.
     pub fn new(
         hasher: &IdentityHasher,
         limit: &str,
@@ -215,17 +216,17 @@ impl LimitVariant {
         Ok(LimitVariant { id, quota, rule, local_rule, state_name })
     }
 
-    /// Return the maximum cost admitted in any window of the quota, for any timing of requests. For a token bucket the
-    /// window is half open. For a concurrency limit: the maximum number of requests in flight.
+    /// Return the maximum cost that is admitted in any window of the quota, for any timing of requests. For a token
+    /// bucket, the window is half-open. For a concurrency limit, return the maximum number of requests in flight.
     pub fn worst_case(&self) -> u64 {
         let count = self.quota.count;
         match &self.rule {
             Rule::TokenBucket(bucket) => bucket.burst + count - 1,
-            // A full window may be used at its end and the next one at its beginning.
+            // A full window may be used at its end, and the next window at its beginning.
             Rule::FixedWindow(FixedWindow {
                 start: WindowStart::Aligned { .. } | WindowStart::Calendar(_), ..
             }) => 2 * count,
-            // As above, but one request is needed to open the first window.
+            // The same applies here, but one request is needed to open the first window.
             Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) | Rule::SlidingWindow(_) => {
                 2 * count - 1
             }
@@ -233,7 +234,7 @@ impl LimitVariant {
         }
     }
 
-    /// Return the maximum cost admitted within `wait` after an instant at which nothing is admitted.
+    /// Return the maximum cost that is admitted within `wait` after an instant at which nothing is admitted.
     pub fn max_admitted_in(&self, wait: Duration) -> u64 {
         match (&self.rule, self.quota.window_us) {
             (Rule::TokenBucket(_), Some(window)) => {

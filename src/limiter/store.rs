@@ -1,4 +1,4 @@
-//! The store of one worker: memory or Redis with a local fallback.
+//! The store of one worker: memory, or Redis with a local fallback.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -44,13 +44,13 @@ pub enum Store {
 pub enum RedisStore {
     /// One server keeps all states.
     Single(ServerStore),
-    /// The masters of a cluster; each keeps the states of some identities.
+    /// The masters of a cluster, each of which keeps the states of some identities.
     Cluster(ClusterStore),
 }
 
 impl RedisStore {
-    /// Create the store client for a deployment. Create one for each runtime, within this runtime: connections belong
-    /// to the runtime that opened them. `breaker` and `topology` are shared by the whole process.
+    /// Create the store client for a deployment. Create one client for each runtime, within this runtime, because
+    /// connections belong to the runtime that opened them. `breaker` and `topology` are shared by the whole process.
     pub fn new(
         (deployment, settings): &(RedisDeployment, RedisSettings),
         breaker: Arc<CircuitBreaker>,
@@ -73,14 +73,14 @@ impl RedisStore {
         }
     }
 
-    /// Open the connections in the background. Return when they are open, or after `max_wait`.
+    /// Open the connections in the background. Return when the connections are open, or after `max_wait`.
     pub async fn connect_within(&self, max_wait: Duration) {
         let store = self.clone();
         let connecting = tokio::spawn(async move { store.connect().await });
         let _ = timeout(max_wait, connecting).await;
     }
 
-    /// Return the signal that fires each time a server answers again after an outage.
+    /// Return the signal that fires each time a server is available again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         match self {
             RedisStore::Single(server) => server.recovery(),
@@ -100,7 +100,7 @@ impl RedisStore {
     ) -> Result<Verdict, StoreError> {
         match self {
             RedisStore::Single(server) => server.call(deadline, false, operation, charges).await,
-            // On the heap: otherwise the futures of single servers would have the size of this future.
+            // The future is boxed, because the futures of single servers would otherwise have the size of this future.
             RedisStore::Cluster(cluster) => Box::pin(cluster.call(deadline, operation, charges)).await,
         }
     }
@@ -117,7 +117,7 @@ impl RedisStore {
 // === Administration: single states, and the records of overrides ===
 
 impl RedisStore {
-    /// Delete the state with this Redis key. Return whether it existed. Repeating the call is harmless.
+    /// Delete the state with this Redis key. Return whether the state existed. The call may be repeated without harm.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -137,7 +137,7 @@ impl RedisStore {
         overrides::parse_snapshot(time, fields)
     }
 
-    /// Write one override record. Return the status and, if written, the record that Redis now has.
+    /// Write one override record. Return the status and, if the record was written, the record that Redis now has.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -151,7 +151,7 @@ impl RedisStore {
         write.parse_reply(reply)
     }
 
-    /// Write back records that Redis lost. Return a status for each record.
+    /// Write back records that Redis has lost. Return a status for each record.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -165,7 +165,7 @@ impl RedisStore {
         overrides::parse_restore_reply(self.admin_command(key_slot(hash_key.as_bytes()), &command).await?)
     }
 
-    /// Read a fenced hash ([`fenced_hash`]): its version, and its fields if that is not `known_version`.
+    /// Read a fenced hash ([`fenced_hash`]): its version, and its fields if the version is not `known_version`.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -175,7 +175,8 @@ impl RedisStore {
         fenced_hash::parse_read_reply(reply, known_version)
     }
 
-    /// Lock a fenced hash for `ttl`, or renew the lock. Return the fencing token. `None`: another owner has the lock.
+    /// Lock a fenced hash for `ttl`, or renew the lock. Return the fencing token. `None` means that another owner has
+    /// the lock.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -193,8 +194,8 @@ impl RedisStore {
         self.admin_command(key_slot(key.as_bytes()), &fenced_hash::unlock_command(key, token)).await.map(drop)
     }
 
-    /// Write a field of a fenced hash; an empty value removes it. Return whether the token is still that of the last
-    /// lock. Otherwise nothing is written.
+    /// Write a field of a fenced hash; an empty value removes it. Return whether the token is still the token of the
+    /// last lock. If it is not, nothing is written.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -204,8 +205,8 @@ impl RedisStore {
         Ok(fenced_hash::parse_number(reply)? == 1)
     }
 
-    /// Claim a quota event, and add it to a stream. Return whether no other event has the claim. Repeating the call is
-    /// harmless.
+    /// Claim a quota event, and add it to a stream. Return whether no other event has the claim. The call may be
+    /// repeated without harm.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -216,7 +217,8 @@ impl RedisStore {
         Ok(fenced_hash::parse_number(reply)? == 1)
     }
 
-    /// Add a post to the totals of usage. Return whether it was not added before. Repeating the call is harmless.
+    /// Add a post to the totals of usage. Return whether the post was not added before. The call may be repeated
+    /// without harm.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -226,8 +228,8 @@ impl RedisStore {
         Ok(reply == Value::Int(1))
     }
 
-    /// Read totals of usage, in no particular order. Without identities, all keys of the store are scanned: while slots
-    /// of a cluster migrate, totals may be missing.
+    /// Read usage totals, in no particular order. Without identities, all keys of the store are scanned. While slots of
+    /// a cluster migrate, totals may be missing.
     ///
     /// # Errors
     /// The store failed, or there are too many totals.
@@ -286,7 +288,7 @@ impl RedisStore {
         Ok(keys.into_iter().collect())
     }
 
-    /// Return all servers: the only one, or the masters of the cluster.
+    /// Return all servers: the single server, or the masters of the cluster.
     async fn nodes(&self) -> Result<Vec<ServerStore>, StoreError> {
         match self {
             RedisStore::Single(server) => Ok(vec![server.clone()]),
@@ -301,7 +303,7 @@ impl RedisStore {
         }
     }
 
-    /// Send an administrator's command about keys of one slot; see [`ServerStore::admin_command`].
+    /// Send an administrator's command about keys in one slot; see [`ServerStore::admin_command`].
     async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
         match self {
             RedisStore::Single(server) => server.admin_command(server.timeout(), false, command).await,
@@ -330,26 +332,26 @@ fn usage_keys(query: &UsageQuery, identities: &[Identity]) -> Vec<UsageKey> {
     keys
 }
 
-/// Number of hashes that are read at a time.
+/// Number of hashes that are read at the same time.
 const MAX_CONCURRENT_READS: usize = 64;
 
-/// Why totals of usage cannot be read.
+/// The reason why usage totals cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum UsageError {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// There are more totals than the query allows. Contains that number.
+    /// There are more totals than the query allows. The variant contains that number.
     #[error("there are more than {0} totals")]
     TooMany(usize),
 }
 
-/// The decider: the store or this gateway.
+/// What made the decision: the store or this gateway.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DecidedBy {
     /// The store, for all gateways.
     Store,
-    /// This gateway alone, because the store could not answer.
+    /// This gateway alone, because the store was unavailable.
     Local,
 }
 
@@ -364,7 +366,7 @@ impl DecidedBy {
 }
 
 impl Store {
-    /// Send the charges to the store or to the local counters. The store's timeout counts from `started_at`.
+    /// Send the charges to the store or to the local counters. The store's timeout starts at `started_at`.
     ///
     /// # Errors
     /// See [`StoreError`]. Local counters do not fail.
@@ -380,7 +382,8 @@ impl Store {
             | (Store::Memory(memory), DecidedBy::Store) => return Ok(memory.decide(operation, charges)),
             (Store::Redis { store, metrics, .. }, DecidedBy::Store) => (store, metrics),
         };
-        // On the heap: otherwise the futures of checks that stay in this process would have the size of this future.
+        // The future is boxed, because the futures of checks that stay in this process would otherwise have the size of
+        // this future.
         let result = Box::pin(store.call(started_at + store.timeout(), operation, charges)).await;
         match &result {
             Ok(_) => metrics.round_trips.observe(elapsed_since(started_at)),
@@ -390,7 +393,7 @@ impl Store {
         result
     }
 
-    /// Return after `time`, or earlier when the store answers again after an outage.
+    /// Return after `time`, or earlier when the store is available again after an outage.
     pub async fn recovery_within(&self, time: Duration) {
         match self {
             Store::Memory(_) => sleep(time).await,
@@ -398,7 +401,7 @@ impl Store {
         }
     }
 
-    /// Return whether the store answered again after an outage within the last `time`.
+    /// Return whether the store became available again after an outage within the last `time`.
     pub fn has_recovered_within(&self, time: Duration) -> bool {
         match self {
             Store::Memory(_) => false,
@@ -406,14 +409,14 @@ impl Store {
         }
     }
 
-    /// Count a check by the component that answered it.
+    /// Count a check by the component that decided it.
     pub fn count_check(&self, answered_by: AnsweredBy) {
         if let Store::Redis { metrics, .. } = self {
             metrics.checks.increment(answered_by as usize);
         }
     }
 
-    /// Return whether one call decides these charges.
+    /// Return whether one call can decide these charges.
     pub fn is_one_call(&self, charges: &[Charge<'_>]) -> bool {
         match self {
             Store::Memory(_) | Store::Redis { store: RedisStore::Single(_), .. } => true,

@@ -1,9 +1,9 @@
 //! Usage totals: the charged cost by limit, identity and calendar day.
 //!
 //! In Redis, the script that charges a state also writes the total: a hash for each limit, identity and month, with a
-//! field for each day. A second hash has a field for each day and model, of limits that count the tokens of LLM APIs.
-//! [`UsageTable`] has the totals of the memory store. Beside Redis it has what the local shares charged in an outage and
-//! the totals by model, until they are posted.
+//! field for each day. For limits that count the tokens of LLM APIs, a second hash has a field for each day and model.
+//! [`UsageTable`] contains the totals of the memory store. With Redis, it contains the charges of local shares in an
+//! outage and the totals by model, until they are sent to Redis.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -24,17 +24,18 @@ use crate::limiter::clock::LogThrottle;
 use crate::limiter::key::Identity;
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, QuotaError, start_of_day_us};
 
-/// Minimum number of days for which the total of a day is kept. The scripts have it in milliseconds. All days of a
-/// month expire together, so a day is kept for up to 30 days more.
+/// Minimum number of days for which the total of a day is kept. The scripts contain this time in milliseconds. All days
+/// of a month expire together, so a day is kept for up to 30 additional days.
 pub const RETENTION_DAYS: i32 = 400;
 
-/// Maximum number of models with totals of their own, for each limit, identity and month. Clients choose the names.
+/// Maximum number of models that have their own totals, for each limit, identity and month. The number is limited
+/// because clients choose the names.
 pub const MAX_MODELS: usize = 64;
 
 /// Number of shards of a table, a power of two.
 const SHARDS: usize = 64;
 
-/// Interval for logging that totals are lost.
+/// Interval for logging that cost is lost.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The calendar days of a time zone, by which the cost of a limit is totalled.
@@ -45,7 +46,7 @@ pub struct UsageDays {
     cached: Mutex<UsageDay>,
 }
 
-/// A calendar day, and its bounds: days with a daylight saving change have 23 or 25 hours.
+/// A calendar day and its bounds. Days on which daylight saving time begins or ends have 23 or 25 hours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UsageDay {
     /// The date.
@@ -85,7 +86,7 @@ impl UsageDays {
         let now = Timestamp::from_microsecond(now_us as i64).unwrap_or(Timestamp::UNIX_EPOCH);
         let mut date = self.zone.to_datetime(now).date();
         let mut end_us = start_of_day_us(next_day(date), &self.zone);
-        // A day that has begun goes on, also if the clock is set back over midnight.
+        // A day that has begun continues even if the clock is set back over midnight.
         if now_us >= end_us {
             date = next_day(date);
             end_us = start_of_day_us(next_day(date), &self.zone);
@@ -99,7 +100,7 @@ fn next_day(date: Date) -> Date {
 }
 
 impl UsageDay {
-    /// Return the same day without bounds, for changes to the total of a day that are made at any time.
+    /// Return the same day without bounds, for changes of a day's total that may be made at any time.
     #[must_use]
     pub fn at_any_time(self) -> Self {
         UsageDay { start_us: 0, end_us: EXACT_INTEGER_LIMIT, ..self }
@@ -119,7 +120,7 @@ pub struct UsageMonth {
 }
 
 impl UsageMonth {
-    /// Return a day of this month. `None` if the month does not have it.
+    /// Return a day of this month. Return `None` if the month does not have this day.
     pub fn day(self, day: i8) -> Option<Date> {
         Date::new(self.year, self.month, day).ok()
     }
@@ -159,7 +160,7 @@ impl FromStr for UsageMonth {
 
 // === Keys in Redis ===
 
-/// What the fields of a hash with totals are.
+/// What the fields of a hash with totals stand for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum UsageFields {
     /// Days.
@@ -177,17 +178,18 @@ pub struct UsageKey {
     pub identity: u128,
     /// The month.
     pub month: UsageMonth,
-    /// What its fields are.
+    /// What the fields of the hash stand for.
     pub fields: UsageFields,
 }
 
-/// The part of a key between the name of the limit and the month. No shape of a state begins like this.
+/// The part of a key between the name of the limit and the month. No shape of a state begins with this text.
 const KEY_PART: &str = ":usage:";
 
-/// The part after the month of the keys of totals by model.
+/// The part after the month, in keys of totals by model.
 const MODELS_PART: &str = ":models";
 
-/// Append `<prefix>:{<identity hash>}:<limit>:usage:<month>`. The braces put it into the cluster slot of the states.
+/// Append `<prefix>:{<identity hash>}:<limit>:usage:<month>`. The braces put the key into the cluster slot of the
+/// states.
 pub fn write_key(prefix: &str, limit: &str, identity: Identity, month: UsageMonth, out: &mut Vec<u8>) {
     out.extend_from_slice(prefix.as_bytes());
     out.extend_from_slice(b":{");
@@ -210,7 +212,7 @@ impl UsageKey {
         key
     }
 
-    /// Parse a Redis key with this prefix. Return `None` if it is not one of a total.
+    /// Parse a Redis key with this prefix. Return `None` if it is not the key of a total.
     pub fn parse(prefix: &str, key: &[u8]) -> Option<Self> {
         let key = std::str::from_utf8(key).ok()?;
         let (identity, rest) = key.strip_prefix(prefix)?.strip_prefix(":{")?.split_once("}:")?;
@@ -226,7 +228,7 @@ impl UsageKey {
 
 // === Reading ===
 
-/// The total of a limit, an identity and a day, or the part of it that a model has.
+/// The total of a limit, an identity and a day, or the part of this total that belongs to one model.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct UsageRow {
     /// Name of the limit.
@@ -235,9 +237,9 @@ pub struct UsageRow {
     pub identity: u128,
     /// The day.
     pub date: Date,
-    /// The model. `None`: the total of the day, which has the costs of all models.
+    /// The model. `None` for the total of the day, which includes the costs of all models.
     pub model: Option<Box<str>>,
-    /// Charged cost less refunds.
+    /// Charged cost minus refunds.
     pub cost: i64,
 }
 
@@ -252,14 +254,14 @@ pub struct UsageQuery {
     pub from: Date,
     /// Last day.
     pub to: Date,
-    /// Whether the totals of models are read as well.
+    /// Whether the totals by model are read as well.
     pub with_models: bool,
     /// Maximum number of totals.
     pub max_rows: usize,
 }
 
 impl UsageQuery {
-    /// Return whether a total is one of these.
+    /// Return whether the query selects this total.
     pub fn matches(&self, limit: &str, identity: u128, date: Date) -> bool {
         let Some(index) = self.limits.iter().position(|name| **name == *limit) else { return false };
         let is_identity = |all: &Vec<Identity>| all.get(index).is_some_and(|one| one.0 == identity);
@@ -269,7 +271,7 @@ impl UsageQuery {
 
 // === Totals in this process ===
 
-/// The totals of one identity, by day and model. Without a model: the total of the day.
+/// The totals of one identity, by day and model. Entries without a model are the totals of the day.
 type IdentityTotals = BTreeMap<(Date, Option<Box<str>>), i64>;
 
 /// The totals of one limit.
@@ -283,16 +285,17 @@ pub struct UsageTable {
     capacity: usize,
     /// Number of totals.
     rows: AtomicUsize,
-    /// Cost that is in no total, because the table was full or could not be posted.
+    /// Cost that is in no total, because the table was full or the cost could not be sent to Redis.
     lost: AtomicU64,
-    /// Identifies this process in posts.
+    /// Identifies this process in posts to Redis.
     poster: u64,
     posts: Mutex<Posts>,
-    /// Whether a task posts the totals.
+    /// Whether a task sends the totals to Redis.
     is_posting: AtomicBool,
 }
 
-/// Totals of the identities of a shard. Ordered maps need no secret against chosen keys, and make posts reproducible.
+/// Totals of the identities of a shard. Ordered maps need no secret against chosen keys, and make the order of posts
+/// reproducible.
 #[derive(Debug, Default)]
 struct UsageShard {
     limits: BTreeMap<Box<str>, LimitTotals>,
@@ -303,21 +306,23 @@ struct UsageShard {
 
 #[derive(Debug, Default)]
 struct Posts {
-    /// Posts that Redis has not confirmed. They may have been made.
+    /// Posts that Redis has not confirmed. Redis may have executed them.
     unconfirmed: Vec<UsagePost>,
     last_sequence: u64,
 }
 
-/// Amounts to add to the totals of a limit, an identity and a month. A post is made once, however often it is sent.
+/// Amounts to add to the totals of a limit, an identity and a month. A post is added only once, however often it is
+/// sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UsagePost {
     /// The totals.
     pub key: UsageKey,
-    /// The amounts to add, which are not 0.
+    /// The amounts to add, none of which is 0.
     pub amounts: Vec<UsageAmount>,
     /// Identifies the process.
     pub poster: u64,
-    /// Greater than those of earlier posts of this process. 0: the post is sent at most once and needs no identity.
+    /// The number is greater than those of earlier posts of this process. 0: the post is sent at most once and needs no
+    /// number.
     pub sequence: u64,
 }
 
@@ -346,7 +351,7 @@ impl UsageTable {
         }
     }
 
-    /// Add an amount, negative for a refund.
+    /// Add an amount, which is negative for a refund.
     pub fn add(&self, limit: &str, identity: Identity, date: Date, amount: i64) {
         self.add_total(limit, identity, (date, None), amount);
     }
@@ -369,7 +374,7 @@ impl UsageTable {
         if let Some(total) = shard.total_mut(limit, identity.0, &at) {
             *total = total.saturating_add(amount);
         } else if at.1.is_some() && (shard.rows >= self.capacity || shard.has_max_models(limit, identity.0, &at)) {
-            // The total of the day has this cost: no cost is lost.
+            // The total of the day contains this cost, so no cost is lost.
         } else if shard.rows < self.capacity {
             shard.insert(limit, identity.0, at, amount);
             self.rows.fetch_add(1, Ordering::Relaxed);
@@ -383,7 +388,7 @@ impl UsageTable {
         }
     }
 
-    /// Return the totals of a query, in no particular order. `None`: there are more than `max_rows`.
+    /// Return the totals of a query, in no particular order. Return `None` if there are more than `max_rows` totals.
     pub fn read(&self, query: &UsageQuery) -> Option<Vec<UsageRow>> {
         let mut rows = Vec::new();
         for index in 0..SHARDS {
@@ -408,7 +413,7 @@ impl UsageTable {
         Some(rows)
     }
 
-    /// Return the number of totals, those of unconfirmed posts included.
+    /// Return the number of totals, including those of unconfirmed posts.
     pub fn len(&self) -> usize {
         self.rows.load(Ordering::Relaxed)
     }
@@ -454,7 +459,7 @@ impl UsageShard {
         }
     }
 
-    /// Remove the totals of the days before `first`. Return their number.
+    /// Remove the totals of the days before `first`. Return the number of removed totals.
     fn remove_before(&mut self, first: Date) -> usize {
         let before = self.rows;
         for identities in self.limits.values_mut() {
@@ -479,19 +484,21 @@ impl UsageShard {
 // === Posts: what the local shares charged in an outage, and totals by model ===
 
 impl UsageTable {
-    /// Claim the task of posting. Return whether the caller must start it: there are totals, and no task posts them.
+    /// Claim the task of sending totals. Return whether the caller must start the task, because there are totals and no
+    /// task sends them.
     pub fn claim_posting(&self) -> bool {
         !self.is_empty() && !self.is_posting.swap(true, Ordering::AcqRel)
     }
 
-    /// End the task of posting.
+    /// End the task of sending totals.
     pub fn end_posting(&self) {
         self.is_posting.store(false, Ordering::Release);
     }
 
-    /// Take the unconfirmed posts or, if there are none, at least `max` new ones as far as there are totals. Pass each of
-    /// them to [`confirm`](UsageTable::confirm), [`put_back`](UsageTable::put_back) or [`lose`](UsageTable::lose). Only
-    /// one task may do this at a time, because posts to the same totals must be made in their order.
+    /// Take the unconfirmed posts. If there are none, take at least `max` new posts, or as many as there are totals. The
+    /// caller must pass each post to [`confirm`](UsageTable::confirm), [`put_back`](UsageTable::put_back) or
+    /// [`lose`](UsageTable::lose). Only one task may do this at a time, because posts to the same totals must be sent in
+    /// their order.
     pub fn take_posts(&self, max: usize) -> Vec<UsagePost> {
         let mut posts = self.posts.lock().unwrap_or_else(PoisonError::into_inner);
         if !posts.unconfirmed.is_empty() {
@@ -528,20 +535,20 @@ impl UsageTable {
         taken
     }
 
-    /// Forget a post that was made.
+    /// Remove a post that Redis has confirmed.
     pub fn confirm(&self, post: &UsagePost) {
         self.rows.fetch_sub(post.amounts.len(), Ordering::Relaxed);
     }
 
-    /// Forget a post that cannot be made.
+    /// Remove a post that cannot be sent.
     pub fn lose(&self, post: &UsagePost) {
         self.confirm(post);
-        // The totals of the days have the costs of the models.
+        // The totals of the days already contain the costs of the models.
         let days = post.amounts.iter().filter(|amount| amount.model.is_none());
         self.lost.fetch_add(days.map(|amount| amount.cost.unsigned_abs()).sum(), Ordering::Relaxed);
     }
 
-    /// Keep a post that may not have been made.
+    /// Keep a post that Redis may not have executed.
     pub fn put_back(&self, post: UsagePost) {
         self.posts.lock().unwrap_or_else(PoisonError::into_inner).unconfirmed.push(post);
     }
@@ -590,7 +597,7 @@ mod tests {
 
     #[test]
     fn day_goes_on_while_the_clock_is_set_back_over_midnight() {
-        // At 00:01 on 1 November 2009 the clocks of Newfoundland were set back to 23:01.
+        // At 00:01 on 1 November 2009, the clocks of Newfoundland were set back to 23:01.
         let days = UsageDays::new("America/St_Johns").unwrap();
         for (now, expected) in [
             ("2009-11-01T02:29:59Z", "2009-10-31"),

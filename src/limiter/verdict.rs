@@ -1,4 +1,4 @@
-//! The interface of a counter store: operations, charges, verdicts and errors. One call decides a whole request.
+//! The interface of a counter store: operations, charges, verdicts and errors. One call decides about a whole request.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,12 +18,14 @@ pub enum Operation {
     Charge,
     /// Refund the charge that was made at this time.
     Refund {
-        /// Time of the admitting verdict, µs since the Unix epoch.
+        /// Time of the admitting verdict, in µs since the Unix epoch.
         charged_at: u64,
     },
-    /// Take as many single tokens as all limits have remaining, up to the cost. Not for concurrency limits.
+    /// Take as many single tokens as all limits have remaining, but at most the cost. Not available for concurrency
+    /// limits.
     TakeUpTo,
-    /// Renew concurrency permits and register those that the store has lost. All charges must be of concurrency limits.
+    /// Renew concurrency permits and register those that the store has lost. All charges must belong to concurrency
+    /// limits.
     Renew,
 }
 
@@ -54,15 +56,15 @@ pub struct Charge<'a> {
     pub mode: ChargeMode,
     /// The permit id, if the algorithm is concurrency; otherwise 0.
     pub permit_id: u64,
-    /// For a refund to a token bucket: see [`Rule::debt_before_us`]. Otherwise 0.
+    /// See [`Rule::debt_before_us`], for a refund to a token bucket. For all other operations, the value is 0.
     pub debt_before_us: u64,
-    /// The days by which the cost is totalled. `None`: the limit counts no usage.
+    /// The calendar days by which the cost is totalled. `None` if the limit counts no usage.
     pub usage: Option<&'a Arc<UsageDays>>,
 }
 
 impl Charge<'_> {
-    /// Return the day whose total the operation changes, at about `now_us`. A refund changes that of the refunded
-    /// charge. `None`: it changes no total.
+    /// Return the day whose total the operation changes, at about `now_us`. A refund changes the day of the refunded
+    /// charge. Return `None` if the operation changes no total.
     pub fn usage_day(&self, operation: Operation, now_us: u64) -> Option<UsageDay> {
         let days = self.usage?;
         match operation {
@@ -74,8 +76,8 @@ impl Charge<'_> {
         }
     }
 
-    /// Return what the operation adds to the total, negative for a refund: what it charges to the state. `granted` and
-    /// `status` are those of the verdict.
+    /// Return the amount that the operation adds to the total, which is the amount that it charges to the state. It is
+    /// negative for a refund. `granted` and `status` come from the verdict.
     pub fn usage_amount(&self, operation: Operation, granted: u64, status: Status) -> i64 {
         let amount = |cost: u64| cost.min(MAX_STATE) as i64;
         match operation {
@@ -94,11 +96,11 @@ impl Charge<'_> {
 pub enum ChargeMode {
     /// The cost must fit, and is charged when the request is admitted.
     Enforced,
-    /// The cost is charged if it fits, but never denies.
+    /// The cost is charged if it fits, but the limit never denies.
     Shadow,
-    /// One token must remain; the cost is charged after the response.
+    /// One token must remain, and the cost is charged after the response.
     Deferred,
-    /// Shadow and deferred: never denies; the cost is charged after the response.
+    /// Shadow mode with a deferred cost: the limit never denies, and the cost is charged after the response.
     ShadowDeferred,
 }
 
@@ -124,24 +126,24 @@ impl ChargeMode {
     }
 }
 
-/// The store's reply for all charges of a call.
+/// The reply of the store for all charges of a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
-    /// 0: denied. 1: admitted. For [`Operation::TakeUpTo`]: the number of tokens taken.
+    /// 0 means denied, and 1 means admitted. For [`Operation::TakeUpTo`], the number of tokens taken.
     pub granted: u64,
     /// Time of the decision by the store's clock, µs since the Unix epoch.
     pub now_us: u64,
     /// The outcome of each charge, in the order of the charges. For a denied request or a peek, `remaining` is the
     /// value without the charge.
     pub outcomes: Vec<Outcome>,
-    /// If several servers decided: the time of each charge by the clock of its server. Otherwise empty. A denial by
-    /// several servers may end at any time: if one server grants another request and a second one denies it, the
-    /// granted tokens are refunded.
+    /// If several servers decided, the time of each charge by the clock of its server. Otherwise the list is empty. A
+    /// denial by several servers may end at any time: if one server grants another request and a second server denies
+    /// it, the granted tokens are refunded.
     pub decided_at_us: Vec<u64>,
-    /// Tokens that the same call charged for later checks. The outcomes include them.
+    /// Tokens that the same call charged for later checks. The outcomes include these tokens.
     pub charged_later: u64,
-    /// Only from the memory store: a bit mask of the charges whose limits have no room for another identity. If it is
-    /// not 0, nothing was charged.
+    /// A bit mask of the charges whose limits have no room for another identity, only from the memory store. If the
+    /// mask is not 0, nothing was charged.
     pub full_limits: u64,
 }
 
@@ -152,7 +154,7 @@ impl Verdict {
     }
 }
 
-/// An error reply as the store wrote it: a code, a space and a detail.
+/// An error reply in the form of the store: a code, a space and a detail.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorReply(Arc<str>);
 
@@ -167,7 +169,7 @@ impl ErrorReply {
         self.split().0
     }
 
-    /// Return the detail. Empty if the reply has none.
+    /// Return the detail. The result is empty if the reply has no detail.
     pub fn detail(&self) -> &str {
         self.split().1
     }
@@ -186,17 +188,17 @@ impl fmt::Display for ErrorReply {
 /// The reason why a call has no verdict.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum StoreError {
-    /// No connection, or the connection was lost. The call may or may not have run.
+    /// No connection, or the connection was lost. The store may or may not have executed the call.
     #[error("the store cannot be reached: {0}")]
     Unreachable(String),
-    /// No reply within `store.timeout`, and other calls fail as well. The call may still run.
+    /// There was no reply within `store.timeout`, and other calls fail as well. The store may still execute the call.
     #[error("the store did not answer in time")]
     Timeout,
-    /// No reply within `store.timeout`, while the store replies to other calls. The call may still run; its charges are
-    /// refunded.
+    /// There was no reply within `store.timeout`, while the store replies to other calls. The store may still execute
+    /// the call, and its charges are then refunded.
     #[error("the store did not answer this check in time, although it answers others")]
     LateReply,
-    /// The circuit breaker is open: the call was not sent.
+    /// The circuit breaker is open, so the call was not sent.
     #[error("the circuit breaker of the store is open")]
     BreakerOpen,
     /// The queue is full, or the check was not sent within `store.timeout`. The call was not sent.
@@ -205,14 +207,15 @@ pub enum StoreError {
     /// An error reply that does not depend on this call: other calls get it as well.
     #[error("the store rejects calls: {0}")]
     Rejected(ErrorReply),
-    /// Another server of the cluster keeps the state, or will after a migration. The call did not run.
+    /// Another server of the cluster keeps the state, or will keep it after a migration. The store did not execute the
+    /// call.
     #[error("another cluster node has the state: {0}")]
     Redirected(ErrorReply),
-    /// Out of memory, a disk error or too few replicas: the server rejects writes, and nothing ran. Calls that do not
-    /// write succeed.
+    /// Out of memory, a disk error or too few replicas: the server rejects writes, and nothing was executed. Calls that
+    /// do not write succeed.
     #[error("the store rejects writes: {0}")]
     WritesRejected(ErrorReply),
-    /// The script failed on the stored state. Calls about other states do not fail.
+    /// The script failed because of the stored state. Calls about other states do not fail.
     #[error("a state in the store is corrupt: {0}")]
     CorruptState(ErrorReply),
     /// The memory store is full: a limit has no room for another identity. Nothing was charged.
@@ -224,7 +227,7 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// Return whether it is certain that the call did not run and will not run.
+    /// Return whether it is certain that the call was not executed and will not be executed.
     pub fn is_not_executed(&self) -> bool {
         match self {
             StoreError::BreakerOpen
@@ -260,7 +263,7 @@ impl StoreError {
         }
     }
 
-    /// Return whether the store as a whole cannot be used.
+    /// Return whether the whole store cannot be used.
     pub fn is_outage(&self) -> bool {
         matches!(
             self,
@@ -268,7 +271,7 @@ impl StoreError {
         )
     }
 
-    /// Return whether the check came too late while the store works. This is not an outage, so `on_store_error` does
+    /// Return whether the check was too late although the store works. This is not an outage, so `on_store_error` does
     /// not apply.
     pub fn is_overload(&self) -> bool {
         matches!(self, StoreError::Overloaded | StoreError::LateReply)

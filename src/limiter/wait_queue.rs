@@ -1,4 +1,4 @@
-//! Wait queues of requests that would be denied, in order of arrival.
+//! Wait queues of requests that would be denied, in the order of their arrival.
 
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
@@ -10,12 +10,12 @@ pub struct WaitQueues(Mutex<HashMap<u128, WaitQueue, RandomState>>);
 
 #[derive(Debug, Default)]
 struct WaitQueue {
-    // tokio's mutex is fair: waiters lock it in order of arrival.
+    // tokio's mutex is fair: waiters lock it in the order of their arrival.
     head: Arc<tokio::sync::Mutex<()>>,
     waiters: usize,
 }
 
-/// A ticket of a wait queue. Dropping it leaves the queue.
+/// A ticket of a wait queue. Dropping the ticket leaves the queue.
 #[derive(Debug)]
 pub struct WaitTicket<'a> {
     queues: &'a WaitQueues,
@@ -24,12 +24,12 @@ pub struct WaitTicket<'a> {
 }
 
 impl WaitQueues {
-    /// Return whether requests wait for this state.
+    /// Return whether any requests wait for this state.
     pub fn has_waiters(&self, key: u128) -> bool {
         self.lock().contains_key(&key)
     }
 
-    /// Join the end of the queue. Return `None` if it already has `max_queue` requests.
+    /// Join the end of the queue. Return `None` if the queue already has `max_queue` requests.
     pub fn enqueue(&self, key: u128, max_queue: usize) -> Option<WaitTicket<'_>> {
         let mut queues = self.lock();
         let queue = queues.entry(key).or_default();
@@ -46,7 +46,8 @@ impl WaitQueues {
 }
 
 impl WaitTicket<'_> {
-    /// Wait until all earlier requests have left the queue. The ticket stays first until the returned guard is dropped.
+    /// Wait until all earlier requests have left the queue. The ticket stays first in the queue until the returned
+    /// guard is dropped.
     pub async fn ready(&self) -> impl Sized {
         self.head.lock().await
     }

@@ -1,7 +1,9 @@
-//! Incremental scanner of JSON text: values at a few paths and the length of generated text, in bounded memory.
+//! Incremental scanner of JSON text. It finds values at a few paths and the length of generated text, in bounded
+//! memory.
 //!
 //! A response may be one long document, a sequence of documents (NDJSON), or an array of documents as Gemini streams it.
-//! The text arrives in chunks that are cut anywhere, and passes on at once. Only values at the paths are kept.
+//! The text arrives in chunks that may end anywhere, and each chunk is forwarded at once. The scanner keeps only the
+//! values at the paths.
 
 use std::sync::Arc;
 
@@ -13,16 +15,16 @@ pub const MAX_SEGMENTS: usize = 8;
 /// Maximum number of paths.
 pub const MAX_PATHS: usize = 16;
 
-/// Maximum number of open objects and arrays. A document with more is not understood.
+/// Maximum number of open objects and arrays. The scanner rejects a document with more.
 const MAX_DEPTH: usize = 128;
 
-/// Maximum length in bytes of a value that is kept. Usage objects have about 500 bytes.
+/// Maximum length in bytes of a value that the scanner keeps. Usage objects have about 500 bytes.
 const MAX_VALUE: usize = 16 << 10;
 
-/// Maximum length in bytes of a key that is compared.
+/// Maximum length in bytes of a key that the scanner compares.
 const MAX_KEY: usize = 64;
 
-/// Length in bytes up to which the end of a string is found faster by a loop than by `memchr`. Most keys are shorter.
+/// Length in bytes up to which a loop finds the end of a string faster than `memchr`. Most keys are shorter than this.
 const SHORT_STRING: usize = 24;
 
 /// Return whether the string values of a key are generated text, in the documents of all providers.
@@ -42,7 +44,7 @@ fn is_text_key(key: &[u8]) -> bool {
     )
 }
 
-/// Return one of 64 bits for a key. Most keys that differ have different bits.
+/// Return one of 64 bits for a key, as in a Bloom filter. Most keys that differ have different bits.
 fn key_bit(key: &[u8]) -> u64 {
     let first = usize::from(key.first().copied().unwrap_or_default());
     1 << ((first * 7 + key.len()) % 64)
@@ -58,17 +60,17 @@ fn find_string_end(text: &[u8]) -> Option<usize> {
 /// Path of a value in a document: keys of objects, or indices of arrays in decimal digits.
 pub type JsonPath = Box<[Box<str>]>;
 
-/// Receives what the scanner finds.
+/// Receives the values that the scanner finds.
 pub trait JsonSink {
     /// The value at the path with this index.
     fn value(&mut self, path: usize, json: &[u8]);
-    /// A string of generated text of this many bytes.
+    /// The length in bytes of a string of generated text.
     fn text(&mut self, bytes: u64);
     /// The end of a document.
     fn document_end(&mut self);
 }
 
-/// The state between two chunks.
+/// The state of the scanner between two chunks.
 #[derive(Debug)]
 pub struct JsonScanner {
     paths: Arc<[JsonPath]>,
@@ -76,20 +78,20 @@ pub struct JsonScanner {
     key_bits: u64,
     token: Token,
     depth: usize,
-    /// Bit `depth - 1` is set if the container is an object.
+    /// Bit `depth - 1` is set if the container at this depth is an object.
     objects: u128,
     /// Whether the documents are the elements of an array.
     is_array: bool,
     expects_key: bool,
     key: Key,
     is_text: bool,
-    /// Bytes of the current text. Negative while an escape sequence is counted.
+    /// Number of bytes of the current text. The number is negative while an escape sequence is counted.
     text_length: i64,
-    /// For each open container: the paths that lead into it, as bits.
+    /// For each open container, the paths that lead into it, as bits.
     entered: [u16; MAX_SEGMENTS + 1],
-    /// For each open array: the index of the next element.
+    /// For each open array, the index of the next element.
     indices: [u32; MAX_SEGMENTS + 1],
-    /// The paths that the location of the next value matches so far, as bits.
+    /// The paths that match the position of the next value so far, as bits.
     matching: u16,
     captured: Option<Captured>,
     value: Vec<u8>,
@@ -105,11 +107,11 @@ enum Token {
     TextEscape,
     /// A number, `true`, `false` or `null`.
     Scalar,
-    /// The text is not JSON, or too deep.
+    /// The text is not JSON, or is nested too deeply.
     Malformed,
 }
 
-/// A value that is being kept.
+/// A value that is being collected.
 #[derive(Debug, Clone, Copy)]
 struct Captured {
     paths: u16,
@@ -120,7 +122,7 @@ struct Captured {
 #[derive(Debug, Clone, Copy)]
 struct Key {
     bytes: [u8; MAX_KEY],
-    /// `None` if the key is too long or has escape sequences, so that it equals none.
+    /// `None` if the key is too long or has escape sequences, so that it is equal to no key of the paths.
     length: Option<usize>,
 }
 
@@ -139,7 +141,8 @@ impl Key {
 }
 
 impl JsonScanner {
-    /// Create a scanner for values at these paths, at most [`MAX_PATHS`] of at most [`MAX_SEGMENTS`] segments.
+    /// Create a scanner for the values at these paths: at most [`MAX_PATHS`] paths of at most [`MAX_SEGMENTS`]
+    /// segments.
     pub fn new(paths: Arc<[JsonPath]>) -> Self {
         let keys = paths.iter().flat_map(|path| path.iter());
         JsonScanner {
@@ -169,10 +172,10 @@ impl JsonScanner {
         self.captured = None;
     }
 
-    /// Scan a part of the text up to the end of a document, or all of it. Return the number of bytes scanned.
+    /// Scan the text up to the end of a document, or the whole text. Return the number of bytes that were scanned.
     pub fn scan(&mut self, text: &[u8], sink: &mut impl JsonSink) -> usize {
         let mut at = 0;
-        // Where the part of the value that is not kept yet begins.
+        // Start of the part of the value that has not been collected yet.
         let mut unkept = 0;
         while let Some(&byte) = text.get(at) {
             match self.token {
@@ -190,7 +193,7 @@ impl JsonScanner {
                     match (text.get(end), self.token) {
                         (None, _) => at = end,
                         (Some(b'"'), Token::Key) if is_whole_key => {
-                            // A key in one part is not copied.
+                            // A key that is contained in one chunk is not copied.
                             self.end_key(Some(&text[start..end]).filter(|key| key.len() <= MAX_KEY));
                         }
                         (Some(b'"'), Token::Key) => {
@@ -214,7 +217,7 @@ impl JsonScanner {
                 }
                 Token::KeyEscape => self.token = Token::Key,
                 Token::TextEscape => {
-                    // The four digits after `\u` are counted as text: a character of about 3 bytes.
+                    // The four digits after `\u` are counted as text. They stand for a character of about 3 bytes.
                     self.text_length += if byte == b'u' { -1 } else { 1 };
                     self.token = Token::Text;
                 }
@@ -295,7 +298,7 @@ impl JsonScanner {
         }
     }
 
-    /// End a key. `None` if it equals none.
+    /// End a key. Return `None` if it is equal to no key of the paths.
     fn end_key(&mut self, key: Option<&[u8]>) {
         self.token = Token::Between;
         self.expects_key = false;
@@ -304,7 +307,7 @@ impl JsonScanner {
         self.matching = in_path.map_or(0, |key| self.matching_paths(|segment| segment.as_bytes() == key));
     }
 
-    /// Return the paths into the current container whose next segment fits.
+    /// Return the paths into the current container whose next segment matches.
     fn matching_paths(&self, fits: impl Fn(&str) -> bool) -> u16 {
         let Some(mut candidates) = self.entered.get(self.depth).copied() else { return 0 };
         let mut matching = 0;
@@ -338,7 +341,7 @@ impl JsonScanner {
         }
     }
 
-    /// Report the value that ends at the end of `text`, if it is kept.
+    /// Report the value that ends at the end of `text`, if it is collected.
     fn end_value(&mut self, text: &[u8], unkept: &mut usize, sink: &mut impl JsonSink) {
         if self.captured.is_none_or(|captured| captured.depth != self.depth) {
             return;

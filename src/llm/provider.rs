@@ -1,14 +1,14 @@
-//! The formats of providers for what the gateway writes: error bodies that their SDKs understand.
+//! The formats in which the gateway writes error bodies, so that the SDKs of each provider understand them.
 
 use serde_json::{Value, json};
 
-/// Maximum number of choices that are ended one by one.
+/// Maximum number of choices for which a separate final event is written.
 const MAX_FINAL_CHOICES: u64 = 128;
 
-/// The API that a client speaks.
+/// The API that a client uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Provider {
-    /// OpenAI and the many APIs that follow it.
+    /// OpenAI, and the many APIs that are compatible with it.
     OpenAi,
     /// Anthropic Messages.
     Anthropic,
@@ -19,7 +19,8 @@ pub enum Provider {
 }
 
 impl Provider {
-    /// Return the API of a request by its path. `is_anthropic` says whether it has the header `anthropic-version`.
+    /// Return the API that the path of a request belongs to. `is_anthropic` is true if the request has the header
+    /// `anthropic-version`.
     pub fn from_request(path: &str, is_anthropic: bool) -> Self {
         let last = path.rsplit('/').next().unwrap_or_default();
         if is_anthropic || last == "messages" || path.ends_with("/messages/count_tokens") {
@@ -33,8 +34,8 @@ impl Provider {
         }
     }
 
-    /// Return the events that end a stream at its maximum of output tokens. `choices` is the number of choices, `output`
-    /// the number of output tokens so far.
+    /// Return the events that end a stream when it has reached its maximum of output tokens. `choices` is the number of
+    /// choices, and `output` is the number of output tokens so far.
     pub fn final_events(self, path: &str, choices: u64, output: u64) -> String {
         let event = |name: &str, data: Value| format!("event: {name}\ndata: {data}\n\n");
         match self {
@@ -49,7 +50,7 @@ impl Provider {
                 }),
             ),
             Provider::OpenAi | Provider::Ollama => {
-                // Completions, of before Chat Completions.
+                // The Completions API, which preceded Chat Completions.
                 let is_text = path.ends_with("/completions") && !path.ends_with("/chat/completions");
                 let choice = |index| match is_text {
                     true => json!({ "index": index, "text": "", "finish_reason": "length" }),
@@ -73,7 +74,7 @@ impl Provider {
         }
     }
 
-    /// Return the body of an error response as this provider would write it.
+    /// Return the body of an error response in the format of this provider.
     pub fn error_body(self, status: u16, message: &str) -> Vec<u8> {
         let is_rate_limit = status == 429;
         let body = match self {

@@ -1,4 +1,4 @@
-//! What a request body asks for: the model, the bound of the output, and the size of the input.
+//! The request body of an LLM API: the model, the maximum of the output, and the size of the input.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,26 +7,26 @@ use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 
 use crate::json::body::{Collector, JsonBody, JsonValue, KeySeed, Position, SeenMembers, text_value};
 
-/// Maximum length of a model name in bytes. Longer names are rejected: they appear in the access log.
+/// Maximum length of a model name in bytes. Longer names are rejected, because the access log contains the name.
 const MAX_MODEL: usize = 128;
 
-/// Minimum length of a string that may be an image or audio without a `data:` URL.
+/// Minimum length of a string that may be an image or audio although it is not a `data:` URL.
 const MIN_BASE64: usize = 64;
 
-/// What a request asks for.
+/// The values that a request body contains.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RequestInfo {
-    /// The model. `None` if the body does not name it.
+    /// The model. `None` if the body does not contain a model.
     pub model: Option<Box<str>>,
-    /// Whether the client asks for a stream.
+    /// Whether the client requests a stream.
     pub is_stream: bool,
     /// `stream_options.include_usage` of OpenAI, if the request has `stream_options`.
     pub includes_usage: Option<bool>,
-    /// Maximum number of output tokens of each choice. `None` if the request has no bound.
+    /// Maximum number of output tokens of each choice. `None` if the request has no maximum.
     pub output_bound: Option<u64>,
     /// Number of choices.
     pub choices: u64,
-    /// Length of the body without images and audio, in bytes.
+    /// Length of the body in bytes, without images and audio.
     pub text_bytes: u64,
     /// Number of images.
     pub images: u64,
@@ -34,10 +34,10 @@ pub struct RequestInfo {
     pub audio: u64,
 }
 
-/// Why a body cannot be read.
+/// The reason why a body cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// The body is no JSON object.
+    /// The body is not a JSON object.
     #[error("the request body is not a JSON object: {0}")]
     Json(String),
     /// A key that determines the cost is invalid.
@@ -45,16 +45,16 @@ pub enum RequestError {
     Key(String),
 }
 
-/// Estimates of tokens before the response.
+/// Estimated numbers of tokens before the response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputEstimate {
-    /// Bytes of text for each token.
+    /// Number of bytes of text per token.
     pub bytes_per_token: u64,
     /// Tokens of an image.
     pub image: u64,
     /// Tokens of an audio part.
     pub audio: u64,
-    /// Output tokens of a choice if the request has no bound.
+    /// Output tokens of a choice if the request has no maximum.
     pub default_output: u64,
 }
 
@@ -75,8 +75,8 @@ impl InputEstimate {
 /// Read a request body.
 ///
 /// # Errors
-/// The body is no JSON object, has a key that determines the cost twice or in different spellings, or a value of such a
-/// key that is no count.
+/// The body is not a JSON object, has a key that determines the cost twice or in different spellings, or has a value of
+/// such a key that is not a count.
 pub fn inspect(body: &[u8]) -> Result<RequestInfo, RequestError> {
     match inspect_with(body, Collector::default()) {
         Ok((info, _)) => info,
@@ -84,7 +84,7 @@ pub fn inspect(body: &[u8]) -> Result<RequestInfo, RequestError> {
     }
 }
 
-/// Like [`inspect`], and collect values in the same pass.
+/// Read a request body as [`inspect`] does, and collect other values in the same pass.
 ///
 /// # Errors
 /// The body is not JSON.
@@ -109,15 +109,15 @@ pub fn inspect_with(
     Ok((info, collector.finish()))
 }
 
-/// Return a body, which is a JSON object without `stream_options`, with the option that makes OpenAI report the usage of a
-/// stream.
+/// Return a body with the option that makes OpenAI report the usage of a stream. The body must be a JSON object without
+/// `stream_options`.
 pub fn with_usage_option(body: &[u8]) -> Vec<u8> {
     let start = body.iter().position(|byte| *byte == b'{').map_or(0, |brace| brace + 1);
     [&body[..start], br#""stream_options":{"include_usage":true},"#, &body[start..]].concat()
 }
 
-/// Return the model that a path names, as those of Gemini (`/v1beta/models/NAME:generateContent`) and Azure
-/// (`/openai/deployments/NAME/chat/completions`) do.
+/// Return the model that a path contains, as for Gemini (`/v1beta/models/NAME:generateContent`) and Azure
+/// (`/openai/deployments/NAME/chat/completions`).
 pub fn model_in_path(path: &str) -> Option<&str> {
     let mut segments = path.split('/');
     segments.find(|segment| matches!(*segment, "models" | "deployments"))?;
@@ -126,23 +126,23 @@ pub fn model_in_path(path: &str) -> Option<&str> {
     (!name.is_empty() && name.len() <= MAX_MODEL).then_some(name)
 }
 
-/// What is collected while a body is read.
+/// The values that are collected while a body is read.
 #[derive(Debug, Default)]
 struct Reader {
     info: RequestInfo,
-    /// Bytes of images and audio.
+    /// Number of bytes of images and audio.
     media_bytes: u64,
     /// Number of prompts of a request to Completions.
     prompts: u64,
-    /// Keys that were read, as bits by [`Known`].
+    /// Keys that have been read, as bits by [`Known`].
     seen: u32,
     /// The first error in a key that determines the cost.
     error: Option<String>,
-    /// Collects the values that routes and identities read.
+    /// Collects the values that routes and identities need.
     collector: Collector,
 }
 
-/// Where a value is.
+/// The position of a value in the body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
     Root,
@@ -167,8 +167,8 @@ enum Place {
     Elsewhere,
 }
 
-/// A key that determines the cost. Their spellings are compared without case and `_`: Gemini accepts `maxOutputTokens`
-/// and `max_output_tokens`, and servers in Go ignore the case.
+/// A key that determines the cost. Keys are compared without regard to case and `_`: Gemini accepts `maxOutputTokens`
+/// and `max_output_tokens`, and servers written in Go ignore case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Known {
     Model,
@@ -211,7 +211,7 @@ fn known_key(place: Place, key: &str) -> Option<Known> {
     })
 }
 
-/// Return where the value of a key is that does not determine the cost.
+/// Return the position of the value of a key that does not determine the cost.
 fn place_of(parent: Place, key: &str) -> Place {
     match (parent, key) {
         (_, "image_url" | "imageUrl") => Place::ImageUrl,
@@ -230,14 +230,14 @@ fn place_of(parent: Place, key: &str) -> Place {
 enum Found<'de> {
     Null,
     Bool(bool),
-    /// An integer, saturated. `None` if it is negative.
+    /// An integer, which saturates at the maximum of its type. `None` if the integer is negative.
     Count(Option<u64>),
     /// Another number.
     Fraction,
     Text(Cow<'de, str>),
     /// A string without spaces that may be an image or audio, with its length.
     Base64(u64),
-    /// An array. The number of its elements that are strings or arrays.
+    /// An array. Number of elements that are strings or arrays.
     Array(u64),
     Object,
 }
@@ -313,14 +313,14 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
 
     fn visit_i64<E>(self, value: i64) -> Result<Found<'de>, E> {
         self.reader.collector.value(self.position, || JsonValue::Integer(value.into()));
-        // serde_json calls it for negative integers only.
+        // serde_json calls this function only for negative integers.
         Ok(Found::Count(None))
     }
 
     fn visit_f64<E>(self, value: f64) -> Result<Found<'de>, E> {
         self.reader.collector.value(self.position, || JsonValue::Fraction);
         Ok(match value.fract() == 0.0 {
-            // `as` saturates.
+            // A cast with `as` saturates.
             true => Found::Count((value >= 0.0).then_some(value as u64)),
             false => Found::Fraction,
         })
@@ -386,7 +386,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
 }
 
 impl Reader {
-    /// Return the counter for parts of this media type. `None` if they are counted as text.
+    /// Return the counter for parts of this media type. Return `None` if such parts are counted as text.
     fn media_count(&mut self, media_type: &str) -> Option<&mut u64> {
         match media_type.split('/').next() {
             Some("image") => Some(&mut self.info.images),
@@ -431,13 +431,13 @@ impl Reader {
             (Known::Model, Found::Text(_)) => self.fail(format!("`{key}` is longer than {MAX_MODEL} bytes")),
             (Known::Stream, Found::Bool(is_stream)) => self.info.is_stream = is_stream,
             (Known::IncludeUsage, Found::Bool(includes)) => self.info.includes_usage = Some(includes),
-            // A negative number is no bound for Ollama.
+            // For Ollama, a negative number means that there is no maximum.
             (Known::NumPredict, Found::Count(None)) => {}
             (
                 Known::MaxTokens | Known::MaxCompletionTokens | Known::MaxOutputTokens | Known::NumPredict,
                 Found::Count(Some(bound)),
             ) => {
-                // Providers differ in which one they follow: reserve the largest.
+                // Providers differ in which of these keys they use, so reserve the largest value.
                 self.info.output_bound = Some(self.info.output_bound.map_or(bound, |other| other.max(bound)));
             }
             (Known::N | Known::BestOf | Known::CandidateCount | Known::NumGenerations, Found::Count(Some(choices))) => {
@@ -453,7 +453,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Record the first error. The rest of the body is read for the values of other features.
+    /// Record the first error. The rest of the body is read nevertheless, for the values of other features.
     fn fail(&mut self, message: String) {
         self.error.get_or_insert(message);
     }
@@ -643,7 +643,7 @@ mod tests {
             let _ = inspect(&bytes);
         }
 
-        /// Whatever else a body has, its bound is not missed.
+        /// The maximum is found whatever other keys the body has.
         #[test]
         fn bound_is_found_among_other_keys(bound in any::<u32>(), text in "\\PC{0,40}", position in 0..3usize) {
             let mut entries = vec![format!("\"messages\":[{}]", serde_json::to_string(&text).unwrap()), "\"a\":{\"b\":[1]}".to_owned()];

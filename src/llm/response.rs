@@ -1,4 +1,4 @@
-//! Measures what a response uses while it passes: reported usage, and otherwise the generated text.
+//! Measures the usage of a response while it is forwarded: the reported usage, or else the generated text.
 
 use std::sync::{Arc, LazyLock};
 
@@ -14,16 +14,16 @@ use crate::llm::usage::{TokenUsage, parse_count, parse_usage};
 pub enum UsageFormat {
     /// The formats of all supported providers.
     Auto,
-    /// Paths of the configuration.
+    /// Paths that the configuration sets.
     Paths {
-        /// Paths of the counts.
+        /// Paths of the token counts.
         paths: Arc<[JsonPath]>,
-        /// What is at each of the paths.
+        /// The kind of value at each of the paths.
         counts: Box<[CountKind]>,
     },
 }
 
-/// What a count counts.
+/// The kind of tokens of a count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CountKind {
     /// Input tokens, including cached ones.
@@ -34,8 +34,8 @@ pub enum CountKind {
     Output,
 }
 
-/// Paths of [`UsageFormat::Auto`] with whole usage objects. `choices` and `type` follow them, and then the counts of
-/// Ollama.
+/// Paths of [`UsageFormat::Auto`] with whole usage objects. After these paths come `choices` and `type`, and then the
+/// counts of Ollama.
 const USAGE_PATHS: [&[&str]; 8] = [
     &["usage"],
     &["response", "usage"],
@@ -66,7 +66,7 @@ pub struct MeasuredUsage {
     pub is_estimated: bool,
 }
 
-/// How the documents of a response are delimited.
+/// How the documents in a response are delimited.
 #[derive(Debug)]
 enum Framing {
     /// Server-sent events.
@@ -75,7 +75,7 @@ enum Framing {
     Documents,
 }
 
-/// Measures a response whose chunks may be cut anywhere. Its memory is bounded.
+/// Measures a response whose chunks may end anywhere. The memory of the meter is bounded.
 #[derive(Debug)]
 pub struct ResponseMeter {
     framing: Framing,
@@ -83,7 +83,7 @@ pub struct ResponseMeter {
     tally: Tally,
 }
 
-/// What was counted so far.
+/// The usage that was counted so far.
 #[derive(Debug)]
 struct Tally {
     format: UsageFormat,
@@ -91,23 +91,23 @@ struct Tally {
     reported: Option<TokenUsage>,
     /// Estimated output tokens since the last report of the output.
     unreported_output: u64,
-    /// Documents with generated text.
+    /// Number of documents with generated text.
     deltas: u64,
     document: Document,
 }
 
-/// What was found in the current document.
+/// The values that were found in the current document.
 #[derive(Debug, Default)]
 struct Document {
     text_bytes: u64,
     usage: Option<TokenUsage>,
-    /// Whether the text repeats that of earlier events, as in `response.completed` of OpenAI Responses.
+    /// Whether the text repeats the text of earlier events, as in `response.completed` of OpenAI Responses.
     repeats_text: bool,
 }
 
 impl ResponseMeter {
-    /// Create the meter of a response with this media type. Return `None` if it has no JSON. The output is estimated as
-    /// one token for each `bytes_per_token` of a delta, at least one.
+    /// Create the meter of a response with this media type. Return `None` if the media type is not JSON or an event
+    /// stream. The output is estimated as one token for each `bytes_per_token` of a delta, but at least one per delta.
     pub fn new(media_type: &str, format: UsageFormat, bytes_per_token: u64) -> Option<Self> {
         let essence = media_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
         let framing = match &*essence {
@@ -149,7 +149,8 @@ impl ResponseMeter {
         }
     }
 
-    /// Measure a part of the response up to the end of an event or document, or all of it. Return its length.
+    /// Measure a part of the response: up to the end of an event or document, or the whole part. Return the length of
+    /// the text that was measured.
     pub fn feed_event(&mut self, data: &[u8]) -> usize {
         let ResponseMeter { framing, scanner, tally } = self;
         match framing {
@@ -169,7 +170,7 @@ impl ResponseMeter {
         }
     }
 
-    /// Return whether the last fed byte ended an event.
+    /// Return whether the last measured byte ended an event.
     pub fn is_between_events(&self) -> bool {
         match &self.framing {
             Framing::Events(lines) => lines.is_between_events(),
@@ -177,7 +178,7 @@ impl ResponseMeter {
         }
     }
 
-    /// Return the output tokens that the response has at least: those reported, or one for each delta.
+    /// Return the minimum number of output tokens of the response: the reported number, or one for each delta.
     pub fn min_output(&self) -> u64 {
         self.tally.reported.map_or(0, |reported| reported.output).max(self.tally.deltas)
     }
@@ -190,7 +191,7 @@ impl ResponseMeter {
             return None;
         }
         let mut usage = reported.unwrap_or_default();
-        // Every request has input.
+        // Every request has input tokens, so zero means that the provider did not report them.
         let has_input = usage.input > 0;
         if !has_input {
             usage.input = input;
@@ -247,7 +248,7 @@ impl JsonSink for Tally {
         }
         let Some(usage) = usage else { return };
         let reported = self.reported.unwrap_or_default();
-        // Gemini reports the output with its last chunks only, Anthropic a first count at the start.
+        // Gemini reports the output only with its last chunks. Anthropic sends a first count at the start.
         if usage.output > 0 && usage.output >= reported.output {
             self.unreported_output = 0;
         }
@@ -255,14 +256,14 @@ impl JsonSink for Tally {
     }
 }
 
-/// Return whether an event has nothing but the usage that `stream_options.include_usage` of OpenAI adds.
+/// Return whether an event contains only the usage that `stream_options.include_usage` of OpenAI adds.
 pub fn is_usage_event(event: &[u8]) -> bool {
     #[derive(Deserialize)]
     struct Chunk {
         choices: Vec<IgnoredAny>,
         usage: Option<IgnoredAny>,
     }
-    // Most events have choices: do not parse them.
+    // Most events have choices, and need not be parsed.
     if memmem::find(event, b"[]").is_none() {
         return false;
     }
@@ -275,7 +276,7 @@ pub fn is_usage_event(event: &[u8]) -> bool {
 // === Server-sent events (WHATWG HTML §9.2.6) ===
 
 enum EventPart<'d> {
-    /// A part of the data of the event.
+    /// A part of the data of the current event.
     Data(&'d [u8]),
     /// The end of the event.
     End,
@@ -285,7 +286,7 @@ enum EventPart<'d> {
 #[derive(Debug, Default)]
 struct EventLines {
     line: Line,
-    /// Whether the last byte was CR: a following LF belongs to the same line end.
+    /// Whether the last byte was CR, so that a following LF belongs to the same line end.
     is_after_cr: bool,
     /// Whether the current event has a line.
     has_lines: bool,
@@ -293,9 +294,9 @@ struct EventLines {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Line {
-    /// This many bytes of `data:` were read.
+    /// The number of bytes of `data:` that have been read.
     Field(usize),
-    /// The data, after its first byte, which may be a space to skip.
+    /// In the data, after its first byte, which may be a space to skip.
     Data,
     DataStart,
     /// Another field, or a comment.
@@ -315,7 +316,7 @@ impl EventLines {
         self.line == Line::Field(0) && !self.has_lines
     }
 
-    /// Read lines up to the end of an event, or all data. Return the length of what was read.
+    /// Read lines up to the end of an event, or read all data. Return the number of bytes that were read.
     fn read(&mut self, data: &[u8], mut on_part: impl FnMut(EventPart<'_>)) -> usize {
         let mut at = 0;
         while let Some(&byte) = data.get(at) {
@@ -421,7 +422,7 @@ pub(super) mod tests {
         "\"usage\":{\"billed_units\":{\"input_tokens\":3,\"output_tokens\":5},\"tokens\":{\"input_tokens\":209,\"output_tokens\":5}}}}\n\n",
     );
 
-    /// Name, media type and content of a stream, and its input, cached input and output.
+    /// Name, media type and content of a stream, and its input, cached input and output tokens.
     type Example = (&'static str, &'static str, &'static str, (u64, u64, u64));
 
     const STREAMS: [Example; 6] = [

@@ -1,4 +1,4 @@
-//! Token counts as providers report them.
+//! Token counts in the formats of the providers.
 //!
 //! | provider | where | cached input |
 //! |---|---|---|
@@ -14,22 +14,22 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-/// Maximum plausible count. A report with a larger one is ignored: it would exhaust a quota for years.
+/// Maximum plausible count. A report with a larger count is ignored, because it would use up a quota for years.
 pub const MAX_TOKENS: u64 = 1_000_000_000;
 
-/// The tokens that a request used.
+/// The number of tokens that a request used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenUsage {
-    /// Tokens of the input, including cached ones.
+    /// Number of input tokens, including cached ones.
     pub input: u64,
-    /// Tokens of the input that the provider read from its cache.
+    /// Number of input tokens that the provider read from its cache.
     pub cached_input: u64,
-    /// Tokens of the output, including reasoning.
+    /// Number of output tokens, including reasoning.
     pub output: u64,
 }
 
 impl TokenUsage {
-    /// Return the larger of each count. Providers report totals, so that a repeated report adds nothing.
+    /// Return the larger value of each count. Providers report totals, so a repeated report adds nothing.
     #[must_use]
     pub fn max(self, other: TokenUsage) -> TokenUsage {
         TokenUsage {
@@ -40,7 +40,7 @@ impl TokenUsage {
     }
 }
 
-/// Parse a usage object of any provider. Return `None` if it has no count, or one that cannot be a count: negative,
+/// Parse a usage object of any provider. Return `None` if the object has no count, or has an invalid count: negative,
 /// with a fraction, larger than [`MAX_TOKENS`], or of another type.
 pub fn parse_usage(json: &[u8]) -> Option<TokenUsage> {
     serde_json::from_slice::<UsageObject>(json).ok()?.tokens()
@@ -54,7 +54,7 @@ pub fn parse_count(json: &[u8]) -> Option<u64> {
     }
 }
 
-/// The fields of all providers. A missing field and `null` are the same.
+/// The fields of all providers. A missing field has the same meaning as `null`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct UsageObject {
@@ -69,7 +69,7 @@ struct UsageObject {
     input_tokens: Count,
     output_tokens: Count,
     input_tokens_details: Option<Details>,
-    // Anthropic, beside `input_tokens`.
+    // Anthropic, in addition to `input_tokens`.
     cache_creation_input_tokens: Count,
     cache_read_input_tokens: Count,
     // Gemini.
@@ -134,13 +134,13 @@ impl UsageObject {
     }
 }
 
-/// A count as reported.
+/// A count as the provider reports it.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 enum Count {
     #[default]
     Absent,
     Valid(u64),
-    /// Not a number of tokens.
+    /// The value is not a number of tokens.
     Invalid,
 }
 
@@ -149,7 +149,7 @@ impl Count {
         self != Count::Absent
     }
 
-    /// Return the count, 0 if it is absent, or `None` if it is invalid.
+    /// Return the count, 0 if the field is absent, or `None` if the value is invalid.
     fn get(self) -> Option<u64> {
         match self {
             Count::Absent => Some(0),
@@ -177,7 +177,7 @@ impl<'de> Deserialize<'de> for Count {
                 Ok(Count::Invalid)
             }
             fn visit_f64<E>(self, count: f64) -> Result<Count, E> {
-                // Cohere writes counts as `5.0`.
+                // Cohere writes counts as floating-point numbers such as `5.0`.
                 let is_count = count.fract() == 0.0 && (0.0..=MAX_TOKENS as f64).contains(&count);
                 Ok(if is_count { Count::Valid(count as u64) } else { Count::Invalid })
             }

@@ -1,19 +1,19 @@
-//! Weights of tokens: the cost of a request in the unit of its limit.
+//! Weights of tokens, which determine the cost of a request in the unit of its limit.
 
 use crate::llm::usage::TokenUsage;
 
 /// Maximum weight of a token.
 pub const MAX_WEIGHT: i32 = 1_000_000;
 
-/// Maximum cost, which is exact in Lua 5.1.
+/// Maximum cost that Lua 5.1 computes exactly.
 const MAX_COST: u64 = (1 << 53) - 1;
 
-/// Costs of one token, in thousandths of the unit of the limit.
+/// Cost of one token of each kind, in thousandths of the limit's unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Weights {
-    /// A token of the input that was not read from the provider's cache.
+    /// An input token that was not read from the provider's cache.
     pub input: u64,
-    /// A token of the input that was read from the provider's cache.
+    /// An input token that was read from the provider's cache.
     pub cached_input: u64,
     /// A token of the output.
     pub output: u64,
@@ -31,36 +31,37 @@ impl Weights {
     pub fn cost(&self, usage: TokenUsage) -> u64 {
         let cached = usage.cached_input.min(usage.input);
         let parts = [(usage.input - cached, self.input), (cached, self.cached_input), (usage.output, self.output)];
-        // Each product is less than 2^94: a count has 64 bits, a weight 30.
+        // Each product is less than 2^94: a count has 64 bits, and a weight has 30 bits.
         let thousandths: u128 = parts.into_iter().map(|(tokens, weight)| u128::from(tokens) * u128::from(weight)).sum();
         u64::try_from(thousandths.div_ceil(1000)).map_or(MAX_COST, |cost| cost.min(MAX_COST))
     }
 
-    /// Return the cost of a request before its response: no input token is assumed to be cheaper than another.
+    /// Return the cost of a request before its response. The function assumes that no input token is cheaper than
+    /// another.
     pub fn reservation(&self, input: u64, output: u64) -> u64 {
         let input_weight = self.input.max(self.cached_input);
         Weights { input: input_weight, ..*self }.cost(TokenUsage { input, cached_input: 0, output })
     }
 }
 
-/// The weights of a limit: its own, and those of single models.
+/// The weights of a limit: default weights, and weights for single models.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ModelWeights {
-    /// Weights of models without their own.
+    /// Weights of models that have no weights of their own.
     pub default: Weights,
     /// Weights by model.
     pub models: Vec<(NamePattern, Weights)>,
 }
 
 impl ModelWeights {
-    /// Return the weights for a model: those of the matching pattern with the most literal characters.
-    /// A name without `*` precedes a pattern with as many.
+    /// Return the weights for a model: those of the matching pattern with the most literal characters. A name without
+    /// `*` precedes a pattern with the same number of literal characters.
     pub fn for_model(&self, model: Option<&str>) -> Weights {
         model.and_then(|model| NamePattern::best_match(&self.models, model)).copied().unwrap_or(self.default)
     }
 }
 
-/// The name of a model or a tool in which `*` stands for any characters.
+/// The name of a model or a tool, in which `*` stands for any number of characters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamePattern(Box<str>);
 
@@ -76,7 +77,7 @@ impl NamePattern {
         matching.max_by_key(|(pattern, _)| pattern.specificity()).map(|(_, value)| value)
     }
 
-    /// Return the number of literal characters, and whether there are only those.
+    /// Return the number of literal characters, and whether the pattern has no `*`.
     fn specificity(&self) -> (usize, bool) {
         let literals = self.0.bytes().filter(|byte| *byte != b'*').count();
         (literals, literals == self.0.len())
@@ -88,7 +89,7 @@ impl NamePattern {
         let Some(mut rest) = parts.next().and_then(|first| model.strip_prefix(first)) else { return false };
         let Some(last) = parts.next_back() else { return rest.is_empty() };
         for part in parts {
-            // The leftmost occurrence leaves the most for the parts that follow.
+            // Using the leftmost occurrence leaves the most text for the parts that follow.
             let Some(at) = rest.find(part) else { return false };
             rest = &rest[at + part.len()..];
         }
@@ -115,7 +116,7 @@ mod tests {
         ] {
             assert_eq!(weights.cost(TokenUsage { input, cached_input, output }), expected, "{input} {cached_input}");
         }
-        // Three parts of a third each are one, not three.
+        // Three parts of one third each cost one, not three.
         let thirds = Weights { input: 333, cached_input: 333, output: 334 };
         assert_eq!(thirds.cost(TokenUsage { input: 2, cached_input: 1, output: 1 }), 1);
     }
@@ -157,7 +158,7 @@ mod tests {
     }
 
     proptest! {
-        /// A reservation is never cheaper than a response that keeps to its bounds.
+        /// A reservation is never cheaper than a response that stays within its bounds.
         #[test]
         fn reservation_covers_every_response_within_its_bounds(
             weights in (0..5000u64, 0..5000u64, 0..5000u64),

@@ -9,11 +9,11 @@ use crate::proxy::target::RequestTarget;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 
-/// Check the host and the client of a request. The rules of the listener also apply if no route matches, so that a
-/// denied client cannot find out which routes exist.
+/// Check the host and the client address of a request. The rules of the listener also apply if no route matches, so
+/// that a denied client cannot find out which routes exist.
 ///
 /// # Errors
-/// No route names the host, or a rule denies the client.
+/// No route names the host, or an access rule denies the client.
 pub(super) fn check<B>(
     context: &mut RequestContext<'_>,
     target: &RequestTarget<'_>,
@@ -37,7 +37,7 @@ pub(super) fn check<B>(
 /// Check that a route names the host, if `server.block_unknown_hosts` is set.
 ///
 /// # Errors
-/// No route names it.
+/// No route names the host of the request.
 pub fn check_host(config: &CompiledConfig, target: &RequestTarget<'_>) -> Result<(), Rejection<'static>> {
     match config.server.block_unknown_hosts && !config.table.names_host(&target.host) {
         true => Err(Rejection::UnknownHost),
@@ -45,7 +45,7 @@ pub fn check_host(config: &CompiledConfig, target: &RequestTarget<'_>) -> Result
     }
 }
 
-/// Return the access rules of a listener, by its index, and of a route.
+/// Return the access rules of a listener, given by its index, and of a route.
 pub fn access_rules<'r>(
     config: &'r CompiledConfig,
     listener: usize,

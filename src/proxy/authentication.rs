@@ -14,19 +14,19 @@ use crate::proxy::target::RequestTarget;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 
-/// Why a request is not authenticated, with the challenges of its route.
+/// The reason why a request is not authenticated, with the challenges of its route.
 #[derive(Debug)]
 pub struct AuthRejection<'a> {
     /// The reason.
     pub error: AuthError,
-    /// Challenges of the response if it is a 401.
+    /// Challenges of the response if its status is 401.
     pub challenges: &'a [Challenge],
 }
 
-/// Verify the credentials of a request. Without providers on the route this does nothing. If a provider has to wait, the
-/// error is [`AuthError::Pending`]; [`finish`] continues.
+/// Verify the credentials of a request. If the route has no providers, this function does nothing. If a provider has to
+/// wait, the function returns [`AuthError::Pending`], and [`finish`] continues.
 ///
-/// The credentials contain the results of all checks, also if the request is rejected.
+/// The credentials contain the results of all checks, even if the request is rejected.
 pub fn authenticate<'a>(
     config: &'a CompiledConfig,
     route: &'a Route,
@@ -38,7 +38,7 @@ pub fn authenticate<'a>(
     (credentials, result.map_err(|error| reject(route, &auth.challenges, error)))
 }
 
-/// Continue an authentication for which the provider `pending` has to wait: for another server, or for the hash of a
+/// Continue an authentication in which the provider `pending` has to wait for another server, or for the hash of a
 /// password.
 ///
 /// # Errors
@@ -78,7 +78,7 @@ async fn verify_pending(
             ProviderKind::Jwt(verifier) => {
                 verifier.verify_with_new_keys(&auth_request(route, request.headers(), peer)).await
             }
-            // These never wait.
+            // Providers of these kinds never wait.
             ProviderKind::ApiKey(_) | ProviderKind::ClientCert => Verification::Absent,
         }
     };
@@ -90,7 +90,7 @@ async fn verify_pending(
     }
 }
 
-/// Return the parts of a request that authentication reads.
+/// Return the parts of a request that authentication uses.
 pub fn auth_request<'r>(route: &'r Route, headers: &'r HeaderMap, peer: &Peer) -> AuthRequest<'r> {
     AuthRequest { headers, has_client_cert: peer.certificate.is_some(), route: &route.name, now_us: clock::unix_us() }
 }

@@ -1,4 +1,5 @@
-//! Reads the body of a request that a route, an identity or a cost depends on: once, and in one pass for all of them.
+//! Reads the body of a request once, and collects all values that a route, an identity or a cost depends on in one
+//! pass.
 
 use http::header::CONTENT_ENCODING;
 use http::{HeaderMap, HeaderValue, Request};
@@ -19,39 +20,39 @@ use crate::proxy::local_reply::Rejection;
 use crate::snapshot::BodyInspection;
 use crate::snapshot::routes::{BodyUse, Route};
 
-/// Why a request is rejected because of its body.
+/// The reason why a request is rejected because of its body.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InspectError {
     /// The body cannot be read.
     #[error(transparent)]
     Unread(#[from] UnreadBody),
-    /// The route depends on a value that servers may read differently, or that is too long.
+    /// The route depends on a value that servers may read differently, or on a value that is too long.
     #[error("the JSON value `{0}`, by which requests are routed, is there twice, in another spelling, or too long")]
     Ambiguous(JsonPointer),
-    /// The body is no acceptable JSON-RPC message.
+    /// The body is not an acceptable JSON-RPC message.
     #[error(transparent)]
     Rpc(#[from] RpcError),
 }
 
-/// Why a body cannot be read.
+/// The reason why a body cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnreadBody {
-    /// It is compressed.
+    /// The body is compressed.
     #[error("the request body has a content coding, and the gateway has to read it: send it uncompressed")]
     ContentCoding,
-    /// It is longer than the gateway reads.
+    /// The body is longer than the maximum that the gateway reads.
     #[error("the request body is longer than {0} bytes, and the gateway has to read it")]
     TooLong(usize),
     /// The buffer budget is exhausted.
     #[error("the gateway has no memory for the request body at the moment")]
     NoCapacity,
-    /// It is not JSON.
+    /// The body is not JSON.
     #[error("the request body is not JSON: {0}")]
     Json(String),
 }
 
 impl InspectError {
-    /// Return the code of a JSON-RPC error. `None`: it is the status of the response.
+    /// Return the code of a JSON-RPC error. Return `None` if the code is the status of the response.
     pub fn rpc_code(&self) -> Option<i32> {
         match self {
             InspectError::Unread(UnreadBody::Json(_)) => Some(-32700),
@@ -61,25 +62,25 @@ impl InspectError {
     }
 }
 
-/// What was read of a body.
+/// The result of reading a body.
 #[derive(Debug)]
 pub enum BodyContent {
-    /// There is no body.
+    /// The request has no body.
     Empty,
-    /// It cannot be read.
+    /// The body cannot be read.
     Unread(UnreadBody),
-    /// A JSON document.
+    /// The body is a JSON document.
     Read(InspectedBody),
 }
 
-/// A body that was read.
+/// A body that has been read.
 #[derive(Debug)]
 pub struct InspectedBody {
-    /// Length in bytes.
+    /// Length of the body in bytes.
     pub length: usize,
     /// Values and JSON-RPC messages.
     pub json: JsonBody,
-    /// What the request may use of an LLM API. `None` if that was not to be read.
+    /// What the request to an LLM API may use. `None` if this was not needed.
     pub llm: Option<Result<RequestInfo, RequestError>>,
 }
 
@@ -101,7 +102,7 @@ impl BodyContent {
         }
     }
 
-    /// Return the values of the body. `None` if it has none, or is not read.
+    /// Return the values of the body. Return `None` if the request has no body, or if the body is not read.
     pub fn json(&self) -> Option<&JsonBody> {
         match self {
             BodyContent::Read(read) => Some(&read.json),
@@ -109,10 +110,10 @@ impl BodyContent {
         }
     }
 
-    /// Return an error if the body cannot be read, or is longer than `max_body` bytes.
+    /// Return an error if the body cannot be read or is longer than `max_body` bytes.
     ///
     /// # Errors
-    /// The reason.
+    /// The reason why the body cannot be read.
     pub fn require(&self, max_body: usize) -> Result<(), InspectError> {
         match self {
             BodyContent::Unread(error) => Err(error.clone().into()),
@@ -121,10 +122,10 @@ impl BodyContent {
         }
     }
 
-    /// Check what the limits of a route require of the body and of the headers that mirror it.
+    /// Check what the limits of a route require of the body, and of the headers that repeat values of the body.
     ///
     /// # Errors
-    /// The body cannot be read, or is no acceptable JSON-RPC message.
+    /// The body cannot be read, or is not an acceptable JSON-RPC message.
     pub fn check(&self, body_use: BodyUse, headers: &HeaderMap, max_body: usize) -> Result<(), InspectError> {
         if !body_use.values {
             return Ok(());
@@ -139,8 +140,8 @@ impl BodyContent {
         Ok(())
     }
 
-    /// Return the id for the JSON-RPC error that a request gets on a route with these limits. `None` if the request is
-    /// no JSON-RPC message.
+    /// Return the id for the JSON-RPC error that a request gets on a route with these limits. Return `None` if the
+    /// request is not a JSON-RPC message.
     pub fn rpc_id(&self, body_use: BodyUse) -> Option<Value> {
         if !body_use.messages || matches!(self, BodyContent::Empty) {
             return None;
@@ -150,7 +151,7 @@ impl BodyContent {
     }
 }
 
-/// Read the body of a request whose route depends on it. It was not read before.
+/// Read the body of a request whose route depends on it. The caller has not read the body before.
 ///
 /// # Errors
 /// The body cannot be read.
@@ -166,10 +167,10 @@ pub(super) async fn read_for_route<'a>(
     content.require(max_body).map_err(Rejection::Inspect)
 }
 
-/// Read the body of a request for the limits of its route, unless it was read before.
+/// Read the body of a request for the limits of its route, unless the body was read before.
 ///
 /// # Errors
-/// The body cannot be read, or is not what a limit of the route requires.
+/// The body cannot be read, or does not meet a requirement of a limit of the route.
 pub(super) async fn inspect<'a>(
     context: &mut RequestContext<'a>,
     route: &Route,

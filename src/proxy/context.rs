@@ -43,30 +43,30 @@ use crate::upstream::proxy_protocol::ProxiedConnection;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Upstream, UpstreamError};
 
-/// The facts that are known about a request while it is handled. If it is dropped before [`complete`](Self::complete),
-/// the connection or stream has ended: the client closed it, or `drain_timeout` expired. The access log then has status
-/// 499.
+/// The facts that are known about a request while it is handled. If the context is dropped before
+/// [`complete`](Self::complete), the connection or stream has ended: the client closed it, or `drain_timeout` expired.
+/// In this case, the access log has status 499.
 pub(super) struct RequestContext<'a> {
-    /// The configuration for the whole request.
+    /// The configuration that applies to the whole request.
     pub(super) snapshot: &'a ConfigSnapshot,
     pub(super) peer: &'a Peer,
     /// The HTTP/1.x connection or HTTP/2 stream of the request.
     pub(super) flow: &'a Arc<StreamFlow>,
     /// `None` until a route is found.
     pub(super) route: Option<&'a Route>,
-    /// When the route timeout expires.
+    /// Time at which the route timeout expires.
     pub(super) deadline: Option<tokio::time::Instant>,
     /// Permits of concurrency limits, held until the response ends.
     pub(super) permits: Option<Box<ConcurrencyPermits>>,
-    /// What was read of the body, for a route, an identity or a cost.
+    /// The values that were read from the body, for a route, an identity or a cost.
     pub(super) body: Option<Box<BodyContent>>,
-    /// The id of a JSON-RPC message, whose errors are JSON-RPC errors. Null if the message has none.
+    /// The id of a JSON-RPC message, whose errors are JSON-RPC errors. The id is null if the message has none.
     pub(super) rpc_id: Option<serde_json::Value>,
-    /// The request, if limits count its tokens.
+    /// What the request to an LLM API may use, if limits count its tokens.
     pub(super) llm: Option<Box<LlmRequest>>,
     /// Reservations that the response settles when it ends.
     pub(super) settlement: Option<Box<LlmSettlement>>,
-    /// The decision of the CORS policy of the route about the request.
+    /// The decision of the route's CORS policy about the request.
     cors: Option<Box<CorsDecision<'a>>>,
     /// The verified credentials of the request.
     pub(super) credentials: Credentials<'a>,
@@ -76,9 +76,9 @@ pub(super) struct RequestContext<'a> {
     request_id: Option<RequestId>,
     /// `None` if the request is neither logged nor traced.
     record: Option<Box<RequestRecord>>,
-    /// Whether the response is determined.
+    /// Whether the response is already determined.
     is_complete: bool,
-    /// Whether the response may be sent before the request is read, which closes the connection.
+    /// Whether the response may be sent before the request body has been read, so that the connection must be closed.
     has_unread_body: bool,
     /// Whether the content of a local reply must be discarded here; see [`Body::discard_content`].
     is_http2_head: bool,
@@ -129,7 +129,7 @@ impl<'a> RequestContext<'a> {
         context
     }
 
-    /// Set the route. Its timeout counts from now.
+    /// Set the route. The timeout of the route starts now.
     pub(super) fn set_route(&mut self, route: &'a Route) {
         self.route = Some(route);
         self.deadline = route.timeout.map(|timeout| tokio::time::Instant::now() + timeout);
@@ -149,7 +149,7 @@ impl<'a> RequestContext<'a> {
         Rejection::Preflight(Box::new(headers.unwrap_or_default()))
     }
 
-    /// Return the request id. The first call determines it.
+    /// Return the request id. The first call of this function determines the id.
     pub(super) fn request_id(&mut self, headers: &HeaderMap) -> &RequestId {
         let RequestContext { record, request_id, peer, .. } = self;
         request_id.get_or_insert_with(|| {
@@ -163,7 +163,7 @@ impl<'a> RequestContext<'a> {
         })
     }
 
-    /// Render the values of the route's response headers that depend on the request, before it is forwarded or
+    /// Render the values of the route's response headers that depend on the request, before the request is forwarded or
     /// discarded.
     pub(super) fn render_response_headers(&mut self, request: &Request<RequestBody>) {
         let Some(route) = self.route.filter(|route| route.response_headers.has_variables()) else { return };
@@ -250,8 +250,8 @@ impl<'a> RequestContext<'a> {
 
     // === The end of the request ===
 
-    /// Return the response to the client. Metrics are updated now; the access log record and the spans are written when
-    /// the response body ends.
+    /// Return the response to the client. The metrics are updated now. The access log record and the spans are written
+    /// when the response body ends.
     pub(super) fn complete(mut self, result: Result<Response<Body>, Rejection<'_>>) -> Response<Body> {
         let (mut response, outcome) = match result {
             Ok(response) => (response, "ok"),
@@ -314,8 +314,7 @@ impl Drop for RequestContext<'_> {
     }
 }
 
-/// The actions at the end of the response body: reservations are settled, the access log record is written and the permits
-/// are released.
+/// The actions at the end of the response body: settle reservations, write the access log record and release the permits.
 struct Completion {
     record: Option<Box<RequestRecord>>,
     settlement: Option<Box<LlmSettlement>>,
@@ -323,7 +322,7 @@ struct Completion {
 }
 
 impl Completion {
-    /// Set the status and the outcome. Return `None` if there is nothing to do when the body ends.
+    /// Set the status and the outcome. Return `None` if there is nothing to do at the end of the body.
     fn with_response(mut self, status: u16, outcome: &'static str) -> Option<Self> {
         if let Some(record) = &mut self.record {
             record.status = status;
@@ -349,7 +348,7 @@ impl OnComplete for Completion {
     }
 }
 
-/// The order of decisions: the decision reported for a request is the first of these that one of its limits has made.
+/// The precedence of decisions: the decision of a request is the first of these that one of its limits has made.
 const DECISION_PRIORITY: [LimitDecision; 6] = [
     LimitDecision::Denied,
     LimitDecision::LocalDenied,
@@ -359,7 +358,7 @@ const DECISION_PRIORITY: [LimitDecision; 6] = [
     LimitDecision::Allowed,
 ];
 
-/// Return the decision as the access log has it; `None` means that the store was unavailable.
+/// Return the decision as it is in the access log; `None` means that the store was unavailable.
 fn decision_info(checks: &[LimitCheck<'_, '_>], decision: Option<&Decision<'_>>) -> DecisionInfo {
     let to_limit_decision = |check: &LimitCheck<'_, '_>| match decision {
         Some(decision) => LimitDecision::from_decision(check, decision),
@@ -406,23 +405,24 @@ fn decision_info(checks: &[LimitCheck<'_, '_>], decision: Option<&Decision<'_>>)
 /// The peer of a downstream connection.
 #[derive(Debug)]
 pub struct Peer {
-    /// IP address of the peer. IPv4-mapped IPv6 addresses are converted to IPv4.
+    /// IP address of the peer. An IPv4-mapped IPv6 address is converted to IPv4.
     pub address: IpAddr,
-    /// Values for the forwarding headers sent to upstreams.
+    /// Values of the forwarding headers that are sent to upstreams.
     pub forwarded: ForwardedInfo,
     /// Subject of the verified client certificate, if there is one.
     pub certificate_subject: Option<Box<str>>,
     /// The verified client certificate, if there is one.
     pub certificate: Option<Arc<ClientCertificate>>,
-    /// Port of the peer; 0 if it is unknown or not needed.
+    /// Port of the peer, or 0 if it is unknown or not needed.
     port: u16,
-    /// Address and port that the peer connected to, if known and needed.
+    /// Address and port that the peer connected to, if they are known and needed.
     destination: Option<SocketAddr>,
     /// Index of the listener that accepted the connection. A reload changes neither the listeners nor their order.
     pub listener: usize,
-    /// Resolver that determined whether the peer is trusted.
+    /// The resolver that determined whether the peer is trusted.
     client_ip: Arc<ClientIpResolver>,
-    /// Whether the peer must not be trusted: it forwards requests of a client without the address of this client.
+    /// Whether the peer must not be trusted, because it forwards requests of a client without the address of this
+    /// client.
     is_distrusted: bool,
 }
 
@@ -445,13 +445,13 @@ impl Peer {
         }
     }
 
-    /// Set the ports and the destination of the connection, which PROXY headers for upstreams have.
+    /// Set the ports and the destination of the connection, for PROXY headers to upstreams.
     pub fn set_connection(&mut self, connection: &ProxiedConnection) {
         (self.port, self.destination) = (connection.source.port(), Some(connection.destination));
     }
 
-    /// Return the connection of the client of a request with these headers. The port of a client behind a trusted
-    /// proxy is unknown.
+    /// Return the client's connection for a request with these headers. The port of a client behind a trusted proxy is
+    /// unknown.
     pub(super) fn proxied_connection(&self, headers: &HeaderMap) -> ProxiedConnection {
         let client = self.client_address(headers);
         let port = if client == self.address { self.port } else { 0 };
@@ -465,12 +465,12 @@ impl Peer {
         if self.forwarded.trusted { self.client_ip.client_address(self.address, headers) } else { self.address }
     }
 
-    /// Stop trusting forwarding headers from this peer, also after a configuration reload.
+    /// Stop trusting the forwarding headers of this peer, even after a configuration reload.
     pub fn distrust(&mut self) {
         (self.is_distrusted, self.forwarded.trusted) = (true, false);
     }
 
-    /// Return the peer as seen by a configuration newer than the connection, or `None` if the trusted proxies are the
+    /// Return the peer for a configuration that is newer than the connection, or `None` if the trusted proxies are the
     /// same.
     pub(super) fn revalidate(&self, config: &CompiledConfig) -> Option<Box<Peer>> {
         let client_ip = &config.client_ip;
@@ -490,18 +490,19 @@ impl Peer {
 /// The id of a request.
 #[derive(Debug, Clone)]
 pub enum RequestId {
-    /// A UUIDv7 generated by this gateway, formatted only when needed.
+    /// A UUIDv7 that this gateway generated, and that is formatted only when it is needed.
     Generated(Uuid),
-    /// Value of `X-Request-Id` received from a trusted proxy.
+    /// Value of `X-Request-Id` that a trusted proxy sent.
     Received(HeaderValue),
 }
 
 impl RequestId {
-    /// Return the id of a request: the received `X-Request-Id` if the peer is `trusted`, otherwise a new one.
+    /// Return the id of a request: the received `X-Request-Id` if the peer is `trusted`, otherwise a new id.
     pub fn from_headers(headers: &HeaderMap, trusted: bool) -> Self {
         match trusted.then(|| headers.get(X_REQUEST_ID)).flatten() {
             Some(received) => RequestId::Received(received.clone()),
-            // UUIDv7 ordered by millisecond. The finer order of `Uuid::now_v7` takes a lock that all workers share.
+            // The UUIDv7 is ordered by millisecond. `Uuid::now_v7` would order more finely, but takes a lock that all
+            // workers share.
             None => RequestId::Generated(Uuid::new_v7(Timestamp::now(NoContext))),
         }
     }
@@ -513,7 +514,7 @@ impl RequestId {
             RequestId::Generated(id) => {
                 let mut text = [0; uuid::fmt::Hyphenated::LENGTH];
                 let text = id.hyphenated().encode_lower(&mut text);
-                // Hex digits and hyphens are a valid header value.
+                // Hexadecimal digits and hyphens are a valid header value.
                 HeaderValue::from_str(text).unwrap_or(HeaderValue::from_static("-"))
             }
         }

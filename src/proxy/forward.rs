@@ -31,7 +31,7 @@ use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Protocol, Upstream, UpstreamError};
 
 /// Send a request to an upstream and return its response. `target` is the path and query to request, if they differ
-/// from the received ones.
+/// from the received path and query.
 ///
 /// # Errors
 /// The upstream or the client failed, or the route timeout expired; see [`UpstreamError`].
@@ -47,7 +47,7 @@ pub(super) async fn forward(
     let request_id = context.request_id(request.headers()).to_header_value();
     let RequestContext { snapshot, peer, flow, deadline, .. } = *context;
     if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
-        // The wait queues of the limits used up the route timeout.
+        // The wait queues of the limits have used up the route timeout.
         request_body::discard_body(request, flow);
         return Err(route_timeout());
     }
@@ -58,7 +58,7 @@ pub(super) async fn forward(
         let client = peer.proxied_connection(request.headers());
         request.extensions_mut().insert(client);
     }
-    // A block, so that the future does not keep the values while it waits for the response.
+    // This is a block, so that the future does not keep the values while it waits for the response.
     let upgrade_request = {
         let credentials = &mem::take(&mut context.credentials);
         let header_values = if route.request_headers.has_variables() {
@@ -81,7 +81,7 @@ pub(super) async fn forward(
         prepare_upstream_headers(config, route, &mut request, info)
     };
     if context.llm.as_ref().is_some_and(|llm| llm.is_counted()) {
-        // The usage in a compressed response could not be read.
+        // The gateway could not read the usage in a compressed response.
         request.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     }
     let pending_upgrade = upgrade_request.and_then(|upgrade_request| {
@@ -128,8 +128,8 @@ pub(super) async fn forward(
     Ok(response)
 }
 
-/// Return the limits of an exchange, and whether to buffer the request body before sending it. With buffering, a slow
-/// client holds no connection and no permit of an upstream.
+/// Return the timeouts and bounds of an exchange, and whether to buffer the request body before it is sent. With
+/// buffering, a slow client occupies no connection and no permit of an upstream.
 fn body_limits(
     config: &CompiledConfig,
     route: &Route,
@@ -138,8 +138,8 @@ fn body_limits(
     deadline: Option<Instant>,
 ) -> (BodyLimits, bool) {
     let settings = &config.server;
-    // Both sides of a gRPC call may send alternately, with pauses. gRPC needs HTTP/2: for an HTTP/1.1 upstream the
-    // client's `Content-Type` is ignored.
+    // Both sides of a gRPC call may send alternately, with pauses. gRPC requires HTTP/2, so for an HTTP/1.1 upstream
+    // the client's `Content-Type` is ignored.
     let is_streaming = upstream.protocol() == Protocol::Http2 && is_grpc(request.headers());
     let idle_timeout = settings.body_idle_timeout;
     let upload = match is_streaming {
@@ -167,14 +167,14 @@ fn accept_upgrade(
     Some(Response::from_parts(parts, body.with_tunnel(Tunnel { downstream, upstream, idle_timeout })))
 }
 
-/// Move the host to the `:authority` of the request target, as in HTTP/2 (RFC 9113 §8.3.1).
+/// Move the host to the `:authority` of the request target, as HTTP/2 requires (RFC 9113 §8.3.1).
 pub(super) fn set_http2_target(request: &mut Request<RequestBody>) {
     // HTTP/2 frames delimit the body (RFC 9113 §8.1).
     request.headers_mut().remove(TRANSFER_ENCODING);
     let host = request.headers_mut().remove(HOST);
     let mut uri = std::mem::take(request.uri_mut()).into_parts();
     uri.scheme = Some(uri::Scheme::HTTP);
-    // A host that was routed on, or the configured authority of the upstream, is a valid authority.
+    // A host that was used for routing, or the configured authority of the upstream, is a valid authority.
     uri.authority = host.and_then(|host| uri::Authority::try_from(host.as_bytes()).ok());
     *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
     *request.version_mut() = Version::HTTP_2;
@@ -185,7 +185,7 @@ pub(super) fn set_http2_target(request: &mut Request<RequestBody>) {
 /// Values for the upstream request headers that are not in the request itself.
 #[derive(Debug)]
 pub struct UpstreamRequestInfo<'a> {
-    /// The credentials that the providers of the route verified.
+    /// The credentials that the providers of the route have verified.
     pub credentials: &'a Credentials<'a>,
     /// Values of the forwarding headers.
     pub forwarded: &'a ForwardedInfo,
@@ -193,7 +193,7 @@ pub struct UpstreamRequestInfo<'a> {
     pub request_id: HeaderValue,
     /// Parent of the upstream's own spans, if the request is traced.
     pub trace: Option<TraceContext>,
-    /// `Host` sent to the upstream if the request has none.
+    /// `Host` that is sent to the upstream if the request has none.
     pub authority: &'a str,
     /// Length of the body in bytes, if known.
     pub length: Option<u64>,
@@ -203,13 +203,14 @@ pub struct UpstreamRequestInfo<'a> {
     pub client_cert: Option<ForwardedCertificate<'a>>,
 }
 
-/// The certificate of a client that is sent to an upstream. `None` = the client has none.
+/// The certificate of a client that is sent to an upstream. `None` if the client has no certificate.
 #[derive(Debug, Clone, Copy)]
 pub struct ForwardedCertificate<'a>(pub Option<&'a ClientCertificate>);
 
 impl ForwardedCertificate<'_> {
-    /// Set the headers of RFC 9440. Such headers of the client are removed, even if it is a trusted proxy: the upstream
-    /// must receive a single certificate. Aliases are removed from every client.
+    /// Set the headers of RFC 9440. The gateway removes such headers of the client, even if the client is a trusted
+    /// proxy: the upstream must receive a single certificate. Aliases of these headers are removed from the requests of
+    /// every client.
     pub(super) fn set_headers(self, headers: &mut HeaderMap) {
         headers.remove(CLIENT_CERT);
         headers.remove(CLIENT_CERT_CHAIN);
@@ -224,8 +225,8 @@ impl ForwardedCertificate<'_> {
 const CLIENT_CERT: HeaderName = HeaderName::from_static("client-cert");
 const CLIENT_CERT_CHAIN: HeaderName = HeaderName::from_static("client-cert-chain");
 
-/// Turn the received headers into those sent to the upstream. Return the protocols that the client offers to upgrade
-/// to; the caller inserts them if it can upgrade the connection.
+/// Convert the received headers into the headers that are sent to the upstream. Return the protocols to which the
+/// client offers to upgrade. The caller adds them to the request if it can upgrade the connection.
 pub fn prepare_upstream_headers<B>(
     config: &CompiledConfig,
     route: &Route,
@@ -233,7 +234,7 @@ pub fn prepare_upstream_headers<B>(
     info: UpstreamRequestInfo<'_>,
 ) -> Option<UpgradeRequest> {
     let version = request.version();
-    // Forward only the host that was routed on. An authority is a valid header value.
+    // Forward only the host that was used for routing. An authority is always a valid header value.
     let authority = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
     let headers = request.headers_mut();
     // HTTP/1.0 cannot upgrade, and a body would have to be read first (RFC 9110 §7.8).
@@ -246,8 +247,8 @@ pub fn prepare_upstream_headers<B>(
     headers::strip_untrusted(headers, &config.protected_headers, info.forwarded.trusted);
     info.credentials.remove_from(headers);
     if route.mirror.is_some() {
-        // This header marks a copy. A client must not be able to send it, so that the upstream does not mistake a
-        // request for a copy.
+        // This header marks a mirrored copy. A client must not be able to send this header, because the upstream would
+        // mistake the request for a copy.
         headers::strip_with_aliases(headers, &MIRROR_HEADER, info.forwarded.trusted);
     }
     headers::join_cookies(headers);

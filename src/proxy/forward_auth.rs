@@ -1,5 +1,5 @@
-//! Forward authentication: asks a server of the operator whether a request is admitted, as `auth_request` of nginx and
-//! ForwardAuth of Traefik do.
+//! Forward authentication: asks an authentication server of the operator whether a request is admitted, as
+//! `auth_request` of nginx and ForwardAuth of Traefik do.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,17 +34,17 @@ use crate::upstream::retry::AttemptLog;
 const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
 const X_FORWARDED_URI: HeaderName = HeaderName::from_static("x-forwarded-uri");
 
-/// Headers of a denial that the client gets.
+/// Headers of the denial that are sent to the client.
 static DENIAL_HEADERS: [HeaderName; 6] =
     [LOCATION, SET_COOKIE, WWW_AUTHENTICATE, CONTENT_TYPE, CONTENT_LANGUAGE, RETRY_AFTER];
 
-/// Maximum body of a denial, in bytes, such as a page of a login form. Longer bodies are not sent to the client.
+/// Maximum size of a denial's body in bytes, such as the page of a login form. A longer body is not sent to the client.
 const MAX_DENIAL_BODY: usize = 256 << 10;
 
-/// Maximum body of an admission, in bytes, that is read so that the connection can be reused.
+/// Maximum size in bytes of an admission's body that is read so that the connection can be reused.
 const MAX_ADMISSION_BODY: usize = 64 << 10;
 
-/// Ask the server of a provider about a request. `index` is the index of the provider.
+/// Ask the authentication server of a provider about a request. `index` is the index of the provider.
 pub(super) async fn verify(
     context: &mut RequestContext<'_>,
     index: usize,
@@ -66,14 +66,14 @@ pub(super) async fn verify(
     context.snapshot.metrics.record_forward_auth(index, counted);
     match result {
         Ok(admission) => Verification::Valid(Proof::Forward(admission)),
-        // Another alternative of `require` may admit the request.
+        // Another alternative of `require` may still admit the request.
         Err(error @ AuthError::Denied(_)) => Verification::Foreign(error),
         Err(_) if provider.settings.fail_open => Verification::Valid(Proof::Forward(Arc::default())),
         Err(error) => Verification::Unavailable(error),
     }
 }
 
-/// Return the headers for the server, except `Host`. With a cache, they are the key.
+/// Return the headers that the server gets, except `Host`. With a cache, these headers are the cache key.
 fn told_headers(
     context: &mut RequestContext<'_>,
     provider: &ForwardProvider,
@@ -90,10 +90,10 @@ fn told_headers(
     }
     join_cookies(&mut headers);
     let ForwardedInfo { scheme, trusted, .. } = &context.peer.forwarded;
-    // As for upstreams: a trusted proxy sends the host and the scheme that the client has used.
+    // As for upstreams, a trusted proxy sends the host and the scheme that the client has used.
     let from_proxy = |name: &HeaderName| received.get(name).filter(|_| *trusted).cloned();
     if told.method {
-        // A method is a token, and so a valid header value.
+        // A method is a token, and therefore a valid header value.
         let method = HeaderValue::from_str(request.method().as_str()).ok();
         headers.extend(method.map(|method| (X_FORWARDED_METHOD, method)));
     }
@@ -103,7 +103,7 @@ fn told_headers(
             Some(query) => HeaderValue::try_from(format!("{path}?{query}")),
             None => HeaderValue::from_str(path),
         };
-        // The parts come from a valid target.
+        // The parts come from a target that is valid.
         headers.insert(X_FORWARDED_URI, uri.unwrap_or(HeaderValue::from_static("/")));
     }
     if told.host {
@@ -123,8 +123,8 @@ fn told_headers(
     headers
 }
 
-/// Call the server, unless its admission is cached or another request with the same key is calling it. Return whether
-/// the server was not called.
+/// Call the server, unless its admission is cached or another request with the same cache key is calling it. Return
+/// whether the decision was made without calling the server.
 async fn ask_once(
     context: &RequestContext<'_>,
     index: usize,
@@ -146,7 +146,7 @@ async fn ask_once(
         match shared {
             Some(SharedResult::Admitted(admission)) => return (Ok(admission), true),
             Some(SharedResult::Unavailable(error)) => return (Err(error), false),
-            // A denial may start a session, so it must reach only one client.
+            // A denial may start a session, so it must be sent to only one client.
             Some(SharedResult::Private) => return (exchange(context, index, provider, headers).await.result, false),
             None => {}
         }
@@ -172,7 +172,7 @@ struct Exchange {
     response: HeaderMap,
 }
 
-/// Send a request to the server and interpret its response. Redirects are not followed.
+/// Send a request to the server and interpret its response. The gateway does not follow redirects.
 async fn exchange(
     context: &RequestContext<'_>,
     index: usize,
@@ -200,7 +200,7 @@ async fn exchange(
         return Exchange { result: Ok(Arc::new(admission)), response: parts.headers };
     }
     let mut headers = selected(&parts.headers, &DENIAL_HEADERS);
-    // Whatever happens to the body: the server has denied the request.
+    // The server has denied the request, whatever happens to the body.
     let body = match timeout_at(deadline, read(body, MAX_DENIAL_BODY)).await {
         Ok(Some(body)) => body,
         Ok(None) | Err(_) => {
@@ -245,7 +245,7 @@ fn selected(headers: &HeaderMap, names: &[HeaderName]) -> HeaderMap {
     selected
 }
 
-/// Read a whole body. Return `None` if it is longer than `max` bytes or incomplete.
+/// Read a whole body. Return `None` if the body is longer than `max` bytes or incomplete.
 async fn read(mut body: Body, max: usize) -> Option<Bytes> {
     let mut content = BytesMut::new();
     while let Some(frame) = body.frame().await {
@@ -258,7 +258,7 @@ async fn read(mut body: Body, max: usize) -> Option<Bytes> {
     Some(content.freeze())
 }
 
-/// Read a short body in the background, so that the connection can be reused. The request does not wait for it.
+/// Read a short body in the background, so that the connection can be reused. The request does not wait for the body.
 fn drain(body: Body, time: Duration) {
     if http_body::Body::is_end_stream(&body) {
         return;

@@ -1,4 +1,4 @@
-//! The content of the variables in header rules for a request.
+//! The values of variables in header rules for one request.
 
 use std::borrow::Cow;
 
@@ -12,7 +12,7 @@ use crate::identity::auth::Credentials;
 use crate::proxy::context::Peer;
 use crate::snapshot::routes::Route;
 
-/// A request of a route, as received.
+/// A request of a route, as it was received.
 #[derive(Debug)]
 pub struct RequestVariables<'a, B> {
     /// The route of the request.
@@ -49,7 +49,7 @@ impl<B> RequestVariables<'_, B> {
         })
     }
 
-    /// Return the name of the consumer that the request was identified as.
+    /// Return the name of the consumer that the request's API key belongs to.
     fn consumer(&self) -> Option<&str> {
         match self.credentials.caller() {
             Caller::Consumer(consumer) => Some(&consumer.name),

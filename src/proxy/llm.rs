@@ -1,4 +1,4 @@
-//! Token budgets of LLM APIs: what a request reserves, and the settlement at the end of its response.
+//! Token budgets of LLM APIs: the reservation of a request, and the settlement at the end of its response.
 
 use std::ops::ControlFlow;
 
@@ -25,10 +25,10 @@ use crate::snapshot::cost::LlmCost;
 use crate::snapshot::routes::{LlmInspection, Route, RouteLimit};
 use crate::telemetry::access_log::LimitInfo;
 
-/// Why a request to an LLM API is rejected before it reserves tokens.
+/// The reason why a request to an LLM API is rejected before it reserves tokens.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LlmError {
-    /// The body does not say what the request may use.
+    /// The body does not contain the maximum that the request may use.
     #[error(transparent)]
     Body(#[from] RequestError),
     /// The body is compressed.
@@ -40,23 +40,23 @@ pub enum LlmError {
     /// The buffer budget is exhausted.
     #[error("the gateway has no memory for the request body at the moment")]
     NoCapacity,
-    /// The request reserves more than a limit ever has.
+    /// The request reserves more than a limit can ever have.
     #[error(
         "the request reserves {cost} {unit}, but the limit `{limit}` never has more than {capacity}: ask for a smaller maximum of output tokens, or send less input"
     )]
     TooLarge {
         /// Name of the limit.
         limit: Box<str>,
-        /// Its unit.
+        /// Unit of the limit.
         unit: Box<str>,
-        /// What the request reserves.
+        /// The cost that the request reserves.
         cost: u64,
-        /// What the limit has at most.
+        /// The maximum that the limit can have.
         capacity: u64,
     },
 }
 
-/// A request whose tokens are counted.
+/// A request whose tokens are counted by a limit.
 #[derive(Debug)]
 pub struct LlmRequest {
     content: Content,
@@ -65,7 +65,7 @@ pub struct LlmRequest {
     /// The format of error responses.
     pub(super) provider: Provider,
     path: Box<str>,
-    /// Whether the usage of the stream was not requested by the client.
+    /// Whether the gateway, and not the client, requested the usage of the stream.
     hides_usage: bool,
     /// The identities that are charged, by index of the limit.
     clients: Vec<(usize, (Identity, IdentityDisplay))>,
@@ -73,7 +73,7 @@ pub struct LlmRequest {
 
 #[derive(Debug)]
 enum Content {
-    /// There is no body: the request generates nothing.
+    /// The request has no body, so it generates nothing.
     Empty,
     /// The body cannot be read.
     Unread,
@@ -85,11 +85,11 @@ pub fn provider<B>(request: &Request<B>) -> Provider {
     Provider::from_request(request.uri().path(), request.headers().contains_key("anthropic-version"))
 }
 
-/// Take what was read of the body of a request on a route that counts tokens. The upstream gets the same body, unless the
-/// usage of a stream is requested.
+/// Take the values that were read from the body of a request on a route that counts tokens. The upstream gets the same
+/// body, unless the gateway requests the usage of a stream.
 ///
 /// # Errors
-/// The body cannot be read, and a limit of the route requires that.
+/// The body cannot be read, and a limit of the route requires it.
 pub(super) fn inspect<'a>(
     context: &mut RequestContext<'a>,
     inspection: LlmInspection,
@@ -106,10 +106,10 @@ pub(super) fn inspect<'a>(
     Ok(())
 }
 
-/// Return what a request may use, from what was read of its body.
+/// Return what a request may use, from the values that were read from its body.
 ///
 /// # Errors
-/// The body cannot be read, and a limit of the route requires that.
+/// The body cannot be read, and a limit of the route requires it.
 pub fn request<B>(
     content: &mut BodyContent,
     inspection: LlmInspection,
@@ -132,14 +132,14 @@ pub fn request<B>(
         Content::Read(info) => info.model.clone(),
         Content::Empty | Content::Unread => None,
     };
-    // Providers with the model in the path ignore the body.
+    // Providers with the model in the path ignore the model in the body.
     let model = request::model_in_path(path).map(Box::from).or(named);
     let (path, clients) = (path.into(), Vec::new());
     Ok(LlmRequest { content, model, provider, path, hides_usage, clients })
 }
 
 impl Content {
-    /// Take the content from a body of at most `max_body` bytes.
+    /// Take the content of a body of at most `max_body` bytes.
     fn from_body(body: &mut BodyContent, max_body: usize) -> Result<Self, LlmError> {
         match body {
             BodyContent::Empty => Ok(Content::Empty),
@@ -165,7 +165,7 @@ impl LlmRequest {
     /// Set the costs of the checks whose limits count tokens.
     ///
     /// # Errors
-    /// The request reserves more than a limit ever has.
+    /// The request reserves more than a limit can ever have.
     pub fn reserve(&self, limits: &[RouteLimit], checks: &mut [LimitCheck<'_, '_>]) -> Result<(), Rejection<'static>> {
         for check in checks {
             let Some(llm) = limits[check.limit_index].cost.llm() else { continue };
@@ -204,7 +204,7 @@ impl LlmRequest {
         llm.weights.for_model(self.model.as_deref())
     }
 
-    /// Return the estimated input tokens. `None` if the body was not read.
+    /// Return the estimated input tokens. Return `None` if the body was not read.
     fn estimated_input(&self, llm: &LlmCost) -> Option<u64> {
         match &self.content {
             Content::Empty | Content::Unread => None,
@@ -212,8 +212,8 @@ impl LlmRequest {
         }
     }
 
-    /// Take over the reservations that the body of this response settles. Return `None` if there are none: those of
-    /// errors are refunded by `refund_on`, or stay.
+    /// Take over the reservations that the end of this response body settles. Return `None` if there are none. For
+    /// errors, `refund_on` refunds the reservations, or they stay charged.
     pub(super) fn settlement(
         mut self,
         decision: &mut Decision<'_>,
@@ -229,7 +229,7 @@ impl LlmRequest {
         let is_settled_by_body = |index: usize| !limits[index].refund_on.contains(status);
         let charges = decision.deferred_charges.as_mut()?.split_reservations(is_settled_by_body)?;
         let headers = response.headers();
-        // Identity was requested. A response with another coding cannot be measured.
+        // The gateway requested the identity coding. A response with another coding cannot be measured.
         let is_plain = !headers.contains_key(CONTENT_ENCODING);
         let media_type = headers.get(CONTENT_TYPE).filter(|_| is_plain).and_then(|value| value.to_str().ok());
         let mut meters = Vec::new();
@@ -259,7 +259,7 @@ impl LlmRequest {
             });
         }
         let cuts = settled.iter().any(|limit| limit.cuts);
-        // The declared length of a body must stay right.
+        // The declared length of a body must stay correct.
         let is_open_ended = http_body::Body::size_hint(response.body()).exact().is_none();
         let is_stream =
             meters.first().and_then(|meter| meter.meter.as_ref()).is_some_and(ResponseMeter::is_event_stream);
@@ -281,11 +281,11 @@ impl LlmRequest {
     }
 }
 
-/// Settles reservations at the end of a response, also if the client or the upstream aborts it.
+/// Settles reservations at the end of a response, even if the client or the upstream aborts it.
 pub(super) struct LlmSettlement {
     charges: DeferredCharges,
     model: Option<Box<str>>,
-    /// One for all limits with the same settings.
+    /// One meter for all limits with the same settings.
     meters: Vec<Meter>,
     limits: Vec<SettledLimit>,
     rewriter: Option<StreamRewriter>,
@@ -293,17 +293,17 @@ pub(super) struct LlmSettlement {
 
 /// Changes a stream of server-sent events.
 struct StreamRewriter {
-    /// Whether the event with the usage is removed. Events are then sent as a whole.
+    /// Whether the event with the usage is removed. In this case, events are sent only as a whole.
     hides_usage: bool,
-    /// What the events are like that end the stream when its output exceeds a reservation.
+    /// The format of the events that end the stream when its output exceeds a reservation.
     provider: Provider,
     path: Box<str>,
     choices: u64,
-    /// The current event, as far as it was received and not sent.
+    /// The part of the current event that has been received and not sent.
     event: Vec<u8>,
 }
 
-/// Maximum length in bytes of an event that is held until it is complete. Usage events have less than 1 KiB.
+/// Maximum length in bytes of an event that is held until it is complete. Usage events are smaller than 1 KiB.
 const MAX_HELD_EVENT: usize = 64 << 10;
 
 struct Meter {
@@ -334,7 +334,7 @@ struct SettledCost {
 }
 
 impl LlmSettlement {
-    /// Measure a part of the response, and change it if necessary. Return `Break` if the response ends with it.
+    /// Measure a part of the response, and change it if necessary. Return `Break` if the response ends with this part.
     pub(super) fn feed(&mut self, data: &mut Bytes) -> ControlFlow<()> {
         let LlmSettlement { meters, limits, rewriter, .. } = self;
         let Some(rewriter) = rewriter else {
@@ -378,7 +378,8 @@ impl LlmSettlement {
         ControlFlow::Continue(())
     }
 
-    /// Settle the reservations in the background, and record the costs. `limits` are those of the access log record.
+    /// Settle the reservations in the background, and record the costs. `limits` are the limits in the access log
+    /// record.
     pub(super) fn settle(self, limits: Option<&mut [LimitInfo]>) {
         let costs: Vec<_> = self.limits.iter().map(|limit| limit.settled_cost(&self.meters)).collect();
         for info in limits.into_iter().flatten() {
@@ -399,7 +400,7 @@ impl LlmSettlement {
 }
 
 impl SettledLimit {
-    /// Return whether the output certainly exceeds the reservation, and the stream is to be cut.
+    /// Return whether the output certainly exceeds the reservation, and the stream must be cut.
     fn is_exhausted(&self, meters: &[Meter]) -> bool {
         let output = meters[self.meter_index].meter.as_ref().map_or(0, ResponseMeter::min_output);
         self.cuts && self.weights.reservation(self.estimated_input.unwrap_or(0), output) > self.reserved
@@ -408,12 +409,12 @@ impl SettledLimit {
     fn settled_cost(&self, meters: &[Meter]) -> SettledCost {
         let meter = meters[self.meter_index].meter.as_ref();
         let measured = meter.and_then(|meter| meter.usage(self.estimated_input.unwrap_or(0)));
-        // Without an estimate of the input, only a report counts.
+        // Without an estimate of the input, only a report by the provider is used.
         let measured = measured.filter(|measured| self.estimated_input.is_some() || !measured.is_estimated);
         let (cost, is_estimated, kind) = match measured {
             Some(MeasuredUsage { usage, is_estimated: false }) => (self.weights.cost(usage), false, SETTLED_REPORTED),
             Some(MeasuredUsage { usage, is_estimated: true }) => (self.weights.cost(usage), true, SETTLED_ESTIMATED),
-            // Nothing is known of the response, so that it may have used the whole reservation.
+            // Nothing is known about the response, so it may have used the whole reservation.
             None => (self.reserved, true, SETTLED_RESERVED),
         };
         if let Some(tokens) = &self.tokens {

@@ -26,8 +26,8 @@ use crate::upstream::retry::AttemptLog;
 /// Status classes, as metric labels.
 pub const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
-/// Statuses that are counted separately, and the classes of all other errors, as metric labels. 499: the client aborted
-/// the request before the response.
+/// Statuses that are counted separately, and the classes of all other errors, as metric labels. 499 means that the
+/// client aborted the request before the response.
 pub const COUNTED_STATUSES: [&str; 10] = ["400", "401", "403", "404", "408", "413", "429", "431", "499", "5xx"];
 
 /// Return the index of a status in [`COUNTED_STATUSES`].
@@ -91,7 +91,7 @@ impl LimitDecision {
         }
     }
 
-    /// Return whether the identity is over the limit.
+    /// Return whether the decision means that the identity is over the limit.
     fn is_denial(self) -> bool {
         match self {
             LimitDecision::Denied | LimitDecision::ShadowDenied | LimitDecision::LocalDenied => true,
@@ -128,7 +128,7 @@ pub enum AuthResult {
     Denied,
     /// The server did not respond.
     Error,
-    /// The request was admitted without asking the server.
+    /// The request was admitted without a call to the server.
     Cached,
 }
 
@@ -150,15 +150,16 @@ impl AuthResult {
 /// Request metrics of the process.
 #[derive(Debug, Default)]
 pub struct RequestMetrics {
-    /// Responses by route. Requests without a route have an empty name.
+    /// Responses by route. Responses to requests without a route have an empty name.
     pub routes: MetricFamily<ResponseStats>,
     /// Responses by route and [`COUNTED_STATUSES`].
     pub statuses: MetricFamily<StatusCounter>,
     /// Decisions by limit and [`LimitDecision`].
     pub limits: MetricFamily<Counter<6>>,
-    /// Costs of LLM requests by route and limit, see [`split_token_counter_name`]: reserved, and settled by [`SETTLED_BY`].
+    /// Costs of LLM requests by route and limit (see [`split_token_counter_name`]): reserved costs, and settled costs by
+    /// [`SETTLED_BY`].
     pub tokens: MetricFamily<Counter<4>>,
-    /// Requests denied by any of their limits, by route.
+    /// Requests that any of their limits denied, by route.
     pub denied_requests: MetricFamily<Counter<1>>,
     /// Most frequently denied identities by limit.
     pub top_denied: MetricFamily<TopIdentities>,
@@ -170,11 +171,11 @@ pub struct RequestMetrics {
     pub retries: MetricFamily<Counter<3>>,
     /// Requests by authentication server and [`AuthResult`].
     pub forward_auth: MetricFamily<Counter<4>>,
-    /// Duration of rate limit checks, all limits of a request together.
+    /// Duration of rate limit checks, for all limits of a request together.
     pub check_durations: MetricFamily<Histogram>,
-    /// Copies of requests by route, for routes with `mirror`.
+    /// Copies of requests, by route with `mirror`.
     pub mirrors: MetricFamily<MirrorStats>,
-    /// Bytes that the bodies of all copies may take.
+    /// Maximum number of bytes of the bodies of all copies.
     pub mirror_budget: MirrorBudget,
 }
 
@@ -184,10 +185,11 @@ const RESERVED_TOKENS: usize = 0;
 pub(super) const SETTLED_REPORTED: usize = 1;
 /// Index of settled costs that were estimated.
 pub(super) const SETTLED_ESTIMATED: usize = 2;
-/// Index of reservations that stay, because nothing is known of the response.
+/// Index of reservations that stay charged, because nothing is known about the response.
 pub(super) const SETTLED_RESERVED: usize = 3;
 
-/// Sources of settled costs, as metric labels, in the order of their counters after that of reserved costs.
+/// Sources of settled costs as metric labels, in the order of their counters, which follow the counter of reserved
+/// costs.
 pub const SETTLED_BY: [&str; 3] = ["reported", "estimated", "reserved"];
 
 /// Return the name of the counters of a route and a limit. Neither name contains a space.
@@ -195,7 +197,7 @@ fn token_counter_name(route: &str, limit: &str) -> String {
     format!("{route} {limit}")
 }
 
-/// Return the route and the limit of such a name.
+/// Return the route and the limit that such a name contains.
 pub fn split_token_counter_name(name: &str) -> (&str, &str) {
     name.split_once(' ').unwrap_or((name, ""))
 }
@@ -206,14 +208,14 @@ pub type StatusCounter = Counter<{ COUNTED_STATUSES.len() }>;
 /// Responses by status class, and the time to the response headers.
 #[derive(Debug, Default)]
 pub struct ResponseStats {
-    /// Counters by [`STATUS_CLASSES`]. One more counter is for requests without a response.
+    /// Counters by [`STATUS_CLASSES`]. An additional counter is for requests without a response.
     pub status_classes: Counter<{ STATUS_CLASSES.len() + 1 }>,
     /// Time from the request to the response headers.
     pub latency: Histogram,
 }
 
 impl ResponseStats {
-    /// Record a response; `None` if there was none.
+    /// Record a response, or `None` if there was no response.
     pub fn record(&self, status: Option<StatusCode>, elapsed: Duration) {
         self.count(status);
         self.latency.observe(elapsed);
@@ -232,7 +234,7 @@ pub(super) struct WorkerMetrics {
     /// Responses to requests that match no route.
     unmatched: (Arc<ResponseStats>, Arc<StatusCounter>),
     upstreams: Vec<UpstreamMetrics>,
-    /// Counters by the index of the provider. `None` for providers of other kinds than `forward`.
+    /// Counters by the index of the provider. `None` for providers of any kind except `forward`.
     forward_auth: Vec<Option<Arc<Counter<4>>>>,
     check_durations: Arc<Histogram>,
     pub(super) mirror_budget: Arc<BufferBudget>,
@@ -274,7 +276,7 @@ struct RouteMetrics {
     responses: (Arc<ResponseStats>, Arc<StatusCounter>),
     denied_requests: Arc<Counter<1>>,
     limits: Vec<(Arc<Counter<6>>, Arc<TopIdentities>)>,
-    /// By index of the limit. `None` for limits that count no tokens.
+    /// The vector is indexed by limit. `None` for limits that count no tokens.
     tokens: Vec<Option<TokenMetrics>>,
     mirror: Option<Arc<MirrorStats>>,
 }
@@ -372,7 +374,7 @@ impl WorkerMetrics {
         self.responses(route).1.increment(ABORTED);
     }
 
-    /// Record a response to a request that the HTTP parser rejected.
+    /// Record the response to a request that the HTTP parser has rejected.
     pub(super) fn record_unparsed(&self, status: StatusCode) {
         let (stats, statuses) = &self.unmatched;
         stats.count(Some(status));
@@ -385,7 +387,7 @@ impl WorkerMetrics {
         route.map_or(&self.unmatched, |route| &self.routes[route].responses)
     }
 
-    /// Record a forwarded request, its result and its retries. Failures caused by the client do not count for the
+    /// Record a forwarded request, its result and its retries. Failures that the client causes do not count for the
     /// upstream.
     pub(super) fn record_upstream(
         &self,
@@ -410,7 +412,8 @@ impl WorkerMetrics {
         }
     }
 
-    /// Record a decision on the limits of a route. `name` is called only for denied identities that are new.
+    /// Record a decision on the limits of a route. `name` is called only for denied identities that the sketch does not
+    /// contain.
     pub(super) fn record_decision(
         &self,
         route: usize,

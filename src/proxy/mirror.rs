@@ -1,8 +1,8 @@
-//! Mirroring: a copy of a forwarded request goes to a second upstream, whose response is discarded.
+//! Mirroring: the gateway sends a copy of a forwarded request to a second upstream, and discards the response.
 //!
-//! The client never waits for the copy. The body is copied while it passes to the upstream of the route, and the copy
-//! is sent by a separate task once the body is complete. The number of copies is bounded for each worker, and their
-//! bytes for the process. Copies beyond the bounds are dropped and counted.
+//! The client never waits for the copy. The body is copied while the gateway forwards it to the upstream of the route.
+//! A separate task sends the copy when the body is complete. The number of copies is bounded per worker, and their
+//! bytes are bounded per process. When a bound is reached, further requests are not copied, and counted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -30,7 +30,7 @@ use crate::upstream::proxy_protocol::ProxiedConnection;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Protocol, Upstream};
 
-/// Header that marks a copy. Its value is `1`.
+/// Header that marks a copy. The value of the header is `1`.
 pub const MIRROR_HEADER: HeaderName = HeaderName::from_static("x-sluicegate-mirror");
 
 /// The result of a copy that was sent.
@@ -55,14 +55,14 @@ impl CopyResult {
     }
 }
 
-/// Why a request was not copied, or its copy not sent.
+/// The reason why a request was not copied, or why its copy was not sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DropReason {
-    /// `max_in_flight` copies were in flight.
+    /// The maximum number of copies, `max_in_flight`, was in flight.
     MaxInFlight,
     /// The body exceeds `max_body`.
     MaxBody,
-    /// The bodies of copies reached their part of `server.max_buffered`.
+    /// The bodies of all copies reached their share of `server.max_buffered`.
     MaxBuffered,
     /// The body did not reach its end.
     Incomplete,
@@ -117,7 +117,7 @@ impl MirrorStats {
     }
 }
 
-/// A copy in flight. Dropping it ends it.
+/// A copy in flight. Dropping the value ends the copy.
 struct InFlight(Arc<MirrorStats>);
 
 impl InFlight {
@@ -135,7 +135,7 @@ impl Drop for InFlight {
     }
 }
 
-/// The tasks of a worker that send copies. They outlive the requests and the configuration.
+/// The tasks of a worker that send copies. These tasks outlive the requests and the configuration.
 #[derive(Debug, Clone, Default)]
 pub struct MirrorTasks(TaskTracker);
 
@@ -150,7 +150,7 @@ impl MirrorTasks {
     }
 }
 
-/// Budget for the bodies of all copies of the process. Each configuration sets its size.
+/// Budget for the bodies of all copies of the process. Each configuration sets the size of the budget.
 #[derive(Debug)]
 pub struct MirrorBudget(pub(super) Arc<BufferBudget>);
 
@@ -168,7 +168,7 @@ pub(super) struct Selected<'a> {
     client: Option<ProxiedConnection>,
 }
 
-/// Return whether a request of this route is copied. `request` is as received.
+/// Return whether a request of this route is copied. `request` is the request as it was received.
 pub(super) fn select<'a>(
     context: &RequestContext<'_>,
     route: &'a Route,
@@ -187,8 +187,8 @@ pub(super) fn select<'a>(
 }
 
 impl Selected<'_> {
-    /// Copy a request that is about to be sent. It has the target and headers for an HTTP/1.1 upstream. `is_upgrade`
-    /// says whether it offers to upgrade the connection.
+    /// Copy a request that is about to be sent. The copy has the target and headers for an HTTP/1.1 upstream.
+    /// `is_upgrade` is true if the request offers to upgrade the connection.
     pub(super) fn copy(self, context: &RequestContext<'_>, request: &mut Request<RequestBody>, is_upgrade: bool) {
         let Selected { mirror, stats, client } = self;
         if is_upgrade {
@@ -217,7 +217,7 @@ impl Selected<'_> {
             upstream,
             responses: snapshot.metrics.upstream_responses(mirror.upstream),
             flow: StreamFlow::for_connection(budget.clone()),
-            // The body is in memory: no limit of uploads applies.
+            // The body is in memory, so no timeout or rate for uploads applies.
             limits: BodyLimits {
                 deadline: None,
                 upload: UploadLimits { idle_timeout, min_rate: 0, total_timeout: None },
@@ -231,7 +231,7 @@ impl Selected<'_> {
         if request.body().is_end_stream() {
             return copy.start(RequestBody::empty());
         }
-        // At most `max_body`: a longer body of known length is not copied.
+        // The body has at most `max_body` bytes: a longer body of known length is not copied.
         let max = length.exact().map_or(mirror.max_body, |length| length as usize);
         let Some(reservation) = budget.try_reserve(max) else {
             return stats.drop_copy(DropReason::MaxBuffered);
@@ -250,7 +250,7 @@ struct RequestCopy {
     head: Request<()>,
     upstream: Arc<Upstream>,
     responses: Arc<ResponseStats>,
-    /// Not the flow of the client: the copy outlives the connection of the client.
+    /// This is not the flow of the client, because the copy outlives the connection of the client.
     flow: Arc<StreamFlow>,
     limits: BodyLimits,
     max_in_flight: usize,
@@ -276,7 +276,7 @@ impl RequestCopy {
         let mut request = Box::new(head.map(|()| body));
         let length = request.body().size_hint().exact();
         let headers = request.headers_mut();
-        // The whole body is known, whatever the framing of the request was.
+        // The whole body is known, whatever framing the request had.
         headers.remove(TRANSFER_ENCODING);
         headers::set_framing(headers, length);
         headers.insert(MIRROR_HEADER, HeaderValue::from_static("1"));
@@ -290,7 +290,8 @@ impl RequestCopy {
             Ok(response) => {
                 stats.sent.increment(CopyResult::Responded as usize);
                 let mut body = response.into_body();
-                // Read to the end, so that the connection can be reused; an endless response is cut off.
+                // The response is read to its end, so that the connection can be reused. An endless response is cut
+                // off.
                 let discard = async { while let Some(Ok(_)) = body.frame().await {} };
                 let _ = timeout(upstream.response_timeout(), discard).await;
             }

@@ -27,8 +27,8 @@ use crate::snapshot::cost::{CostError, RefundOn};
 use crate::snapshot::routes::{Route, RouteLimit, RouteLimits};
 use crate::upstream::UpstreamError;
 
-/// Check all limits of a route in one call. A request that is not authenticated is charged to the limits that need no
-/// credential.
+/// Check all limits of a route in one store call. A request that is not authenticated is charged only to the limits
+/// that need no credential.
 ///
 /// # Errors
 /// The request is not authenticated, a limit is missing its identity or cost, or the store failed.
@@ -90,13 +90,14 @@ pub(super) async fn check_limits<'a>(
     }
 }
 
-/// Check the limits of a route in two calls, and wait between them for the provider `pending`. The first call checks the
+/// Check the limits of a route in two calls, and wait for the provider `pending` between them. The first call checks the
 /// limits that need no credential, so that attempts to guess a credential are limited. The second call checks all other
 /// limits. If the second call denies the request, the charges of the first call are refunded. If the request is not
-/// authenticated, these charges stay. All that was verified is in `context.credentials`, also if the request is rejected.
+/// authenticated, these charges stay. All verified credentials are in `context.credentials`, even if the request is
+/// rejected.
 ///
 /// # Errors
-/// As for [`check_limits`].
+/// The errors of [`check_limits`].
 pub(super) async fn check_limits_around_authentication<'a>(
     limiter: &Limiter,
     context: &mut RequestContext<'a>,
@@ -200,8 +201,8 @@ async fn refund(decision: &mut Decision<'_>) {
     }
 }
 
-/// Make the charges and refunds that the response determines. The decision then has the outcomes after settlement, so
-/// that the client gets the corrected values.
+/// Make the charges and refunds that depend on the response. The decision then contains the outcomes after settlement,
+/// so that the client gets the corrected values.
 pub(super) fn settle<'d, 'a>(
     decision: &'d mut Decision<'a>,
     route: &Route,
@@ -266,12 +267,12 @@ pub fn append_ratelimit_headers(headers: &mut HeaderMap, route: &Route, decision
 
 // === Limit checks: the limit key, quota and cost of a request for each limit ===
 
-/// A request whose route was found.
+/// A request for which a route was found.
 #[derive(Debug)]
 pub struct LimitContext<'a, B> {
     /// Method, target and headers of the request.
     pub request: &'a Request<B>,
-    /// Host that was routed on.
+    /// Host that was used for routing.
     pub host: &'a str,
     /// Path in canonical form.
     pub path: &'a str,
@@ -293,7 +294,8 @@ impl<'a, B> LimitContext<'a, B> {
         }
     }
 
-    /// Return the attributes from which identities are resolved. `body` is what was read of the body.
+    /// Return the attributes from which identities are computed. `body` contains the values that were read from the
+    /// body.
     pub fn request_attributes(
         &self,
         config: &'a CompiledConfig,
@@ -337,7 +339,7 @@ where
     build_checks_of(config, identities, limits, attributes, |_| true)
 }
 
-/// Like [`build_checks`], for the limits whose identity `applies` selects.
+/// Build checks as [`build_checks`] does, but only for the limits whose identity `applies` selects.
 fn build_checks_of<'a, 'p>(
     config: &CompiledConfig,
     identities: &[IdentitySpec],
@@ -364,8 +366,8 @@ where
 }
 
 /// Build the checks of a request that is not authenticated: only the limits by address. Their cost is charged at once
-/// and never refunded; otherwise guessing credentials would be free. Concurrency limits are skipped, since the request
-/// is rejected at once.
+/// and never refunded, because guessing credentials would otherwise be free. Concurrency limits are skipped, because
+/// the request is rejected at once.
 pub fn build_unauthenticated_checks<'a, 'p>(
     config: &CompiledConfig,
     identities: &[IdentitySpec],
@@ -412,7 +414,7 @@ where
     Ok(LimitCheck { limit_index, limit, variant, identity, cost, deferred })
 }
 
-/// Return the operation on a limit that remains until the response is known.
+/// Return the operation on a limit that must still be made when the response is known.
 pub fn deferred_action(is_post_paid: bool, refund_on: &RefundOn) -> Deferred {
     match (is_post_paid, refund_on.is_empty()) {
         (true, _) => Deferred::Charge,

@@ -18,13 +18,13 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::snapshot::settings::ServerSettings;
 
-/// Maximum length, in bytes, of a target that `http::Uri` supports.
+/// Maximum length in bytes of a target that `http::Uri` supports.
 const MAX_URI_BYTES: usize = 65_534;
 
 /// Return the rejection of a request that no route matches, or that is not routed because of its body.
 pub fn rejection(error: NoMatch) -> Rejection<'static> {
     match error {
-        // The body was read before.
+        // The caller has read the body before.
         NoMatch::NotFound | NoMatch::NeedsBody => Rejection::NoRoute,
         NoMatch::MethodNotAllowed(allowed) => Rejection::MethodNotAllowed(allowed),
         NoMatch::Ambiguous(pointer) => Rejection::Inspect(InspectError::Ambiguous(pointer)),
@@ -49,7 +49,7 @@ impl<'a> RequestTarget<'a> {
     /// The target, the method, the headers or the transfer coding is not acceptable.
     pub fn from_request<B>(request: &'a Request<B>, settings: &ServerSettings) -> Result<Self, Rejection<'static>> {
         let uri = request.uri();
-        // Checked first because it closes the connection: the bytes that follow may not be a request.
+        // This is checked first because it closes the connection: the bytes that follow may not be a request.
         let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
         let is_chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
         if !is_chunked || codings.next().is_some() {
@@ -62,7 +62,7 @@ impl<'a> RequestTarget<'a> {
         if request.method().as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
             return Err(Rejection::LowercaseMethod);
         }
-        // hyper enforces the limit for HTTP/1.1 itself.
+        // For HTTP/1.1, hyper itself enforces the maximum.
         let (headers, max_headers) = (request.headers(), settings.max_headers);
         if request.version() == Version::HTTP_2
             && headers.len() > max_headers
@@ -83,14 +83,14 @@ impl<'a> RequestTarget<'a> {
             None
         };
         let target = RequestTarget { host, path, forwarded_path };
-        // Percent-encoding may make the target longer than received, and longer than a target can be.
+        // Percent-encoding may make the target longer than the received target, and longer than the maximum.
         if length - uri.path().len().min(length) + target.forwarded_path().len() > settings.max_uri.min(MAX_URI_BYTES) {
             return Err(Rejection::UriTooLong);
         }
         Ok(target)
     }
 
-    /// Return the path to forward. Its segments are those of the canonical path.
+    /// Return the path to forward. The forwarded path has the same segments as the canonical path.
     pub fn forwarded_path(&self) -> &str {
         self.forwarded_path.as_deref().unwrap_or(&self.path)
     }
@@ -111,7 +111,8 @@ impl<'a> RequestTarget<'a> {
     /// Return the route of the request. `listener` is the index of the listener.
     ///
     /// # Errors
-    /// No route matches the request, or only routes with other methods. Or the route depends on the body.
+    /// No route matches the request, or only routes with other methods match. The error also occurs if the route
+    /// depends on the body.
     pub fn find_route<'r, B>(
         &self,
         config: &'r CompiledConfig,
@@ -124,7 +125,7 @@ impl<'a> RequestTarget<'a> {
     }
 
     /// Return the route of a CORS preflight: the route for the requested method, if this route has a CORS policy.
-    /// `None` if the request is not a preflight, or the upstream answers it.
+    /// Return `None` if the request is not a preflight, or if the upstream answers it.
     pub fn find_preflight_route<'r, B>(
         &self,
         config: &'r CompiledConfig,
@@ -142,7 +143,7 @@ impl<'a> RequestTarget<'a> {
     /// Return path and query after the route's rewrite, or `None` if the route has no rewrite.
     ///
     /// # Errors
-    /// The result is longer than a target can be, or its path is not canonical.
+    /// The result is longer than the maximum, or its path is not canonical.
     pub fn rewrite(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
         let Some(rewrite) = &route.rewrite else { return Ok(None) };
         let target = rewrite.apply(&route.path_pattern, self.forwarded_path(), query);
@@ -152,7 +153,8 @@ impl<'a> RequestTarget<'a> {
     }
 }
 
-/// Return the origin form of the target with the path to forward, or `None` if the received target is already that.
+/// Return the origin form of the target with the path to forward, or `None` if the received target already has this
+/// form.
 pub fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
     if path.is_none() && uri.authority().is_none() {
         return None;

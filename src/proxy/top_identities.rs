@@ -1,9 +1,9 @@
 //! The identities with the most denials or the highest cost of a limit in the last minutes, in bounded memory.
 //!
-//! Each minute has its own frequent-items sketch, a weighted Misra-Gries summary as in Apache DataSketches (Anderson,
-//! Bevin, Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm for Identifying Frequent Items in Data
-//! Streams", 2017). A sketch keeps at most 96 identities. The sum of an identity is at most 3.5 / 128 = 2.7 % of the sum
-//! of all identities of that minute too low, and never too high. The sketches of all workers and minutes are merged on demand.
+//! Each minute has its own frequent-items sketch, a weighted Misra-Gries summary as in Apache DataSketches (Anderson, Bevin,
+//! Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm for Identifying Frequent Items in Data Streams", 2017). A
+//! sketch keeps at most 96 identities. The sum of an identity is at most 3.5 / 128 = 2.7 % of the sum of all identities of
+//! that minute too low, and it is never too high. The sketches of all workers and minutes are merged when the list is read.
 
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,17 +15,17 @@ use crate::identity::display::IdentityDisplay;
 use crate::limiter::clock::monotonic;
 use crate::limiter::key::Identity;
 
-/// Capacity of a sketch; three quarters of it are used.
+/// Capacity of a sketch, of which three quarters are used.
 const SKETCH_CAPACITY: usize = 128;
 
 /// Number of minutes kept, including the current one.
 const WINDOW_MINUTES: usize = 5;
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Time covered: the current minute and the minutes kept before it.
+/// Time that the list covers: the current minute and the minutes kept before it.
 pub const WINDOW: Duration = Duration::from_secs(60 * WINDOW_MINUTES as u64);
 
-/// An identity. Equality and hash use `identity` only.
+/// An identity. Equality and hash use only the field `identity`.
 #[derive(Debug, Clone)]
 struct SketchKey {
     identity: Identity,
@@ -52,7 +52,7 @@ type Sketch = FrequentItemsSketch<SketchKey>;
 #[derive(Debug)]
 pub struct TopIdentities {
     started_at: Instant,
-    /// Locked by the worker, and by readers of the top list.
+    /// The worker and readers of the top list lock this value.
     sketches: Mutex<[Option<(u64, Sketch)>; WINDOW_MINUTES]>,
 }
 
@@ -63,9 +63,9 @@ pub struct HeavyHitter {
     pub identity: Identity,
     /// Display name of the identity.
     pub name: IdentityDisplay,
-    /// Minimum of its sum.
+    /// Minimum of the identity's sum.
     pub lower_bound: u64,
-    /// Maximum of its sum.
+    /// Maximum of the identity's sum.
     pub upper_bound: u64,
 }
 
@@ -176,7 +176,7 @@ mod tests {
     fn flood_of_identities_is_bounded_and_keeps_heavy_hitters() {
         let denied = [Arc::<TopIdentities>::default()];
         let (now, mut names) = (denied[0].started_at, 0);
-        // Of 1.1 million denials one identity in the flood has 100,000: far more than the maximum error.
+        // Of 1.1 million denials, one identity in the flood has 100,000, which is far more than the maximum error.
         for stranger in 0..1_000_000_u128 {
             denied[0].record(Identity(1 << 64 | stranger), now, 1, || name("stranger"));
             if stranger % 10 == 0 {

@@ -1,9 +1,9 @@
-//! Concurrency limit: a permit for each request in flight. It is released when the request ends, or expires if its
-//! gateway dies.
+//! Concurrency limit: each request in flight holds a permit. The permit is released when the request ends, and expires
+//! if its gateway crashes.
 
 use crate::limiter::algorithm::{Change, Outcome, PermitEdit, State, Status, Step, StepKind};
 
-/// At most `limit` unexpired permits.
+/// There are at most `limit` unexpired permits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Concurrency {
     /// Maximum number of permits at the same time.
@@ -29,7 +29,7 @@ impl Concurrency {
         };
         let first_live = permits.partition_point(|permit| permit.expires_at <= now);
         let live = (permits.len() - first_live) as u64;
-        // A charge takes one permit, also if its cost is higher.
+        // A charge takes one permit, even if its cost is higher.
         let cost = cost.min(1);
         let free = self.limit.saturating_sub(live);
         let free_reset_us = if live > 0 { self.ttl } else { 0 };
@@ -67,7 +67,7 @@ impl Concurrency {
 pub enum PermitAction {
     /// Add a permit.
     Acquire,
-    /// Extend a permit. A missing permit is added even if that exceeds the limit, because its request is in flight.
+    /// Extend a permit. A missing permit is added even beyond the limit, because its request is in flight.
     Renew,
     /// Remove a permit.
     Release,
@@ -76,7 +76,7 @@ pub enum PermitAction {
 }
 
 impl PermitEdit {
-    /// Apply the edit for the permit `id`. `permits` stay in order of expiry.
+    /// Apply the edit for the permit `id`. `permits` stay in the order of their expiry.
     pub fn apply(&self, permits: &mut Vec<Permit>, id: u64) {
         if self.action == PermitAction::Release {
             permits.retain(|permit| permit.id != id);

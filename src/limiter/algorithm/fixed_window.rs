@@ -5,12 +5,12 @@ use std::sync::Arc;
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{CalendarUnit, CalendarWindows, EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
-/// At most `limit` tokens per window.
+/// Each window has at most `limit` tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FixedWindow {
     /// Tokens per window.
     pub limit: u64,
-    /// Length of the window, µs. 0 for calendar windows, whose lengths differ.
+    /// Length of the window in µs, or 0 for calendar windows, whose lengths differ.
     pub window: u64,
     /// Start of the windows.
     pub start: WindowStart,
@@ -19,12 +19,12 @@ pub struct FixedWindow {
 /// The start of a window.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WindowStart {
-    /// At every multiple of the window since the Unix epoch, shifted by `phase` µs.
+    /// At every multiple of the window length since the Unix epoch, shifted by `phase` µs.
     Aligned {
         /// Shift, µs.
         phase: u64,
     },
-    /// With the first request after the last window closed.
+    /// With the first request after the last window has ended.
     FirstRequest,
     /// By the calendar: days, weeks, months or years in a time zone.
     Calendar(Arc<CalendarWindows>),
@@ -63,7 +63,7 @@ impl FixedWindow {
                 quota.window_us.ok_or(QuotaError::NoFixedWindow)?
             }
         };
-        // Twice: a charge is added to the count before it is compared.
+        // Check twice the count, because a charge is added to the count before the comparison.
         if u128::from(quota.count) * 2 >= u128::from(EXACT_INTEGER_LIMIT) {
             return Err(QuotaError::Inexact { count: quota.count });
         }
@@ -77,7 +77,7 @@ impl FixedWindow {
         };
         let (start, end) = match &self.start {
             WindowStart::Aligned { phase } => {
-                // The difference is negative before the phase. As in Lua, the remainder must not be.
+                // Before the phase, the difference is negative. As in Lua, the remainder must not be negative.
                 let start = now - (now as i64 - *phase as i64).rem_euclid(self.window as i64) as u64;
                 (start, start + self.window)
             }

@@ -1,22 +1,22 @@
-//! Sliding buckets: the window is divided into buckets. The oldest bucket is only partly in the window, but all its
-//! tokens count, so that no window has more tokens than the limit.
+//! Sliding buckets: the window is divided into buckets. The oldest bucket is only partly in the window. All its tokens
+//! count nevertheless, so that no window has more tokens than the limit.
 
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
-/// At most `limit` tokens in any window. Tokens return one bucket at a time.
+/// Any window has at most `limit` tokens. Tokens become available again one bucket at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlidingBuckets {
     /// Tokens in any window.
     pub limit: u64,
     /// Length of the window, µs.
     pub window: u64,
-    /// Number of buckets. Divides the window.
+    /// Number of buckets. The number divides the length of the window.
     pub buckets: u64,
 }
 
 impl SlidingBuckets {
-    /// Create a window with this many buckets for a quota.
+    /// Create a window with this number of buckets for a quota.
     ///
     /// # Errors
     /// The quota has no window, the number of buckets does not divide it, or twice the count exceeds the exact integers
@@ -61,7 +61,8 @@ impl SlidingBuckets {
                     excess = excess.saturating_sub(*count);
                     done
                 };
-                // Oldest first. All buckets together are enough, because the cost alone fits.
+                // Buckets are visited from the oldest to the newest. The tokens of all buckets together are sufficient,
+                // because the cost alone fits.
                 let age = counts.iter().rev().position(enough).map_or(0, |from_oldest| counts.len() - 1 - from_oldest);
                 (Status::Exceeded, dropped_after_us(age))
             };

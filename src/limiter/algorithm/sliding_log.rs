@@ -1,11 +1,11 @@
-//! Sliding log: the time of each admitted token, so that no window has more tokens than the limit.
+//! Sliding log: stores the time of each admitted token, so that no window has more tokens than the limit.
 
 use std::collections::VecDeque;
 
 use crate::limiter::algorithm::{Change, LogEdit, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{Quota, QuotaError};
 
-/// At most `limit` tokens in any window.
+/// Any window has at most `limit` tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlidingLog {
     /// Tokens in any window.
@@ -14,8 +14,8 @@ pub struct SlidingLog {
     pub window: u64,
 }
 
-/// Maximum limit of a sliding log. It takes 8 to 12 bytes per token and identity, so sliding buckets suit larger limits
-/// better.
+/// Maximum limit of a sliding log. The log needs 8 to 12 bytes per token and identity, so sliding buckets are better
+/// for larger limits.
 pub const MAX_LOG_ENTRIES: u64 = 10_000;
 
 impl SlidingLog {
@@ -37,7 +37,7 @@ impl SlidingLog {
             Some(State::Log(log)) => log,
             _ => &empty,
         };
-        // A time in the future counts as now: the clock was set back.
+        // A time in the future counts as now, because the clock was set back.
         let instant_at = |index: usize| log[index].min(now);
         let first_active = log.partition_point(|&instant| instant.min(now) + self.window <= now);
         let active = (log.len() - first_active) as u64;
@@ -89,7 +89,7 @@ impl LogEdit {
     /// Apply the edit to a log.
     pub fn apply(&self, log: &mut VecDeque<u64>) {
         if let Some((mut units, instant)) = self.remove {
-            // Newest first, as LREM with a negative count.
+            // Entries are removed from the newest on, as LREM does with a negative count.
             for index in (0..log.len()).rev() {
                 if units > 0 && log[index] == instant {
                     log.remove(index);

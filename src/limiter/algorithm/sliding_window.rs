@@ -3,7 +3,7 @@
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
-/// About `limit` tokens in any window. A client that sends its bursts around the boundary of two aligned windows gets
+/// Any window has about `limit` tokens. A client that sends its bursts around the boundary of two aligned windows gets
 /// at most twice as many.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlidingWindow {
@@ -11,19 +11,19 @@ pub struct SlidingWindow {
     pub limit: u64,
     /// Length of the window, µs.
     pub window: u64,
-    /// Unit in which the elapsed part of the window is measured, µs. Divides the window.
+    /// Unit in which the elapsed part of the window is measured, µs. The unit divides the length of the window.
     pub unit: u64,
 }
 
 impl SlidingWindow {
-    /// Create a window for a quota, with the smallest unit that keeps the arithmetic exact.
+    /// Create a window for a quota, with the smallest unit for which the arithmetic is exact.
     ///
     /// # Errors
-    /// The quota has no window, or no unit keeps the arithmetic exact.
+    /// The quota has no window, or the arithmetic is not exact with any unit.
     pub fn new(quota: Quota) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
-        // Four times: the current and the previous window are added before they are compared, and costs that are
-        // charged after the response may double each.
+        // Check four times the count: the current and the previous window are added before the comparison, and costs
+        // that are charged after the response may double each of them.
         let is_exact =
             |unit: u64| u128::from(quota.count) * u128::from(window / unit) * 4 < u128::from(EXACT_INTEGER_LIMIT);
         let units = (0..12).map(|power| 10u64.pow(power));
@@ -45,7 +45,7 @@ impl SlidingWindow {
             clock_went_back = stored_start > start;
         }
         let (elapsed, units) = ((now - start) / self.unit, self.window / self.unit);
-        // The weighted tokens of the previous window, rounded up.
+        // The weighted number of tokens of the previous window, rounded up.
         let weighted = |previous: u64| (previous * (units - elapsed)).div_ceil(units);
         let remaining =
             |current: u64, previous: u64| self.limit.saturating_sub(current).saturating_sub(weighted(previous));

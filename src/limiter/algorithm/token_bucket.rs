@@ -3,11 +3,11 @@
 use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
-/// Bounds of the time for which a key in Redis outlives its state, µs. See `lua/generic.lua`.
+/// Bounds of the time in µs for which a key in Redis outlives its state. See `lua/generic.lua`.
 const MIN_KEY_SLACK_US: u64 = 500_000;
 const MAX_KEY_SLACK_US: u64 = 1_001_000;
 
-/// A bucket of `burst` tokens that refills with `refill / parts` tokens per microsecond.
+/// A bucket of `burst` tokens that refills `refill / parts` tokens per microsecond.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenBucket {
     /// Tokens in a full bucket.
@@ -30,24 +30,26 @@ impl TokenBucket {
         }
         let divisor = gcd(quota.count, window);
         let bucket = TokenBucket { burst, refill: quota.count / divisor, parts: window / divisor };
-        // Twice: a charge is added to the debt before it is compared.
+        // Check twice the value, because a charge is added to the debt before the comparison.
         if u128::from(burst) * u128::from(bucket.parts) * 2 >= u128::from(EXACT_INTEGER_LIMIT) {
             return Err(QuotaError::Inexact { count: quota.count });
         }
         Ok(bucket)
     }
 
-    /// Return one of `n` equal shares of the rate, with this burst. Return `None` if 64 bits cannot count it exactly.
+    /// Return one of `n` equal shares of the rate, with this burst. Return `None` if 64-bit integers cannot count the
+    /// share exactly.
     pub(super) fn share(&self, n: u64, burst: u64) -> Option<Self> {
         let parts = self.parts.checked_mul(n)?;
         let divisor = gcd(self.refill, parts);
         let share = TokenBucket { burst, refill: self.refill / divisor, parts: parts / divisor };
-        // Twice, as in `new`. Shares are counted only in this process, where integers are exact up to 64 bits.
+        // Check twice the value, as `new` does. Only this process counts shares, and its integers are exact up to 64
+        // bits.
         burst.checked_mul(share.parts)?.checked_mul(2).map(|_| share)
     }
 
-    /// Return for how many µs the bucket refills to repay the debt before a charge of `cost`. It repays the debt after
-    /// the charge in `reset_us`.
+    /// Return the time in µs in which the bucket repays the debt before a charge of `cost`. The debt after the charge
+    /// is repaid in `reset_us`.
     pub(super) fn debt_before_us(&self, reset_us: u64, cost: u64) -> u64 {
         // The debt after the charge is more than (reset_us - 1) * refill parts.
         let refill = u128::from(self.refill);
@@ -55,7 +57,7 @@ impl TokenBucket {
         u64::try_from(charged_us).map_or(0, |charged_us| reset_us.saturating_sub(charged_us))
     }
 
-    /// Return the time in which the bucket refills this many tokens, µs, rounded down.
+    /// Return the time in µs in which the bucket refills this number of tokens, rounded down.
     pub(super) fn refill_time_us(&self, tokens: u64) -> u64 {
         let us = u128::from(tokens) * u128::from(self.parts) / u128::from(self.refill);
         u64::try_from(us).unwrap_or(u64::MAX)
@@ -66,7 +68,7 @@ impl TokenBucket {
         if let Some(&State::Bucket { updated_at, debt: stored_debt, parts, key_expires_at: stored_expiry }) = state {
             debt = if parts == self.parts { stored_debt } else { convert_parts(stored_debt, parts, self.parts) };
             clock_went_back = updated_at > now;
-            // The rate at which the state was written repays the debt within `repay_time`.
+            // At the rate with which the state was written, the debt is repaid within `repay_time`.
             let (elapsed, repay_time) = (
                 now.saturating_sub(updated_at),
                 stored_expiry.saturating_sub(MIN_KEY_SLACK_US).saturating_sub(updated_at),
@@ -74,7 +76,7 @@ impl TokenBucket {
             let left = repay_time.saturating_sub(elapsed);
             let refilled_debt = debt.saturating_sub(elapsed.saturating_mul(self.refill));
             (debt, rate_lowered) = match !clock_went_back && debt.div_ceil(self.refill) > repay_time {
-                // The rate was lowered. What the old rate has repaid until now counts as repaid.
+                // In this case, the rate was lowered. The debt that the old rate has repaid until now counts as repaid.
                 true if left == 0 => (0, false),
                 true => (refilled_debt.min(scale_rounding_up(debt, left, repay_time)), true),
                 false => (refilled_debt, false),
@@ -89,7 +91,7 @@ impl TokenBucket {
                 Change::Delete
             } else {
                 let ttl_us = reset(debt);
-                // As in `lua/generic.lua`: the key keeps its expiry, or expires a second after the debt is repaid.
+                // As in `lua/generic.lua`, the key keeps its expiry, or expires a second after the debt is repaid.
                 let is_within_slack = |slack: u64| (MIN_KEY_SLACK_US..MAX_KEY_SLACK_US).contains(&slack);
                 let ends = match key_expires_at.checked_sub(now + ttl_us).is_some_and(is_within_slack) {
                     true => key_expires_at,
@@ -103,8 +105,8 @@ impl TokenBucket {
             |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
 
         if let StepKind::Refund { charged_at, debt_before_us } = kind {
-            // The refill since the charge first repaid the debt from before the charge. The rest has repaid a part of
-            // the charge, and is subtracted.
+            // The refill since the charge first repaid the debt that existed before the charge. The rest of the refill
+            // has repaid a part of the charge, and is subtracted.
             let repaid_us = now.saturating_sub(charged_at).saturating_sub(debt_before_us);
             let credit =
                 cost.saturating_mul(self.parts).min(MAX_STATE).saturating_sub(repaid_us.saturating_mul(self.refill));
@@ -118,7 +120,7 @@ impl TokenBucket {
             } else {
                 (Status::Exceeded, (charged - capacity).div_ceil(self.refill))
             };
-            // `retry_us` is for the new rate, which applies from now on.
+            // `retry_us` is computed for the new rate, which applies from now on.
             let repair = if clock_went_back || rate_lowered { put(debt) } else { Change::None };
             return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, repair);
         }
@@ -134,16 +136,16 @@ fn convert_parts(debt: u64, from: u64, to: u64) -> u64 {
     (debt / from).saturating_mul(to).saturating_add(scale_rounding_up(debt % from, to, from)).min(MAX_STATE)
 }
 
-/// Return `value * to / from`, rounded up as in the script: exact if doubles hold the product, else at most 2 too many.
-/// `value` or `to` is less than `from`.
+/// Return `value * to / from`, rounded up as in the script. The result is exact if doubles can hold the product, and
+/// otherwise at most 2 too large. Either `value` or `to` is less than `from`.
 fn scale_rounding_up(value: u64, to: u64, from: u64) -> u64 {
     let product = u128::from(value) * u128::from(to);
     let exact = product.div_ceil(u128::from(from)) as u64;
     if product < u128::from(EXACT_INTEGER_LIMIT) {
         return exact;
     }
-    // `exact` can be larger than the result with doubles: the numbers of a local share may exceed the exact integers of
-    // doubles.
+    // `exact` can be larger than the result with doubles, because the numbers of a local share may exceed the exact
+    // integers of doubles.
     exact.max((value as f64 / from as f64 * to as f64).ceil() as u64 + 1)
 }
 

@@ -16,16 +16,16 @@ use crate::limiter::usage;
 use crate::limiter::usage::{UsageDay, UsageDays};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// Maximum number of keys of a call. Redis runs a script without interruption. Other commands must not wait longer for
-/// it than for a few hundred single commands.
+/// Maximum number of keys of a call. Redis runs a script without interruption. Other commands must not wait for a
+/// script longer than for a few hundred single commands.
 pub(super) const MAX_KEYS: usize = 128;
 
 /// The reason why a request has no verdict.
 #[derive(Debug, Clone)]
 pub(super) enum BatchError {
-    /// An error reply to the call or to this request, or the connection was lost.
+    /// The call or this request got an error reply, or the connection was lost.
     ErrorReply(RedisError),
-    /// The call was not sent, or had no usable reply.
+    /// The call was not sent, or its reply could not be used.
     Store(StoreError),
 }
 
@@ -34,31 +34,32 @@ pub(super) type BatchResult = Result<Verdict, BatchError>;
 /// The requests of one call.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    /// Groups that may need memory come first (see [`BatchGroup::may_delete`]), each kind in the order of its first
-    /// request.
+    /// Groups that may need memory come first (see [`BatchGroup::may_delete`]). Within each kind, groups are in the
+    /// order of their first request.
     groups: Vec<BatchGroup>,
     key_count: usize,
     algorithms: AlgorithmSet,
-    /// Whether the call carries the source of the script, because Redis may not have loaded it.
+    /// Whether the call contains the source of the script, because Redis may not have loaded the script.
     sends_source: bool,
     purpose: Purpose,
     /// Total size of the keys, in bytes.
     key_bytes: usize,
-    /// Sample of the first request, for a probe like this call.
+    /// Sample of the first request, for a probe that resembles this call.
     probe_call: Option<ProbeCall>,
 }
 
-/// A sample of the calls that failed. A probe like it fails in the same way.
+/// A sample of the calls that failed. A probe with the same properties fails in the same way.
 #[derive(Debug, Clone)]
 pub(super) struct ProbeCall {
     pub(super) identity: Identity,
     pub(super) rule: Rule,
-    /// Totals need a permission of their own.
+    /// Usage totals need a separate permission.
     pub(super) usage: Option<Arc<UsageDays>>,
 }
 
 impl ProbeCall {
-    /// Create a sample of charges: of the first one that counts usage, or of the first one. `None` without charges.
+    /// Create a sample of charges: of the first charge that counts usage, or else of the first charge. Return `None` if
+    /// there are no charges.
     pub(super) fn from_charges(charges: &[Charge<'_>]) -> Option<Self> {
         let charge = charges.iter().find(|charge| charge.usage.is_some()).or(charges.first())?;
         let (identity, rule) = (charge.key.identity, charge.rule.clone());
@@ -75,7 +76,8 @@ pub(super) enum Purpose {
     /// Checks of requests that another cluster node redirected to this node, which is importing their slot. The call is
     /// preceded by `ASKING`.
     Asking,
-    /// A probe of a server whose breaker is open or that did not reply. It does not count for the breaker.
+    /// A probe of a server whose circuit breaker is open, or that did not reply. The probe does not count for the
+    /// circuit breaker.
     Probe,
 }
 
@@ -96,12 +98,12 @@ struct BatchGroup {
     limits: Vec<LimitArgs>,
     /// The keys of the states of all requests.
     keys: KeyBuffer,
-    /// The keys of the usage totals of all requests: one for each limit whose usage is counted.
+    /// The keys of the usage totals of all requests: one key for each limit whose usage is counted.
     usage_keys: KeyBuffer,
     waiters: Vec<Sender<BatchResult>>,
 }
 
-/// Keys in one buffer, and the end of each key.
+/// Keys in one buffer, with the end position of each key.
 #[derive(Debug, Default)]
 struct KeyBuffer {
     bytes: Vec<u8>,
@@ -109,7 +111,7 @@ struct KeyBuffer {
 }
 
 impl KeyBuffer {
-    /// Append the key that `write` appends to the buffer. Return its length.
+    /// Append the key that `write` appends to the buffer. Return the length of the key.
     fn push_with(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> usize {
         let start = self.bytes.len();
         write(&mut self.bytes);
@@ -141,7 +143,7 @@ impl Batch {
         self.key_count == 0
     }
 
-    /// Return whether the batch would have too many keys with those of these charges.
+    /// Return whether the batch would have too many keys with the keys of these charges.
     pub(super) fn would_overflow(&self, charges: &[Charge<'_>]) -> bool {
         let keys: usize = charges.iter().map(|charge| 1 + usize::from(charge.usage.is_some())).sum();
         !self.is_empty() && self.key_count + keys > MAX_KEYS
@@ -192,7 +194,7 @@ impl Batch {
     ) -> Receiver<BatchResult> {
         let has_usage = charges.iter().any(|charge| charge.usage.is_some());
         let usage_day = |charge: &Charge<'_>| charge.usage_day(operation, assumed_now_us);
-        // Empty, which needs no allocation, if no usage is counted.
+        // If no usage is counted, the list is empty and needs no allocation.
         let days: Vec<Option<UsageDay>> = charges.iter().filter(|_| has_usage).map(usage_day).collect();
         let day = |index: usize| days.get(index).copied().flatten();
         let algorithms = AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule));
@@ -249,7 +251,7 @@ impl Batch {
         (group, receiver)
     }
 
-    /// Remove cancelled requests. Return whether any are left.
+    /// Remove cancelled requests. Return whether any requests are left.
     pub(super) fn drop_cancelled(&mut self) -> bool {
         for group in &mut self.groups {
             if group.waiters.iter().any(Sender::is_closed) {
@@ -261,7 +263,8 @@ impl Batch {
         !self.is_empty()
     }
 
-    /// Return the script for these requests. It has at least `algorithms`, and counts usage only if a request does.
+    /// Return the script for these requests. The script has at least `algorithms`, and counts usage only if a request
+    /// does.
     fn script(&self, algorithms: AlgorithmSet) -> &'static Script {
         let variants = self.groups.iter().map(|group| script::script_variant(group.operation, &group.limits));
         script(
@@ -270,7 +273,7 @@ impl Batch {
         )
     }
 
-    /// Return the call. `lua/generic.lua` has its contract.
+    /// Return the arguments of the call. `lua/generic.lua` documents the contract of the scripts.
     pub(super) fn command(&self, algorithms: AlgorithmSet, now_us: u64) -> Cmd {
         let script = self.script(algorithms);
         let limits: usize = self.groups.iter().map(|group| group.limits.len()).sum();
@@ -305,8 +308,8 @@ impl Batch {
         }
     }
 
-    /// Fail all requests that wait, before their reply has arrived. Tokens that a late reply grants to them are
-    /// refunded.
+    /// Fail all requests that wait, before their reply has arrived. Tokens that a late reply grants to these requests
+    /// are refunded.
     pub(super) fn fail_waiters(&mut self, error: &BatchError) {
         for waiter in self.groups.iter_mut().flat_map(|group| &mut group.waiters) {
             let (closed, _) = oneshot::channel();
@@ -323,7 +326,7 @@ impl Batch {
         };
         let mut is_valid = true;
         let mut has_verdict = false;
-        // If Redis had not loaded the script of the call, it has not loaded that of the refunds either.
+        // If Redis had not loaded the script of the call, it has not loaded the script of the refunds either.
         let mut refunds = Batch { algorithms: self.algorithms, sends_source: self.sends_source, ..Batch::default() };
         let mut receivers = Vec::new();
         for mut group in self.groups {
@@ -355,11 +358,11 @@ impl Batch {
         }
         let first = request * group.limits.len();
         let mut usage_keys = (request * group.usages_per_request()..).map(|index| group.usage_keys.get(index));
-        // The key of the total, if the limit has one, also for limits that are not refunded.
+        // Add the key of the total, if the limit has one, even if the limit is not refunded.
         let mut usage_key = |terms: &LimitArgs| usage_keys.by_ref().take(usize::from(terms.counts_usage())).next();
         let refunded: Vec<_> = (group.limits.iter().zip(&verdict.outcomes).enumerate())
             .map(|(limit, (terms, outcome))| (terms, outcome, group.keys.get(first + limit), usage_key(terms)))
-            // A shadow limit may have denied, and a deferred cost is charged after the response.
+            // A shadow limit may have denied, and a deferred cost is charged only after the response.
             .filter(|(terms, outcome, ..)| outcome.status == Status::Ok && !terms.is_post_paid())
             .map(|(terms, outcome, key, usage_key)| {
                 let cost = if group.operation == Operation::TakeUpTo { verdict.granted } else { terms.cost() };
@@ -387,8 +390,9 @@ impl BatchGroup {
         self.limits.iter().filter(|limit| limit.counts_usage()).count()
     }
 
-    /// Return whether the group may begin with a command that deletes. Beyond `maxmemory`, Redis rejects commands that
-    /// need memory only until the script has written: after a release it would accept the charges of the same call.
+    /// Return whether the group may begin with a command that deletes keys. Above `maxmemory`, Redis rejects commands
+    /// that need memory only until the script has written. After a release, it would accept the charges of the same
+    /// call.
     fn may_delete(&self) -> bool {
         match self.operation {
             Operation::Refund { .. } | Operation::Renew => true,
@@ -410,25 +414,26 @@ impl BatchGroup {
 }
 
 // The limit on the requests that one worker has in flight to one server. As in TCP Vegas, the window grows additively
-// and shrinks multiplicatively, by the delay that its own load adds.
+// and shrinks multiplicatively, depending on the delay that its own load adds.
 
-/// Weight of a call without keys, in keys: the cost to Redis of running the smallest script.
+/// Weight of a call without keys, in keys. The value is the CPU time of Redis for the smallest script.
 const CALL_WEIGHT: usize = 8;
 
-/// The minimum and initial size. It holds one full batch.
+/// The minimum and initial size. The minimum holds one full batch.
 const MIN_WINDOW: usize = 128 + CALL_WEIGHT;
 
-/// The maximum size. It holds 16 full batches: with a round trip of 40 ms, 50,000 checks/s.
+/// The maximum size. The maximum holds 16 full batches: with a round trip of 40 ms, 50,000 checks/s.
 const MAX_WINDOW: usize = 16 * MIN_WINDOW;
 
-/// Number of replies after which the minimum round trip is measured anew, because the server may have moved.
+/// Number of replies after which the minimum round trip is measured again, because the server may have moved.
 const ROUND_TRIP_RESET_REPLIES: u32 = 10_000;
 
 /// A congestion window, in keys.
 #[derive(Debug)]
 pub(super) struct InFlightWindow {
     size: usize,
-    /// Whether no reply has been slow so far. Until then the window grows by the weight of each reply (slow start).
+    /// Whether no reply has been slow so far. Until a reply is slow, the window grows by the weight of each reply (slow
+    /// start).
     slow_start: bool,
     /// The minimum of the recent round trips.
     min_round_trip: Duration,
@@ -447,14 +452,14 @@ impl InFlightWindow {
         keys + CALL_WEIGHT
     }
 
-    /// Return whether a call with this many keys fits beside the weight in flight.
+    /// Return whether a call with this number of keys fits in addition to the weight in flight.
     pub(super) fn has_room(&self, in_flight: usize, keys: usize) -> bool {
         in_flight + InFlightWindow::weight(keys) <= self.size
     }
 
-    /// Record a reply. Compare the delay over the minimum round trip with the rest of the timeout: above a quarter, the
-    /// window is halved. Below the target, the window grows if it `is_limited`: if it limited the number of requests in
-    /// flight.
+    /// Record a reply. Compare the delay above the minimum round trip with the rest of the timeout. If the delay is
+    /// more than a quarter, the window is halved. Below the target, the window grows if `is_limited`, which means that
+    /// the window limited the number of requests in flight.
     pub(super) fn record_reply(&mut self, weight: usize, round_trip: Duration, timeout: Duration, is_limited: bool) {
         self.replies += 1;
         if self.replies == ROUND_TRIP_RESET_REPLIES {

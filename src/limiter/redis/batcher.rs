@@ -1,9 +1,10 @@
-//! Batcher: a bounded queue of checks in front of one server, and the script calls that carry them.
+//! The batcher is a bounded queue of checks for one server, and sends them in script calls.
 //!
-//! The checks of one event-loop tick share one EVALSHA. With [`MIN_IN_FLIGHT_TO_WAIT`] or more requests in flight and a
-//! server that replies fast, new checks wait for the next reply and share a call. The calls in flight fit into a window
-//! that shrinks when replies slow down, so that a busy server receives larger batches rather than more of them. Other
-//! checks wait in the queue until their deadline. Overload is not an outage and does not open the circuit breaker.
+//! All checks of one event-loop tick share one EVALSHA. With [`MIN_IN_FLIGHT_TO_WAIT`] or more requests in flight and a
+//! server that replies fast, new checks wait for the next reply and share a call. A window limits the calls in flight,
+//! and shrinks when replies slow down, so that a busy server receives larger batches instead of more batches. If there
+//! is no room in the window, checks wait in the queue until their deadline. Overload is not an outage and does not open
+//! the circuit breaker.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -32,21 +33,21 @@ use crate::limiter::redis::server::{Address, RedisEndpoint};
 use crate::limiter::redis::{RedisSettings, connection};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// With this many requests in flight, the next call waits for a reply. A call costs Redis and the gateway as much as
-/// one more request in a batch; with fewer requests in flight, too few would share that cost.
+/// With this number of requests in flight, the next call waits for a reply. A call costs Redis and the gateway as much
+/// as one more request in a batch. With fewer requests in flight, too few requests would share this cost.
 const MIN_IN_FLIGHT_TO_WAIT: usize = 8;
 
 /// Maximum size of the keys that one worker queues for one server, in bytes. Further checks are rejected at once.
 const MAX_QUEUED_BYTES: usize = 4 << 20;
 
-/// Maximum number of closed idle connections that one call tries.
+/// Maximum number of closed idle connections that the batcher tries for one call.
 const MAX_CLOSED_CONNECTIONS: u32 = 8;
 
-/// Number of times that a call is sent again with the time of Redis. A day may end between the first reply and the
-/// second call.
+/// Number of times that a call is repeated with the time of Redis. A day may end between the first reply and the second
+/// call.
 const MAX_TIME_CORRECTIONS: u32 = 2;
 
-/// Part of the timeout for which a call that Redis rejects is retried.
+/// Fraction of the timeout for which a call that Redis rejects is retried.
 const RETRY_PART_OF_TIMEOUT: f64 = 0.8;
 
 /// The calls of one worker to one server.
@@ -56,14 +57,14 @@ pub(super) struct Batcher {
     pub(super) connections: Connections,
     /// First part of every key.
     pub(super) prefix: String,
-    /// The clock of decisions: the clock of Redis or, in tests, another clock.
+    /// The clock of decisions: the clock of Redis, or another clock in tests.
     pub(super) clock: Clock,
-    /// The algorithms whose scripts every connection has loaded.
+    /// The algorithms whose scripts are loaded on every connection.
     pub(super) algorithms: AlgorithmSet,
     /// Maximum time from the start of a check to its verdict, and from writing a call to its reply.
     pub(super) timeout: Duration,
-    /// Maximum time for retrying a call that Redis rejects, shorter than `timeout`: the check then fails with the
-    /// reason.
+    /// Maximum time for retrying a call that Redis rejects. It is shorter than `timeout`, so that the check fails with
+    /// the reason.
     retry_timeout: Duration,
     /// Whether requests of different identities may share a call.
     pub(super) shares_calls: bool,
@@ -81,7 +82,7 @@ pub(super) struct Batcher {
 /// The batches that wait to be sent.
 #[derive(Debug, Default)]
 pub(super) struct BatchQueue {
-    /// Oldest first. New checks join the last batch.
+    /// The oldest batch is first. New checks join the last batch.
     batches: VecDeque<PendingBatch>,
     /// Number of requests and bytes of keys in `batches`.
     requests: usize,
@@ -125,9 +126,9 @@ struct InFlightGuard<'a> {
 pub(super) struct BatchItem<'a> {
     pub(super) operation: Operation,
     pub(super) charges: &'a [Charge<'a>],
-    /// Time for which the boundaries of calendar windows and days are computed, µs since the Unix epoch.
+    /// Time for which the boundaries of calendar windows and days are computed, in µs since the Unix epoch.
     pub(super) assumed_now_us: u64,
-    /// Whether the call must carry the script's source, because Redis may not have loaded it.
+    /// Whether the call must contain the source of the script, because Redis may not have loaded it.
     pub(super) sends_source: bool,
     /// The reason for the call.
     pub(super) purpose: Purpose,
@@ -145,7 +146,7 @@ impl Batcher {
         metrics: Arc<LimiterMetrics>,
     ) -> Self {
         let RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, clock } = settings.clone();
-        // In a cluster each identity has a hash slot of its own, and a script call must not use several slots.
+        // In a cluster, each identity has its own hash slot, and a script call must not use several slots.
         let shares_calls = server.mode() != ServerMode::Cluster;
         Batcher {
             connections: connection::new_pool(server, algorithms, connections, connect_timeout),
@@ -163,8 +164,8 @@ impl Batcher {
         }
     }
 
-    /// Queue a check and wait for its verdict. After an error reply that proves that nothing ran, queue it again until
-    /// `deadline`. A check without a reply is never sent again.
+    /// Queue a check and wait for its verdict. After an error reply that proves that nothing was executed, queue the
+    /// check again until `deadline`. A check without a reply is never sent again.
     pub(super) async fn enqueue(
         self: &Arc<Self>,
         deadline: Instant,
@@ -181,7 +182,7 @@ impl Batcher {
             Ok(verdict) => Ok(verdict),
             Err(BatchError::Store(error)) => Err(error),
             Err(BatchError::ErrorReply(error)) => {
-                // On the heap: few checks are retried.
+                // The future is boxed, because only few checks are retried.
                 let retried = timeout_at(deadline.into(), Box::pin(self.retry(item, error)));
                 retried.await.unwrap_or(Err(StoreError::LateReply))
             }
@@ -233,7 +234,7 @@ impl Batcher {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Send the batch that was claimed at `claimed_at`, and then the batches that waited for its reply.
+    /// Send the batch that was claimed at `claimed_at`, and then the batches that were waiting for its reply.
     async fn run(self: Arc<Self>, mut claimed_at: Instant) {
         loop {
             let Some(mut pending_batch) = self.lock_queue().take_next() else { return };
@@ -244,7 +245,7 @@ impl Batcher {
                 return;
             }
             claimed_at = monotonic();
-            // Wait for checks of requests that the worker has received but not yet read.
+            // Wait for checks of requests that the worker has received but not read yet.
             yield_now().await;
         }
     }
@@ -253,7 +254,7 @@ impl Batcher {
         tokio::spawn(self.clone().run(monotonic()));
     }
 
-    /// Start a task that sends the next batch, if it need not wait.
+    /// Start a task that sends the next batch, if the batch need not wait.
     fn spawn_next(self: &Arc<Self>) {
         let mut queue = self.lock_queue();
         if queue.try_claim(self.shares_calls) {
@@ -262,7 +263,8 @@ impl Batcher {
         self.ensure_sweep(&mut queue);
     }
 
-    /// Start a task that rejects expired batches while checks wait for room in the window, unless one runs.
+    /// Start a task that rejects expired batches while checks wait for room in the window, unless such a task is
+    /// running.
     fn ensure_sweep(self: &Arc<Self>, queue: &mut BatchQueue) {
         if !queue.is_sweeping && queue.is_limited() {
             queue.is_sweeping = true;
@@ -281,7 +283,7 @@ impl Batcher {
             weight: InFlightWindow::weight(batch.key_count()),
             sent_at: began,
         };
-        // Probes are sent while the breaker is open, and record their result themselves.
+        // Probes are sent while the circuit breaker is open, and record their result themselves.
         let epoch = match (batch.purpose(), self.breaker.closed_epoch()) {
             (Purpose::Probe, _) => None,
             (Purpose::Checks | Purpose::Asking, Some(epoch)) => Some(epoch),
@@ -355,8 +357,8 @@ impl Batcher {
 }
 
 impl Batcher {
-    /// Send a batch on a connection and wait for its reply. Return `None` if it arrives neither before the deadline nor
-    /// within the timeout of the call, which counts from `written_at`.
+    /// Send a batch on a connection and wait for its reply. Return `None` if the reply arrives neither before the
+    /// deadline nor within the timeout of the call, which starts at `written_at`.
     async fn exchange(
         self: &Arc<Self>,
         batch: &mut Batch,
@@ -394,7 +396,8 @@ impl Batcher {
         checkout.unwrap_or_else(|_| Err(self.connections.checkout_timeout()))
     }
 
-    /// Wait for the reply to a call that was written. At the deadline, fail the checks and go on waiting for the reply.
+    /// Wait for the reply to a call that was written. At the deadline, fail the checks and continue to wait for the
+    /// reply.
     async fn wait_for_reply<T>(
         self: &Arc<Self>,
         mut call: Pin<&mut impl Future<Output = T>>,
@@ -414,7 +417,7 @@ impl Batcher {
         wait_until(written_at + self.timeout, call).await
     }
 
-    /// Let the queued checks go: the reply they wait for is slow.
+    /// Send the queued checks now, because the reply that they wait for is slow.
     fn release_batch(self: &Arc<Self>) {
         self.lock_queue().is_slow = true;
         self.spawn_next();
@@ -506,7 +509,7 @@ impl BatchQueue {
         !self.batches.is_empty() && !self.has_room()
     }
 
-    /// Claim the first batch if it is to be sent now and no task has claimed it. The caller must send it.
+    /// Claim the first batch if it must be sent now and no task has claimed it. The caller must send the batch.
     fn try_claim(&mut self, shares_calls: bool) -> bool {
         // A batch that is full or cannot grow does not wait.
         let ready =
@@ -544,8 +547,8 @@ impl Drop for InFlightGuard<'_> {
     }
 }
 
-/// Return the time of a server that rejected the boundaries of a calendar window or day because they are too far from
-/// its own time, µs.
+/// Return the time in µs of a server that rejected the boundaries of a calendar window or day because they are too far
+/// from its own time.
 fn server_time(error: &RedisError) -> Option<u64> {
     let detail = error.detail().filter(|_| error.code() == Some("RLSTALE"))?;
     detail.rsplit(' ').next()?.parse().ok()

@@ -1,4 +1,4 @@
-//! The circuit breaker of a store. While it is open, no call is sent and limits follow `on_store_error`.
+//! The circuit breaker of a Redis server. While it is open, no call is sent and limits follow `on_store_error`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -14,12 +14,12 @@ use crate::limiter::redis::diagnosis::diagnose_reply;
 use crate::limiter::redis::server::Address;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
-/// Signal that a store answers again after an outage.
+/// Signal that the store is available again after an outage.
 #[derive(Debug)]
 pub struct RecoverySignal {
     notify: Notify,
     created_at: Instant,
-    /// Time of the last recovery, µs after `created_at`. 0: never.
+    /// Time of the last recovery, in µs after `created_at`. 0: there was no recovery.
     last_us: AtomicU64,
 }
 
@@ -47,10 +47,11 @@ impl RecoverySignal {
     }
 }
 
-/// The state of a circuit breaker. All workers share the breaker, so that only one worker probes.
+/// The state of a circuit breaker. All workers share the circuit breaker, so that only one worker sends probes.
 #[derive(Debug)]
 pub struct CircuitBreaker {
-    /// Number of changes. Odd: the breaker is open. Results of calls of an earlier epoch are ignored.
+    /// Number of changes of the circuit breaker. If the number is odd, the circuit breaker is open. Results of calls
+    /// from an earlier epoch are ignored.
     epoch: AtomicU32,
     failures: FailureWindow,
     /// Whether a task probes a store that did not reply to a call.
@@ -63,11 +64,11 @@ pub struct CircuitBreaker {
 /// The assessment of a failed call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Assessment {
-    /// The call has no effect on the breaker, which has changed since the call was sent.
+    /// The call has no effect on the circuit breaker, which has changed since the call was sent.
     Outdated,
     /// The store may be failing.
     Suspect,
-    /// Too many calls failed: the breaker must open.
+    /// Too many calls failed, so the circuit breaker must open.
     Failing,
 }
 
@@ -78,7 +79,7 @@ impl Default for CircuitBreaker {
 }
 
 impl CircuitBreaker {
-    /// Create a closed breaker. It fires `recovery` each time it closes again.
+    /// Create a closed breaker. `recovery` fires each time the circuit breaker closes again.
     pub fn new(recovery: Arc<RecoverySignal>) -> Self {
         CircuitBreaker {
             epoch: AtomicU32::new(0),
@@ -95,7 +96,7 @@ impl CircuitBreaker {
         self.closed_epoch().is_none()
     }
 
-    /// Return how often the breaker has opened.
+    /// Return how often the circuit breaker has opened.
     pub fn open_count(&self) -> u64 {
         u64::from(self.epoch.load(Ordering::Relaxed).div_ceil(2))
     }
@@ -115,7 +116,7 @@ impl CircuitBreaker {
         Some(self.epoch()).filter(|epoch| epoch % 2 == 0)
     }
 
-    /// Record a reply to a call of this epoch.
+    /// Record a reply to a call that was sent in this epoch.
     pub(super) fn record_reply(&self, epoch: u32) {
         if self.is_current(epoch) {
             self.failures.record_success(|| self.age());
@@ -147,20 +148,21 @@ impl CircuitBreaker {
         self.write_health.record(operation, charges, result, unix_us);
     }
 
-    /// Open the breaker if it is closed since this epoch. Return whether the caller opened it and must probe.
+    /// Open the circuit breaker if it has been closed since this epoch. Return whether the caller has opened it and
+    /// must probe.
     pub(super) fn try_open(&self, epoch: u32) -> bool {
         let open = || self.epoch.compare_exchange(epoch, epoch + 1, Ordering::AcqRel, Ordering::Relaxed);
         epoch.is_multiple_of(2) && open().is_ok()
     }
 
-    /// Close the open breaker and announce the recovery.
+    /// Close the open circuit breaker and signal the recovery.
     pub(super) fn close(&self) {
         self.failures.reset();
         self.epoch.fetch_add(1, Ordering::Release);
         self.recovery.announce();
     }
 
-    /// Return whether the caller is to probe a suspect store, because no other task does.
+    /// Return whether the caller must probe a store that did not reply, because no other task does.
     pub(super) fn begin_probing(&self) -> bool {
         !self.is_probing.swap(true, Ordering::Relaxed)
     }
@@ -184,34 +186,34 @@ impl CircuitBreaker {
     }
 }
 
-// When the breaker opens: after failures in a row, or at a share of failed calls.
+// Conditions for opening the circuit breaker: consecutive failures, or a share of failed calls.
 
-/// Number of failures in a row that open the breaker: as many as replace a connection, so that the first probe uses a
-/// new one.
+/// Number of consecutive failures that open the circuit breaker. The same number replaces a connection, so that the
+/// first probe uses a new connection.
 const MAX_CONSECUTIVE_FAILURES: u32 = MAX_UNANSWERED_CALLS;
 
-/// The failure ratios count over this time, and open the breaker from this number of calls on.
+/// The failure ratios count over this time, and open the circuit breaker from this number of calls on.
 const WINDOW: Duration = Duration::from_secs(1);
 const MIN_CALLS: u64 = 20;
 
-/// The recent failures. Until the first failure, a successful call costs three atomic loads.
+/// The recent failures. Until the first failure, recording a successful call takes three atomic loads.
 #[derive(Debug)]
 pub(crate) struct FailureWindow {
     consecutive: AtomicU32,
-    /// Opens at half of the calls failed.
+    /// Opens the circuit breaker if half of the calls failed.
     failed_ratio: FailureRatio,
-    /// Opens at nine of ten calls failed or late. A store that is overloaded or on a busy machine answers some calls in
-    /// time. A store that answers no call in time is too slow.
+    /// Opens the circuit breaker if nine of ten calls failed or were late. A store that is overloaded or on a busy
+    /// machine replies to some calls in time. A store that replies to no call in time is too slow.
     late_ratio: FailureRatio,
 }
 
 /// The share of failed calls in a window of [`WINDOW`] that begins with a failure.
 #[derive(Debug)]
 struct FailureRatio {
-    /// The share that is too large, in tenths.
+    /// The share from which the circuit breaker opens, in tenths.
     max_tenths: u64,
-    /// Start of the window in ms, calls and matching calls, in 32, 16 and 16 bits. 0: no window. Successes before the
-    /// first failure could only reduce the share.
+    /// Start of the window in ms, number of calls and number of matching calls, in 32, 16 and 16 bits. 0: no window.
+    /// Successes before the first failure could only reduce the share.
     packed_window: AtomicU64,
 }
 
@@ -246,7 +248,7 @@ impl FailureWindow {
         self.late_ratio.record_matching(now)
     }
 
-    /// Forget all failures.
+    /// Forget all recorded failures.
     pub(crate) fn reset(&self) {
         self.consecutive.store(0, Ordering::Relaxed);
         self.failed_ratio.packed_window.store(0, Ordering::Relaxed);
@@ -261,15 +263,16 @@ impl FailureRatio {
         }
     }
 
-    /// Record a matching call. Return whether the share is too large.
+    /// Record a call that counts as matching. Return whether the share is too large.
     fn record_matching(&self, now: Duration) -> bool {
         let (calls, matching) = self.record(now, 1);
         calls >= MIN_CALLS && 10 * matching >= self.max_tenths * calls
     }
 
-    /// Record a call, `matching` (1) or not (0). Return the number of calls and of matching calls in the window.
+    /// Record a call as `matching` (1) or not matching (0). Return the number of calls and of matching calls in the
+    /// window.
     fn record(&self, now: Duration, matching: u64) -> (u64, u64) {
-        // 32 bits wrap after 49 days; only the difference counts.
+        // 32 bits wrap after 49 days, but only the difference is used.
         let now_ms = now.as_millis() as u32;
         let next_window = |window: u64| {
             let started_ms = (window >> 32) as u32;
@@ -289,9 +292,9 @@ impl FailureRatio {
     }
 }
 
-// The log of an outage: each reason once.
+// The log of an outage, which contains each reason once.
 
-/// Maximum number of reasons that are logged for one outage. The first reason may be incidental.
+/// Maximum number of reasons that are logged for one outage. The first reason may be a coincidence.
 const MAX_REASONS: usize = 8;
 
 /// The reasons of one outage that were logged.
@@ -308,7 +311,7 @@ impl OutageLog {
         OutageLog { node, logged: Vec::new() }
     }
 
-    /// Log why a call failed, unless this reason was logged.
+    /// Log why a call failed, unless this reason was already logged.
     pub(crate) fn log_failure(&mut self, error: &StoreError) {
         let reason = error.to_string();
         if self.logged.len() == MAX_REASONS || self.logged.contains(&reason) {
@@ -330,18 +333,18 @@ impl OutageLog {
     }
 }
 
-// The write health of a store: logged when it begins to reject writes and when it accepts them again.
+// Whether a store accepts writes. The log has a record when it begins to reject writes and when it accepts them again.
 
-/// The store accepts writes again after this time without a rejection: at its memory limit it accepts some and rejects
-/// others.
+/// After this time without a rejection, the store counts as accepting writes: at its memory limit, it accepts some
+/// writes and rejects others.
 const WRITE_RECOVERY_TIME: Duration = Duration::from_secs(1);
 
-/// Time of the last rejected write, µs since the Unix epoch. 0: writes are accepted.
+/// Time of the last rejected write, in µs since the Unix epoch. 0: writes are accepted.
 #[derive(Debug, Default)]
 pub(crate) struct WriteHealth(AtomicU64);
 
 impl WriteHealth {
-    /// Record the result of a call. `now_us` is called only when needed.
+    /// Record the result of a call. `now_us` is called only if it is needed.
     pub(crate) fn record(
         &self,
         operation: Operation,
@@ -371,7 +374,7 @@ impl WriteHealth {
     }
 }
 
-/// Return whether a call certainly wrote: it charged something at once.
+/// Return whether a call has certainly written, because it charged something at once.
 fn has_written(operation: Operation, charges: &[Charge<'_>], verdict: &Verdict) -> bool {
     matches!(operation, Operation::Check | Operation::TakeUpTo | Operation::Charge)
         && verdict.granted > 0
@@ -387,7 +390,7 @@ mod failures_tests {
     }
 
     /// Record calls at intervals of `gap_ms` from `start_ms` on: `F` failed, `L` late, others successful. Return the
-    /// number of calls after which the breaker opens.
+    /// number of calls after which the circuit breaker opens.
     fn calls_until_open(outcomes: &str, start_ms: u64, gap_ms: u64) -> Option<usize> {
         let failures = FailureWindow::default();
         outcomes.bytes().enumerate().find_map(|(index, call)| {
@@ -442,7 +445,7 @@ mod failures_tests {
 
     #[test]
     fn window_starts_with_a_failure() {
-        // Three single failures in three windows, and a half that fails in the fourth.
+        // The test has single failures in three windows, and a window in which half of the calls fail.
         let quiet = format!("F{}", "S".repeat(1099));
         assert_eq!(calls_until_open(&format!("{}{}", quiet.repeat(3), "FS".repeat(20)), 0, 1), Some(3321));
         let failures = FailureWindow::default();

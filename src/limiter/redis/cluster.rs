@@ -1,5 +1,5 @@
-//! The Redis Cluster client: the master of a slot keeps the states of its identities, behind a circuit breaker of its
-//! own.
+//! The Redis Cluster client. The master of a slot keeps the states of the slot's identities, and has its own circuit
+//! breaker.
 
 mod scatter;
 pub mod topology;
@@ -21,13 +21,13 @@ use crate::limiter::redis::server::{Address, Login};
 use crate::limiter::redis::server_store::ServerStore;
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// Number of redirections that a call follows at once. It follows further ones after [`REDIRECTION_DELAY`]: the nodes
-/// do not agree on the owner of the slot yet.
+/// Number of redirections that a call follows at once. Further redirections are followed after [`REDIRECTION_DELAY`],
+/// because the nodes do not agree on the owner of the slot yet.
 const MAX_REDIRECTIONS: u32 = 3;
 const REDIRECTION_DELAY: Duration = Duration::from_millis(2);
 
 /// A Redis Cluster as one worker calls it. Clones share it. Connections belong to the runtime that opened them, so
-/// create one for each runtime.
+/// create one client for each runtime.
 #[derive(Debug, Clone)]
 pub struct ClusterStore(Arc<Inner>);
 
@@ -44,16 +44,16 @@ struct Inner {
 /// The nodes that this worker has called.
 #[derive(Debug, Default)]
 struct KnownNodes {
-    /// The slots for which `guards` was cleaned. Nodes that own none of these slots are removed.
+    /// The slots with which `guards` was last cleaned up. Nodes that own none of these slots are removed.
     slots: Option<Arc<SlotMap>>,
     guards: HashMap<Address, ServerStore>,
 }
 
 /// A redirection to another node.
 enum Redirection {
-    /// For this and all later calls.
+    /// The redirection applies to this and all later calls.
     Moved(Address),
-    /// For this call only: the node is importing the slot.
+    /// The redirection applies only to this call: the node is importing the slot.
     Ask(Address),
 }
 
@@ -82,12 +82,12 @@ impl ClusterStore {
     /// Return the clients of all masters.
     ///
     /// # Errors
-    /// The slots are not known.
+    /// The slots of the cluster are not known.
     pub async fn master_nodes(&self) -> Result<Vec<ServerStore>, StoreError> {
         self.slots().await?.masters().iter().map(|address| self.guarded_node(address)).collect()
     }
 
-    /// Return the signal that fires each time a node answers again after an outage.
+    /// Return the signal that fires each time a node is available again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         self.0.cluster_map.recovery()
     }
@@ -110,7 +110,7 @@ impl ClusterStore {
         join_all(guards.iter().map(ServerStore::connect)).await;
     }
 
-    /// Call the master that owns the slot of the identity, which all charges share.
+    /// Call the master that owns the slot of the identity. All charges have the same identity.
     async fn call_owner(
         &self,
         deadline: Instant,
@@ -122,7 +122,7 @@ impl ClusterStore {
         self.with_owner(identity_slot(charge.key.identity), deadline, call).await
     }
 
-    /// Send an administrator's command about keys of one slot; see [`ServerStore::admin_command`].
+    /// Send an administrator's command about keys in one slot; see [`ServerStore::admin_command`].
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -157,7 +157,7 @@ impl ClusterStore {
                 Ok(answer) => return Ok(answer),
                 Err(error) => error,
             };
-            // Even after another error, another node may have become the master.
+            // Even after another kind of error, another node may have become the master.
             match parse_redirection(&error, &address) {
                 Some(Redirection::Moved(to)) => (address, asking) = (to, false),
                 Some(Redirection::Ask(to)) => {
@@ -182,7 +182,7 @@ impl ClusterStore {
         })
     }
 
-    /// Return the slots of all nodes. The first caller discovers them.
+    /// Return the slots of all nodes. The first caller discovers the slots.
     async fn slots(&self) -> Result<Arc<SlotMap>, StoreError> {
         let cluster_map = &self.0.cluster_map;
         if let Some(slots) = cluster_map.slots() {
@@ -192,11 +192,12 @@ impl ClusterStore {
         discovered.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Query the slots from one node after the other until a node replies.
+    /// Query the slots from one node after another until a node replies.
     async fn discover(&self) -> Result<SlotMap, StoreError> {
         let slots = self.0.cluster_map.slots();
         let (masters, all_nodes) = slots.as_ref().map_or((&[][..], &[][..]), |slots| (slots.masters(), slots.nodes()));
-        // Begin with another master each time: a single master may have outdated slots. Query replicas last.
+        // Begin with a different master each time, because a single master may have outdated slots. Query the replicas
+        // last.
         let first = self.0.cluster_map.next_refresh_number() % masters.len().max(1);
         let nodes = masters[first..].iter().chain(&masters[..first]).chain(&self.0.seeds);
         let replicas = all_nodes.iter().filter(|node| !masters.contains(node));
@@ -211,7 +212,7 @@ impl ClusterStore {
         Err(failure)
     }
 
-    /// Refresh the slots in the background, because a call found that they may be outdated.
+    /// Refresh the slots in the background, because a call has shown that they may be outdated.
     fn refresh_topology(&self) {
         let Some(permit) = self.0.cluster_map.try_refresh() else { return };
         let cluster = self.clone();
@@ -219,7 +220,8 @@ impl ClusterStore {
             if let Ok(slots) = cluster.discover().await {
                 let masters = slots.masters().to_vec();
                 cluster.0.cluster_map.replace(slots);
-                // Connect before the first request needs it: a promoted replica was not called before.
+                // Connect before the first request needs the connection, because a promoted replica was not called
+                // before.
                 let is_known = |master: &Address| cluster.lock_nodes().guards.contains_key(master);
                 let new: Vec<_> = masters.into_iter().filter(|master| !is_known(master)).collect();
                 cluster.connect_to(&new).await;
@@ -239,7 +241,7 @@ impl ClusterStore {
         let mut known_nodes = self.lock_nodes();
         if known_nodes.slots.as_ref().map(Arc::as_ptr) != slots.as_ref().map(Arc::as_ptr) {
             let is_member = |address: &Address| slots.as_ref().is_none_or(|slots| slots.nodes().contains(address));
-            // A node that left and returned has a new breaker; the probes of the old one have ended.
+            // A node that left and returned has a new circuit breaker, and the probes of the old one have ended.
             known_nodes
                 .guards
                 .retain(|address, guard| is_member(address) && guard.uses_breaker(&cluster_map.breaker(address)));
@@ -279,12 +281,13 @@ impl ClusterStore {
     }
 }
 
-/// Return whether one server keeps all states of these charges: an identity has one slot.
+/// Return whether one server keeps all states of these charges, because an identity has only one slot.
 pub fn is_single_slot(charges: &[Charge<'_>]) -> bool {
     charges.windows(2).all(|pair| pair[0].key.identity == pair[1].key.identity)
 }
 
-/// Return whether the keys of the call are on two nodes while their slot migrates. Calls with single keys succeed.
+/// Return whether the keys of the call are on two nodes while their slot migrates. In this case, calls with single keys
+/// succeed.
 fn is_try_again(error: &StoreError) -> bool {
     matches!(error, StoreError::Redirected(reply) if reply.code() == "TRYAGAIN")
 }
@@ -294,7 +297,7 @@ fn parse_redirection(error: &StoreError, asked_node: &Address) -> Option<Redirec
     let StoreError::Redirected(reply) = error else { return None };
     let mut node = Address::parse(reply.detail().split_ascii_whitespace().nth(1)?)?;
     if node.host.is_empty() {
-        // If a node does not know its own host, the host of the node that replied is meant.
+        // If a node does not know its own host, the address refers to the host of the node that replied.
         node.host = asked_node.host.clone();
     }
     match reply.code() {

@@ -22,10 +22,10 @@ use crate::limiter::redis::script::{AlgorithmSet, all_scripts};
 use crate::limiter::redis::server::{ConnectError, RedisEndpoint};
 use crate::limiter::verdict::StoreError;
 
-/// Number of calls without a reply in a row after which a connection counts as hung and is replaced.
+/// Number of consecutive calls without a reply after which a connection counts as hung and is replaced.
 pub const MAX_UNANSWERED_CALLS: u32 = 5;
 
-/// Maximum number of calls queued on one connection before senders wait.
+/// Maximum number of calls that are queued on one connection before senders wait.
 const PIPELINE_CAPACITY: usize = 1024;
 
 /// Opens connections and loads all scripts of the configuration on them.
@@ -44,7 +44,7 @@ pub struct Connection {
     health: Arc<ConnectionHealth>,
 }
 
-/// A connection of the pool. It can be replaced while requests use the previous one.
+/// A connection of the pool. The pool can replace the connection while requests use the previous one.
 #[derive(Debug, Clone)]
 pub struct Pooled(Arc<Mutex<Connection>>);
 
@@ -53,19 +53,20 @@ pub struct Pooled(Arc<Mutex<Connection>>);
 struct ConnectionHealth {
     address: ConnectionAddr,
     unanswered_calls: AtomicU32,
-    /// Whether to replace the connection though it works, because it leads to the wrong server.
+    /// Whether to replace the connection although it works, because it leads to the wrong server.
     is_retired: AtomicBool,
     throttle: Arc<ReconnectThrottle>,
 }
 
 /// The connections of one worker to one server.
 ///
-/// bb8 opens connections, counts them and replaces those that [`Manager::has_broken`] reports. It cannot do the rest:
-/// - fail a checkout when the attempt to connect has failed: it waits for its timeout ([`ConnectFailures`]);
-/// - limit the rate of attempts: each checkout without a connection starts one ([`ReconnectThrottle`]);
-/// - open a second connection, because each checkout returns the first one at once: `min_idle` would, but connects
-///   when the pool is built and again at each checkout after a failure ([`Connections::maintain`]);
-/// - notice that an idle connection was closed, without a PING at each checkout ([`Connections::maintain`]).
+/// bb8 opens connections, counts them and replaces connections that [`Manager::has_broken`] reports. bb8 cannot do the
+/// following:
+/// - fail a checkout when the attempt to connect has failed: bb8 waits for its timeout ([`ConnectFailures`]);
+/// - limit the rate of attempts: each checkout without a connection starts an attempt ([`ReconnectThrottle`]);
+/// - open a second connection, because each checkout returns the first connection at once. `min_idle` would open more,
+///   but connects when the pool is built and again at each checkout after a failure ([`Connections::maintain`]);
+/// - detect that an idle connection was closed, without a PING at each checkout ([`Connections::maintain`]).
 #[derive(Debug)]
 pub struct Connections {
     pool: Pool<Manager>,
@@ -73,9 +74,9 @@ pub struct Connections {
     manager: Manager,
     /// The failure of the last attempt to connect.
     failures: watch::Receiver<Option<ConnectError>>,
-    /// The error if there is no connection in time, and no attempt has failed.
+    /// The error that is returned if there is no connection in time, and no attempt has failed.
     timeout_error: ConnectError,
-    /// Whether there has been a connection.
+    /// Whether there has ever been a connection.
     has_connected: AtomicBool,
 }
 
@@ -102,7 +103,7 @@ pub fn new_pool(server: RedisEndpoint, algorithms: AlgorithmSet, size: u32, conn
         .max_size(size)
         .test_on_check_out(false)
         .retry_connection(false)
-        // Longer than an attempt to connect, so that its error is reported.
+        // This timeout is longer than an attempt to connect, so that the error of the attempt is reported.
         .connection_timeout(connect_timeout + connect_timeout / 8)
         .error_sink(Box::new(ConnectFailures(failure_sender)))
         .idle_timeout(None)
@@ -113,7 +114,7 @@ pub fn new_pool(server: RedisEndpoint, algorithms: AlgorithmSet, size: u32, conn
 
 impl Connections {
     /// Return the error for a checkout that timed out without a failed attempt. If the server was connected before, the
-    /// new connection is still being opened, which takes several round trips and is not an outage.
+    /// new connection is still being opened. This takes several round trips and is not an outage.
     pub fn checkout_timeout(&self) -> StoreError {
         if self.has_connected.load(Ordering::Relaxed) {
             StoreError::Overloaded
@@ -123,7 +124,7 @@ impl Connections {
     }
 
     /// Open missing connections. Replace idle connections that the server has closed, and connections to a server that
-    /// has lost its role as master. Requests use the previous connections until the new ones are open.
+    /// is no longer the master. Requests use the previous connections until the new ones are open.
     pub async fn maintain(&self) {
         let master = self.manager.server.current_master(self.manager.connect_timeout).await;
         let is_outdated = |connection: &Connection| {
@@ -134,7 +135,7 @@ impl Connections {
             return;
         }
         for _ in open_connections.max(1)..self.size {
-            // bb8 would never open a second connection: each checkout returns the first one at once.
+            // bb8 would never open a second connection, because each checkout returns the first one at once.
             let Ok(added) = self.manager.connect().await else { return };
             if self.pool.add(added).is_err() {
                 break;
@@ -167,7 +168,7 @@ impl Pooled {
     }
 }
 
-/// Borrow a connection from the pool, clone it and return it at once, so that concurrent calls share it.
+/// Borrow a connection from the pool, clone it and return it at once, so that concurrent calls share the connection.
 ///
 /// # Errors
 /// There is no connection, and the attempt to connect failed or timed out.
@@ -218,7 +219,8 @@ impl Manager {
     }
 
     async fn open_at(&self, client: &Client) -> RedisResult<Connection> {
-        // No response timeout: the batcher keeps the deadline, and a late reply must still be matched with its call.
+        // There is no response timeout: the batcher checks the deadline, and a late reply must still be matched with
+        // its call.
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.connect_timeout))
             .set_response_timeout(None)
@@ -228,7 +230,7 @@ impl Manager {
             Some(dial) => connect_dialed(dial, client, config).await?,
         };
         verify_server(&mut multiplexed, self.server.mode(), client.get_connection_info().addr()).await?;
-        // Pipelined: one round trip for all scripts.
+        // The commands are pipelined, so that all scripts need only one round trip.
         let scripts = all_scripts(self.algorithms).filter(|_| !self.algorithms.is_empty());
         try_join_all(scripts.map(|script| {
             let mut pipe = multiplexed.clone();
@@ -269,7 +271,7 @@ impl ManageConnection for Manager {
     }
 }
 
-/// Counts a call as unanswered if it is dropped before its reply arrived.
+/// Counts a call as unanswered if it is dropped before its reply has arrived.
 struct UnansweredCall<'a>(Option<&'a AtomicU32>);
 
 impl Drop for UnansweredCall<'_> {
@@ -297,7 +299,7 @@ impl Connection {
     fn is_closed(&self) -> bool {
         let mut multiplexed = self.multiplexed.clone();
         let ping = redis::cmd("PING");
-        // The driver task of an open connection skips a command whose reply is not awaited.
+        // The driver task of an open connection skips a command whose reply is no longer awaited.
         let send_error = multiplexed.send_packed_command(&ping).now_or_never();
         let closed = send_error.is_some_and(|refused| refused.is_err_and(|error| error.is_unrecoverable_error()));
         if closed {
@@ -306,19 +308,19 @@ impl Connection {
         closed
     }
 
-    /// Send a command, preceded by `ASKING` if another node redirected it to this one.
+    /// Send a command, preceded by `ASKING` if another node redirected it to this node.
     pub async fn call(mut self, asking: bool, command: Arc<Cmd>) -> RedisResult<Value> {
         if asking { self.send_asking(&command).await } else { self.send(&command).await }
     }
 
     /// Send a command and return its reply. An error reply is returned as an error. An error inside an array is part of
-    /// the value.
+    /// the returned value.
     pub async fn send(&mut self, command: &Cmd) -> RedisResult<Value> {
         let multiplexed = &mut self.multiplexed;
         into_reply(track_reply(&self.health.unanswered_calls, multiplexed.send_packed_command(command)).await?)
     }
 
-    /// Send a command preceded by `ASKING`, so that a node executes it for a slot that it is importing.
+    /// Send a command preceded by `ASKING`, so that a node executes the command for a slot that it is importing.
     pub async fn send_asking(&mut self, command: &Cmd) -> RedisResult<Value> {
         let mut pipeline = Pipeline::with_capacity(2);
         pipeline.cmd("ASKING").add_command(command.clone());
@@ -343,8 +345,9 @@ async fn track_reply<T>(unanswered_calls: &AtomicU32, call: impl Future<Output =
     result
 }
 
-// Streams that the redis crate does not open. It opens TCP, TLS and Unix sockets itself. With a [`Dial`], the tests run
-// the whole limiter over streams in memory; login, pool, pipeline and scripts are those of production.
+// Byte streams that are not opened by the redis crate. The redis crate opens TCP, TLS and Unix sockets itself. With a
+// [`Dial`], tests run the whole limiter over streams in memory. Login, pool, pipeline and scripts are the same as in
+// production.
 
 /// An open byte stream.
 pub trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -356,11 +359,11 @@ pub type DialFuture = Pin<Box<dyn Future<Output = io::Result<Box<dyn ByteStream>
 
 /// Opens byte streams to servers.
 pub trait Dial: Debug + Send + Sync {
-    /// Open a stream to the server at `address`. The caller bounds the time.
+    /// Open a stream to the server at `address`. The caller limits the time.
     fn dial(&self, address: &ConnectionAddr) -> DialFuture;
 }
 
-/// Connect and log in as the redis crate does for `client`, over a stream of `dial`.
+/// Connect and log in as the redis crate does for `client`, over a stream that `dial` opens.
 ///
 /// # Errors
 /// The stream cannot be opened, or the server rejects the login.
@@ -372,7 +375,7 @@ pub(super) async fn connect_dialed(
     let info = client.get_connection_info();
     let stream = dial.dial(info.addr()).await?;
     let (connection, driver) = MultiplexedConnection::new_with_config(info.redis_settings(), stream, config).await?;
-    // Ends with the last clone of the connection.
+    // The task ends with the last clone of the connection.
     tokio::spawn(driver);
     Ok(connection)
 }
@@ -387,7 +390,7 @@ const RECONNECT_INTERVAL: Duration = Duration::from_millis(500);
 pub struct ReconnectThrottle {
     /// The error of the last attempt if it failed, and the start of the last attempt.
     last_failure: Mutex<Option<(ConnectError, Instant)>>,
-    /// Time at which a working connection was last given up.
+    /// Time at which a working connection was last replaced.
     last_retired_at: Mutex<Option<Instant>>,
 }
 
@@ -395,7 +398,7 @@ impl ReconnectThrottle {
     /// Run `attempt`, unless another attempt failed within [`RECONNECT_INTERVAL`].
     ///
     /// # Errors
-    /// The error of this attempt or, if it is not made, of the previous one.
+    /// The error of this attempt. If no attempt is made, the error of the previous one.
     pub async fn throttle<T>(&self, attempt: impl Future<Output = Result<T, ConnectError>>) -> Result<T, ConnectError> {
         let started_at = monotonic();
         self.try_begin(started_at)?;
@@ -439,7 +442,7 @@ pub enum ServerMode {
     Standalone,
     /// A node of a cluster.
     Cluster,
-    /// A Sentinel. It keeps no data.
+    /// A Sentinel. A Sentinel keeps no data.
     Sentinel,
 }
 
@@ -492,7 +495,7 @@ impl HelloReply {
         Some(HelloReply { server: field("server")?.to_owned(), version: field("version")?.to_owned(), mode, role })
     }
 
-    /// Return why a server cannot be used as `expected`, and what to do. Return `None` if it can.
+    /// Return why a server cannot be used as `expected`, and what to do. Return `None` if the server can be used.
     pub fn mismatch(&self, expected: ServerMode, address: &ConnectionAddr) -> Option<String> {
         Some(match (self.mode, expected) {
             (ServerMode::Standalone, ServerMode::Standalone) if self.role == Some(ServerRole::Replica) => format!(
@@ -515,10 +518,10 @@ impl HelloReply {
     }
 }
 
-/// Check that the server has the expected mode, if it says.
+/// Check that the server has the expected mode, if its reply contains the mode.
 ///
 /// # Errors
-/// It has another mode, requires a login, or the connection was lost. A server that rejects HELLO is accepted.
+/// The server has another mode, requires a login, or the connection was lost. A server that rejects HELLO is accepted.
 pub async fn verify_server(
     pipe: &mut MultiplexedConnection,
     expected: ServerMode,

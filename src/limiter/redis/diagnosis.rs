@@ -1,4 +1,4 @@
-//! Diagnoses of Redis errors: one sentence that says what to do.
+//! Diagnoses of Redis errors. Each diagnosis is one sentence that says what to do.
 
 use std::error::Error;
 use std::io;
@@ -59,7 +59,7 @@ pub fn diagnose_reply(reply: &ErrorReply) -> String {
 
 const WRONG_PASSWORD: &str = "Redis rejects this user or password; correct them in store.url";
 
-/// Diagnose an error reply. Return `None` if the error is not a known one.
+/// Diagnose an error reply. Return `None` if the error is unknown.
 fn diagnose_code(code: &str, detail: &str) -> Option<String> {
     if let Some(permission) = permission_in_reply(code, detail) {
         return Some(format!(
@@ -109,8 +109,8 @@ pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
     }
 }
 
-/// Starts of the error of a script that uses a command or key without permission: up to Redis 7.0, and since Redis 7.2
-/// and in Valkey.
+/// The beginnings of the error of a script that lacks a permission for a command or key: up to Redis 7.0, and since
+/// Redis 7.2 and in Valkey.
 const SCRIPT_PERMISSION_ERRORS: [&str; 2] = ["The user executing the script can't", "ACL failure in script"];
 
 /// Return whether a part of an error reply is the error of a script that lacks a permission.
@@ -118,18 +118,18 @@ pub(super) fn is_script_permission_error(detail: &str) -> bool {
     SCRIPT_PERMISSION_ERRORS.iter().any(|start| detail.starts_with(start))
 }
 
-/// Return the permission that the user lacks, as `ACL SETUSER` takes it. Return `None` for other errors.
+/// Return the permission that the user lacks, in the syntax of `ACL SETUSER`. Return `None` for other errors.
 pub fn missing_permission(error: &RedisError) -> Option<String> {
     permission_in_reply(error.code().unwrap_or_default(), error.detail()?)
 }
 
 fn permission_in_reply(code: &str, detail: &str) -> Option<String> {
-    // Redis 7.0 does not name the command of the script.
+    // Redis 7.0 does not name the command that the script called.
     let script = is_script_permission_error(detail);
     if code != "NOPERM" && !script {
         return None;
     }
-    // "… has no permissions to run the 'config|get' command", "… to access one of the keys used as arguments"
+    // Examples: "… has no permissions to run the 'config|get' command", "… to access one of the keys used as arguments"
     match detail.split_once(" run the '").and_then(|(_, rest)| rest.split_once('\'')) {
         Some((command, _)) => Some(format!("+{command}")),
         None if detail.contains("key") => Some("~PREFIX:* for the keys of store.prefix".to_owned()),
@@ -196,7 +196,7 @@ fn diagnose_tls(error: &rustls::Error, address: &ConnectionAddr) -> String {
     }
 }
 
-/// Diagnose a reply of another protocol. The parser's error has its first bytes.
+/// Diagnose a reply of another protocol. The error of the parser contains the first bytes of the reply.
 fn diagnose_protocol(error: &RedisError, address: &ConnectionAddr) -> String {
     let detail = error.detail().unwrap_or_default();
     let unexpected_byte = |byte: u8| detail.contains(&format!("Unexpected `{byte}`"));
@@ -205,7 +205,7 @@ fn diagnose_protocol(error: &RedisError, address: &ConnectionAddr) -> String {
 }
 
 fn io_error(error: &RedisError) -> Option<&io::Error> {
-    // The redis crate keeps the I/O error in an `Arc`, which is the source by its type.
+    // The redis crate keeps the I/O error in an `Arc`, which is the type of the error source.
     let inner = error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?;
     inner.downcast_ref()
 }

@@ -8,31 +8,32 @@ use crate::limiter::clock::monotonic;
 use crate::limiter::redis::diagnosis;
 use crate::limiter::verdict::{ErrorReply, StoreError};
 
-/// Delay before a rejected call is sent again. Each later delay is twice as long, up to [`MAX_BACKOFF`].
+/// Delay before a rejected call is sent again. Each further delay is twice as long, up to [`MAX_BACKOFF`].
 const INITIAL_BACKOFF: Duration = Duration::from_millis(5);
 const MAX_BACKOFF: Duration = Duration::from_millis(100);
 
 /// The meaning of an error reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RedisErrorKind {
-    /// The call did not run, and may succeed soon.
+    /// The call was not executed, and may succeed soon.
     Retryable,
-    /// The call did not run: another server keeps the state, or will keep it after a migration.
+    /// The call was not executed: another server keeps the state, or will keep it after a migration.
     Redirect,
-    /// All calls fail: a permission is missing, or the server has no scripts.
+    /// All calls fail, because a permission is missing or the server has no scripts.
     Fatal,
-    /// Writes are rejected, and this call before its first write. Calls that do not write succeed.
+    /// Writes are rejected, and this call was rejected before its first write. Calls that do not write succeed.
     WritesRejected,
     /// The script failed on the stored state or on its arguments.
     Script,
 }
 
 impl RedisErrorKind {
-    /// Classify an error. Return `None` if it is not an error reply.
+    /// Classify an error. Return `None` if the error is not an error reply.
     pub fn from_error(error: &RedisError) -> Option<Self> {
         let (code, detail) = code_and_detail(error)?;
         Some(match code {
-            // Nothing was written: Redis does not stop a script that has written, and changes its role between scripts.
+            // Nothing was written: Redis does not stop a script that has written, and changes its role only between
+            // scripts.
             "LOADING" | "BUSY" | "CLUSTERDOWN" | "MASTERDOWN" | "READONLY" => RedisErrorKind::Retryable,
             "MOVED" | "ASK" | "TRYAGAIN" => RedisErrorKind::Redirect,
             "OOM" | "MISCONF" | "NOREPLICAS" => RedisErrorKind::WritesRejected,
@@ -41,7 +42,8 @@ impl RedisErrorKind {
                 RedisErrorKind::Script
             }
             REDIS_6_CALL_ERROR => RedisErrorKind::Script,
-            // NOPERM, NOAUTH, WRONGPASS and unknown codes. No client can cause them, so they are failures of the store.
+            // NOPERM, NOAUTH, WRONGPASS and unknown codes. Clients cannot cause these errors, so they are failures of
+            // the store.
             _ => RedisErrorKind::Fatal,
         })
     }
@@ -62,18 +64,19 @@ impl RedisErrorKind {
     }
 }
 
-/// Return whether another connection may succeed: it may lead to a new master at the same address, or log in again.
+/// Return whether another connection may succeed, because it may lead to a new master at the same address or log in
+/// again.
 pub fn is_connection_error(error: &RedisError) -> bool {
     matches!(code_and_detail(error), Some(("READONLY" | "NOAUTH", _)))
 }
 
-/// Start of a script error before Redis 7: `Error running script (call to f_…): @user_script: 1: -OOM …`.
+/// Beginning of a script error before Redis 7: `Error running script (call to f_…): @user_script: 1: -OOM …`.
 const REDIS_6_SCRIPT_ERROR: &str = "Error running script";
 
-/// Start of the error of a command that a script called by `pcall`, before Redis 7: `@user_script: 1: -OOM …`.
+/// Beginning of the error of a command that a script called with `pcall`, before Redis 7: `@user_script: 1: -OOM …`.
 const REDIS_6_CALL_ERROR: &str = "@user_script:";
 
-/// Return the code and the detail of an error reply or, for a script, of the error that stopped it.
+/// Return the code and the detail of an error reply. For a script, return those of the error that stopped it.
 fn code_and_detail(error: &RedisError) -> Option<(&str, &str)> {
     let code = error.code()?;
     let detail = error.detail().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Claims of quota events in Redis: one of several gateways sends an event.
+//! Claims of quota events in Redis, so that only one of several gateways sends an event.
 
 use std::time::Duration;
 
@@ -13,18 +13,18 @@ pub struct EventClaim<'a> {
     pub key: &'a str,
     /// Id of the event.
     pub id: &'a str,
-    /// Time for which no other event has the claim.
+    /// Time for which no other event can get the claim.
     pub ttl: Duration,
-    /// The stream that the event is added to.
+    /// The stream to which the event is added.
     pub entry: Option<StreamEntry<'a>>,
 }
 
 /// An entry of a stream.
 #[derive(Debug)]
 pub struct StreamEntry<'a> {
-    /// Key of the stream. Its whole name is the hash tag of the claim.
+    /// Key of the stream. The whole name of the stream is the hash tag of the claim.
     pub stream: &'a str,
-    /// Number of entries to keep, approximately.
+    /// Approximate number of entries to keep.
     pub max_length: u64,
     /// The event as JSON.
     pub body: &'a [u8],

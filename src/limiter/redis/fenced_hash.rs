@@ -1,4 +1,5 @@
-//! A Redis hash that only the holder of its lock changes, with fencing tokens: the commands and their replies.
+//! A Redis hash that only the holder of its lock can change, protected by fencing tokens: the commands and their
+//! replies.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,12 +13,12 @@ const SCRIPT: &str = include_str!("../../../lua/fenced_hash.lua");
 /// Fields and their values.
 pub type Fields = BTreeMap<String, Vec<u8>>;
 
-/// Return the command that reads all fields if the version is not `known_version`. 0: none is known.
+/// Return the command that reads all fields if the version is not `known_version`. 0: no version is known.
 pub fn read_command(key: &str, known_version: u64) -> Cmd {
     command(key, "read", known_version)
 }
 
-/// Return the command that takes the lock, or renews it. The reply is a fencing token, or 0 if another owner holds the
+/// Return the command that acquires or renews the lock. The reply is a fencing token, or 0 if another owner holds the
 /// lock.
 pub fn lock_command(key: &str, owner: &str, ttl: Duration) -> Cmd {
     let mut command = command(key, "lock", owner);
@@ -30,7 +31,8 @@ pub fn unlock_command(key: &str, token: u64) -> Cmd {
     command(key, "unlock", token)
 }
 
-/// Return the command that writes a field, or removes it with an empty value. The reply is as for [`unlock_command`].
+/// Return the command that writes a field, or removes the field if the value is empty. The reply is the same as for
+/// [`unlock_command`].
 pub fn write_command(key: &str, token: u64, field: &str, value: &[u8]) -> Cmd {
     let mut command = command(key, "write", token);
     command.arg(field).arg(value);
@@ -43,7 +45,7 @@ fn command(key: &str, operation: &str, argument: impl redis::ToRedisArgs) -> Cmd
     command
 }
 
-/// Parse the reply to [`read_command`]: the version, and the fields if it differs from the known version.
+/// Parse the reply to [`read_command`]: the version, and the fields if the version differs from the known one.
 ///
 /// # Errors
 /// The reply is malformed.

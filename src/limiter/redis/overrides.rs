@@ -1,4 +1,5 @@
-//! Overrides and resets as Redis stores them for all gateways: fields of one hash, each with an expiry and a revision.
+//! Overrides and resets in the form in which Redis stores them for all gateways: fields of one hash, each with an
+//! expiry and a revision.
 
 use std::time::Duration;
 
@@ -18,15 +19,17 @@ pub struct OverrideEntry {
     pub key: String,
     /// The override as JSON. Empty for a reset and for a removed override.
     pub value: String,
-    /// Revision: the time of the write, and greater than the revision that it replaced. 0 if the value has none.
+    /// Revision of the record: the time of the write, and greater than the revision that it replaced. 0 if the value
+    /// has none.
     pub revision: u64,
-    /// Instant until which it is in force, µs since the Unix epoch by Redis' clock. A removed override has 0.
+    /// Instant until which the record is active, in µs since the Unix epoch by Redis' clock. For a removed override,
+    /// the value is 0.
     pub expires_at_us: u64,
     /// Instant until which the record is kept, so that no gateway restores a record that it replaced.
     pub keep_until_us: u64,
 }
 
-/// Records and the time of Redis at which they were read.
+/// Records, and the time of Redis at which they were read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot {
     /// Time of Redis, µs since the Unix epoch.
@@ -38,11 +41,11 @@ pub struct Snapshot {
 /// The state of a field as the writing gateway knows it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct KnownRevision {
-    /// Revision of the record. 0: unknown.
+    /// Revision of the record. 0: the revision is unknown.
     pub revision: u64,
     /// See [`OverrideEntry::keep_until_us`].
     pub keep_until_us: u64,
-    /// Whether the record is in force.
+    /// Whether the record is active.
     pub is_in_force: bool,
 }
 
@@ -51,14 +54,14 @@ pub fn hash_key(prefix: &str) -> String {
     format!("{prefix}:overrides")
 }
 
-/// A write of one field. The revision that the gateway knows decides between concurrent writes.
+/// A write of one field. For concurrent writes, the revision that the gateway knows decides which write wins.
 #[derive(Debug, Clone, Copy)]
 pub struct OverrideWrite<'a> {
     /// Limit, identity and kind of the record.
     pub field: &'a str,
     /// The state of the field as this gateway knows it.
     pub known: KnownRevision,
-    /// The new record, or `None` to remove it.
+    /// The new record, or `None` to remove the record.
     pub record: Option<(&'a str, Duration)>,
 }
 
@@ -73,7 +76,7 @@ impl OverrideWrite<'_> {
         overrides_command(key, operation, max_records, [(self.field, number, keep_until_us, revision, value)])
     }
 
-    /// Parse the reply: the status and, if written, the record that Redis now has.
+    /// Parse the reply: the status and, if the record was written, the record that Redis now has.
     ///
     /// # Errors
     /// The reply is malformed.
@@ -87,8 +90,8 @@ impl OverrideWrite<'_> {
     }
 }
 
-/// Return the command that restores records that Redis lost. Redis keeps its own record if it is not older.
-/// [`parse_restore_reply`] parses the reply.
+/// Return the command that restores records that Redis has lost. Redis keeps its own record if that record is not
+/// older. [`parse_restore_reply`] parses the reply.
 pub fn restore_command(key: &str, records: &[OverrideEntry], max_entries: usize) -> Cmd {
     let arguments = records.iter().map(|record| {
         let OverrideEntry { key: field, value: text, revision, expires_at_us: expiry_us, keep_until_us: kept_us } =
@@ -155,7 +158,7 @@ pub fn read_command(key: &str) -> Cmd {
     command
 }
 
-/// Parse the replies to [`time_command`] and [`read_command`]. Skip fields and values that no gateway writes.
+/// Parse the replies to [`time_command`] and [`read_command`]. Fields and values that no gateway writes are skipped.
 ///
 /// # Errors
 /// The replies are malformed.

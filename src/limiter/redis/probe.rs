@@ -1,4 +1,4 @@
-//! Failures of a server: open its circuit breaker, and probe the server until it answers.
+//! Handling of server failures: opens the circuit breaker of a server, and probes the server until it replies.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,23 +14,24 @@ use crate::limiter::redis::connection::checkout;
 use crate::limiter::redis::error::RedisErrorKind;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError};
 
-/// Delay of the first probe after the breaker opened. Each later delay is twice as long, up to [`MAX_PROBE_DELAY`].
+/// Delay of the first probe after the circuit breaker opened. Each further delay is twice as long, up to
+/// [`MAX_PROBE_DELAY`].
 const INITIAL_PROBE_DELAY: Duration = Duration::from_millis(100);
 const MAX_PROBE_DELAY: Duration = Duration::from_secs(1);
 
-/// Interval for probing a server that did not reply to a call, until it replies or the breaker opens.
+/// Interval for probing a server that did not reply to a call, until the server replies or the circuit breaker opens.
 const SUSPECT_PROBE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Name of the limit whose state a probe charges. No configured limit can have this name.
 const PROBE_LIMIT: &str = "~probe";
 
 impl Batcher {
-    /// Return whether an error means that the server cannot be used, rather than that this call could not be made.
+    /// Return whether an error means that the server cannot be used, and not only that this call could not be made.
     pub(super) fn is_failure(&self, error: &StoreError) -> bool {
         self.is_failure_reply(error) || matches!(error, StoreError::Unreachable(_) | StoreError::Timeout)
     }
 
-    /// Return whether the server replied, and its reply means that it cannot be used.
+    /// Return whether the server replied, but its reply means that it cannot be used.
     pub(super) fn is_failure_reply(&self, error: &StoreError) -> bool {
         match error {
             StoreError::Rejected(_) | StoreError::MalformedReply => true,
@@ -46,7 +47,8 @@ impl Batcher {
         }
     }
 
-    /// Record a call that was sent in this epoch of the breaker and failed. A probe sends a call like `sample`, if given.
+    /// Record a call that failed and that was sent in this epoch of the circuit breaker. If there is a `sample`, a probe
+    /// sends a call with the same properties.
     pub(super) fn call_failed(self: &Arc<Self>, epoch: u32, error: &StoreError, sample: Option<ProbeCall>) {
         match self.breaker.record_failure(epoch) {
             Assessment::Failing => self.open_breaker(epoch, error, sample),
@@ -62,8 +64,8 @@ impl Batcher {
         }
     }
 
-    /// Open the breaker if it has been closed since `epoch`, and probe until the server answers a call like the failed
-    /// one (`sample`).
+    /// Open the circuit breaker if it has been closed since `epoch`. Then probe until the server replies to a call with
+    /// the properties of the failed call (`sample`).
     pub(super) fn open_breaker(self: &Arc<Self>, epoch: u32, error: &StoreError, sample: Option<ProbeCall>) {
         if !self.breaker.try_open(epoch) {
             return;
@@ -89,8 +91,8 @@ impl Batcher {
         });
     }
 
-    /// Probe a server that did not reply, until it replies or the breaker opens. If requests are rare, each of the first
-    /// requests would otherwise wait for the timeout.
+    /// Probe a server that did not reply, until it replies or the circuit breaker opens. If requests are rare, each of
+    /// the first requests would otherwise wait for the timeout.
     fn probe_suspect(self: &Arc<Self>, epoch: u32, sample: Option<ProbeCall>) {
         if !self.breaker.begin_probing() {
             return;
@@ -114,17 +116,17 @@ impl Batcher {
         });
     }
 
-    /// Send a call like the failed one (`sample`), or without one the smallest script. Any reply that is not a failure of
-    /// the server counts as a success.
+    /// Send a call with the properties of the failed call (`sample`). Without a sample, send the smallest script. Any
+    /// reply that is not a failure of the server counts as a success.
     async fn probe(self: &Arc<Self>, sample: Option<&ProbeCall>) -> Result<(), StoreError> {
-        // Connecting takes several round trips and has a timeout of its own.
+        // Connecting takes several round trips and has a separate timeout.
         checkout(&self.connections).await?;
         let result = timeout(self.timeout, self.send_probe(sample)).await.unwrap_or(Err(StoreError::Timeout));
         result.or_else(|error| if self.is_failure(&error) { Err(error) } else { Ok(()) })
     }
 
-    /// A probe needs the permissions that calls need: it goes to the slot of the failed call and writes with the same
-    /// commands, to a state that no request uses.
+    /// A probe needs the same permissions as calls: it uses the slot of the failed call, and writes with the same
+    /// commands to a state that no request uses.
     async fn send_probe(self: &Arc<Self>, sample: Option<&ProbeCall>) -> Result<(), StoreError> {
         let Some(ProbeCall { identity, rule, usage }) = sample else {
             let mut connection = checkout(&self.connections).await?;

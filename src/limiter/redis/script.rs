@@ -1,16 +1,16 @@
 //! Composes the Lua scripts from the files in `lua/`, encodes their arguments and decodes their replies.
 //!
-//! A driver reads the arguments, decides the requests and writes the states. The algorithms are branches of an `if` in
-//! the driver. The composer knows four markers, each alone on a line:
+//! A driver reads the arguments, decides about the requests and writes the states. The algorithms are branches of an
+//! `if` in the driver. The composer knows four markers, each alone on a line:
 //!
-//! - `--@body` in an algorithm: the lines after it are the branch. The declarations before it name the variables of the
-//!   driver that the branch uses, and are not composed.
+//! - `--@body` in an algorithm file: the lines after the marker are the branch. The declarations before the marker name
+//!   the variables of the driver that the branch uses. They are not part of the composed script.
 //! - `--@algorithms` in a driver: the composer inserts a branch for each algorithm.
-//! - `--@each limit` and `--@end` in `small.lua`: the composer repeats the lines between them for each limit, and
-//!   replaces the suffix `_1` by the number of the limit.
-//! - `--@usage` and `--@end usage` in a driver: the lines between them are only in scripts that count usage.
+//! - `--@each limit` and `--@end` in `small.lua`: the composer repeats the lines between the markers for each limit,
+//!   and replaces the suffix `_1` with the number of the limit.
+//! - `--@usage` and `--@end usage` in a driver: the lines between the markers are only in scripts that count usage.
 //!
-//! `lua/generated/` has the composed scripts with all algorithms, for reading.
+//! `lua/generated/` contains the composed scripts with all algorithms, for review.
 
 use std::sync::OnceLock;
 
@@ -33,11 +33,12 @@ const REPEAT_END_MARKER: &str = "--@end";
 const USAGE_MARKER: &str = "--@usage";
 const USAGE_END_MARKER: &str = "--@end usage";
 
-/// Maximum number of limits of a request in the small driver, which has a reply format for each number. The script has
-/// a copy of the algorithms per limit. With eight, it would exceed the 200 local variables of Lua 5.1.
+/// Maximum number of limits of a request in the small driver, which has a reply format for each number of limits. The
+/// script has a copy of the algorithms for each limit. With eight limits, it would exceed the 200 local variables of
+/// Lua 5.1.
 const MAX_SMALL_LIMITS: usize = 4;
 
-/// An algorithm file and the kinds that it decides.
+/// An algorithm file, and the kinds of algorithms that it implements.
 struct Algorithm {
     kinds: &'static [AlgorithmKind],
     source: &'static str,
@@ -56,16 +57,16 @@ const ALGORITHMS: [Algorithm; 6] = [
     Algorithm { kinds: &[AlgorithmKind::Concurrency], source: include_str!("../../../lua/concurrency.lua") },
 ];
 
-/// The driver of a script. The less a driver supports, the less a check costs.
+/// The driver of a script. The fewer features a driver supports, the less CPU time a check needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScriptVariant {
-    /// Any requests.
+    /// The driver supports any requests.
     Generic,
-    /// Requests with one limit each, of [supported](ScriptVariant::supports) kinds. They may take several tokens
-    /// ([`Operation::TakeUpTo`]).
+    /// The driver supports requests with one limit each, of [supported](ScriptVariant::supports) kinds. The requests
+    /// may take several tokens ([`Operation::TakeUpTo`]).
     Single,
-    /// Checks with at most this many limits each, of [supported](ScriptVariant::supports) kinds. With one limit the
-    /// script is that of [`Single`](ScriptVariant::Single).
+    /// The driver supports checks with at most this number of limits each, of [supported](ScriptVariant::supports)
+    /// kinds. With one limit, the script is the same as for [`Single`](ScriptVariant::Single).
     Small(usize),
 }
 
@@ -79,12 +80,12 @@ impl ScriptVariant {
         ScriptVariant::Small(MAX_SMALL_LIMITS),
     ];
 
-    /// Return the variant for checks with this many limits each, of [supported](ScriptVariant::supports) kinds.
+    /// Return the variant for checks with this number of limits each, of [supported](ScriptVariant::supports) kinds.
     pub fn for_checks(limits: usize) -> Self {
         if (1..=MAX_SMALL_LIMITS).contains(&limits) { ScriptVariant::Small(limits) } else { ScriptVariant::Generic }
     }
 
-    /// Return the variant for the requests of both variants.
+    /// Return the variant that supports the requests of both variants.
     pub fn union(self, other: ScriptVariant) -> Self {
         match (self, other) {
             (ScriptVariant::Small(one), ScriptVariant::Small(limits)) => ScriptVariant::Small(one.max(limits)),
@@ -94,8 +95,8 @@ impl ScriptVariant {
         }
     }
 
-    /// Return whether the single and the small driver support this kind. They support only states with three fields.
-    /// They do not support calendar windows, because their algorithm can return an error.
+    /// Return whether the single and the small driver support this kind. These drivers support only states with three
+    /// fields. They do not support calendar windows, because the algorithm of calendar windows can return an error.
     pub fn supports(kind: AlgorithmKind) -> bool {
         matches!(
             kind,
@@ -152,7 +153,7 @@ impl ScriptVariant {
     }
 }
 
-/// Keep or remove the blocks of usage, and remove their markers.
+/// Keep or remove the blocks for usage, and remove their markers.
 fn select_usage_blocks(driver: &str, counts_usage: bool) -> String {
     let mut script = String::with_capacity(driver.len());
     let mut is_usage = false;
@@ -191,14 +192,14 @@ fn repeat_blocks(driver: &str, limits: usize) -> String {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AlgorithmSet(usize);
 
-/// The bit of [`AlgorithmSet::counts_usage`], after those of the algorithms.
+/// The bit of [`AlgorithmSet::counts_usage`], after the bits of the algorithms.
 const USAGE_BIT: usize = 1 << ALGORITHMS.len();
 
 impl AlgorithmSet {
     /// All algorithms, without usage.
     pub const ALL: AlgorithmSet = AlgorithmSet(USAGE_BIT - 1);
 
-    /// Return the algorithms of these rules.
+    /// Return the algorithms that these rules use.
     pub fn for_rules<'a>(rules: impl IntoIterator<Item = &'a Rule>) -> Self {
         let bit = |rule: &Rule| ALGORITHMS.iter().position(|algorithm| algorithm.kinds.contains(&rule.kind()));
         AlgorithmSet(rules.into_iter().filter_map(bit).fold(0, |bits, bit| bits | 1 << bit))
@@ -235,11 +236,11 @@ impl AlgorithmSet {
 pub struct Script {
     /// The source, for `EVAL` and `SCRIPT LOAD`.
     pub source: String,
-    /// The name for `EVALSHA`: SHA-1 of the source in lower-case hex.
+    /// The name for `EVALSHA`: the SHA-1 of the source in lower-case hexadecimal digits.
     pub sha: String,
 }
 
-/// Return the script for a set of algorithms. It is composed once per process.
+/// Return the script for a set of algorithms. Each script is composed once per process.
 pub fn script(variant: ScriptVariant, algorithms: AlgorithmSet) -> &'static Script {
     const SETS: usize = 2 * USAGE_BIT;
     static SCRIPTS: [[OnceLock<Script>; SETS]; ScriptVariant::ALL.len()] =
@@ -253,8 +254,8 @@ pub fn script(variant: ScriptVariant, algorithms: AlgorithmSet) -> &'static Scri
     })
 }
 
-/// Return the scripts of all variants for a set of algorithms: those without usage and, if the set has it, those with
-/// usage.
+/// Return the scripts of all variants for a set of algorithms: the scripts without usage and, if the set counts usage,
+/// also the scripts with usage.
 pub fn all_scripts(algorithms: AlgorithmSet) -> impl Iterator<Item = &'static Script> {
     let with_usage = algorithms.counts_usage().then_some(algorithms);
     let sets = std::iter::once(algorithms.with_usage(false)).chain(with_usage);
@@ -263,19 +264,19 @@ pub fn all_scripts(algorithms: AlgorithmSet) -> impl Iterator<Item = &'static Sc
 
 // === Arguments and replies: packed numbers, see the header of `lua/generic.lua` ===
 
-/// Bytes of a number: a double, which is exact for integers up to 2^53.
+/// Number of bytes of a number, which is a double that is exact for integers up to 2^53.
 const NUMBER_BYTES: usize = 8;
 
-/// Bytes of a group in the argument, without its limits: three numbers and the operation.
+/// Number of bytes of a group in the argument, without its limits: three numbers and the operation.
 const GROUP_BYTES: usize = 3 * NUMBER_BYTES + 1;
 
-/// Bytes of a limit in the argument: five numbers, the kind and the flag.
+/// Number of bytes of a limit in the argument: five numbers, the kind and the flag.
 const LIMIT_BYTES: usize = 5 * NUMBER_BYTES + 2;
 
-/// Bytes of a limit in the argument of usage: three numbers.
+/// Number of bytes of a limit in the argument for usage: three numbers.
 const USAGE_BYTES: usize = 3 * NUMBER_BYTES;
 
-/// Numbers in a reply for each limit.
+/// Number of values in a reply for each limit.
 const NUMBERS_PER_LIMIT: usize = 5;
 
 /// The arguments of one limit.
@@ -291,7 +292,7 @@ pub struct LimitArgs {
 }
 
 impl LimitArgs {
-    /// Return the arguments of a charge. Calendar windows are those around `assumed_now_us`.
+    /// Return the arguments of a charge. Calendar windows are computed for `assumed_now_us`.
     pub fn from_charge(charge: &Charge<'_>, assumed_now_us: u64) -> Self {
         let (kind, [a, b, c, d]) = (charge.rule.kind(), charge.rule.script_arguments(assumed_now_us));
         let last_parameter = match kind {
@@ -302,7 +303,8 @@ impl LimitArgs {
         LimitArgs { kind, mode: charge.mode, cost: charge.cost, parameters: [a, b, c], last_parameter, usage: None }
     }
 
-    /// Return the same arguments with the day of the total that the request changes. `None`: no total.
+    /// Return the same arguments with the day of the total that the request changes. `None` if the request changes no
+    /// total.
     #[must_use]
     pub fn with_usage(self, usage: Option<UsageDay>) -> Self {
         LimitArgs { usage, ..self }
@@ -313,7 +315,7 @@ impl LimitArgs {
         self.usage.is_some()
     }
 
-    /// Return the arguments for a refund of this cost. `outcome` is that of the charge.
+    /// Return the arguments for a refund of this cost. `outcome` is the outcome of the charge.
     pub fn for_refund(self, cost: u64, outcome: &Outcome) -> Self {
         let [burst, refill, parts] = self.parameters;
         let last_parameter = match self.kind {
@@ -336,7 +338,7 @@ impl LimitArgs {
     }
 }
 
-/// Return the cheapest variant that supports these requests.
+/// Return the variant that supports these requests and needs the least CPU time.
 pub fn script_variant(operation: Operation, limits: &[LimitArgs]) -> ScriptVariant {
     let is_plain = limits.iter().all(|limit| limit.mode == ChargeMode::Enforced && ScriptVariant::supports(limit.kind));
     match (operation, limits) {
@@ -346,8 +348,8 @@ pub fn script_variant(operation: Operation, limits: &[LimitArgs]) -> ScriptVaria
     }
 }
 
-/// Start the argument of a call, with capacity for this many groups and limits. With `now_us` = 0 the script uses the
-/// time of the server.
+/// Start the argument of a call, with capacity for this number of groups and limits. If `now_us` is 0, the script uses
+/// the time of the server.
 pub fn start_argument(now_us: u64, groups: usize, limits: usize) -> Vec<u8> {
     let mut argument = Vec::with_capacity(NUMBER_BYTES + GROUP_BYTES * groups + LIMIT_BYTES * limits);
     argument.extend(encode_number(now_us));
@@ -371,7 +373,7 @@ pub fn append_group(argument: &mut Vec<u8>, requests: usize, operation: Operatio
     }
 }
 
-/// Return the argument of usage for these groups, each with its limits.
+/// Return the argument for usage for these groups, each with its limits.
 pub fn usage_argument<'a>(groups: impl Iterator<Item = &'a [LimitArgs]>) -> Vec<u8> {
     let mut argument = Vec::new();
     for limit in groups.flatten() {
@@ -386,18 +388,18 @@ fn encode_number(number: u64) -> [u8; NUMBER_BYTES] {
     (number as f64).to_le_bytes()
 }
 
-/// The reply to a call. [`next_verdict`](ScriptReply::next_verdict) reads it request by request.
+/// The reply to a call. [`next_verdict`](ScriptReply::next_verdict) reads the reply request by request.
 #[derive(Debug)]
 pub struct ScriptReply {
     bytes: Vec<u8>,
-    /// The number of limits before each failed request, and its error.
+    /// The number of limits before each failed request, and the error of the request.
     failures: Vec<(usize, ServerError)>,
     /// Number of limits read so far.
     limits_read: usize,
 }
 
 impl ScriptReply {
-    /// Parse a reply for this many limits. Return `None` if it is malformed.
+    /// Parse a reply for this number of limits. Return `None` if the reply is malformed.
     pub fn new(reply: Value, limits: usize) -> Option<Self> {
         let mut parts = match reply {
             Value::Array(parts) => parts.into_iter(),
@@ -418,8 +420,8 @@ impl ScriptReply {
         })
     }
 
-    /// Return the verdict or the error of the next request, which has this many limits. Return `None` if the reply is
-    /// malformed.
+    /// Return the verdict or the error of the next request, which has this number of limits. Return `None` if the reply
+    /// is malformed.
     pub fn next_verdict(&mut self, limits: usize) -> Option<Result<Verdict, ServerError>> {
         let first = self.limits_read;
         self.limits_read += limits;
@@ -440,7 +442,7 @@ impl ScriptReply {
             3 => Status::Saturated,
             _ => return None,
         };
-        // A `retry_us` of -1 means never.
+        // A `retry_us` of -1 means that the charge can never fit.
         let (remaining, reset_us, retry_us) =
             (decode_integer(field(2))?, decode_integer(field(3))?, decode_integer(field(4).max(0.0))?);
         Some(Outcome { status, remaining, reset_us, retry_us })

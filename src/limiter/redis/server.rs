@@ -1,4 +1,4 @@
-//! Addresses of Redis: a single server, the master that Sentinels name, or a node of a cluster.
+//! Addresses of Redis: a single server, the master that Sentinels report, or a node of a cluster.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -27,7 +27,7 @@ pub struct Address {
 }
 
 impl Address {
-    /// Parse `host:port` as Redis writes it: an IPv6 address may have no brackets.
+    /// Parse `host:port` in the form that Redis writes: an IPv6 address may have no brackets.
     pub fn parse(text: &str) -> Option<Self> {
         let (host, port) = text.rsplit_once(':')?;
         let host = host.trim_start_matches('[').trim_end_matches(']');
@@ -61,7 +61,7 @@ impl ConnectError {
 #[derive(Debug, Clone)]
 pub struct Login {
     info: ConnectionInfo,
-    /// Opens the streams if the redis crate does not.
+    /// Opens the streams if the redis crate does not open them.
     dial: Option<Arc<dyn Dial>>,
 }
 
@@ -110,11 +110,11 @@ impl Login {
 pub enum RedisEndpoint {
     /// A single server.
     Single(Client),
-    /// The master that the Sentinels name when the connection is opened.
+    /// The master that the Sentinels report when the connection is opened.
     Sentinel(Arc<Sentinels>),
     /// A node of a cluster.
     Node(Client),
-    /// Any of these over streams that the redis crate does not open.
+    /// Any of these, over streams that the redis crate does not open.
     Dialed {
         /// Address and login.
         client: Client,
@@ -146,7 +146,7 @@ impl RedisEndpoint {
     /// Return the client of the server to connect to now.
     ///
     /// # Errors
-    /// No Sentinel replies, or none knows the master.
+    /// No Sentinel replies, or no Sentinel knows the master.
     pub async fn client(&self, connect_timeout: Duration) -> Result<Client, ConnectError> {
         match self {
             RedisEndpoint::Single(client) | RedisEndpoint::Node(client) | RedisEndpoint::Dialed { client, .. } => {
@@ -156,8 +156,8 @@ impl RedisEndpoint {
         }
     }
 
-    /// Return the master that the Sentinels name now, queried once a second for all workers. `None` for other
-    /// endpoints.
+    /// Return the master that the Sentinels report now. They are queried once a second for all workers. Return `None`
+    /// for other endpoints.
     pub async fn current_master(&self, connect_timeout: Duration) -> Option<Client> {
         match self {
             RedisEndpoint::Single(_) | RedisEndpoint::Node(_) | RedisEndpoint::Dialed { .. } => None,
@@ -188,14 +188,14 @@ impl RedisEndpoint {
 pub struct Sentinels {
     /// All known Sentinels.
     pub sentinels: Vec<Client>,
-    /// Their name of the master.
+    /// The name of the master in the Sentinels.
     pub master_name: String,
-    /// The login at the master.
+    /// The credentials for the master.
     pub login: Login,
     last_master: Mutex<LastMaster>,
 }
 
-/// The last known master, and when the Sentinels were queried.
+/// The last known master, and the time at which the Sentinels were queried.
 #[derive(Debug, Default)]
 struct LastMaster {
     queried_at: Option<Instant>,
@@ -208,8 +208,9 @@ impl Sentinels {
         Sentinels { sentinels, master_name, login, last_master: Mutex::default() }
     }
 
-    /// Return the master of the latest failover. After a graceful failover, the previous master accepts writes for
-    /// about ten seconds; then its Sentinels close all connections to it. Connections must move before that.
+    /// Return the master after the latest failover. After a graceful failover, the previous master accepts writes for
+    /// about ten seconds. Then its Sentinels close all connections to it. Connections must move to the new master
+    /// before that time.
     async fn current_master(&self, connect_timeout: Duration) -> Option<Address> {
         if self.is_due(monotonic()) {
             let replies = self.sentinels.iter().map(|sentinel| Box::pin(self.query_epoch(sentinel, connect_timeout)));
@@ -246,7 +247,7 @@ impl Sentinels {
         Some((state.get("config-epoch")?.parse().ok()?, master))
     }
 
-    /// Query all Sentinels in parallel and use the first reply. An outdated Sentinel may name a replica, which is
+    /// Query all Sentinels in parallel and use the first reply. An outdated Sentinel may report a replica, which is
     /// detected when a connection is opened.
     async fn query_master(&self, connect_timeout: Duration) -> Result<Client, ConnectError> {
         let queries = self.sentinels.iter().map(|sentinel| {

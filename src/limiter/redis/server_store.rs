@@ -1,4 +1,4 @@
-//! One Redis server and its circuit breaker, as one worker calls them.
+//! One Redis server and its circuit breaker, in the form in which one worker calls them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,18 +17,18 @@ use crate::limiter::redis::error::RedisErrorKind;
 use crate::limiter::redis::server::{Address, RedisEndpoint};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// Interval for looking whether the server has closed idle connections.
+/// Interval for checking whether the server has closed idle connections.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
-/// A Redis server as one worker calls it: its connections, its batcher and its circuit breaker. Clones share all three.
-/// Connections belong to the runtime that opened them, so create one for each runtime.
+/// A Redis server in the form in which one worker calls it: its connections, its batcher and its circuit breaker.
+/// Clones share all three. Connections belong to the runtime that opened them, so create one value for each runtime.
 #[derive(Debug, Clone)]
 pub struct ServerStore {
     batcher: Arc<Batcher>,
 }
 
 impl ServerStore {
-    /// Create the client of a server. It connects when it is first used. All workers share `breaker`.
+    /// Create the client of a server. The client connects when it is first used. All workers share `breaker`.
     pub fn new(
         settings: &RedisSettings,
         server: RedisEndpoint,
@@ -59,12 +59,12 @@ impl ServerStore {
         &self.batcher.prefix
     }
 
-    /// Return the signal that fires each time the server answers again after an outage.
+    /// Return the signal that fires each time the server is available again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         self.batcher.breaker.recovery()
     }
 
-    /// Return whether the circuit breaker is open: calls then fail without being sent.
+    /// Return whether the circuit breaker is open, in which case calls fail without being sent.
     pub fn is_open(&self) -> bool {
         self.batcher.breaker.is_open()
     }
@@ -93,16 +93,16 @@ impl ServerStore {
         });
     }
 
-    /// Open missing connections, and replace those that the server closed while they were idle.
+    /// Open missing connections, and replace connections that the server closed while they were idle.
     pub async fn maintain_connections(&self) {
         self.batcher.connections.maintain().await;
     }
 
-    /// Decide all of `charges` at one instant, before `deadline`. `asking`: another node of the cluster redirected the
-    /// call to this node, which is importing the slot.
+    /// Decide all of `charges` at one instant, before `deadline`. `asking` is true if another node of the cluster
+    /// redirected the call to this node, which is importing the slot.
     ///
     /// # Errors
-    /// See [`StoreError`]. A call is sent again only if an error reply proves that it did not run.
+    /// See [`StoreError`]. A call is sent again only if an error reply proves that it was not executed.
     pub async fn call(
         &self,
         deadline: Instant,
@@ -128,8 +128,8 @@ impl ServerStore {
         })
     }
 
-    /// Send an administrator's command. Nothing is sent while the circuit breaker is open, and a failure does not count
-    /// for it.
+    /// Send an administrator's command. While the circuit breaker is open, nothing is sent, and a failure does not
+    /// count for it.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -145,7 +145,7 @@ impl ServerStore {
         timeout(time_limit, reply).await.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Return the owner of each slot of the cluster, as known to this node at `address`.
+    /// Return the owner of each slot of the cluster, as this node at `address` knows it.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -160,7 +160,7 @@ impl ServerStore {
     }
 
     async fn query_slots(&self, address: &Address) -> Result<SlotMap, StoreError> {
-        // Connecting takes several round trips and has a timeout of its own.
+        // Connecting takes several round trips and has a separate timeout.
         let mut connection = checkout(&self.batcher.connections).await?;
         let mut command = redis::cmd("CLUSTER");
         command.arg("SLOTS");

@@ -20,7 +20,7 @@ const SENTINEL_FORM: &str = "\"redis+sentinel://user:password@host1:26379,host2:
      if the Sentinels require a password, add the query parameters `sentinel_user` and `sentinel_password`";
 const CLUSTER_FORM: &str = "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has only database 0";
 
-/// Error in a store URL, with the expected form as the hint.
+/// Error in a store URL, whose hint is the expected form.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}; expected {hint}")]
 pub struct UrlError {
@@ -68,7 +68,7 @@ fn unusable_url(error: &RedisError) -> String {
 }
 
 fn build_client(url: impl IntoConnectionInfo, certificates: Option<&TlsCertificates>) -> Result<Client, RedisError> {
-    // Disable the Nagle algorithm: pipelined calls must not wait for earlier replies.
+    // Disable the Nagle algorithm, because pipelined calls must not wait for earlier replies.
     let info = url.into_connection_info()?.set_tcp_settings(TcpSettings::default().set_nodelay(true));
     match certificates {
         Some(certificates) => Client::build_with_tls(info, certificates.clone()),
@@ -76,7 +76,7 @@ fn build_client(url: impl IntoConnectionInfo, certificates: Option<&TlsCertifica
     }
 }
 
-/// Parts of `//user:password@host:port,host:port/path?query`. A URL with one host is a special case.
+/// Parts of `//user:password@host:port,host:port/path?query`. A URL with one host is a special case of this form.
 struct UrlParts<'a> {
     /// User and password, including the `@`.
     credentials: &'a str,
@@ -142,7 +142,8 @@ fn sentinels(
         build_client(info, certificates).map_err(|error| unusable_url(&error))
     });
     let sentinels: Vec<_> = sentinels.collect::<Result<_, String>>()?;
-    // The Sentinels report the address of the master. In this template, the first host replaces the host of the master.
+    // The Sentinels report the address of the master. In this template, the first host is a placeholder for the host of
+    // the master.
     let template = build_client(connection_info(tls, user, hosts[0], 6379, &database)?, certificates)
         .map_err(|error| unusable_url(&error))?;
     let name = percent_decode_str(path).decode_utf8_lossy().into_owned();

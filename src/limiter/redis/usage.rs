@@ -1,4 +1,4 @@
-//! Usage totals in Redis: the commands that post and read them, and their replies.
+//! Usage totals in Redis: the commands that add to them and read them, and their replies.
 
 use redis::{Cmd, Value, from_redis_value};
 
@@ -7,10 +7,10 @@ use crate::limiter::verdict::StoreError;
 
 const SCRIPT: &str = include_str!("../../../lua/usage.lua");
 
-/// Keys that Redis examines in one call of SCAN.
+/// Number of keys that Redis examines in one call of SCAN.
 const SCAN_COUNT: u64 = 1000;
 
-/// Return the command that adds a post. The reply is 1, or 0 if it was added before.
+/// Return the command that adds a post to the totals. The reply is 1, or 0 if the post was added before.
 pub fn post_command(prefix: &str, post: &UsagePost) -> Cmd {
     let UsagePost { key, amounts, poster, sequence } = post;
     let ttl_ms = i64::from(RETENTION_DAYS) * 86_400_000;
@@ -26,7 +26,7 @@ pub fn post_command(prefix: &str, post: &UsagePost) -> Cmd {
     command
 }
 
-/// Return the command that lists keys of totals, from a cursor on. The first and the last cursor is 0.
+/// Return the command that lists keys of totals, starting at a cursor. The first and the last cursor is 0.
 pub fn scan_command(prefix: &str, cursor: u64) -> Cmd {
     let is_special = |character| matches!(character, '*' | '?' | '[' | ']' | '\\');
     let escaped = prefix.chars().flat_map(|one| is_special(one).then_some('\\').into_iter().chain([one]));

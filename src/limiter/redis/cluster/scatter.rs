@@ -1,9 +1,10 @@
 //! Decisions by several calls: one for each identity, or one for each key while a slot migrates.
 //!
-//! All groups are peeked first and charged only if none denies, so a denied request rarely holds tokens of other
-//! limits. If two requests race for the last token, the loser refunds what other groups granted and peeks again, so
-//! that its denial does not include its own charges. It may still be denied by tokens that another request refunds one
-//! round trip later. Such a denial is never cached (see [`Verdict::decided_at_us`]).
+//! First, all groups are read (peeked), and they are charged only if none denies. A denied request therefore rarely
+//! holds tokens of other limits. If two requests race for the last token, the loser refunds what other groups granted
+//! and reads the states again, so that its denial does not include its own charges. The loser may still be denied
+//! because of tokens that another request refunds one round trip later. Such a denial is never cached (see
+//! [`Verdict::decided_at_us`]).
 
 use std::ops::Range;
 use std::pin::pin;
@@ -24,7 +25,7 @@ use crate::limiter::redis::usage;
 use crate::limiter::usage::{UsageAmount, UsageDays, UsageFields, UsageKey, UsagePost};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
-/// Maximum number of attempts of a request that loses races, and of a refund that did not run.
+/// Maximum number of attempts of a request that loses races, and of a refund that was not executed.
 const MAX_ATTEMPTS: usize = 3;
 
 /// A charge that outlives the request.
@@ -65,7 +66,7 @@ impl ShardCharge {
 /// The charges of one call, each with its index in the request.
 type ShardCall = Vec<(usize, ShardCharge)>;
 
-/// Takes the result to the request.
+/// Receives the result for the request.
 type ResultSender = oneshot::Sender<Result<Verdict, StoreError>>;
 
 /// A group and its result.
@@ -88,7 +89,7 @@ impl ClusterStore {
                 None => groups.push(vec![indexed_charge]),
             }
         }
-        // A separate task: a client that disconnects must not cancel refunds.
+        // Run a separate task, because a client that disconnects must not cancel refunds.
         let cluster = self.clone();
         let charge_count = charges.len();
         let (result_sender, verdict) = oneshot::channel();
@@ -98,8 +99,8 @@ impl ClusterStore {
         verdict.await.unwrap_or(Err(StoreError::Timeout))
     }
 
-    /// Check that the owners of all groups can be called. If one of them fails, calls to the others would have no
-    /// effect.
+    /// Check that the owners of all groups can be called. If one of the owners has failed, calls to the others would
+    /// have no effect.
     async fn check_available(&self, groups: &[ShardCall]) -> Result<(), StoreError> {
         for group in groups {
             if self.guarded_node(&self.owner(identity_slot(group[0].1.identity)).await?)?.is_open() {
@@ -110,7 +111,7 @@ impl ClusterStore {
         Ok(())
     }
 
-    /// Send the verdict, then refund what is charged in vain: by other groups if one failed, or for a request that no
+    /// Send the verdict. Then refund unneeded charges: of other groups if one group failed, or of a request that no
     /// longer waits.
     async fn scatter_gather(
         &self,
@@ -148,13 +149,13 @@ impl ClusterStore {
                 }
                 return;
             }
-            // The next attempt must not be denied by the charges of this one.
+            // The charges of this attempt must not deny the next attempt.
             if timeout_at(deadline.into(), refunds.as_mut()).await.is_err() {
                 let _ = result_sender.send(Err(StoreError::LateReply));
                 return refunds.await;
             }
         }
-        // Other requests won each race. The remaining tokens change with each round trip.
+        // Other requests have won each race. The remaining tokens change with each round trip.
         let mut asked = self.call_all(deadline, Operation::Peek, groups).await;
         asked.retain(|(_, answer)| answer.is_ok());
         let saturated = |verdict| self.saturated(verdict);
@@ -171,7 +172,7 @@ impl ClusterStore {
         verdict
     }
 
-    /// Call each group. Call each charge of a group separately if its keys are on two nodes.
+    /// Call each group. If the keys of a group are on two nodes, call each charge of the group separately.
     async fn call_all<'a>(
         &self,
         deadline: Instant,
@@ -192,7 +193,7 @@ impl ClusterStore {
         groups: impl Iterator<Item = &'a [(usize, ShardCharge)]>,
     ) -> Vec<ShardResult<'a>> {
         let cost = |owned: &ShardCharge| match operation {
-            // A deferred cost needs one token now. `TakeUpTo` takes any number.
+            // A deferred cost needs only one token now. `TakeUpTo` can take any number of tokens.
             Operation::Peek if owned.mode.is_deferred() => 1,
             _ => owned.cost,
         };
@@ -203,8 +204,8 @@ impl ClusterStore {
         .await
     }
 
-    /// Call the owner of a group. While a slot migrates, the state and the total of a charge may be on two nodes: then
-    /// charge the state, and change the total in a second call.
+    /// Call the owner of a group. While a slot migrates, the state and the total of a charge may be on two nodes. In
+    /// this case, charge the state, and change the total in a second call.
     async fn call_group(
         &self,
         deadline: Instant,
@@ -221,7 +222,7 @@ impl ClusterStore {
         Ok(verdict)
     }
 
-    /// Add what an operation charged to the total of its charge.
+    /// Add the amount that an operation charged to the total of its charge.
     async fn add_usage(&self, operation: Operation, charge: &Charge<'_>, verdict: &Verdict) {
         let Some(outcome) = verdict.outcomes.first() else { return };
         let amount = charge.usage_amount(operation, verdict.granted, outcome.status);
@@ -242,12 +243,12 @@ impl ClusterStore {
         warn!(amount, "usage of a migrating slot is lost");
     }
 
-    /// Refund what each group granted beyond what all groups granted.
+    /// Refund what each group granted in addition to what all groups granted.
     async fn refund_excess(&self, operation: Operation, results: &[ShardResult<'_>], granted: u64) {
         self.refund(operation, results, granted..u64::MAX).await;
     }
 
-    /// Refund the tokens of each group with these numbers, counted from the first that the group granted.
+    /// Refund the tokens with these numbers from each group, counted from the first token that the group granted.
     async fn refund(&self, operation: Operation, results: &[ShardResult<'_>], tokens: Range<u64>) {
         join_all(results.iter().map(|result| self.refund_group(operation, result, &tokens))).await;
     }
@@ -256,7 +257,7 @@ impl ClusterStore {
         let Some(verdict) = result.as_ref().ok().filter(|verdict| verdict.granted > tokens.start) else { return };
         let refund = Operation::Refund { charged_at: verdict.now_us };
         let charged = group.iter().zip(&verdict.outcomes).filter(|((_, owned), outcome)| {
-            // A shadow limit that denied charged nothing, and a deferred cost is not charged yet.
+            // A shadow limit that denied has charged nothing, and a deferred cost is not charged yet.
             outcome.status == Status::Ok && !owned.mode.is_deferred()
         });
         join_all(charged.map(async |((_, owned), outcome)| {
@@ -298,13 +299,13 @@ fn merge(results: Vec<ShardResult<'_>>, granted: u64, charge_count: usize) -> Re
     let mut merged = Verdict { decided_at_us: vec![0; charge_count], ..verdict };
     for (group, answer) in results {
         let verdict = answer.map_err(|error| match error {
-            // This group did not run, but others may have.
+            // This group was not executed, but other groups may have been.
             error if error.is_overload() => StoreError::LateReply,
             error if error.is_not_executed() => StoreError::Unreachable(error.to_string()),
             error => error,
         })?;
         merged.now_us = merged.now_us.max(verdict.now_us);
-        // The outcomes include the tokens that are refunded.
+        // The outcomes include the tokens that will be refunded.
         merged.charged_later = merged.charged_later.max(verdict.granted.saturating_sub(granted));
         for ((charge_index, _), outcome) in group.iter().zip(verdict.outcomes) {
             merged.outcomes[*charge_index] = outcome;
@@ -322,7 +323,7 @@ mod tests {
     #[test]
     fn merged_error_never_reports_not_executed() {
         let refused = ErrorReply::new("OOM", "");
-        // Expected `is_overload` and `is_outage`.
+        // The expected values of `is_overload` and `is_outage`.
         let cases = [
             (StoreError::Overloaded, true, false),
             (StoreError::LateReply, true, false),

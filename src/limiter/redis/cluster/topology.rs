@@ -21,16 +21,16 @@ const MIN_REFRESH_INTERVAL: Duration = Duration::from_millis(250);
 #[derive(Debug, Default)]
 pub struct ClusterMap {
     slots: ArcSwapOption<SlotMap>,
-    /// Held during the first discovery of the slots.
+    /// The lock is held during the first discovery of the slots.
     discovery_lock: tokio::sync::Mutex<()>,
-    /// Whether a task refreshes the slots, or did within [`MIN_REFRESH_INTERVAL`].
+    /// Whether a task is refreshing the slots, or has done so within [`MIN_REFRESH_INTERVAL`].
     is_refreshing: AtomicBool,
     /// Number of refreshes.
     refreshes: AtomicUsize,
     breakers: Mutex<HashMap<Address, Arc<CircuitBreaker>>>,
-    /// How often the breakers of nodes that left the cluster have opened.
+    /// How often the circuit breakers of nodes that left the cluster have opened.
     departed_open_count: AtomicU64,
-    /// Fires each time a node answers again after an outage.
+    /// Fires each time a node is available again after an outage.
     recovery: Arc<RecoverySignal>,
 }
 
@@ -44,10 +44,10 @@ impl ClusterMap {
         self.slots.load_full()
     }
 
-    /// Return the slots. The first caller discovers them; concurrent callers wait.
+    /// Return the slots. The first caller discovers the slots, and concurrent callers wait.
     ///
     /// # Errors
-    /// The error of `discover`.
+    /// The error that `discover` returned.
     pub async fn slots_or_discover<F: Future<Output = Result<SlotMap, StoreError>>>(
         &self,
         discover: impl FnOnce() -> F,
@@ -68,13 +68,13 @@ impl ClusterMap {
         self.breakers().iter().filter_map(open).collect()
     }
 
-    /// Return how often the breakers of all nodes have opened.
+    /// Return how often the circuit breakers of all nodes have opened.
     pub fn open_count(&self) -> u64 {
         self.departed_open_count.load(Ordering::Relaxed)
             + self.breakers().values().map(|breaker| breaker.open_count()).sum::<u64>()
     }
 
-    /// Replace the slots. Remove the breakers of nodes that left the cluster.
+    /// Replace the slots. Remove the circuit breakers of nodes that left the cluster.
     pub fn replace(&self, slots: SlotMap) {
         self.breakers().retain(|address, breaker| {
             let stays = slots.nodes().contains(address);
@@ -92,12 +92,12 @@ impl ClusterMap {
         self.breakers().entry(address.clone()).or_insert_with(new).clone()
     }
 
-    /// Return the signal that fires each time a node answers again after an outage.
+    /// Return the signal that fires each time a node is available again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         &self.recovery
     }
 
-    /// Return the number of this refresh. It selects the master that is queried first.
+    /// Return the number of this refresh. This number selects the master that is queried first.
     pub fn next_refresh_number(&self) -> usize {
         self.refreshes.fetch_add(1, Ordering::Relaxed)
     }
@@ -130,7 +130,7 @@ impl Drop for RefreshPermit {
 /// Number of hash slots.
 const SLOT_COUNT: usize = 16_384;
 
-/// Return the slot of all keys of an identity: its hash is their hash tag (Redis Cluster specification, "Hash tags").
+/// Return the slot of all keys of an identity, whose hash is their hash tag (Redis Cluster specification, "Hash tags").
 pub fn identity_slot(identity: Identity) -> u16 {
     key_slot(&identity.to_hex())
 }
@@ -151,7 +151,7 @@ pub struct SlotMap {
 }
 
 impl SlotMap {
-    /// Parse the reply to `CLUSTER SLOTS` of the node at `asked_node`: `[[first, last, [host, port, id, …], [replica's
+    /// Parse the reply of the node at `asked_node` to `CLUSTER SLOTS`: `[[first, last, [host, port, id, …], [replica's
     /// host, …]…]…]`.
     pub fn from_reply(reply: &Value, asked_node: &Address) -> Option<Self> {
         let mut slots = SlotMap { masters: Vec::new(), nodes: Vec::new(), master_by_slot: vec![None; SLOT_COUNT] };
@@ -185,7 +185,7 @@ impl SlotMap {
     }
 }
 
-/// Return the index of an address in a list. Append the address if it is new.
+/// Return the index of an address in a list. Append the address if the list does not contain it.
 fn index_or_push(list: &mut Vec<Address>, address: &Address) -> usize {
     list.iter().position(|existing| existing == address).unwrap_or_else(|| {
         list.push(address.clone());
@@ -225,7 +225,7 @@ mod slots_tests {
 
     #[test]
     fn identity_slot_is_the_slot_of_its_hash_tag() {
-        // CLUSTER KEYSLOT of Redis 7.0.15 for the keys of these identities.
+        // The expected values are those of CLUSTER KEYSLOT in Redis 7.0.15 for the keys of these identities.
         for (identity, expected) in [(0, 15_376), (1, 11_313), (u128::MAX, 14_242)] {
             assert_eq!(identity_slot(Identity(identity)), expected, "{identity:x}");
         }
