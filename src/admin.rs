@@ -1,4 +1,4 @@
-//! The admin listener: health, metrics, the API and the dashboard, on a socket and a thread of their own.
+//! The admin listener serves health checks, metrics, the API and the dashboard, with its own socket and thread.
 
 pub(crate) mod api;
 mod configuration;
@@ -55,10 +55,10 @@ use crate::telemetry::prometheus::ExpositionFormat;
 /// Maximum time to complete the requests in progress at shutdown.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Delay after a failed accept. An immediate retry would fail again, for example with EMFILE.
+/// Delay after a connection could not be accepted. An immediate retry would fail again, for example with EMFILE.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// Minimum store timeout for API requests: the first call includes connecting.
+/// Minimum store timeout for API requests, because the first call includes connecting.
 const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
 type AdminResponse = Response<Either<Full<Bytes>, EventBody>>;
@@ -93,7 +93,7 @@ pub struct AdminSockets {
     pub unix: Option<StdUnixListener>,
 }
 
-/// Peer address of all connections of the admin socket, for their maximum number.
+/// Peer address of all connections of the admin socket, which their maximum number is counted by.
 const UNIX_PEER: IpAddr = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
 
 /// Start the thread that serves the admin listener until `admin_stop` is cancelled.
@@ -139,8 +139,8 @@ pub fn start(sockets: AdminSockets, deps: AdminDeps, admin_stop: CancellationTok
     std::thread::Builder::new().name("admin".to_owned()).spawn(serve)
 }
 
-/// Return the Redis store of the admin listener and its key prefix. It has its own connection, so that API calls do not
-/// delay rate limit checks.
+/// Return the Redis store of the admin listener and its key prefix. The store has its own connection, so that API calls
+/// do not delay rate limit checks.
 fn redis_store(config: &CompiledConfig, state: &AdminState) -> Option<(RedisStore, String)> {
     let (servers, settings) = config.store.redis.as_ref()?;
     let timeout = config.store.timeout.max(MIN_STORE_TIMEOUT);
@@ -235,7 +235,7 @@ impl AdminServer {
         }
         if !self.is_unix_socket && self.token().is_none() && path != "/healthz" && !is_for_loopback(&request) {
             // DNS rebinding: the name in the URL of a foreign web page can resolve to this machine. The browser then
-            // lets the page send requests here.
+            // allows the page to send requests to this listener.
             return text_response(
                 StatusCode::FORBIDDEN,
                 "without admin.token only requests to localhost, 127.0.0.1 or [::1] are served\n",
@@ -277,11 +277,12 @@ impl AdminServer {
         self.state.config_handle.active().config.admin.as_ref()?.token.clone()
     }
 
-    /// Authorize a change. Changes always need the token. Without a token, any web page in a browser on this machine
-    /// could send changes to a loopback address.
+    /// Authorize a request that changes something. Changes always need the token. Without a token, any web page in a
+    /// browser on this machine could send changes to a loopback address.
     ///
     /// # Errors
-    /// 403 if the token is missing or wrong, or no token is configured, except on the admin socket.
+    /// 403 if the token is missing or wrong, or if no token is configured. Requests on the admin socket are always
+    /// authorized.
     fn authorize_write(&self, headers: &HeaderMap) -> Result<(), ApiError> {
         if self.is_unix_socket {
             return Ok(());
@@ -294,7 +295,7 @@ impl AdminServer {
         Err(ApiError::new(StatusCode::FORBIDDEN, detail))
     }
 
-    /// Return whether the request has the admin token as `Bearer` credentials, or no token is configured.
+    /// Return whether the request has the admin token as `Bearer` credentials. If no token is configured, return true.
     fn is_authenticated(&self, headers: &HeaderMap) -> bool {
         let Some(token) = self.token() else { return true };
         let credentials = headers.get(AUTHORIZATION).and_then(|header| header.as_bytes().split_at_checked(7));
@@ -307,7 +308,7 @@ impl AdminServer {
     fn readiness(&self) -> AdminResponse {
         let health = self.state.readiness();
         let status = if health.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-        // Strings always serialize.
+        // Serializing a string cannot fail.
         let body = serde_json::to_string(&health).unwrap_or_default() + "\n";
         typed_response(status, "application/json", body)
     }
@@ -326,7 +327,7 @@ fn is_read_method(method: &Method) -> bool {
     method == Method::GET || method == Method::HEAD
 }
 
-/// Return whether the `Host` headers and the request target name this machine as `localhost` or by a loopback address.
+/// Return whether the `Host` headers and the request target name this machine, as `localhost` or by a loopback address.
 /// DNS rebinding cannot forge these names.
 fn is_for_loopback(request: &Request<Incoming>) -> bool {
     let is_loopback = |authority: &str| {

@@ -1,4 +1,4 @@
-//! The gateway process: opens the sockets, starts the threads and owns what they share.
+//! The gateway process: opens the sockets, starts the threads and owns the state that they share.
 
 pub mod acme;
 pub(crate) mod admin_socket;
@@ -57,7 +57,7 @@ use crate::telemetry::log::LogFile;
 use crate::telemetry::pluralize;
 use crate::{admin, limiter};
 
-/// Why the gateway cannot start or has stopped.
+/// The reason why the gateway cannot start or has stopped.
 #[derive(Debug, thiserror::Error)]
 pub enum AppError {
     /// A listening socket cannot be opened.
@@ -71,7 +71,7 @@ pub enum AppError {
     /// The admin socket cannot be opened.
     #[error("cannot open the admin socket {}: {source}; set `socket` in [admin]", path.display())]
     AdminSocket {
-        /// The configured path, or the default.
+        /// The configured path, or the default path.
         path: PathBuf,
         /// The error of the system.
         source: io::Error,
@@ -107,7 +107,7 @@ fn hint(error: &io::Error) -> &'static str {
     }
 }
 
-/// A gateway with its sockets open, ready to serve.
+/// A gateway whose sockets are open, so that it is ready to serve.
 #[derive(Debug)]
 pub struct App {
     config: Arc<CompiledConfig>,
@@ -119,7 +119,7 @@ pub struct App {
     admin_socket: Option<(UnixListener, AdminSocketFile)>,
     /// Cancelled when the admin listener stops.
     admin_stop: CancellationToken,
-    /// Cancelled when `/readyz` is to be 503.
+    /// Cancelled when `/readyz` must return 503.
     stopping: CancellationToken,
     sinks: TelemetrySinks,
     config_handle: Arc<ConfigHandle>,
@@ -195,15 +195,16 @@ impl App {
         self.config_handle.clone()
     }
 
-    /// Return the token to cancel when the process is asked to stop, before `accept_grace`: `/readyz` is 503 from then on.
+    /// Return the token that must be cancelled when the process receives a signal to stop, before `accept_grace`. From
+    /// then on, `/readyz` returns 503.
     pub fn stopping(&self) -> CancellationToken {
         self.stopping.clone()
     }
 
-    /// Return duplicates of the listening sockets for a hot restart. They keep the sockets open.
+    /// Return duplicates of the listening sockets for a hot restart. These duplicates keep the sockets open.
     ///
     /// # Errors
-    /// A socket cannot be duplicated, for example because of the descriptor limit.
+    /// A socket cannot be duplicated, for example because of the limit on file descriptors.
     pub fn hot_restart(&self) -> io::Result<HotRestart> {
         let mut sockets: Vec<_> = self.sockets.iter().flatten().collect();
         sockets.sort_by_key(|(listener_index, _)| *listener_index);
@@ -214,7 +215,7 @@ impl App {
         })
     }
 
-    /// Serve until `stop` is cancelled and the requests in flight are complete.
+    /// Serve requests until `stop` is cancelled and the requests in flight are complete.
     ///
     /// # Errors
     /// A thread cannot be started, or panics.
@@ -266,7 +267,7 @@ impl App {
             stopping: self.stopping,
             admin_stop: self.admin_stop.clone(),
         });
-        // Stops the admin listener when this function returns, after the last request.
+        // Stop the admin listener when this function returns, after the last request.
         let _end = self.admin_stop.clone().drop_guard();
         let (unix, mut admin_socket_file) = self.admin_socket.unzip();
         if self.admin.is_some() || unix.is_some() {
@@ -284,7 +285,7 @@ impl App {
             watcher: self.watcher,
             stop: stop.clone(),
         };
-        // Not joined: the reload thread ends with the process.
+        // This thread is not joined, because it ends with the process.
         thread::Builder::new().name("reload".to_owned()).spawn(|| reloader.run()).map_err(AppError::Worker)?;
         let mut workers = vec![maintenance_thread];
         if let Some(acme) = self.acme {
@@ -331,7 +332,8 @@ impl App {
             workers.push(thread::Builder::new().name(format!("worker-{index}")).spawn(run).map_err(AppError::Worker)?);
         }
         drop(ready_sender);
-        // A worker that cannot start drops its sender without a message. Report readiness only if all workers serve.
+        // A worker that cannot start drops its sender without a message. Report readiness only if all workers serve
+        // requests.
         if ready_receiver.iter().count() == workers.len() - background_threads {
             if let Some(Err(error)) = admin_socket_file.as_mut().map(AdminSocketFile::publish) {
                 warn!(%error, "cannot rename the admin socket to its final path");
@@ -342,7 +344,7 @@ impl App {
         for worker in workers {
             result = result.and(worker.join().unwrap_or(Err(AppError::Panic)));
         }
-        // The workers queue no more events.
+        // From here on, the workers queue no more events.
         result = result.and(event_thread.finish());
         self.sinks.flush();
         result
@@ -359,7 +361,7 @@ impl App {
         let mut routes = config.routes.iter().filter(|route| !route.path_pattern.is_regex());
         let example = routes.clone().find(|route| matches!(route.action, RouteAction::DirectResponse(_)));
         let example = example.or(routes.next()).map_or("/", |route| &route.path);
-        // Cut the pattern at its first parameter to get a literal path.
+        // Cut the pattern at its first parameter, to get a literal path.
         let example = example.split('{').next().unwrap_or("/");
         let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());
         let admin = admin.map_or(String::new(), |address| format!("admin on http://{address}; "));

@@ -2,9 +2,9 @@
 //!
 //! # The limiter
 //!
-//! [`limiter`] decides whether a request may pass. It knows no HTTP and needs no other part of the gateway. It counts in
-//! the memory of the process or in Redis, with the algorithms of the gateway. `examples/embed.rs` is a complete HTTP
-//! service; `docs/how-to/embed.md` explains the choices.
+//! [`limiter`] decides whether a request is admitted. The module is independent of HTTP and of the other parts of the
+//! gateway. It counts in the memory of the process or in Redis, with the same algorithms as the gateway.
+//! `examples/embed.rs` is a complete HTTP service, and `docs/how-to/embed.md` explains the options.
 //!
 //! ```
 //! use std::time::Duration;
@@ -38,19 +38,20 @@
 //!
 //! # The gateway
 //!
-//! A request walks through [`listener`], [`proxy::Gateway::handle`], [`routing`], [`identity`], [`limiter`] and
-//! [`upstream`]. [`config`] is the file as written, [`snapshot`] the compiled configuration. `ARCHITECTURE.md` describes
-//! each step.
+//! A request passes through [`listener`], [`proxy::Gateway::handle`], [`routing`], [`identity`], [`limiter`] and
+//! [`upstream`]. [`config`] is the configuration file as it is written, and [`snapshot`] is the compiled configuration.
+//! `ARCHITECTURE.md` describes each step.
 //!
 //! # Stability
 //!
-//! Before 1.0 the library has no stability promise: any release may change any item of this crate. Pin the exact version.
-//! [`limiter`] and [`http::ratelimit_headers`] are meant for other programs. The other modules are public only for the
-//! binary, the tests and the benchmarks of this repository.
+//! Before 1.0, the library has no stability promise: any release may change any item of this crate. Depend on an exact
+//! version. Only [`limiter`] and [`http::ratelimit_headers`] are intended for other programs. All other modules are
+//! public only for the binary, the tests and the benchmarks of this repository.
 
-// The futures of a connection are nested deeper than the 128 types that rustc follows to see that they are `Send`.
+// The futures of a connection are nested more deeply than the 128 types that rustc follows to check that they are
+// `Send`.
 #![recursion_limit = "256"]
-// Tests and benches may; the library returns errors and writes where it is told to.
+// Tests and benches may print. The library returns errors and writes only to the outputs that it is given.
 #![warn(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, clippy::print_stderr)]
 
 pub mod admin;
@@ -72,7 +73,7 @@ pub mod tls;
 pub mod tools;
 pub mod upstream;
 
-/// Compiles and runs the Rust code of the page.
+/// This test compiles and runs the Rust code of the page.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/how-to/embed.md")]
 pub struct EmbeddingPage;

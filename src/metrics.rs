@@ -1,5 +1,5 @@
 //! Counters and histograms. Each worker has its own cells, so that workers do not contend for cache lines. Readers add
-//! the cells up.
+//! up the cells of all workers.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,7 +33,7 @@ impl<const N: usize> Counter<N> {
     }
 }
 
-/// Upper bounds of the buckets of [`Histogram`] in µs. One more bucket counts longer durations.
+/// Upper bounds of the buckets of [`Histogram`] in µs. An additional bucket counts longer durations.
 pub const BUCKET_BOUNDS_US: [u64; 16] = [
     50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 5_000_000,
     30_000_000,
@@ -54,13 +54,13 @@ impl Histogram {
         self.sum_us.fetch_add(duration_us, Ordering::Relaxed);
     }
 
-    /// Return the count of each bucket, not cumulative, and the sum in µs.
+    /// Return the count of each bucket (not cumulative), and the sum in µs.
     pub fn snapshot(&self) -> ([u64; BUCKET_BOUNDS_US.len() + 1], u64) {
         (self.buckets.values(), self.sum_us.load(Ordering::Relaxed))
     }
 }
 
-/// Metrics by name, one per worker.
+/// Metrics by name, with one value per worker.
 #[derive(Debug)]
 pub struct MetricFamily<T>(Mutex<BTreeMap<Box<str>, ByWorker<T>>>);
 
@@ -73,7 +73,7 @@ impl<T> Default for MetricFamily<T> {
 }
 
 impl<T: Default> MetricFamily<T> {
-    /// Return the metrics of a worker by name. They outlive a reload: the same name returns the same metrics.
+    /// Return the metrics of a worker by name. Metrics are kept by a reload: the same name returns the same metrics.
     pub fn get_or_create(&self, name: &str, worker: usize) -> Arc<T> {
         let mut metrics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         metrics.entry(name.into()).or_default().entry(worker).or_default().clone()

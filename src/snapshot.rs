@@ -1,5 +1,5 @@
-//! The compiled configuration: references resolved, values validated, all errors reported. Later steps report no
-//! errors.
+//! The compiled configuration: all references are resolved, all values are validated, and all errors have been
+//! reported. Code that uses it reports no further errors about the configuration.
 
 mod access;
 pub mod acme;
@@ -68,15 +68,15 @@ use crate::upstream::UpstreamSettings;
 /// The compiled configuration that requests use.
 #[derive(Debug)]
 pub struct CompiledConfig {
-    /// The configuration file and the files that it includes, as read.
+    /// The configuration file and the files that it includes, as they were read.
     pub files: ConfigFiles,
     /// Settings of the HTTP server and the workers.
     pub server: Arc<ServerSettings>,
     /// Listening sockets.
     pub listeners: Vec<Listener>,
-    /// Certificates by ACME, if configured.
+    /// Certificates by ACME, if `[acme]` is configured.
     pub acme: Option<Acme>,
-    /// Admin listener, if configured.
+    /// The admin listener, if it is configured.
     pub admin: Option<AdminSettings>,
     /// The admin socket.
     pub admin_socket: AdminSocket,
@@ -86,8 +86,8 @@ pub struct CompiledConfig {
     pub log: LogSettings,
     /// Trusted proxies and client network prefixes.
     pub client_ip: Arc<ClientIpResolver>,
-    /// Whether hosts or client addresses are checked: a listener or a route has access rules, or unknown hosts are
-    /// blocked.
+    /// Whether hosts or client addresses are checked, because a listener or a route has access rules, or unknown hosts
+    /// are blocked.
     pub checks_access: bool,
     /// Files of networks that access rules name.
     pub network_files: Vec<Arc<NetworkFile>>,
@@ -95,30 +95,30 @@ pub struct CompiledConfig {
     pub auth: Authentication,
     /// Hash function for identities.
     pub hasher: IdentityHasher,
-    /// What is read of request bodies for routes and limits.
+    /// The values that are read from request bodies for routes and limits.
     pub body_inspection: BodyInspection,
-    /// Headers that need protection: headers that only trusted proxies may set, besides the X-Forwarded family, and
-    /// headers that identities and routes read.
+    /// Headers that need protection: headers that only trusted proxies may set, in addition to the X-Forwarded headers,
+    /// and headers that identities and routes use.
     pub protected_headers: ProtectedHeaders,
     /// Upstreams, by the index that routes use.
     pub upstreams: Vec<Arc<UpstreamSettings>>,
-    /// Whether an upstream is sent PROXY headers.
+    /// Whether an upstream gets PROXY headers.
     pub sends_proxy_headers: bool,
     /// TLS of the upstreams that have servers at `https://`.
     pub upstream_tls: Vec<Arc<UpstreamTls>>,
-    /// All limits by name, used or not.
+    /// All limits by name, including unused ones.
     pub limits: BTreeMap<String, CompiledLimit>,
     /// Destinations of quota events by name.
     pub event_destinations: BTreeMap<String, EventDestination>,
-    /// All routes, in file order.
+    /// All routes, in the order of the file.
     pub routes: Vec<Arc<Route>>,
     /// The routes, indexed for lookup.
     pub table: RouteTable<Arc<Route>>,
-    /// Values of the keys that need a restart to change.
+    /// Values of the keys whose change requires a restart.
     pub(crate) restart_only_keys: RestartOnlyKeys,
 }
 
-/// What is read of request bodies for routes and limits, in one pass.
+/// The values that are read from request bodies for routes and limits, in one pass.
 #[derive(Debug, Default)]
 pub struct BodyInspection {
     /// The values.
@@ -136,7 +136,7 @@ pub struct Listener {
     pub name: Option<Box<str>>,
     /// Address and port.
     pub address: SocketAddr,
-    /// Whether connections start with a PROXY protocol header from a trusted proxy.
+    /// Whether connections must start with a PROXY protocol header from a trusted proxy.
     pub proxy_protocol: bool,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<ListenerTls>,
@@ -149,9 +149,10 @@ pub struct Listener {
 pub struct ListenerTls {
     /// TLS configuration for new connections.
     pub tls: DownstreamTls,
-    /// The files of each certificate and its key, as read by the loader.
+    /// The files of each certificate and its key, as the loader has read them.
     pub certificates: Vec<[FileSnapshot; 2]>,
-    /// The file with the CA certificates for client certificates, as read by the loader, and whether clients need one.
+    /// The file with the CA certificates for client certificates, as the loader has read it, and whether clients need a
+    /// certificate.
     pub client_ca: Option<(FileSnapshot, ClientAuth)>,
 }
 
@@ -177,9 +178,9 @@ pub struct CompiledLimit {
     pub limit: Arc<LimitSpec>,
     /// Identity that the limit counts.
     pub identity_spec: IdentitySpec,
-    /// Cost of a request. `None` = the cost of the route.
+    /// Cost of a request. `None` selects the cost of the route.
     pub cost: Option<Cost>,
-    /// Statuses that refund the charge.
+    /// Statuses for which the charge is refunded.
     pub refund_on: RefundOn,
 }
 
@@ -192,11 +193,12 @@ impl CompiledConfig {
         CompiledConfig::load_with_source(path, environment, UnsetVariables::Error).map(|(config, _)| config)
     }
 
-    /// Like [`CompiledConfig::load`], and return the parsed file as well, with all warnings in it. With
-    /// [`UnsetVariables::WarnExcept`], parts of the configuration that have unset variables may be missing.
+    /// Load a configuration as [`CompiledConfig::load`] does, and return the parsed file as well, with all its
+    /// warnings. With [`UnsetVariables::WarnExcept`], parts of the configuration that have unset variables may be
+    /// missing.
     ///
     /// # Errors
-    /// As for [`CompiledConfig::load`].
+    /// The errors of [`CompiledConfig::load`].
     pub fn load_with_source(
         path: &Path,
         environment: EnvLookup<'_>,
@@ -205,10 +207,11 @@ impl CompiledConfig {
         Self::compile_file(file::read_gateway(path, environment)?, environment, policy)
     }
 
-    /// Like [`CompiledConfig::load`], but with `text` as the content of the file at `path`, which need not exist.
+    /// Load a configuration as [`CompiledConfig::load`] does, but with `text` as the content of the file at `path`,
+    /// which need not exist.
     ///
     /// # Errors
-    /// As for [`CompiledConfig::load`].
+    /// The errors of [`CompiledConfig::load`].
     pub fn from_text(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<CompiledConfig, ConfigError> {
         let file = file::parse_gateway(path, text, environment)?;
         Self::compile_file(file, environment, UnsetVariables::Error).map(|(config, _)| config)
@@ -222,35 +225,35 @@ impl CompiledConfig {
         let mut reader = Validator::new(&mut file, environment);
         let config = compile(&file, &mut reader);
         file.warnings = reader.finish(policy)?;
-        // Without errors, no part is missing.
+        // If there are no errors, no part is missing.
         Ok((config, file))
     }
 
-    /// Return the configuration as written, with the tables of included files, as JSON with secrets masked.
+    /// Return the configuration as it is written, with the tables of included files, as JSON with masked secrets.
     pub fn redacted(&self) -> Value {
         let ConfigFiles { main, included, .. } = &self.files;
-        // Always UTF-8 and valid TOML: the configuration was compiled from them.
+        // The texts are UTF-8 and valid TOML, because the configuration was compiled from them.
         let texts = std::iter::once(main).chain(included).map(|file| String::from_utf8_lossy(&file.content));
         redacted_config(texts).unwrap_or_default()
     }
 
     /// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later). A gateway that
-    /// opens these sockets itself does not start.
+    /// opens such sockets itself does not start.
     pub fn address_conflicts(&self) -> impl Iterator<Item = (usize, usize)> {
         listeners::address_conflicts(&self.listeners)
     }
 
     /// Return keyed digests of the values that a reload cannot change, by key. Gateways and `check` compare digests,
-    /// since some values are secret.
+    /// because some values are secret.
     pub fn restart_only_digests(&self, salt: &str) -> BTreeMap<String, String> {
         self.restart_only_keys.digests(salt)
     }
 
-    /// Replace the consumers of a file by the consumers in `content`. Their usage stays counted. `index` is the index
-    /// of the file in [`Authentication::consumers_files`].
+    /// Replace the consumers of a file with the consumers in `content`. The usage of the consumers is kept. `index` is
+    /// the index of the file in [`Authentication::consumers_files`].
     ///
     /// # Errors
-    /// All errors of the file. The consumers in use do not change.
+    /// All errors of the file. After an error, the active consumers do not change.
     pub fn reload_consumers(
         &self,
         index: usize,
@@ -279,7 +282,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let server = settings::server(&config.server, reader);
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
-    // Counts invalid networks, too, so that these are the only error.
+    // Invalid networks are counted as well, so that they are the only error.
     let trusted_proxies = config.client_ip.trusted_proxies.as_ref().map_or(0, Vec::len);
     let mut network_files = NetworkFiles::default();
     let mut acme = AcmeListeners::new(config, reader);
@@ -347,7 +350,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     }
 }
 
-/// Return what is read of request bodies for these routes and their limits.
+/// Return the values that are read from request bodies for these routes and their limits.
 fn body_inspection(
     routes: &[Arc<Route>],
     table: &RouteTable<Arc<Route>>,

@@ -38,7 +38,7 @@ const MAX_BODY_BYTES: usize = 16 * 1024;
 /// Maximum time to receive a request body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Error text for other paths.
+/// Text of the error for other paths.
 const NOT_FOUND: &str = "not found: the API has /api/status, /api/config, /api/reload, /api/live, /api/top, \
                          /api/identities, /api/reset, /api/overrides, /api/certificates and /api/differences";
 
@@ -53,7 +53,7 @@ struct ApiContext<'a> {
     event_stream: &'a EventStream,
 }
 
-/// Handle a request that may read. Changes are authorized here.
+/// Handle a request that is already authorized to read. Changes are authorized in this function.
 pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> AdminResponse {
     let methods: &[Method] = match request.uri().path() {
         "/api/top" | "/api/identities" | "/api/usage" | "/api/differences" | "/api/certificates" | "/api/status" => {
@@ -136,7 +136,7 @@ impl QueryParams {
 }
 
 /// CSRF protection: require `application/json` or DELETE. A browser sends a CORS preflight before such a cross-origin
-/// request, and the admin listener does not grant it.
+/// request, and the admin listener rejects the preflight.
 fn require_json(method: &Method, headers: &HeaderMap) -> Result<()> {
     let content_type = headers.get(CONTENT_TYPE).map(|value| value.to_str().unwrap_or_default());
     let media_type = content_type.map(|value| value.split(';').next().unwrap_or_default().trim());
@@ -161,7 +161,7 @@ async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T>
         }
         Err(_) => return Err(ApiError::bad_request("the request body is incomplete")),
     };
-    // Error messages of serde can quote values, which may be secrets: return only those about field names.
+    // Error messages of serde can quote values, which may be secrets. Return only messages about field names.
     serde_json::from_slice(&body).map_err(|error| match error.classify() {
         serde_json::error::Category::Data if error.to_string().starts_with("unknown field") => {
             ApiError::bad_request(error.to_string())
@@ -176,7 +176,7 @@ async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T>
 
 /// Return a 200 response with a JSON body.
 fn json_response(value: &impl Serialize) -> AdminResponse {
-    // Maps with string keys always serialize.
+    // Serializing a map with string keys cannot fail.
     typed_response(StatusCode::OK, "application/json", serde_json::to_string(value).unwrap_or_default() + "\n")
 }
 
@@ -240,12 +240,12 @@ impl ApiError {
 
 #[derive(Serialize)]
 struct Differences {
-    /// Configuration keys that differ and need a restart, in alphabetical order.
+    /// Configuration keys that differ and require a restart, in alphabetical order.
     restart: Vec<String>,
 }
 
 /// Compare the digests in the query, named by configuration key, with those of the active configuration. The caller
-/// chooses the salt and learns only key names, because values may be secret.
+/// chooses the salt and learns only the names of keys, because values may be secret.
 fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
     let salt = query.take("salt").ok_or_else(|| ApiError::bad_request("`salt` is missing"))?;
     let mut active_digests = context.config.restart_only_digests(&salt);
@@ -262,7 +262,7 @@ fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Admin
 
 // === `/api/top`: the identities with the most denials, or the highest costs of LLM requests ===
 
-/// Number of identities per limit without `count`.
+/// Default of `count`: number of identities per limit.
 const DEFAULT_COUNT: u64 = 10;
 /// Maximum of `count`.
 const MAX_COUNT: u64 = 96;

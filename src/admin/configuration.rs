@@ -15,17 +15,17 @@ use crate::snapshot::current::{ConfigChange, ReloadCause, ReloadFailure};
 #[derive(Debug, Serialize)]
 struct ConfigView {
     file: String,
-    /// The files that it includes.
+    /// The files that the configuration includes.
     included: Vec<String>,
-    /// Addresses of the listeners, and of the admin listener.
+    /// Addresses of the listeners and of the admin listener.
     addresses: Vec<String>,
-    /// When the configuration became active, in RFC 3339.
+    /// Time at which the configuration became active, in RFC 3339.
     loaded_at: String,
     /// Hash of `configuration`.
     revision: String,
     /// Number of reloads since the start of the process.
     reloads: ReloadCounts,
-    /// The error of the last reload, if it failed.
+    /// The error of the last reload, if the reload failed.
     last_error: Option<LastError>,
     /// The configuration as JSON, with the tables of included files, and with secrets redacted.
     configuration: Value,
@@ -51,10 +51,10 @@ struct ReloadResponse {
     file: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
-    /// The differences of the last reload that changed a key, in words. Usually this one.
+    /// The differences of the last reload that changed a key, as sentences. This is usually the requested reload.
     #[serde(skip_serializing_if = "Option::is_none")]
     changes: Option<Vec<String>>,
-    /// Time since that reload. None if there was none.
+    /// Time since that reload. `None` if there was no such reload.
     #[serde(skip_serializing_if = "Option::is_none")]
     changed_seconds_ago: Option<f64>,
 }
@@ -114,21 +114,21 @@ impl AdminServer {
     }
 }
 
-/// Number of bytes of a revision: enough to tell the configurations of a fleet apart.
+/// Number of bytes of a revision, which is sufficient to distinguish the configurations of many gateways.
 const REVISION_BYTES: usize = 6;
 
-/// Return the hash of a configuration without its secrets. Gateways with the same files have the same one.
+/// Return the hash of a configuration without its secrets. Gateways with the same files have the same hash.
 fn revision(redacted: &Value) -> String {
     let hash = digest(&SHA256, redacted.to_string().as_bytes());
     hash.as_ref().iter().take(REVISION_BYTES).map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn json_response(status: StatusCode, body: &impl Serialize) -> AdminResponse {
-    // Strings always serialize.
+    // Serializing a string cannot fail.
     typed_response(status, "application/json", serde_json::to_string(body).unwrap_or_default() + "\n")
 }
 
-/// Format µs since the Unix epoch in RFC 3339. A time out of range becomes the epoch.
+/// Format µs since the Unix epoch in RFC 3339. A time that is out of range becomes the epoch.
 pub(super) fn format_rfc3339(us: u64) -> String {
     Timestamp::from_microsecond(us as i64).unwrap_or_default().to_string()
 }

@@ -1,5 +1,5 @@
-//! The connections of the admin listener: their maximum number, the deadline of each, and which idle connection is
-//! closed for a new connection.
+//! The connections of the admin listener: their maximum number, the deadline of each, and the choice of the idle
+//! connection that is closed for a new one.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -16,12 +16,12 @@ const MAX_CONNECTIONS: usize = 64;
 /// Maximum number of connections per peer address.
 const MAX_CONNECTIONS_PER_PEER: usize = 32;
 
-/// Connections beyond these bounds that are served health checks only.
+/// Number of additional connections, on which only health checks are served.
 const RESERVED_CONNECTIONS: usize = 8;
 
-/// Maximum time from accept, or from a response, to the next complete request headers. A client that does not read its
-/// response sends no further request, so the same deadline bounds writes. For an event stream: maximum time between two
-/// events that the client reads.
+/// Maximum time from accepting a connection, or from a response, to the next complete request headers. A client that
+/// does not read its response sends no further request, so the same deadline also limits the time of writes. For an
+/// event stream, the maximum time between two events that the client reads.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The open connections.
@@ -49,11 +49,11 @@ enum ConnectionState {
     Idle(Instant),
     /// A request is in progress. Its own timeouts apply.
     Busy,
-    /// The client read its last event at this instant.
+    /// The client has read its last event at this instant.
     Streaming(Instant),
 }
 
-/// A connection. Dropping it removes it from the open connections.
+/// A connection. Dropping the value removes the connection from the open connections.
 #[derive(Debug)]
 pub(super) struct AdminConnection {
     connections: Arc<AdminConnections>,
@@ -65,8 +65,8 @@ pub(super) struct AdminConnection {
 }
 
 impl AdminConnections {
-    /// Admit a new connection. If the maximum is reached, close the connection that has been idle longest. If no
-    /// connection is idle, the new connection serves health checks only.
+    /// Admit a new connection. If the maximum is reached, close the connection that has been idle for the longest time.
+    /// If no connection is idle, the new connection serves only health checks.
     pub(super) fn admit(self: &Arc<Self>, peer: IpAddr) -> AdminConnection {
         let mut open = self.lock();
         let is_of_peer = |entry: &ConnectionEntry| !entry.is_reserved && entry.peer == peer;
@@ -91,8 +91,8 @@ impl AdminConnections {
 }
 
 impl OpenConnections {
-    /// Return whether one more connection fits into `max`. If necessary, close the connection that has been idle
-    /// longest.
+    /// Return whether one more connection is possible with the maximum `max`. If necessary, close the connection that
+    /// has been idle for the longest time.
     fn make_room(&mut self, max: usize, is_counted: impl Fn(&ConnectionEntry) -> bool) -> bool {
         if self.entries.values().filter(|entry| is_counted(entry)).count() < max {
             return true;
@@ -120,17 +120,17 @@ impl OpenConnections {
 }
 
 impl AdminConnection {
-    /// Mark as busy: the request headers are complete.
+    /// Mark the connection as busy, because the request headers are complete.
     pub(super) fn set_busy(&self) {
         self.set_state(ConnectionState::Busy);
     }
 
-    /// Mark as idle: the response is ready.
+    /// Mark the connection as idle, because the response is ready.
     pub(super) fn set_idle(&self) {
         self.set_state(ConnectionState::Idle(monotonic()));
     }
 
-    /// Mark as streaming: the client reads an event.
+    /// Mark the connection as streaming, because the client reads an event.
     pub(super) fn set_streaming(&self) {
         self.set_state(ConnectionState::Streaming(monotonic()));
     }

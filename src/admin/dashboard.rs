@@ -26,8 +26,8 @@ const FILES: [(&str, &str, &str); 10] = [
     ("/tokens.js", JAVASCRIPT_TYPE, include_str!("dashboard/tokens.js")),
 ];
 
-/// Content Security Policy. Scripts and styles come from the files above only: no inline code, no other origins, no
-/// framing. Trusted Types keep the scripts from turning text into markup.
+/// Content Security Policy. Scripts and styles come only from the files above: no inline code, no other origins, no
+/// framing. Trusted Types prevent scripts from converting text into markup.
 const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
@@ -40,7 +40,7 @@ const SECURITY_HEADERS: [(HeaderName, &str); 4] = [
 ];
 
 /// Return the file of the dashboard at `path`, or `None` if it does not exist. The files need no authentication: they
-/// contain no data, and their scripts request it with the token.
+/// contain no data, and their scripts request the data with the token.
 pub(super) fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     if path == "/" {
         let index = if has_token { INDEX_HTML.replace(WITHOUT_TOKEN, WITH_TOKEN) } else { INDEX_HTML.to_owned() };
@@ -50,7 +50,7 @@ pub(super) fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     Some(typed_response(StatusCode::OK, content_type, (*text).to_owned()))
 }
 
-/// Add the browser security headers. Every response of the admin listener has them.
+/// Add the browser security headers. Every response of the admin listener has these headers.
 pub(super) fn add_security_headers(response: &mut AdminResponse) {
     for (name, value) in SECURITY_HEADERS {
         response.headers_mut().insert(name, HeaderValue::from_static(value));

@@ -30,17 +30,18 @@ use crate::limiter::clock::{monotonic, unix_us};
 use crate::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
 use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES, split_token_counter_name};
 
-/// Maximum number of concurrent subscribers. A quarter of the connections, so that the others serve health checks and
-/// metrics.
+/// Maximum number of concurrent subscribers. The number is a quarter of the connections, so that the other connections
+/// serve health checks and metrics.
 pub(super) const MAX_SUBSCRIBERS: usize = 16;
 
-/// Capacity of the broadcast channel, in events of one second each. A subscriber that is further behind misses events.
+/// Capacity of the broadcast channel in events. There is one event per second. A subscriber that is further behind
+/// misses events.
 const EVENT_BUFFER: usize = 16;
 
 /// A response body that ends when the client disconnects or the admin listener stops.
 pub(super) type EventBody = StreamBody<BoxStream<'static, Result<Frame<Bytes>, Infallible>>>;
 
-/// History of the last seconds, and the broadcast of new ones.
+/// The history of the last seconds, and the broadcast channel for new seconds.
 #[derive(Debug)]
 pub(super) struct EventStream {
     history: Mutex<History>,
@@ -71,7 +72,7 @@ struct LimitIntervals<'a> {
 #[derive(Serialize)]
 struct SecondEvent<'a> {
     second: PeriodStats,
-    /// The interval that ended with this second; `None` if no interval ended.
+    /// The interval that ended with this second, or `None` if no interval ended.
     interval: Option<PeriodStats>,
     connections: ConnectionCounts,
     routes: Vec<RouteRequestCounts<'a>>,
@@ -96,9 +97,9 @@ struct LimitDecisionCounts<'a> {
     shadow: bool,
     /// Decisions since the start of the process, by kind.
     decisions: BTreeMap<&'static str, u64>,
-    /// Settled cost of LLM requests since the start of the process; `None` if the limit counts no tokens.
+    /// Settled cost of LLM requests since the start of the process, or `None` if the limit counts no tokens.
     settled: Option<u64>,
-    /// Allowed and denied decisions of the interval that ended with this second; `None` if no interval ended.
+    /// Allowed and denied decisions of the interval that ended with this second, or `None` if no interval ended.
     interval: Option<[u32; 2]>,
 }
 
@@ -119,7 +120,7 @@ struct UpstreamRequestCounts<'a> {
     errors: u64,
 }
 
-/// Times in RFC 3339. If either changes, the response of `/api/config` has changed.
+/// Times in RFC 3339. If one of these values changes, the response of `/api/config` has changed.
 #[derive(Serialize)]
 struct ConfigStatus {
     loaded_at: String,
@@ -160,14 +161,14 @@ impl EventStream {
         }
     }
 
-    /// Return a response that streams the history and then each new second.
+    /// Return a response that streams the history, and then each new second.
     pub(super) fn subscribe(&self, admin_stop: CancellationToken, connection: &Arc<AdminConnection>) -> AdminResponse {
         let Ok(permit) = self.subscriber_permits.clone().try_acquire_owned() else {
             let detail = format!("{MAX_SUBSCRIBERS} clients read /api/live already: close a dashboard");
             return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, detail).into_response();
         };
         let subscriber = {
-            // The lock keeps `run` from adding a second in between, so none is missed or sent twice.
+            // The lock prevents `run` from adding a second in between, so that no second is missed or sent twice.
             let history = self.lock_history();
             let limits = history.limit_intervals.iter();
             let history_event = HistoryEvent {
@@ -289,9 +290,9 @@ fn second_event(
 }
 
 /// Format a server-sent event (HTML standard, section 9.2). Serialized JSON contains no newline, so one `data` line is
-/// enough.
+/// sufficient.
 fn format_event(name: &str, data: &impl Serialize) -> Bytes {
-    // Strings and numbers always serialize.
+    // Serializing strings and numbers cannot fail.
     format!("event: {name}\ndata: {}\n\n", serde_json::to_string(data).unwrap_or_default()).into()
 }
 
@@ -300,14 +301,14 @@ fn format_event(name: &str, data: &impl Serialize) -> Bytes {
 /// Number of seconds in the history.
 const HISTORY_SECONDS: usize = 15 * 60;
 
-/// Length of an interval. Intervals cover a longer time than seconds in the same memory.
+/// Length of an interval. With the same memory, intervals cover a longer time than seconds.
 const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Number of intervals in the history: one hour.
 const HISTORY_INTERVALS: usize = 360;
 
-/// Maximum number of limits with a history: the first limits in the order of their names. Bounds the memory: each takes
-/// 3 KiB.
+/// Maximum number of limits with a history: the first limits in the order of their names. The number limits the memory,
+/// because each limit needs 3 KiB.
 const MAX_LIMIT_HISTORIES: usize = 64;
 
 /// Number of intervals that `/api/status` sums up: one minute.
@@ -323,7 +324,7 @@ type Buckets = [u64; BUCKET_BOUNDS_US.len() + 1];
 pub(super) struct PeriodStats {
     /// End of the period, ms since the Unix epoch.
     at_ms: u64,
-    /// Actual length in ms. On a busy machine the timer fires late.
+    /// Actual length in ms. On a busy machine, the timer fires late.
     ms: u64,
     allowed: u64,
     denied: u64,
@@ -407,7 +408,8 @@ impl History {
         }
     }
 
-    /// Complete a second: add the difference to the last snapshot. Return the second, and the interval if it ended.
+    /// Complete a second: add the difference between this and the last snapshot. Return the second, and the interval if
+    /// it has ended.
     fn tick(&mut self, state: &AdminState) -> (PeriodStats, Option<PeriodStats>) {
         let (second, interval) = self.add(CounterSnapshot::take(state));
         if interval.is_some() {
@@ -419,11 +421,12 @@ impl History {
     }
 
     fn add(&mut self, mut snapshot: CounterSnapshot) -> (PeriodStats, Option<PeriodStats>) {
-        // A denial is counted shortly before its response, so `allowed`, a difference, could decrease.
+        // A denial is counted shortly before its response, so the difference `allowed` could otherwise decrease.
         snapshot.allowed = snapshot.allowed.max(self.last_second.allowed);
         let second = snapshot.diff(&self.last_second);
         push_bounded(&mut self.seconds, second, HISTORY_SECONDS);
-        // The timer fires up to some ms early or late: an interval ends with the second that is nearest to its end.
+        // The timer fires up to some ms early or late. An interval therefore ends with the second that is nearest to
+        // its end.
         let elapsed = snapshot.taken_at.duration_since(self.last_interval.taken_at);
         let interval = (elapsed + Duration::from_millis(500) > INTERVAL).then(|| {
             let interval = snapshot.diff(&self.last_interval);
@@ -439,12 +442,12 @@ impl History {
     /// Return the metrics from the start of the oldest recent interval to a snapshot: 60 to 70 s, or since the start.
     fn recent(&self, mut snapshot: CounterSnapshot) -> PeriodStats {
         let start = self.interval_starts.front().unwrap_or(&self.last_interval);
-        // As in `add`.
+        // Use the same rule as `add`.
         snapshot.allowed = snapshot.allowed.max(start.allowed);
         snapshot.diff(start)
     }
 
-    /// Complete an interval of the limits with these names. Other limits were removed from the configuration.
+    /// Complete an interval of the limits with these names. All other limits were removed from the configuration.
     fn add_limit_interval<'a>(&mut self, names: impl Iterator<Item = &'a str>, decisions: LimitDecisions) {
         let mut previous = std::mem::take(&mut self.limit_intervals);
         for name in names.take(MAX_LIMIT_HISTORIES) {
@@ -463,7 +466,7 @@ impl History {
     }
 }
 
-/// Add an item. Remove the oldest element if there are `max` already.
+/// Add an item. If there are `max` elements already, remove the oldest one.
 fn push_bounded<T>(items: &mut VecDeque<T>, item: T, max: usize) {
     if items.len() == max {
         items.pop_front();
@@ -519,7 +522,7 @@ fn sum_buckets<'a>(histograms: impl Iterator<Item = &'a Histogram>) -> Buckets {
 }
 
 /// Return a quantile of a histogram in ms, or `None` if the histogram is empty. Interpolate linearly within a bucket,
-/// as `histogram_quantile` of Prometheus does. Above the last bound, return that bound.
+/// as `histogram_quantile` of Prometheus does. For a quantile above the last bound, return the last bound.
 fn quantile(buckets: &Buckets, fraction: f64) -> Option<f32> {
     let rank = buckets.iter().sum::<u64>() as f64 * fraction;
     let mut cumulative = 0.0;
@@ -561,7 +564,7 @@ mod history_tests {
     fn history_keeps_a_bounded_number_of_seconds() {
         let start = monotonic();
         let mut history = history(start);
-        // The second snapshot has a denial without its response, so its `allowed` is one less.
+        // The second snapshot has a denial without its response, so its value of `allowed` is one less.
         assert_eq!([9, 12].map(|allowed| history.add(snapshot(start, 0, allowed)).0.allowed), [0, 2]);
         for second in 0..HISTORY_SECONDS as u64 {
             history.add(snapshot(start, 1000 * second, 13 + second));

@@ -18,7 +18,7 @@ pub(super) struct ReadinessReport<'a> {
     certificates: Option<CertificateReadiness>,
 }
 
-/// Certificates by ACME.
+/// Certificates that are obtained by ACME.
 #[derive(Debug, Serialize)]
 struct CertificateReadiness {
     /// Names without a certificate.
@@ -31,18 +31,18 @@ struct CertificateReadiness {
 enum ReadinessStatus {
     /// The store is available.
     Ready,
-    /// A circuit breaker of the store is open: requests are served, and limits follow `on_store_error`.
+    /// A circuit breaker of the store is open: the gateway serves requests, and limits follow `on_store_error`.
     Degraded,
-    /// A listener has no certificate of the CA yet: it serves a self-signed one.
+    /// A listener has no certificate from the CA yet, and serves a self-signed certificate.
     Pending,
-    /// The process has received a signal to stop: it waits for `accept_grace` or drains.
+    /// The process has received a signal to stop, and waits for `accept_grace` or drains connections.
     Stopping,
 }
 
 #[derive(Debug, Serialize)]
 struct StoreReadiness<'a> {
     name: &'a str,
-    /// The store, or the nodes of it, whose circuit breaker is open.
+    /// The store, or its nodes, whose circuit breaker is open.
     failing: Vec<String>,
 }
 
@@ -91,7 +91,7 @@ impl AdminState {
     }
 }
 
-/// Return whether the listener waits for its first certificate by ACME.
+/// Return whether a listener waits for its first certificate by ACME.
 fn lacks_certificates(listener: &Listener) -> bool {
     let managed = listener.tls.as_ref().and_then(|tls| tls.tls.managed());
     managed.is_some_and(|(names, certificates)| names.iter().all(|name| certificates.get(name).certificate.is_none()))

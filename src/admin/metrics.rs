@@ -1,4 +1,5 @@
-//! `/metrics`: all metrics of the process, named by the Prometheus conventions. Identities are never labels.
+//! `/metrics`: all metrics of the process, with names that follow the Prometheus conventions. Identities are never used
+//! as labels.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -414,7 +415,7 @@ fn write_status_classes(
 ) -> fmt::Result {
     for (name, response_stats) in family.all() {
         let counts = sum_counts(response_stats.iter().map(|stats| stats.status_classes.values()));
-        // Omit the series that cannot occur: a route always sends a response.
+        // Omit the series that cannot occur, because a route always sends a response.
         let classes = STATUS_CLASSES
             .iter()
             .chain([&NO_RESPONSE])

@@ -21,14 +21,14 @@ pub(super) struct ProcessUsage {
 }
 
 impl ProcessUsage {
-    /// Read the current usage. `None` on systems without `/proc`.
+    /// Read the current usage. Return `None` on systems without `/proc`.
     pub(super) fn read() -> Option<Self> {
         let stat = fs::read_to_string("/proc/self/stat").ok()?;
         let memory = fs::read_to_string("/proc/self/statm").ok()?;
         let mut pages = memory.split(' ').map_while(|count| count.parse::<u64>().ok());
         let page_size = page_size() as u64;
         let (virtual_pages, resident_pages) = (pages.next()?, pages.next()?);
-        // The directory that is being read has a descriptor, too.
+        // The directory that is being read uses a descriptor, too.
         let open_files = (fs::read_dir("/proc/self/fd").ok()?.count() as u64).saturating_sub(1);
         Some(ProcessUsage {
             cpu_s: cpu_ticks(&stat)? as f64 / clock_ticks_per_second() as f64,
@@ -42,7 +42,7 @@ impl ProcessUsage {
 
 /// Return the user and system time of `/proc/PID/stat`, in clock ticks: the fields 14 and 15.
 fn cpu_ticks(stat: &str) -> Option<u64> {
-    // Field 2 is the name in parentheses, which can contain spaces.
+    // Field 2 is the name of the program in parentheses, which can contain spaces.
     let (_, fields) = stat.rsplit_once(") ")?;
     let mut times = fields.split(' ').skip(11);
     Some(times.next()?.parse::<u64>().ok()? + times.next()?.parse::<u64>().ok()?)

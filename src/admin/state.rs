@@ -17,7 +17,7 @@ use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::current::ConfigHandle;
 use crate::telemetry::access_log::TelemetrySinks;
 
-/// State of the process for health, metrics, the API and the dashboard.
+/// State of the process for health checks, metrics, the API and the dashboard.
 #[derive(Debug)]
 pub struct AdminState {
     /// Request metrics of all workers.
@@ -48,15 +48,15 @@ pub struct AdminState {
     pub telemetry_sinks: TelemetrySinks,
     /// Start time of the process, s since the Unix epoch.
     pub started_at_s: u64,
-    /// Cancelled at the first signal to stop, before `accept_grace`. A hot restart does not cancel it: the service
-    /// continues in the new process.
+    /// Cancelled by the first signal to stop, before `accept_grace`. A hot restart does not cancel this token, because
+    /// the service continues in the new process.
     pub stopping: CancellationToken,
     /// Cancelled when the admin listener stops: at the end of the process, or when a hot restart has succeeded.
     pub admin_stop: CancellationToken,
 }
 
 impl AdminState {
-    /// Return how often a circuit breaker of the store opened.
+    /// Return how often a circuit breaker of the store has opened.
     pub fn breaker_open_count(&self) -> u64 {
         self.circuit_breaker.open_count() + self.cluster_map.open_count()
     }

@@ -1,4 +1,4 @@
-//! Usage report: the totals of limits by day, month or identity, with consumers by name.
+//! Usage report: the totals of limits by day, month, identity or model, in which consumers appear by name.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -13,10 +13,10 @@ use crate::limiter::key::Identity;
 use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
-/// The name of the cost of no model in text output.
+/// The name of the cost that belongs to no model, in text output.
 pub const OTHER_MODELS: &str = "other";
 
-/// What the cost is added up by, besides the limit.
+/// How the cost is grouped within each limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GroupBy {
@@ -41,7 +41,7 @@ impl GroupBy {
     }
 }
 
-/// An identity as named by an administrator.
+/// An identity in the form in which an administrator writes it.
 #[derive(Debug, Clone)]
 pub enum IdentityFilter {
     /// Its hash.
@@ -53,20 +53,20 @@ pub enum IdentityFilter {
 /// The usage to report.
 #[derive(Debug, Clone, Default)]
 pub struct UsageFilter {
-    /// Name of a limit. `None`: all limits with `usage`.
+    /// Name of a limit. `None` for all limits with `usage`.
     pub limit: Option<String>,
     /// An identity. `None`: all.
     pub identity: Option<IdentityFilter>,
-    /// First day. `None`: the first day of this month.
+    /// First day. `None` for the first day of this month.
     pub from: Option<Date>,
     /// Last day. `None`: today.
     pub to: Option<Date>,
 }
 
-/// Why a filter selects nothing.
+/// The reason why a filter selects nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FilterError {
-    /// No limit has this name. Contains the name.
+    /// No limit has this name. The variant contains the name.
     #[error("unknown limit `{0}`")]
     UnknownLimit(String),
     /// No limit counts usage.
@@ -80,7 +80,7 @@ pub enum FilterError {
         /// Last day.
         to: Date,
     },
-    /// The identity does not fit the limits. Contains the reason.
+    /// The identity does not fit the limits. The variant contains the reason.
     #[error("{0}")]
     Identity(String),
 }
@@ -90,18 +90,18 @@ pub enum FilterError {
 pub struct UsageEntry {
     /// Name of the limit.
     pub limit: String,
-    /// Quota unit of the limit: what the cost counts.
+    /// Quota unit of the limit, which names what the cost counts.
     pub unit: String,
     /// Hash of the identity.
     pub identity: String,
     /// Name of the consumer, for limits by API key alone.
     pub consumer: Option<String>,
-    /// The day (`2026-11-23`) or the month (`2026-11`). `None` by identity.
+    /// The day (`2026-11-23`) or the month (`2026-11`). `None` if the cost is grouped by identity.
     pub period: Option<String>,
-    /// By model: the model. `None`: the cost of the day that no model has.
+    /// The model, if the cost is grouped by model. `None` for the part of the day's cost that belongs to no model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
-    /// Charged cost less refunds.
+    /// Charged cost minus refunds.
     pub cost: i64,
 }
 
@@ -123,17 +123,17 @@ pub struct UsageReport {
     pub from: String,
     /// Last day. `None`: until now.
     pub to: Option<String>,
-    /// What the cost is added up by.
+    /// How the cost is grouped.
     pub by: GroupBy,
-    /// The entries by limit, consumer or hash, and period.
+    /// The entries, sorted by limit, by consumer or hash, and by period.
     pub usage: Vec<UsageEntry>,
     /// The totals of the limits.
     pub totals: Vec<UsageTotal>,
 }
 
 impl UsageFilter {
-    /// Return the query of a filter for a report by `by`, for at most `max_rows` totals. `now_us` is the time since the
-    /// Unix epoch.
+    /// Return the query of a filter for a report that is grouped by `by`, with at most `max_rows` totals. `now_us` is
+    /// the time since the Unix epoch in µs.
     ///
     /// # Errors
     /// The filter selects nothing.
@@ -157,12 +157,12 @@ impl UsageFilter {
         };
         let today = first.limit.usage.as_ref().map_or_else(utc_date, |days| days.day_at(now_us).date);
         let from = self.from.unwrap_or_else(|| UsageMonth::from(today).first_day());
-        // In other time zones it may be tomorrow.
+        // In other time zones, it may already be tomorrow.
         let to = self.to.unwrap_or_else(|| today.saturating_add(1.day()));
         if from > to {
             return Err(FilterError::EmptyRange { from, to });
         }
-        // Days that may be kept: each key is read.
+        // The query includes only days that may still be kept, because each key is read.
         let oldest = today.saturating_sub((RETENTION_DAYS + 31).days());
         let (from, to) = (from.max(oldest), to.min(today.saturating_add(1.day())));
         let (limits, identities) = match &self.identity {
@@ -177,8 +177,8 @@ impl UsageFilter {
     }
 }
 
-/// Return the limits that count an identity, and its hash for each of them. With `is_single`, the identity must fit the
-/// only limit. Otherwise select the limits whose parts are all given.
+/// Return the limits that count an identity, and the hash of the identity for each limit. If `is_single` is set, the
+/// identity must fit the only limit. Otherwise select the limits whose parts are all given.
 fn resolve<'c>(
     identity: &IdentityFilter,
     limits: Vec<&'c CompiledLimit>,
@@ -216,7 +216,7 @@ fn resolve<'c>(
 }
 
 impl UsageReport {
-    /// Create a report of totals that were read by a query.
+    /// Create a report from totals that a query has read.
     pub fn new(
         config: &CompiledConfig,
         query: &UsageQuery,
@@ -234,14 +234,15 @@ impl UsageReport {
                 GroupBy::Identity => None,
             };
             let consumer = names.get(&*limit).and_then(|names| names.get(&identity)).cloned();
-            // Consumers by name, then other identities by hash. Models by name, then the cost of no model.
+            // Consumers are sorted by name, followed by other identities by hash. Models are sorted by name, followed
+            // by the cost that belongs to no model.
             let group = (limit, consumer.is_none(), consumer, identity, period);
             let mut add = |model: Option<Box<str>>, cost: i64| {
                 let total = costs.entry((group.clone(), model.is_none(), model)).or_default();
                 *total = total.saturating_add(cost);
             };
             if model.is_some() {
-                // The total of the day has it as well.
+                // The total of the day includes this cost as well.
                 add(None, -cost);
             }
             add(model, cost);
@@ -263,8 +264,8 @@ impl UsageReport {
     }
 }
 
-/// Return the consumers of the identities of each limit by API key alone. Hashes cannot be reversed, so the hash of
-/// each consumer is compared.
+/// Return the consumers of the identities of each limit by API key alone. A consumer cannot be computed from a hash, so
+/// the hash of each consumer is compared.
 fn consumer_names(config: &CompiledConfig, rows: &[UsageRow]) -> HashMap<Box<str>, HashMap<u128, String>> {
     let limits: BTreeSet<_> = rows.iter().map(|row| &row.limit).collect();
     let consumers = config.auth.consumers();
@@ -276,8 +277,8 @@ fn consumer_names(config: &CompiledConfig, rows: &[UsageRow]) -> HashMap<Box<str
     names.collect()
 }
 
-/// Return the name of the consumer that an identity of a limit is. `None` for other identities, and for limits that are
-/// not by API key alone.
+/// Return the name of the consumer with this identity of a limit. Return `None` for other identities, and for limits
+/// that are not by API key alone.
 pub fn consumer_name(config: &CompiledConfig, limit: &str, identity: Identity) -> Option<String> {
     let compiled = config.limits.get(limit)?;
     if compiled.identity_spec.descriptors != [Descriptor::ApiKey] {

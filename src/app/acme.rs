@@ -1,4 +1,4 @@
-//! Certificates by ACME (RFC 8555): a thread that obtains and renews the certificates of all names.
+//! Certificates by ACME (RFC 8555). A thread obtains and renews the certificates of all names.
 
 mod ca_client;
 mod cipher;
@@ -42,38 +42,40 @@ use crate::tls::{Certificate, TlsError};
 /// Interval in which the thread looks for names to renew and for records of other processes.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Minimum store timeout: a call may include connecting.
+/// Minimum store timeout, because a call may include connecting.
 const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Minimum interval between two messages about a lock that cannot be taken.
+/// Minimum interval between two messages about a lock that cannot be acquired.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Renew after this part of the lifetime, unless the CA suggests a window: two thirds, and up to a twentieth more.
+/// Fraction of the lifetime after which a certificate is renewed, unless the CA suggests a window: two thirds, and up
+/// to a twentieth more.
 const RENEWAL_POINT: (u64, u64) = (2, 3);
 const RENEWAL_JITTER_DIVISOR: u64 = 20;
 
-/// Renew when this part of the lifetime remains, even if the CA suggests a later time: a twentieth.
+/// Remaining fraction of the lifetime at which a certificate is renewed even if the CA suggests a later time: a
+/// twentieth.
 const LATEST_RENEWAL_DIVISOR: u64 = 20;
 
-/// Wait after the first failed attempt that the CA has judged, in seconds. It doubles with each failure. Let's Encrypt
-/// permits five failed validations per name and hour.
+/// Delay after the first failed attempt that the CA has judged, in seconds. The delay doubles with each failure. Let's
+/// Encrypt permits five failed validations per name and hour.
 const VERDICT_BACKOFF_S: u64 = 300;
 
-/// Wait after the first attempt that failed for another reason, such as a connection to the CA, in seconds.
+/// Delay after the first attempt that failed for another reason, such as the connection to the CA, in seconds.
 const FAILURE_BACKOFF_S: u64 = 10;
 
-/// Longest waits after such attempts, in seconds: a day and an hour.
+/// Maximum delays after such attempts, in seconds: a day and an hour.
 const MAX_VERDICT_BACKOFF_S: u64 = 86_400;
 const MAX_FAILURE_BACKOFF_S: u64 = 3600;
 
-/// Bounds for the interval of the CA in which the renewal information is read (RFC 9773 §4.3.2).
+/// Bounds for the interval that the CA sets for reading the renewal information (RFC 9773 §4.3.2).
 const RENEWAL_INFO_BOUNDS: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(86_400));
 
-/// First and longest wait after the renewal information could not be read. It doubles with each failure
-/// (RFC 9773 §4.3.3).
+/// First and maximum delay after the renewal information could not be read. The delay doubles with each failure (RFC
+/// 9773 §4.3.3).
 const RENEWAL_INFO_BACKOFF: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(6 * 3600));
 
-/// Why the ACME client cannot start.
+/// The reason why the ACME client cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum AcmeError {
     /// The storage directory cannot be used.
@@ -94,9 +96,9 @@ pub enum AcmeError {
 pub(super) struct AcmeClient {
     client: CaClient,
     storage: Storage,
-    /// The account, once it was needed.
+    /// The account, if it has been needed already.
     account: Option<DebuggableAccount>,
-    /// Failed attempts of this process, in case that they cannot be stored.
+    /// Failed attempts of this process, for the case that they cannot be stored.
     attempts: BTreeMap<Box<str>, Attempts>,
 }
 
@@ -113,7 +115,7 @@ pub(super) struct AcmeDeps {
     pub(super) stop: CancellationToken,
 }
 
-/// instant-acme's account has no `Debug`.
+/// The account of instant-acme has no `Debug` implementation.
 struct DebuggableAccount(Account);
 
 impl std::fmt::Debug for DebuggableAccount {
@@ -127,7 +129,7 @@ impl std::fmt::Debug for DebuggableAccount {
 enum Step {
     /// Read the renewal information of the certificate (RFC 9773).
     ReadRenewalInfo,
-    /// Place or resume an order.
+    /// Place an order, or resume one.
     Order,
 }
 
@@ -146,7 +148,7 @@ impl AcmeClient {
         Ok(client)
     }
 
-    /// Start the thread. It runs until `stop` is cancelled.
+    /// Start the thread. The thread runs until `stop` is cancelled.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -161,14 +163,14 @@ impl AcmeClient {
 
     async fn run(mut self, deps: &AcmeDeps) {
         if let Err(error) = self.share(deps) {
-            // Only if the cryptographic library fails.
+            // This happens only if the cryptographic library fails.
             return warn!(%error, "cannot start ACME: no certificate is obtained or renewed");
         }
-        // Requested names, with the certificate that they had then.
+        // Names whose renewal was requested, with the certificate at the time of the request.
         let mut requested = BTreeMap::new();
         loop {
             let active = deps.config_handle.active();
-            // `[acme]` needs a restart to be removed.
+            // Removing `[acme]` requires a restart.
             let Some(acme) = &active.config.acme else { return };
             self.storage.sync().await;
             self.serve_stored(acme);
@@ -191,7 +193,7 @@ impl AcmeClient {
         }
     }
 
-    /// With a Redis store, share the records with all gateways. It uses a separate connection.
+    /// With a Redis store, share the records with all gateways. The thread uses a separate connection.
     fn share(&mut self, deps: &AcmeDeps) -> Result<(), StorageError> {
         let active = deps.config_handle.active();
         let (Some((deployment, redis)), Some(acme)) = (&active.config.store.redis, &active.config.acme) else {
@@ -215,7 +217,7 @@ impl AcmeClient {
                 Ok(stored) => {
                     let stored = Arc::new(stored);
                     acme.certificates.update(name, |entry| entry.certificate = Some(stored.clone()));
-                    // Another gateway may have obtained the certificate after this gateway failed.
+                    // Another gateway may have obtained the certificate after this gateway has failed.
                     self.attempts.remove(name);
                 }
                 Err(error) => debug!(%name, %error, "the stored certificate cannot be used"),
@@ -230,7 +232,7 @@ impl AcmeClient {
         let attempts = self.attempts(name);
         let known = acme.certificates.get(name);
         let renewal_s = known.certificate.as_ref().map_or(0, |certificate| self.renewal_time_s(name, certificate));
-        // A requested renewal that failed is due before the planned renewal.
+        // If a requested renewal has failed, its next attempt is due before the planned renewal.
         let next_order_s = if attempts.failures > 0 { attempts.retry_at_s } else { renewal_s };
         if known.next_order_s != Some(next_order_s) || known.failures != attempts.failures {
             acme.certificates.update(name, |entry| {
@@ -251,8 +253,8 @@ impl AcmeClient {
         }
     }
 
-    /// Return when to renew a certificate, seconds since the Unix epoch. All gateways find the same time: its random
-    /// part is taken from the certificate.
+    /// Return the time at which a certificate must be renewed, in seconds since the Unix epoch. All gateways compute
+    /// the same time, because its random part is derived from the certificate.
     fn renewal_time_s(&self, name: &str, certificate: &Certificate) -> u64 {
         let (start, end) = certificate.validity_s();
         let (start, end) = (start.max(0) as u64, end.max(0) as u64);
@@ -292,7 +294,7 @@ impl AcmeClient {
             }
             Err(OrderError::Ca { error: Error::Unsupported(_), .. }) => RENEWAL_INFO_BOUNDS.1,
             Err(error) => {
-                // The window stays as it was.
+                // The window does not change.
                 let failures = known.map_or(0, |known| known.failures);
                 let wait = RENEWAL_INFO_BACKOFF.0.saturating_mul(1 << failures.min(20)).min(RENEWAL_INFO_BACKOFF.1);
                 record.failures = failures.saturating_add(1);
@@ -316,7 +318,7 @@ impl AcmeClient {
         Ok(account)
     }
 
-    /// Return the failed attempts of all gateways, or of this gateway if they could not be stored.
+    /// Return the failed attempts of all gateways. If they could not be stored, return those of this gateway.
     fn attempts(&self, name: &str) -> Attempts {
         let stored: Attempts = self.storage.get_json(&attempts_record(name)).unwrap_or_default();
         match self.attempts.get(name) {
@@ -325,8 +327,8 @@ impl AcmeClient {
         }
     }
 
-    /// Perform the planned or requested action for a name, if this process gets the lock. Return whether it had the
-    /// lock. `request` has the certificate that an administrator wants to be replaced.
+    /// Perform the planned or requested action for a name, if this process acquires the lock. Return whether it had the
+    /// lock. `request` is the certificate that an administrator wants to replace.
     async fn proceed_with_lock(&mut self, acme: &Acme, name: &str, request: Option<&Option<String>>) -> bool {
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         match self.storage.lock().await {
@@ -374,7 +376,7 @@ impl AcmeClient {
         let result = self.order(acme, name, attempts.failures, previous.as_deref()).await;
         self.serve_stored(acme);
         if let Err(OrderError::Storage(StorageError::LockLost)) = result {
-            // The other gateway resumes the order or places a new order: not a failure.
+            // This is not a failure, because the other gateway resumes the order or places a new order.
             info!(name, "lost the lock for ACME orders: another gateway has taken over");
             return;
         }
@@ -391,7 +393,7 @@ impl AcmeClient {
                 let wait_s = self.backoff_s(&error, attempts.failures, name);
                 attempts.retry_at_s = unix_us() / 1_000_000 + wait_s;
                 attempts.error = error.to_string();
-                // Read the directory of the CA again: its URLs may have changed.
+                // Read the directory of the CA again, because its URLs may have changed.
                 self.account = None;
                 warn!(name, %error, failures = attempts.failures, retry_in_s = wait_s, "cannot obtain a certificate");
                 self.attempts.insert(name.into(), attempts.clone());
@@ -412,7 +414,7 @@ impl AcmeClient {
     ) -> Result<(), OrderError> {
         let account = self.account(&acme.settings).await?;
         let challenges = rotated(&acme.settings.challenges, failures);
-        // A CA that fails with `replaces` must not fail each time.
+        // If the CA fails because of `replaces`, the next attempt must not use it.
         let previous = previous.filter(|_| failures == 0);
         let storage = &mut self.storage;
         let context =
@@ -420,7 +422,7 @@ impl AcmeClient {
         context.obtain(name, previous).await
     }
 
-    /// Return the wait after a failed attempt in seconds. It doubles with each failure.
+    /// Return the delay after a failed attempt in seconds. The delay doubles with each failure.
     fn backoff_s(&self, error: &OrderError, failures: u32, name: &str) -> u64 {
         let (first_s, max_s) = match error.is_verdict() {
             true => (VERDICT_BACKOFF_S, MAX_VERDICT_BACKOFF_S),
@@ -438,7 +440,7 @@ fn fingerprint(certificate: &Certificate) -> String {
     digest(&SHA256, leaf).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Return the challenges. After each failure, another challenge comes first.
+/// Return the challenges. After each failure, another kind of challenge comes first.
 fn rotated(challenges: &[ChallengeKind], failures: u32) -> Vec<ChallengeKind> {
     let mut challenges = challenges.to_vec();
     if !challenges.is_empty() {
@@ -448,7 +450,7 @@ fn rotated(challenges: &[ChallengeKind], failures: u32) -> Vec<ChallengeKind> {
     challenges
 }
 
-/// Return a number from 0 to `width` that is the same for equal `seed`.
+/// Return a number from 0 to `width`, which is the same for equal values of `seed`.
 fn random_part(seed: &[u8], width: u64) -> u64 {
     let hash = digest(&SHA256, seed);
     let number = hash.as_ref().iter().take(8).fold(0, |number: u64, byte| number << 8 | u64::from(*byte));

@@ -1,4 +1,4 @@
-//! The admin socket: a unix socket that only the user of the gateway and root can connect to.
+//! The admin socket: a unix socket to which only the user of the gateway and root can connect.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -20,8 +20,8 @@ const BACKLOG: i32 = 64;
 /// Name of the default socket in the runtime directory.
 const DEFAULT_NAME: &str = "admin.sock";
 
-/// Return the path of the admin socket. By default it is `admin.sock` in the runtime directory that systemd sets
-/// (`RuntimeDirectory=`). Without a runtime directory there is no socket.
+/// Return the path of the admin socket. The default is `admin.sock` in the runtime directory that systemd sets
+/// (`RuntimeDirectory=`). Without a runtime directory, there is no socket.
 pub(crate) fn socket_path(configured: &AdminSocket) -> Option<PathBuf> {
     match configured {
         AdminSocket::Off => None,
@@ -38,14 +38,15 @@ pub(crate) fn default_path() -> Option<PathBuf> {
     Some(Path::new(first).join(DEFAULT_NAME))
 }
 
-/// The listening socket. It has a temporary name until [`publish`](Self::publish), so that a new process of a hot
-/// restart does not take the name of the old one before it serves. Dropping it removes the file.
+/// The listening socket. The socket has a temporary name until [`publish`](Self::publish). During a hot restart, the
+/// new process therefore does not replace the socket of the old process before it serves requests. Dropping the value
+/// removes the file.
 #[derive(Debug)]
 pub(super) struct AdminSocketFile {
     path: PathBuf,
     /// Name of the file now.
     current: PathBuf,
-    /// Device and inode of the file: another process may have replaced it.
+    /// Device and inode of the file, because another process may have replaced it.
     id: (u64, u64),
 }
 
@@ -53,7 +54,8 @@ impl AdminSocketFile {
     /// Create the socket with its temporary name, and start to listen.
     ///
     /// # Errors
-    /// The directory does not exist or is not writable, another gateway uses the path, or it is another file.
+    /// The directory does not exist or is not writable, another gateway uses the path, or the path is another kind of
+    /// file.
     pub(super) fn open(path: &Path) -> io::Result<(UnixListener, Self)> {
         match fs::symlink_metadata(path) {
             Ok(found) if !found.file_type().is_socket() => {
@@ -62,8 +64,8 @@ impl AdminSocketFile {
                     "the path is taken by a file that is not a socket",
                 ));
             }
-            // A connection succeeds only while a process listens. During a hot restart, the socket of the old process
-            // is replaced.
+            // A connection succeeds only while a process listens on the socket. During a hot restart, the socket of the
+            // old process is replaced.
             Ok(_) if !is_hot_restart() && UnixStream::connect(path).is_ok() => {
                 return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there"));
             }
@@ -71,10 +73,10 @@ impl AdminSocketFile {
         }
         let current = path.with_extension(format!("{}.new", std::process::id()));
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-        // Left by a process with the same id that was killed.
+        // The file was left by a process with the same id that was killed.
         let _ = fs::remove_file(&current);
         socket.bind(&SockAddr::unix(&current)?)?;
-        // Connections fail before `listen`, so no other user has connected.
+        // Connections fail before `listen`, so no other user can have connected.
         fs::set_permissions(&current, fs::Permissions::from_mode(MODE))?;
         socket.listen(BACKLOG)?;
         socket.set_nonblocking(true)?;
@@ -83,7 +85,7 @@ impl AdminSocketFile {
         Ok((socket.into(), file))
     }
 
-    /// Give the socket its name, and replace a file that an earlier process has left.
+    /// Rename the socket to its final name, and replace a file that an earlier process has left.
     ///
     /// # Errors
     /// The directory is not writable anymore.

@@ -1,5 +1,5 @@
-//! The trace exporter: sends spans to a collector with OTLP over HTTP/1.1, protobuf encoding
-//! (<https://opentelemetry.io/docs/specs/otlp/>), on a thread of its own.
+//! The trace exporter: sends spans to a collector with OTLP over HTTP/1.1 in protobuf encoding
+//! (<https://opentelemetry.io/docs/specs/otlp/>), in a separate thread.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,10 +24,10 @@ use crate::upstream;
 use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
 use crate::upstream::fetch;
 
-/// Maximum time to export a batch, including the connect.
+/// Maximum time to export a batch, including the connection.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum size of a response, in bytes. It contains the number of rejected spans.
+/// Maximum size of a response, in bytes. The response contains the number of rejected spans.
 const MAX_RESPONSE_BYTES: usize = 64 << 10;
 
 /// Minimum interval between two warnings about lost spans.
@@ -47,7 +47,7 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
     let mut exporter = exporter.build()?;
     exporter.set_resource(&resource());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    // Log the authority only: path and query may contain secrets.
+    // Log only the authority, because path and query may contain secrets.
     let name = endpoint.authority().map(ToString::to_string).unwrap_or_default();
     let log_throttle = LogThrottle::new();
     Ok(TraceExporter::start(move |batch: Vec<SpanData>| {
@@ -90,7 +90,7 @@ fn resource() -> Resource {
 #[derive(Debug)]
 struct OtlpHttpClient {
     tls: Option<EndpointTls>,
-    /// The last transport error, for the log: the error of the exporter does not contain it.
+    /// The last transport error, for the log. The error of the exporter does not contain it.
     last_error: Arc<Mutex<Option<String>>>,
 }
 

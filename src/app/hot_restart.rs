@@ -1,5 +1,5 @@
-//! Hot restart: start a new process with the listening sockets of this process. This process drains once the new
-//! process serves. The sockets never close, so no connection is refused or reset.
+//! Hot restart: starts a new process with the listening sockets of this process. This process drains its connections
+//! when the new process serves requests. The listening sockets never close, so no connection is refused or reset.
 
 use std::net::TcpListener as StdListener;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -17,22 +17,22 @@ use tokio_util::sync::CancellationToken;
 use crate::app::sd_notify;
 use crate::app::sd_notify::{PARENT_PID_ENV, READY_MESSAGE};
 
-/// Maximum time until the new process reports that it is ready.
+/// Maximum time until the new process must report that it is ready.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// First descriptor after the standard streams.
+/// First file descriptor after the standard streams.
 const FIRST_FREE_FD: RawFd = 3;
 
 /// The sockets that the new process inherits.
 #[derive(Debug)]
 pub struct HotRestart {
-    /// Sockets in the order of the listeners, the admin listener last.
+    /// Sockets in the order of the listeners. The socket of the admin listener is the last.
     pub(super) sockets: Vec<StdListener>,
     /// Stops the admin listener of this process.
     pub(super) admin_stop: CancellationToken,
 }
 
-/// Why a hot restart failed. The current process keeps serving.
+/// The reason why a hot restart failed. The current process continues to serve requests.
 #[derive(Debug, thiserror::Error)]
 pub enum HotRestartError {
     /// The sockets cannot be duplicated, or the program cannot be executed.
@@ -47,8 +47,9 @@ pub enum HotRestartError {
 }
 
 impl HotRestart {
-    /// Start the program again and return the process id when it serves. The program is the file that `argv[0]` names
-    /// now, so it can be a new version. Dropping the future before that kills the new process.
+    /// Start the program again, and return the process id when the new process serves requests. The program is the file
+    /// that `argv[0]` names now, so it can be a new version. Dropping the future before it is ready kills the new
+    /// process.
     ///
     /// # Errors
     /// The new process cannot be started, or does not become ready. This process keeps its sockets.
@@ -78,20 +79,22 @@ impl HotRestart {
         let program = arguments.next().ok_or(io::ErrorKind::NotFound)?;
         let child = Command::new(program)
             .args(arguments)
-            // The id of the child is unknown before it is spawned. Without LISTEN_PID any process accepts the sockets.
+            // The id of the child process is unknown before the process is spawned. Without LISTEN_PID, any process
+            // accepts the sockets.
             .env_remove("LISTEN_PID")
             .env("LISTEN_FDS", copies.len().to_string())
             .env("LISTEN_FDS_FIRST_FD", first.to_string())
             .env(PARENT_PID_ENV, std::process::id().to_string())
             .stdin(OwnedFd::from(ready_pipe))
             .spawn();
-        // The child has inherited the copies. Close them, so that no other child does.
+        // The child process has inherited the duplicates. Close the duplicates in this process, so that no other child
+        // inherits them.
         drop(copies);
         child
     }
 }
 
-/// A child process that is killed on drop, unless disarmed.
+/// A child process that is killed on drop, unless the value is disarmed.
 struct ChildProcess(Option<Child>);
 
 impl ChildProcess {
@@ -108,12 +111,13 @@ impl ChildProcess {
 
 impl Drop for ChildProcess {
     fn drop(&mut self) {
-        // Fails if the process has already exited.
+        // This fails if the process has already exited.
         let _ = self.kill();
     }
 }
 
-/// Duplicate the sockets for a child: to consecutive descriptors without CLOEXEC. Return the first descriptor number.
+/// Duplicate the sockets for a child process, to consecutive descriptors without CLOEXEC. Return the first descriptor
+/// number.
 fn inheritable_copies(sockets: &[StdListener]) -> io::Result<(RawFd, Vec<OwnedFd>)> {
     let mut first = FIRST_FREE_FD;
     'next: loop {
@@ -121,7 +125,7 @@ fn inheritable_copies(sockets: &[StdListener]) -> io::Result<(RawFd, Vec<OwnedFd
         for (number, socket) in (first..).zip(sockets) {
             let copy = fcntl_dupfd_cloexec(socket, number)?;
             if copy.as_raw_fd() != number {
-                // The number is in use. Start from the next free number.
+                // The descriptor number is in use. Start again at the next free number.
                 first = copy.as_raw_fd();
                 continue 'next;
             }

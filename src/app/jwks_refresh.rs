@@ -1,4 +1,4 @@
-//! Fetches the key sets of token issuers from their URLs: at the start, in intervals, and when a token has an unknown key.
+//! Fetches the key sets of token issuers from their URLs: at the start, at intervals, and when a token has an unknown key.
 //! The last keys stay in use while a URL fails.
 
 use std::convert::Infallible;
@@ -26,18 +26,18 @@ use crate::upstream::fetch::FetchError;
 /// Maximum size of a key set, in bytes.
 const MAX_KEY_SET: usize = 1 << 20;
 
-/// First delay after a failure. It doubles with each further failure.
+/// First delay after a failure. The delay doubles with each further failure.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Maximum delay after a failure: the first while keys are known, the second while tokens are rejected because no keys
+/// Maximum delays after a failure: the first while keys are known, the second while tokens are rejected because no keys
 /// are known.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 const MAX_RETRY_DELAY_WITHOUT_KEYS: Duration = Duration::from_secs(5);
 
-/// Maximum length of a redirect location in an error, in characters.
+/// Maximum length in characters of a redirect location in an error.
 const MAX_LOCATION: usize = 200;
 
-/// Why the keys of a URL cannot be used.
+/// The reason why the keys of a URL cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum JwksError {
     /// There is no response.
@@ -46,7 +46,7 @@ pub enum JwksError {
     /// The exchange took too long.
     #[error("no complete response within {} s", REFRESH_TIMEOUT.as_secs())]
     Timeout,
-    /// The response has another status than 200.
+    /// The response has a status other than 200.
     #[error("the server responded with status {0}")]
     Status(u16),
     /// The response is a redirect, to this location.
@@ -73,12 +73,12 @@ impl JwksError {
     }
 }
 
-/// A key set as fetched.
+/// A key set as it was fetched.
 #[derive(Debug)]
 pub struct FetchedKeys {
     /// The keys.
     pub keys: KeySet,
-    /// Why other keys were skipped.
+    /// The reasons why other keys were skipped.
     pub skipped: Vec<KeySetError>,
     /// SHA-256 of the response.
     digest: [u8; 32],
@@ -106,13 +106,13 @@ pub async fn fetch_keys(source: &KeyUrl) -> Result<FetchedKeys, JwksError> {
     }
     let (keys, skipped) = KeySet::parse_fetched(response.body()).map_err(JwksError::KeySet)?;
     let mut fetched = FetchedKeys { keys, skipped, digest: [0; 32] };
-    // SHA-256 has 32 bytes.
+    // A SHA-256 hash has 32 bytes.
     fetched.digest.copy_from_slice(digest(&SHA256, response.body()).as_ref());
     Ok(fetched)
 }
 
-/// Keep the keys of the URL `index` current until the future is dropped. `first` is dropped when the first attempt has
-/// ended, or at once if the keys are known.
+/// Keep the keys of the URL `index` up to date until the future is dropped. `first` is dropped when the first attempt
+/// has ended, or at once if the keys are already known.
 pub(super) async fn refresh(config: Arc<CompiledConfig>, index: usize, first: Sender<Infallible>) {
     let source = &config.auth.key_urls[index];
     let (remote, provider) = (&source.keys, &*source.name);
@@ -139,7 +139,7 @@ pub(super) async fn refresh(config: Arc<CompiledConfig>, index: usize, first: Se
             Ok(FetchedKeys { keys, skipped, digest }) => {
                 (failures, delay) = (0, source.refresh_interval);
                 if last_digest == Some(digest) {
-                    // The same keys remember which tokens were verified.
+                    // If the keys are the same, the cache of verified tokens is kept.
                     remote.record_unchanged(unix_us());
                 } else {
                     info!(provider, keys = keys.len(), "key set fetched");
@@ -167,13 +167,13 @@ pub(super) async fn refresh(config: Arc<CompiledConfig>, index: usize, first: Se
     }
 }
 
-/// Return a duration that differs by up to 10 %, so that gateways that started together do not ask together.
+/// Return a duration that differs by up to 10 %, so that gateways that started together do not fetch at the same time.
 pub(super) fn with_jitter(duration: Duration) -> Duration {
     let permille = 900 + (Uuid::new_v4().as_u64_pair().0 % 201) as u32;
     duration * permille / 1000
 }
 
-/// Return a key set in words, for `check` and `doctor`.
+/// Describe a key set as text, for `check` and `doctor`.
 pub fn describe(fetched: &FetchedKeys) -> String {
     let mut text = pluralize(fetched.keys.len() as u64, "usable key");
     for reason in &fetched.skipped {

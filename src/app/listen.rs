@@ -1,4 +1,5 @@
-//! Listening sockets: opened here, or inherited in `LISTEN_FDS` from systemd or from the old process of a hot restart.
+//! Listening sockets: opened by this process, or inherited in `LISTEN_FDS` from systemd or from the old process of a
+//! hot restart.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
@@ -12,9 +13,10 @@ use crate::listener::BACKLOG;
 /// The sockets of one listener.
 #[derive(Debug)]
 pub(super) struct ListenerSockets {
-    /// Bound address. If port 0 was configured, it has the port that the system chose.
+    /// Bound address. If port 0 was configured, the address has the port that the system chose.
     pub(super) address: SocketAddr,
-    /// Sockets by worker, at least one each. Some workers have more if more sockets than workers were inherited.
+    /// Sockets by worker. Each worker has at least one. If more sockets than workers were inherited, some workers have
+    /// more than one.
     pub(super) by_worker: Vec<Vec<StdListener>>,
 }
 
@@ -23,8 +25,8 @@ pub(super) struct ListenerSockets {
 pub(super) struct InheritedSockets(Vec<StdListener>);
 
 impl InheritedSockets {
-    /// Take the sockets from the environment. Call once, before other threads start: this changes environment
-    /// variables.
+    /// Take the sockets from the environment. Call this function once, before other threads start, because it changes
+    /// environment variables.
     pub(super) fn from_env() -> Self {
         let mut handed = ListenFd::from_env();
         let count = handed.len();
@@ -38,7 +40,8 @@ impl InheritedSockets {
         InheritedSockets((0..count).filter_map(take).collect())
     }
 
-    /// Take all sockets of an address. With port 0, take those of the first inherited address with the same IP.
+    /// Take all sockets with an address. If the port is 0, take those with the first inherited address that has the
+    /// same IP address.
     fn claim(&mut self, wanted: SocketAddr) -> io::Result<Vec<StdListener>> {
         let fits = |found: &SocketAddr| found.ip() == wanted.ip() && [0, found.port()].contains(&wanted.port());
         let Some(address) = self.0.iter().filter_map(|socket| socket.local_addr().ok()).find(fits) else {
@@ -50,7 +53,7 @@ impl InheritedSockets {
         Ok(claimed)
     }
 
-    /// Claim or open one socket, for a listener that one thread serves.
+    /// Claim or open one socket, for a listener that is served by one thread.
     pub(super) fn open_single(&mut self, address: SocketAddr) -> io::Result<StdListener> {
         match self.claim(address)?.into_iter().next() {
             Some(socket) => Ok(socket),
@@ -67,16 +70,17 @@ impl InheritedSockets {
             by_worker[index % workers].push(socket);
         }
         if by_worker[0].is_empty() {
-            // With SO_REUSEPORT a second process would silently receive half of the connections. First bind a probe
-            // without the option, which fails if another process listens. The probe does not listen: closing it would
-            // reset clients.
+            // With SO_REUSEPORT, a second process would silently receive half of the connections. First bind a probe
+            // socket without this option, which fails if another process listens. The probe socket does not listen,
+            // because closing a listening socket would reset clients.
             let probe = bind(address, false)?;
-            // With port 0 the system has chosen a port for the probe: use it for all workers.
+            // If the port is 0, the system has chosen a port for the probe socket. Use this port for all workers.
             address = probe.local_addr()?.as_socket().unwrap_or(address);
         }
         for worker in 0..workers {
             if by_worker[worker].is_empty() {
-                // Binding fails next to an inherited socket without SO_REUSEPORT. Then the workers share that socket.
+                // Binding fails if there is an inherited socket without SO_REUSEPORT. In this case, the workers share
+                // the inherited socket.
                 let socket = match (listen(address, true), by_worker[0].first()) {
                     (Err(_), Some(shared)) => shared.try_clone(),
                     (socket, _) => socket,
@@ -95,7 +99,7 @@ impl InheritedSockets {
     }
 }
 
-/// Check that an address can be bound. The socket is closed at once and never listens. Port 0 can always be bound.
+/// Check that an address can be bound. The socket is closed at once, and never listens. Port 0 can always be bound.
 pub(crate) fn probe(address: SocketAddr) -> io::Result<()> {
     bind(address, false).map(drop)
 }
@@ -108,7 +112,7 @@ fn listen(address: SocketAddr, reuse_port: bool) -> io::Result<StdListener> {
 
 fn bind(address: SocketAddr, reuse_port: bool) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-    // A restart must not wait for TIME_WAIT connections of the previous process.
+    // A restart must not wait for connections of the previous process in TIME_WAIT.
     socket.set_reuse_address(true)?;
     socket.set_reuse_port(reuse_port)?;
     socket.set_nonblocking(true)?;

@@ -1,5 +1,5 @@
-//! The thread that sends quota events: it claims each event, so that one of several gateways sends it, and delivers it to
-//! its webhook or stream.
+//! The thread that sends quota events. It claims each event, so that only one of several gateways sends it, and delivers
+//! it to a webhook or stream.
 
 use std::sync::Arc;
 use std::thread;
@@ -41,7 +41,7 @@ use crate::snapshot::notify::{EventDestination, EventStream, Webhook};
 use crate::upstream::fetch;
 use crate::upstream::fetch::FetchError;
 
-/// Name of the type of the events.
+/// Value of `type` in the events.
 const EVENT_TYPE: &str = "quota.threshold_reached";
 
 /// Maximum number of undelivered events of a destination.
@@ -50,33 +50,33 @@ const MAX_PENDING: u64 = 1000;
 /// Maximum number of deliveries in flight, for all destinations together.
 const MAX_CONCURRENT_DELIVERIES: usize = 16;
 
-/// Wait after the first failed attempt. It doubles with each failure.
+/// Delay after the first failed attempt. The delay doubles with each failure.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// Maximum wait between two attempts.
+/// Maximum delay between two attempts.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(300);
 
-/// Age at which an event is given up.
+/// Age at which an event is dropped.
 const MAX_AGE: Duration = Duration::from_secs(3600);
 
 /// Maximum time to deliver the last events at the end of the process.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Interval for forgetting events whose period has ended.
+/// Interval for removing events whose period has ended.
 const FORGET_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Time for which a claim outlives the window of its event. Other gateways may claim it that late.
+/// Time for which a claim is kept after the window of its event. Other gateways may try to claim the event that late.
 const CLAIM_GRACE: Duration = Duration::from_secs(60);
 
-/// A claim of a rolling period ends earlier than the memory of the gateway by this part of the period, and by at most
-/// this time. Otherwise the next event of the same gateway would meet its own claim.
+/// The claim of a rolling period ends before the gateway removes the event, by this fraction of the period and by at
+/// most this time. Otherwise the next event of the same gateway would find its own claim.
 const CLAIM_MARGIN_DIVISOR: u32 = 10;
 const MAX_CLAIM_MARGIN: Duration = Duration::from_secs(1);
 
-/// Minimum store timeout: a call may include connecting.
+/// Minimum store timeout, because a call may include connecting.
 const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Maximum size of the response of a webhook, in bytes. It is not used.
+/// Maximum size of the response of a webhook, in bytes. The response body is not used.
 const MAX_RESPONSE: usize = 64 << 10;
 
 /// Minimum interval between two messages of one kind.
@@ -87,7 +87,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 pub(super) struct EventDeps {
     /// The active configuration.
     pub(super) config_handle: Arc<ConfigHandle>,
-    /// The queue that the receiver belongs to.
+    /// The queue to which the receiver belongs.
     pub(super) queue: Arc<EventQueue>,
     /// Deliveries by destination.
     pub(super) stats: Arc<MetricFamily<DeliveryStats>>,
@@ -104,7 +104,7 @@ pub(super) struct EventThread {
     thread: JoinHandle<Result<(), AppError>>,
 }
 
-/// Why an attempt failed.
+/// The reason why an attempt failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DeliveryError {
     /// There is no response.
@@ -140,7 +140,7 @@ impl EventThread {
                 )
                 .await;
             });
-            // Do not wait for a blocking DNS lookup.
+            // Do not wait for a DNS lookup that blocks a thread.
             runtime.shutdown_background();
             Ok(())
         };
@@ -198,25 +198,25 @@ async fn run(courier: Arc<Courier>, mut events: Receiver<QuotaEvent>, stop: Canc
 #[derive(Debug)]
 struct Courier {
     deps: EventDeps,
-    /// `None` with a memory store: no other gateway sends events.
+    /// `None` with a memory store, because no other gateway then sends events.
     store: Option<RedisStore>,
     /// Limits the deliveries in flight.
     deliveries: Semaphore,
 }
 
-/// An event on its way to its destination.
+/// An event that is being delivered.
 #[derive(Debug)]
 struct Delivery {
     event: QuotaEvent,
     id: String,
-    /// The event as JSON. All attempts send the same.
+    /// The event as JSON. All attempts send the same JSON.
     body: Bytes,
     /// Whether this gateway has claimed the event, or sends it without a claim.
     is_claimed: bool,
 }
 
 impl Courier {
-    /// Start to deliver an event, unless too many are undelivered.
+    /// Start to deliver an event, unless too many events of the destination are undelivered.
     fn accept(self: &Arc<Self>, event: QuotaEvent, deliveries: &mut JoinSet<()>) {
         let destination = &event.usage.notify.to;
         let stats = self.deps.stats.get_or_create(destination, 0);
@@ -244,7 +244,7 @@ impl Courier {
         let mut delivery = Delivery { event, id, body, is_claimed: false };
         let mut failures = 0;
         loop {
-            // Read for each attempt: a reload may have corrected the destination.
+            // Read the destination for each attempt, because a reload may have corrected it.
             let active = self.deps.config_handle.active();
             let Some(found) = active.config.event_destinations.get(&*destination) else {
                 debug!(%destination, "a reload removed the destination of a quota event");
@@ -271,13 +271,13 @@ impl Courier {
         }
     }
 
-    /// Return whether the event was delivered. `false`: another gateway has claimed it.
+    /// Return whether the event was delivered. `false` means that another gateway has claimed it.
     async fn attempt(&self, delivery: &mut Delivery, destination: &EventDestination) -> Result<bool, DeliveryError> {
         // The semaphore is never closed.
         let _permit = self.deliveries.acquire().await;
         match destination {
             EventDestination::Stream(EventStream { key, max_length }) => {
-                // Without Redis there is no stream: `check` reports it.
+                // Without Redis there is no stream, and `check` reports this.
                 let Some(store) = &self.store else { return Ok(false) };
                 let entry = StreamEntry { stream: key, max_length: *max_length, body: &delivery.body };
                 Ok(store.claim_event(&delivery.claim(&delivery.claim_key(key), Some(entry))).await?)
@@ -288,7 +288,7 @@ impl Courier {
                     match store.claim_event(&delivery.claim(&key, None)).await {
                         Ok(true) => {}
                         Ok(false) => return Ok(false),
-                        // Each gateway sends its own event rather than none.
+                        // If the claim fails, each gateway sends its own event, so that at least one event is sent.
                         Err(error) => debug!(%error, "a quota event is sent without a claim"),
                     }
                 }
@@ -300,7 +300,7 @@ impl Courier {
 }
 
 impl Delivery {
-    /// Return the key of the claim. `tag` is its hash tag, which selects the slot in a cluster.
+    /// Return the key of the claim. `tag` is the hash tag of the key, which selects the slot in a cluster.
     fn claim_key(&self, tag: &str) -> String {
         let QuotaEvent { usage, threshold, .. } = &self.event;
         let (limit, identity) = (&usage.notify.limit, usage.identity);
@@ -334,7 +334,7 @@ async fn post(webhook: &Webhook, id: &str, body: &Bytes) -> Result<(), DeliveryE
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     headers.insert(USER_AGENT, HeaderValue::from_static(concat!("sluicegate/", env!("CARGO_PKG_VERSION"))));
     for (name, value) in [("webhook-id", id), ("webhook-timestamp", &timestamp), ("webhook-signature", &signature)] {
-        // Letters, digits and punctuation are valid header values.
+        // Letters, digits and punctuation are valid in header values.
         headers.extend(HeaderValue::from_str(value).ok().map(|value| (HeaderName::from_static(name), value)));
     }
     let exchange = fetch::send(request, webhook.tls.as_ref(), MAX_RESPONSE);
@@ -351,7 +351,7 @@ fn signature(key: &Key, id: &str, timestamp: &str, body: &[u8]) -> String {
     format!("v1,{}", STANDARD.encode(sign(key, &signed)))
 }
 
-/// Connect to a webhook without sending anything, as a delivery does.
+/// Connect to a webhook as a delivery does, without sending anything.
 ///
 /// # Errors
 /// The server cannot be reached, or its certificate is not valid.
@@ -377,7 +377,7 @@ impl DeliveryError {
     }
 }
 
-/// An event as destinations get it.
+/// An event in the form in which destinations receive it.
 #[derive(Debug, Serialize)]
 struct EventBody<'a> {
     #[serde(rename = "type")]
@@ -403,7 +403,7 @@ struct EventData<'a> {
     resets_at: String,
 }
 
-/// Return an event as JSON. Identities are named as in usage reports: consumers by name, others by their hash alone.
+/// Return an event as JSON. Identities appear as in usage reports: consumers by name, others only by their hash.
 fn body(event: &QuotaEvent, config: &CompiledConfig) -> Bytes {
     let QuotaEvent { usage, threshold, .. } = event;
     let limit = &*usage.notify.limit;
@@ -425,7 +425,7 @@ fn body(event: &QuotaEvent, config: &CompiledConfig) -> Bytes {
         resets_at: time(usage.now_us.saturating_add(usage.reset_us)),
     };
     let body = EventBody { kind: EVENT_TYPE, timestamp: time(usage.now_us), data };
-    // Strings and numbers always serialize.
+    // Serializing strings and numbers cannot fail.
     serde_json::to_vec(&body).unwrap_or_default().into()
 }
 

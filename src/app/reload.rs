@@ -1,5 +1,5 @@
-//! Configuration reload: the new configuration is compiled completely and then replaces the active one, or the active
-//! one stays in force.
+//! Configuration reload: the new configuration is compiled completely, and then replaces the active one. If it is
+//! invalid, the active configuration stays in force.
 
 pub(crate) mod carry_over;
 pub(crate) mod file_watcher;
@@ -29,7 +29,7 @@ use crate::snapshot::current::{ActiveConfig, ConfigChange, ConfigHandle, ReloadC
 use crate::upstream::UpstreamSettings;
 use crate::upstream::cluster::UpstreamCluster;
 
-/// Why a reload failed.
+/// The reason why a reload failed.
 #[derive(Debug, thiserror::Error)]
 enum ReloadError {
     #[error("{0}")]
@@ -60,7 +60,7 @@ pub(super) struct Reloader {
 }
 
 impl WorkerGateways {
-    /// Create and add the gateway of a worker. The lock keeps a concurrent reload from missing it.
+    /// Create and add the gateway of a worker. The lock prevents a concurrent reload from missing the new gateway.
     pub(super) fn register(
         &self,
         configuration: &ConfigHandle,
@@ -92,7 +92,8 @@ impl Reloader {
                 Err(error) => {
                     self.config_handle.record_failure(error);
                     warn!(file = %path, %error, "cannot reload the configuration: the active configuration stays in force");
-                    // The new files may include others, which must be watched to notice that the error is corrected.
+                    // The new files may include other files. These must be watched, so that a correction of the error
+                    // is detected.
                     let directories = self.config_handle.last_attempt().directories;
                     if self.watcher.as_ref().is_some_and(|watcher| !watcher.watches(&directories)) {
                         self.watcher = watch_files(&self.config_handle);
@@ -104,7 +105,7 @@ impl Reloader {
                 }
             }
             for ReloadRequest { reply, .. } in requests {
-                // The requester may have gone.
+                // The receiver may have been dropped.
                 let _ = reply.send(result.clone());
             }
         }
@@ -150,7 +151,7 @@ impl Reloader {
     }
 }
 
-/// Return the cluster of an upstream. Keep the previous cluster if the settings are the same, otherwise carry over the
+/// Return the cluster of an upstream. Keep the previous cluster if its settings are the same. Otherwise carry over the
 /// state of its endpoints.
 fn carry_over_cluster(settings: &Arc<UpstreamSettings>, previous: &ActiveConfig) -> Arc<UpstreamCluster> {
     match previous.clusters.iter().find(|cluster| cluster.settings.name == settings.name) {

@@ -13,10 +13,10 @@ use tracing::warn;
 /// matches, because other processes can inherit the variable.
 pub(super) const PARENT_PID_ENV: &str = "SLUICEGATE_PREDECESSOR";
 
-/// Message that the new process writes to the socket on its standard input. The old process waits for it.
+/// Message that the new process writes to the socket on its standard input. The old process waits for this message.
 pub(super) const READY_MESSAGE: &[u8] = b"serves";
 
-/// Report that all workers serve.
+/// Report that all workers serve requests.
 pub(super) fn notify_ready() {
     notify(&[NotifyState::Ready]);
     if is_hot_restart()
@@ -26,7 +26,7 @@ pub(super) fn notify_ready() {
     }
 }
 
-/// Return whether this is the new process of a hot restart, and the old process still runs.
+/// Return whether this is the new process of a hot restart, and the old process is still running.
 pub(super) fn is_hot_restart() -> bool {
     env::var(PARENT_PID_ENV).ok().and_then(|id| id.parse().ok()) == Some(parent_id())
 }
@@ -48,7 +48,7 @@ pub(super) fn notify_reloaded() {
     notify(&[NotifyState::Ready]);
 }
 
-/// Report that the process drains and exits.
+/// Report that the process drains connections and then exits.
 pub fn notify_stopping() {
     notify(&[NotifyState::Stopping]);
 }
@@ -58,7 +58,7 @@ pub(super) fn notify_main_pid(id: u32) {
     notify(&[NotifyState::MainPid(id)]);
 }
 
-/// Send a notification. Do nothing without a service manager (`NOTIFY_SOCKET` is not set).
+/// Send a notification. Without a service manager (`NOTIFY_SOCKET` is not set), do nothing.
 fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
         warn!(%error, "cannot notify the service manager");

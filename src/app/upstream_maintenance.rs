@@ -1,5 +1,6 @@
-//! The maintenance thread: DNS lookups and health checks of all upstreams, and key sets of token issuers, once for all
-//! workers. On a busy worker the checks would run late and mark healthy endpoints as unhealthy.
+//! The maintenance thread performs DNS lookups and health checks of all upstreams, and fetches key sets of token
+//! issuers, once for all workers. On a busy worker, health checks would run late and mark healthy endpoints as
+//! unhealthy.
 
 use std::convert::Infallible;
 use std::sync::{Arc, mpsc};
@@ -19,13 +20,13 @@ use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::dns::{DnsCache, DnsResolver};
 use crate::upstream::health;
 
-/// Maximum time to wait for the first DNS lookup of new upstreams and for new key sets. An upstream without addresses
-/// responds with 503, and so does a route whose tokens cannot be verified.
+/// Maximum time to wait for the first DNS lookup of new upstreams and for new key sets. After this time, an upstream
+/// without addresses responds with 503, and so does a route whose tokens cannot be verified.
 const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 
 type Clusters = Arc<[Arc<UpstreamCluster>]>;
 
-/// The clusters to maintain from now on. The sender is dropped when every host was looked up once.
+/// The clusters that the thread maintains from now on. The sender is dropped when every host has been looked up once.
 type Maintained = (Arc<CompiledConfig>, Clusters, mpsc::Sender<Infallible>);
 
 /// Handle of the maintenance thread.
@@ -35,14 +36,14 @@ pub(super) struct MaintenanceThread(UnboundedSender<Maintained>);
 /// The running tasks.
 #[derive(Default)]
 struct MaintenanceTasks {
-    /// Clusters with DNS names, and the task that resolves them.
+    /// Clusters with DNS names, and the task that resolves the names.
     lookups: (Vec<Arc<UpstreamCluster>>, Option<AbortHandle>),
     health_checks: Vec<(Arc<UpstreamCluster>, AbortHandle)>,
     key_refreshes: Vec<AbortHandle>,
 }
 
 impl MaintenanceThread {
-    /// Start the thread, without clusters. It runs until `stop` is cancelled.
+    /// Start the thread without clusters. The thread runs until `stop` is cancelled.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -57,16 +58,16 @@ impl MaintenanceThread {
         Ok((MaintenanceThread(sender), thread))
     }
 
-    /// Replace the maintained clusters and key sets. Return when their names have been resolved and unknown key sets were
-    /// fetched once, or after [`FIRST_LOOKUP_TIMEOUT`].
+    /// Replace the maintained clusters and key sets. Return when all names have been resolved and unknown key sets have
+    /// been fetched once, or after [`FIRST_LOOKUP_TIMEOUT`].
     ///
     /// # Errors
     /// The thread has ended.
     pub(super) fn set_config(&self, config: &Arc<CompiledConfig>, clusters: &Clusters) -> io::Result<()> {
         let (first, looked_up) = mpsc::channel();
         self.0.send((config.clone(), clusters.clone(), first)).map_err(|_| io::ErrorKind::BrokenPipe)?;
-        // No value is ever sent. `recv_timeout` returns when all senders are dropped: each lookup drops its own when
-        // done.
+        // No value is ever sent. `recv_timeout` returns when all senders are dropped. Each lookup drops its own sender
+        // when it is done.
         let _ = looked_up.recv_timeout(FIRST_LOOKUP_TIMEOUT);
         Ok(())
     }

@@ -34,7 +34,7 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::ConfigHandle;
 use crate::telemetry::access_log::TelemetrySinks;
 
-/// Maximum time that a starting worker waits for its first store connection.
+/// Maximum time that a worker waits for its first store connection when it starts.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Everything that a worker thread needs.
@@ -60,8 +60,8 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Serve the sockets, each with the index of its listener, until `stop` is cancelled and the worker has drained.
-    /// `threads` is the number of runtime threads. Send to `ready_sender` when the worker serves.
+    /// Serve the sockets, each with the index of its listener, until `stop` is cancelled and the worker has drained its
+    /// connections. `threads` is the number of runtime threads. Send to `ready_sender` when the worker serves requests.
     ///
     /// # Errors
     /// The runtime cannot be created, or a socket cannot be registered with it.
@@ -83,7 +83,7 @@ impl Worker {
                 Gateway::new(active.config.clone(), limiter, &active.clusters, self.sinks, metrics)
             });
             let server = Server::new(gateway, self.connection_limits, listener_metrics, self.stop);
-            // The receiver may be gone.
+            // The receiver may have been dropped.
             let _ = ready_sender.send(());
             drop(ready_sender);
             server.run(listeners).await;
@@ -99,7 +99,7 @@ impl Worker {
                 let topology = self.topology.clone();
                 let metrics = self.limit_metrics.get_or_create("", self.index);
                 let store = RedisStore::new(redis, breaker, topology, metrics.clone());
-                // Connect before the first request. Start without a connection if the store does not respond in time.
+                // Connect before the first request. If the store does not respond in time, start without a connection.
                 store.connect_within(CONNECT_TIMEOUT).await;
                 if self.index == 0 {
                     let overrides = self.overrides.clone();

@@ -18,7 +18,7 @@ use crate::snapshot::validator::Validator;
 /// Prefix of an item that names a file.
 const FILE_PREFIX: &str = "file:";
 
-/// The files of networks, in the order in which rules name them first. Each is read once.
+/// The files of networks, in the order in which rules first name them. Each file is read once.
 #[derive(Default)]
 pub(super) struct NetworkFiles(pub(super) Vec<Arc<NetworkFile>>);
 
@@ -60,7 +60,7 @@ impl NetworkFiles {
         NetworkList { inline: NetworkSet::new(networks), files }
     }
 
-    /// Return a file, which is read if no earlier rule has named it.
+    /// Return a file. It is read only if no earlier rule has named it.
     fn file(&mut self, name: &str, text: &Text, reader: &mut Validator<'_>) -> Option<Arc<NetworkFile>> {
         if reader.is_unresolved(text) {
             reader.push_issue(Issue::new(text.span(), "cannot find the file of networks, because an environment variable is not set"));
@@ -91,7 +91,7 @@ fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
     parse_networks(&text).map_err(|(lines, further)| {
         let issue = |span: Range<usize>| {
             let line = &text[span.clone()];
-            // Lines of other programs, such as `deny 10.0.0.1;` and `10.0.0.1, 10.0.0.2`.
+            // Such lines belong to other programs, for example `deny 10.0.0.1;` and `10.0.0.1, 10.0.0.2`.
             let mut words = line.split(|c: char| c.is_whitespace() || "\"',;".contains(c));
             let hint = match words.find(|word| parse_network(word).is_some()) {
                 Some(network) => format!("write only the network in the line: {network}"),
@@ -111,8 +111,8 @@ impl CompiledConfig {
     /// Replace the networks of the file with this index by the networks in `content`.
     ///
     /// # Errors
-    /// All errors of the file, or the file is empty, as it is while it is being written. The networks in use do not
-    /// change.
+    /// The errors are all errors of the file, or that the file is empty because it is being written. After an error,
+    /// the active networks do not change.
     pub fn reload_networks(&self, index: usize, content: &[u8]) -> Result<(), ConfigError> {
         let NetworkFile { file, networks, .. } = &*self.network_files[index];
         let parsed = match content.trim_ascii().is_empty() {

@@ -28,16 +28,16 @@ const CHALLENGES: [(&str, ChallengeKind); 2] =
 pub struct Acme {
     /// The keys of `[acme]`.
     pub settings: Arc<AcmeSettings>,
-    /// The certificates in use, which outlive configurations.
+    /// The certificates in use, which are kept across configurations.
     pub certificates: Arc<ManagedCertificates>,
-    /// The names of all listeners, sorted.
+    /// The names of all listeners, in sorted order.
     pub names: Vec<Box<str>>,
-    /// Wildcard hosts of routes on listeners without `names`: no certificate is obtained for these hosts.
+    /// Wildcard hosts of routes on listeners without `names`. No certificate is obtained for these hosts.
     pub skipped_wildcards: Vec<Box<str>>,
 }
 
 impl Acme {
-    /// Return warnings about names for which the operator may expect a certificate, but none is obtained.
+    /// Return warnings about names for which the operator may expect a certificate, although none is obtained.
     pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
         let unused = self.names.is_empty().then(|| "[acme] has no effect: no listener has `tls.acme`".to_owned());
         let wildcards = self.skipped_wildcards.iter().map(|host| {
@@ -62,17 +62,17 @@ pub struct AcmeSettings {
     pub storage: PathBuf,
     /// Kinds of challenges, in the order of preference.
     pub challenges: Vec<ChallengeKind>,
-    /// External account to bind the account to.
+    /// External account to which the ACME account is bound.
     pub external_account: Option<ExternalAccount>,
-    /// Secret of the store, which private keys in Redis are encrypted with.
+    /// Secret of the store, with which private keys in Redis are encrypted.
     pub secret: StoreSecret,
 }
 
-/// `store.secret`. `Debug` does not print it.
+/// `store.secret`. The `Debug` implementation does not print it.
 pub struct StoreSecret(Box<str>);
 
 impl StoreSecret {
-    /// Return the secret as written.
+    /// Return the secret as it is written.
     pub fn as_bytes(&self) -> &[u8] {
         self.0.as_bytes()
     }
@@ -84,7 +84,7 @@ impl fmt::Debug for StoreSecret {
     }
 }
 
-/// Account at the CA outside of ACME (RFC 8555 §7.3.4). `Debug` does not print the key.
+/// Account at the CA outside of ACME (RFC 8555 §7.3.4). The `Debug` implementation does not print the key.
 pub struct ExternalAccount {
     /// Key identifier.
     pub key_id: String,
@@ -102,7 +102,7 @@ impl fmt::Debug for ExternalAccount {
 pub(super) struct AcmeListeners {
     /// The certificates. `None` if there is no `[acme]`.
     certificates: Option<Arc<ManagedCertificates>>,
-    /// Names of listeners without `names`: the hosts of all routes.
+    /// Names of listeners without `names`, which are the hosts of all routes.
     default_names: Vec<Box<str>>,
     /// Wildcard hosts of routes.
     wildcards: Vec<Box<str>>,
@@ -125,7 +125,7 @@ impl AcmeListeners {
             match host.strip_prefix("*.") {
                 Some(_) => wildcards.push(host),
                 None if is_dns_name(&host) => default_names.push(host),
-                // An address, or an error that the route reports.
+                // The host is an address, or an error that the route reports.
                 None => {}
             }
         }
@@ -164,7 +164,7 @@ impl AcmeListeners {
     }
 }
 
-/// Compile `names`. Wildcards are errors: CAs issue them only by DNS-01.
+/// Compile `names`. Wildcards are errors, because CAs issue certificates for them only with DNS-01 challenges.
 fn compile_names(names: &[Text], reader: &mut Validator<'_>) -> Vec<Box<str>> {
     let mut compiled: Vec<Box<str>> = Vec::new();
     for text in names {
@@ -288,7 +288,8 @@ fn trust_roots(ca: Option<&Text>, span: std::ops::Range<usize>, reader: &mut Val
     }
 }
 
-/// Return the storage directory: as written, below the first of `$STATE_DIRECTORY` (systemd.exec(5)), or `certs/acme`.
+/// Return the storage directory: as it is written, otherwise below the first directory in `$STATE_DIRECTORY`
+/// (systemd.exec(5)), otherwise `certs/acme`.
 fn storage(text: Option<&Text>, reader: &Validator<'_>) -> PathBuf {
     if let Some(text) = text {
         return reader.resolve_path(text);

@@ -27,18 +27,18 @@ use crate::snapshot::remote_auth;
 use crate::snapshot::remote_auth::{InternalUpstreams, KeyUrl};
 use crate::snapshot::validator::Validator;
 
-/// The providers of a configuration, and the files that they read.
+/// The providers of a configuration, and the files that they use.
 #[derive(Debug, Default)]
 pub struct Authentication {
     /// Providers, by the index that routes use.
     pub providers: Vec<AuthProvider>,
-    /// Files of consumers, each once.
+    /// Files of consumers. Each file is listed once.
     pub consumers_files: Vec<ConsumersFile>,
-    /// JWK Set files as read by the loader, with the index of their provider.
+    /// JWK Set files as the loader has read them, with the index of their provider.
     pub jwks_files: Vec<(usize, FileSnapshot)>,
-    /// JWK Sets that are fetched.
+    /// JWK Sets that are fetched from a URL.
     pub key_urls: Vec<KeyUrl>,
-    /// Files of users as read by the loader, with the index of their provider.
+    /// Files of users as the loader has read them, with the index of their provider.
     pub users_files: Vec<(usize, FileSnapshot)>,
     /// The source of the tier of a request.
     pub tier_source: TierSource,
@@ -47,9 +47,9 @@ pub struct Authentication {
 /// A file of consumers.
 #[derive(Debug)]
 pub struct ConsumersFile {
-    /// The file as read by the loader.
+    /// The file as the loader has read it.
     pub file: FileSnapshot,
-    /// The consumers. Replaced when the file changes.
+    /// The consumers. The value is replaced when the file changes.
     pub consumers: Arc<ArcSwap<Consumers>>,
 }
 
@@ -86,10 +86,10 @@ impl Authentication {
     }
 }
 
-/// Time before the expiry of a key at which `check` and the log warn.
+/// Time before the expiry of a key from which `check` and the log warn.
 const EXPIRY_NOTICE: Duration = Duration::from_secs(14 * 86_400);
 
-/// Return the expiry of an enabled key that expires soon, and a warning.
+/// If an enabled key expires soon, return its expiry and a warning.
 fn expiring_key(key: &ConsumerKey, now: Duration) -> Option<(u64, String)> {
     let terms = key.terms.as_ref().filter(|terms| !terms.disabled)?;
     let expires_us = terms.expires_us?;
@@ -126,7 +126,7 @@ impl Kind {
     }
 }
 
-/// Compile all providers. Their servers are added to `internal`.
+/// Compile all providers. The servers of the providers are added to `internal`.
 pub(super) fn authentication(
     config: &Config,
     limits: &LimitsByName,
@@ -175,7 +175,7 @@ pub(super) fn authentication(
     compiled
 }
 
-/// Report keys that are valid only for other kinds.
+/// Report keys that are valid only for other kinds of providers.
 fn report_foreign_keys(name: &str, auth: &config::Auth, own: Kind, reader: &mut Validator<'_>) {
     let span = |text: &Option<config::Text>| text.as_ref().map(|text| text.span());
     let list = |list: &Option<Vec<config::Text>>| list.as_ref().map(|list| list.first().map(|text| text.span()));
@@ -287,7 +287,7 @@ fn key_places(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<KeyPlace> 
     places
 }
 
-/// Return "header `authorization` (Bearer) or `x-api-key`".
+/// Return text such as "header `authorization` (Bearer) or `x-api-key`".
 fn describe_places(places: &[KeyPlace]) -> String {
     let place = |KeyPlace { header, scheme }: &KeyPlace| match scheme {
         Some(scheme) => format!("`{header}` ({scheme})"),
@@ -296,7 +296,7 @@ fn describe_places(places: &[KeyPlace]) -> String {
     format!("header {}", places.iter().map(place).collect::<Vec<_>>().join(" or "))
 }
 
-/// Return the consumers of a file, which is read once.
+/// Return the consumers of a file, which is read only once.
 fn consumers(
     text: &config::Text,
     config: &Config,
@@ -389,7 +389,7 @@ fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Va
 
 // `require` and `identify` of routes.
 
-/// Compile `require` and `identify` of a route. Return `None` if the route has neither.
+/// Compile `require` and `identify` of a route. Return `None` if the route has neither key.
 pub(super) fn route_auth(
     route: &config::tables::Route,
     compiled: &Authentication,
@@ -470,7 +470,8 @@ pub(super) fn route_auth(
     Some(RouteAuth { required, identify, providers, challenges, missing })
 }
 
-/// Report two providers that read API keys from the same header: a key of the second would be unknown to the first.
+/// Report two providers that read API keys from the same header, because a key of the second would be unknown to the
+/// first.
 fn report_shared_places(
     route: &config::tables::Route,
     providers: &[usize],
@@ -511,14 +512,14 @@ fn challenges(providers: &[usize], compiled: &Authentication) -> Vec<Challenge> 
                 let realm = basic.realm.replace('\\', "\\\\").replace('"', "\\\"");
                 add(&format!("Basic realm=\"{realm}\", charset=\"UTF-8\""));
             }
-            // The client gets the challenges of the server.
+            // The client gets the challenges of the authentication server.
             ProviderKind::Forward(_) => {}
         }
     }
     challenges
 }
 
-/// Return the detail of a 401 for a request without a credential: all alternatives.
+/// Return the detail of a 401 for a request without a credential, which lists all alternatives.
 fn missing_detail(required: &[Vec<usize>], compiled: &Authentication) -> String {
     let describe = |index: &usize| match &compiled.providers[*index].kind {
         ProviderKind::ApiKey(keys) => format!("an API key in the {}", describe_places(&keys.places)),
@@ -606,7 +607,7 @@ pub(super) fn check_limit(
     }
 }
 
-/// Report `on_missing` and `on_unknown` of providers that routes require only: they apply to `identify`.
+/// Report `on_missing` and `on_unknown` of providers that routes only require, because these keys apply to `identify`.
 pub(super) fn check_identify_keys(config: &Config, reader: &mut Validator<'_>) {
     for (name, auth) in &config.auth {
         let routes = || config.route.iter().map(|route| route.get_ref());

@@ -32,18 +32,18 @@ pub struct UpstreamTls {
     pub name: Box<str>,
     /// TLS configuration for new connections.
     tls: Arc<UpstreamTlsConfig>,
-    /// Name that the server certificates must be valid for. `None` = the host in the URL of each server.
+    /// Name for which the server certificates must be valid. `None` selects the host in the URL of each server.
     server_name: Option<ServerName<'static>>,
-    /// The files as read by the loader.
+    /// The files as the loader has read them.
     files: TlsFiles,
-    /// The client certificate as read by the loader.
+    /// The client certificate as the loader has read it.
     gateway_certificate: Option<Certificate>,
     /// Whether [`UpstreamTls::reload`] has replaced the TLS configuration.
     is_reloaded: AtomicBool,
 }
 
 impl TlsFiles {
-    /// Read the files that a client TLS table names. `cert` and `key` go together.
+    /// Read the files that a client TLS table names. `cert` and `key` require each other.
     pub(super) fn read(
         ca: Option<&Text>,
         gateway_certificate: [Option<&Text>; 2],
@@ -64,7 +64,7 @@ impl TlsFiles {
     }
 }
 
-/// Read a certificate chain and its key. The issue names both files.
+/// Read a certificate chain and its key. The issue contains the paths of both files.
 pub(super) fn certificate(cert: &FileSnapshot, key: &FileSnapshot, span: Range<usize>) -> Result<Certificate, Issue> {
     Certificate::from_pem(&cert.content, &key.content).map_err(|error| {
         let cert_path = cert.path.display();
@@ -94,7 +94,7 @@ pub(super) fn certificate(cert: &FileSnapshot, key: &FileSnapshot, span: Range<u
     })
 }
 
-/// Return the kinds of the sections of a PEM file, such as `RSA PRIVATE KEY`.
+/// Return the kinds of the sections in a PEM file, such as `RSA PRIVATE KEY`.
 fn pem_kinds(content: &[u8]) -> impl Iterator<Item = &str> {
     let lines = content.split(|byte| *byte == b'\n').filter_map(|line| std::str::from_utf8(line).ok());
     lines.filter_map(|line| line.trim().strip_prefix("-----BEGIN ")?.strip_suffix("-----"))
@@ -120,7 +120,7 @@ fn key_hint(key: &FileSnapshot) -> String {
     if has_kind("OPENSSH PRIVATE KEY") {
         return format!("convert a copy of the OpenSSH key: ssh-keygen -p -m PEM -f {path}");
     }
-    // DER is a SEQUENCE (0x30), which PEM has in base 64.
+    // A DER file begins with a SEQUENCE (0x30), which PEM files contain only in base64.
     if key.content.starts_with(&[0x30]) {
         return format!("convert DER to PEM: openssl pkey -inform DER -in {path} -out key.pem");
     }
@@ -130,7 +130,7 @@ fn key_hint(key: &FileSnapshot) -> String {
     )
 }
 
-/// Compile the TLS settings of an upstream. Return `None` if all its servers use plaintext.
+/// Compile the TLS settings of an upstream. Return `None` if all servers of the upstream use plaintext.
 pub(super) fn upstream_tls(
     name: &str,
     upstream: &config::tables::Upstream,
@@ -221,8 +221,8 @@ impl UpstreamTls {
     /// Use the new content of the files, starting with the next connection.
     ///
     /// # Errors
-    /// A file cannot be used, or its certificate has expired or is not valid yet. The TLS configuration in use does not
-    /// change.
+    /// A file cannot be used, or its certificate has expired or is not valid yet. After an error, the active TLS
+    /// configuration does not change.
     pub fn reload<'f>(&self, files: &'f [FileSnapshot], now: Duration) -> Result<(), (&'f FileSnapshot, TlsError)> {
         let (ca, gateway_certificate) = files.split_at(usize::from(self.files.ca.is_some()));
         let trust_roots = match ca {
@@ -242,7 +242,7 @@ impl UpstreamTls {
         Ok(())
     }
 
-    /// Return whether `other` has the same settings and file contents and was not reloaded since.
+    /// Return whether `other` has the same settings and file contents and has not been reloaded since.
     pub(crate) fn is_same_as(&self, other: &UpstreamTls) -> bool {
         let file_contents =
             |tls: &UpstreamTls| tls.files().into_iter().map(|file| (file.path, file.content)).collect::<Vec<_>>();

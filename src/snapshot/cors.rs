@@ -12,14 +12,14 @@ use crate::http::cors::{AllowedNames, AllowedOrigins, CorsPolicy, OriginError, O
 use crate::snapshot::routes::RouteLimits;
 use crate::snapshot::validator::Validator;
 
-/// Methods that preflights allow if neither `cors` nor the route lists methods: the methods that browsers send without
-/// a preflight (Fetch standard, "CORS-safelisted method").
+/// Methods that preflights allow if neither `cors` nor the route lists methods. Browsers send these methods without a
+/// preflight (Fetch standard, "CORS-safelisted method").
 const SAFELISTED_METHODS: HeaderValue = HeaderValue::from_static("GET, HEAD, POST");
 
 /// Value that means all origins, methods or headers.
 const ALL: &str = "*";
 
-/// Compile the CORS policy of a route with these limits. The policy exposes the headers of the limits itself, so
+/// Compile the CORS policy of a route with these limits. The policy itself exposes the headers of the limits, so
 /// `expose_header` of the limits is moved into the policy.
 pub(super) fn policy(route: &Route, limits: &mut RouteLimits, reader: &mut Validator<'_>) -> Option<CorsPolicy> {
     let written = route.cors.as_ref()?;
@@ -102,7 +102,7 @@ fn reserve_headers(rules: Option<&Spanned<ResponseHeaderRules>>, reader: &mut Va
     }
 }
 
-/// Compile `max_age` to seconds.
+/// Compile `max_age` to a number of seconds.
 fn max_age(text: Option<&Text>, reader: &mut Validator<'_>) -> Option<HeaderValue> {
     let text = text?;
     let age = reader.duration(Some(text), Duration::ZERO);
@@ -113,7 +113,7 @@ fn max_age(text: Option<&Text>, reader: &mut Validator<'_>) -> Option<HeaderValu
     Some(HeaderValue::from(age.as_secs()))
 }
 
-/// Return the value of `Access-Control-Expose-Headers`: the headers about the limits, `Retry-After`, and those of
+/// Return the value of `Access-Control-Expose-Headers`: the headers about the limits, `Retry-After`, and the headers in
 /// `expose`.
 fn expose(
     cors: &Cors,
@@ -152,7 +152,7 @@ fn header_names(list: &[Text], reader: &mut Validator<'_>) -> Vec<HeaderName> {
     names
 }
 
-/// Return the value of a list header, or `None` if the list is empty. Tokens and commas form a valid value.
+/// Return the value of a list header, or `None` if the list is empty. Tokens and commas form a valid header value.
 fn list_value<'t>(tokens: impl Iterator<Item = &'t str>) -> Option<HeaderValue> {
     let list = tokens.collect::<Vec<_>>().join(", ");
     HeaderValue::try_from(list).ok().filter(|value| !value.is_empty())

@@ -1,5 +1,5 @@
-//! Cost of a request for a limit: fixed, from a header of a trusted proxy, from a response header, the tokens of an LLM API,
-//! or the tools of MCP.
+//! Cost of a request for a limit: a constant, a header of a trusted proxy, a response header, the tokens of an LLM API, or
+//! the MCP tools.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -22,30 +22,30 @@ pub enum Cost {
     Request {
         /// The request header.
         header: HeaderName,
-        /// Maximum cost. Larger values count as this.
+        /// Maximum cost. A larger value counts as this maximum.
         max: u64,
         /// Cost if the header is missing or the client is not trusted.
         default: u64,
     },
-    /// The value of a response header. Charged when the response arrives.
+    /// The value of a response header. The cost is charged when the response arrives.
     Response {
         /// The response header.
         header: HeaderName,
         /// Cost if the header is missing or invalid.
         default: u64,
     },
-    /// The tokens of a request to an LLM API: reserved before the request, settled after the response.
+    /// The tokens of a request to an LLM API, which are reserved before the request and settled after the response.
     Llm(Arc<LlmCost>),
-    /// By the tools that the messages of a request of MCP call.
+    /// The cost of the tools that the messages of an MCP request call.
     Tools(Arc<ToolCosts>),
 }
 
-/// Costs of messages of MCP.
+/// Costs of MCP messages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ToolCosts {
     /// Cost of a call by the name of its tool.
     pub tools: Vec<(NamePattern, u64)>,
-    /// Cost of each other message, and of a request without messages.
+    /// Cost of all other messages, and of a request without messages.
     pub default: u64,
 }
 
@@ -61,7 +61,7 @@ impl ToolCosts {
     }
 }
 
-/// How tokens of LLM APIs are counted.
+/// How the tokens of LLM APIs are counted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LlmCost {
     /// Cost of a token.
@@ -70,17 +70,17 @@ pub struct LlmCost {
     pub estimate: InputEstimate,
     /// Maximum length in bytes of a body that is read.
     pub max_body: usize,
-    /// Cost of a request whose body cannot be read. `None`: it is rejected.
+    /// Cost of a request whose body cannot be read. `None` if such a request is rejected.
     pub unread_cost: Option<u64>,
     /// Where responses report their usage.
     pub usage: UsageFormat,
     /// Whether a stream ends when its output exceeds the reservation.
     pub cuts: bool,
-    /// Whether OpenAI's API is asked for the usage of streams.
+    /// Whether the usage of streams is requested from OpenAI's API.
     pub includes_usage: bool,
 }
 
-/// Maximum cost, which is exact in Lua 5.1.
+/// Maximum cost that Lua 5.1 computes exactly.
 const MAX_COST: u64 = EXACT_INTEGER_LIMIT - 1;
 
 /// Cost of a request to an LLM API that is rejected before its body is read.
@@ -92,7 +92,7 @@ const UNREAD_LLM_COST: u64 = 1;
 pub struct CostError(pub HeaderName);
 
 impl Cost {
-    /// Return the cost as far as it is known before the response, from the headers of the request.
+    /// Return the part of the cost that is known before the response, from the headers of the request.
     ///
     /// # Errors
     /// A trusted proxy sent an invalid cost.
@@ -110,8 +110,8 @@ impl Cost {
         }
     }
 
-    /// Return the cost of a request whose messages a limit counts. `cost` is that of one message, if it does not depend on
-    /// the message.
+    /// Return the cost of a request whose messages a limit counts. `cost` is the cost of one message, if it does not
+    /// depend on the message.
     pub fn of_messages(&self, cost: u64, body: Option<&JsonBody>, counted: CountedMessages) -> u64 {
         let Some(Ok(messages)) = body.and_then(|body| body.messages.as_ref()) else { return cost };
         let counted = messages.counted(counted).map(|message| match self {
@@ -129,7 +129,7 @@ impl Cost {
         }
     }
 
-    /// Set the cost if the header is missing.
+    /// Set the cost that applies if the header is missing.
     pub fn with_default(self, default: u64) -> Self {
         match self {
             Cost::Fixed(cost) => Cost::Fixed(cost),
@@ -140,7 +140,7 @@ impl Cost {
         }
     }
 
-    /// Return how tokens are counted, if the cost is that of an LLM API.
+    /// Return how tokens are counted, if this is the cost of an LLM API.
     pub fn llm(&self) -> Option<&Arc<LlmCost>> {
         match self {
             Cost::Llm(llm) => Some(llm),
@@ -162,17 +162,17 @@ fn parse_single(headers: &HeaderMap, header: &HeaderName) -> Option<Option<u64>>
     Some(digits.filter(|_| values.next().is_none()).and_then(|text| text.parse().ok()))
 }
 
-/// Ranges of response statuses that refund the charge.
+/// Ranges of response statuses for which the charge is refunded.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RefundOn(pub Vec<RangeInclusive<u16>>);
 
 impl RefundOn {
-    /// Return whether no status refunds.
+    /// Return whether the charge is never refunded.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Return whether this status refunds.
+    /// Return whether the charge is refunded for this status.
     pub fn contains(&self, status: StatusCode) -> bool {
         self.0.iter().any(|range| range.contains(&status.as_u16()))
     }

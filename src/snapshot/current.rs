@@ -17,7 +17,7 @@ use crate::upstream::cluster::UpstreamCluster;
 pub struct ActiveConfig {
     /// The compiled configuration.
     pub config: Arc<CompiledConfig>,
-    /// Upstream clusters, in the order of its upstreams.
+    /// Upstream clusters, in the order of the configuration's upstreams.
     pub clusters: Arc<[Arc<UpstreamCluster>]>,
     /// Activation time in µs since the Unix epoch.
     pub active_since_us: u64,
@@ -28,7 +28,7 @@ pub struct ActiveConfig {
 /// The differences that a reload has made.
 #[derive(Debug, Clone, Default)]
 pub struct ConfigChange {
-    /// The differences in words. Empty after the start.
+    /// The differences as sentences. Empty until the first reload after the start.
     pub differences: Arc<[String]>,
     /// Activation time in µs since the Unix epoch. 0 after the start.
     pub at_us: u64,
@@ -42,7 +42,7 @@ pub type ReloadResult = Result<ConfigChange, String>;
 pub enum ReloadCause {
     /// The configuration file, or a file that it includes, has changed.
     FileChanged,
-    /// Requested by the administrator. All files that the configuration names are read again as well.
+    /// An administrator has requested the reload. All files that the configuration names are read again as well.
     Requested,
 }
 
@@ -55,7 +55,7 @@ pub struct ReloadRequest {
     pub reply: oneshot::Sender<ReloadResult>,
 }
 
-/// The last reload, if it failed.
+/// The failure of the last reload, if it failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReloadFailure {
     /// The complete error report.
@@ -70,7 +70,7 @@ pub struct ConfigHandle {
     active: ArcSwap<ActiveConfig>,
     requests: Sender<ReloadRequest>,
     last_failure: Mutex<Option<ReloadFailure>>,
-    /// The files of the configuration at the last attempt.
+    /// The files of the configuration at the last attempt to load it.
     last_attempt: Mutex<ConfigFiles>,
     reloads: AtomicU64,
     failures: AtomicU64,
@@ -97,20 +97,20 @@ impl ConfigHandle {
         self.active.load_full()
     }
 
-    /// Request a reload. The receiver gets the result.
+    /// Request a reload. The returned receiver gets the result.
     pub fn reload(&self, cause: ReloadCause) -> oneshot::Receiver<ReloadResult> {
         let (reply, receiver) = oneshot::channel();
-        // If the reloader has ended, the reply channel closes and the caller gets an error.
+        // If the reload thread has ended, the reply channel closes and the caller gets an error.
         let _ = self.requests.send(ReloadRequest { cause, reply });
         receiver
     }
 
-    /// Record the files of the configuration before an attempt.
+    /// Record the files of the configuration before an attempt to load it.
     pub fn record_attempt(&self, files: ConfigFiles) {
         *lock(&self.last_attempt) = files;
     }
 
-    /// Return the files of the configuration at the last attempt.
+    /// Return the files of the configuration at the last attempt to load it.
     pub fn last_attempt(&self) -> ConfigFiles {
         lock(&self.last_attempt).clone()
     }
@@ -142,7 +142,7 @@ impl ConfigHandle {
         *lock(&self.last_failure) = Some(ReloadFailure { error: error.to_owned(), failed_at_us: clock::unix_us() });
     }
 
-    /// Return the failure of the last reload, or `None` if it succeeded.
+    /// Return the failure of the last reload, or `None` if the reload succeeded.
     pub fn last_failure(&self) -> Option<ReloadFailure> {
         lock(&self.last_failure).clone()
     }

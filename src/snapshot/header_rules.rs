@@ -12,11 +12,11 @@ use crate::http::header_template::{ParsedValue, TemplateError, ValueTemplate, Va
 use crate::http::headers::{Direction, HeaderAliases, HeaderMutations, reserved_reason};
 use crate::snapshot::validator::Validator;
 
-/// Maximum length, in bytes, of an unknown variable that an error message quotes. Values may be secrets that contain
+/// Maximum length in bytes of an unknown variable that an error message quotes. Values may be secrets that contain
 /// braces.
 const MAX_QUOTED_NAME: usize = 20;
 
-/// Compile the header changes of one direction. `route` is the name of the route, the content of `{route}`.
+/// Compile the header changes of one direction. `route` is the name of the route, which is the value of `{route}`.
 pub(super) fn compile(
     set: &BTreeMap<String, Text>,
     remove: &[Text],
@@ -85,7 +85,7 @@ fn template_issue(span: Range<usize>, error: &TemplateError) -> Issue {
     })
 }
 
-/// Return the name of a header that may be changed, unless it is reserved or a duplicate.
+/// Return the name of a header that may be changed, unless the header is reserved or listed twice.
 fn mutated_header(
     span: Range<usize>,
     name: &str,

@@ -70,7 +70,7 @@ pub(super) fn identity_spec(
         }
     }
     let on_missing = reader.one_of(limit.on_missing.as_ref(), OnMissing::Reject, &missing);
-    // Sessions of MCP have requests that call no tool, and the responses of clients have no method.
+    // MCP sessions have requests that call no tool, and the responses of clients have no method.
     let skips_other_messages =
         limit.on_missing.is_none() && descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Rpc(_)));
     let exempt = exemptions(limit, &descriptors, on_missing, reader);
@@ -78,7 +78,8 @@ pub(super) fn identity_spec(
     IdentitySpec { descriptors, on_missing, skips_other_messages, methods, exemptions: exempt }
 }
 
-/// Compile `exempt`. Its sources are the sources of `by`, and `ip` if the client network can replace another source.
+/// Compile `exempt`. The possible sources are the sources in `by`, and `ip` if the client network can replace another
+/// source.
 fn exemptions(
     limit: &config::tables::Limit,
     descriptors: &[Descriptor],
@@ -120,7 +121,7 @@ fn exemptions(
             },
             // Hosts are compared in lower case, as in routing.
             Some(Descriptor::Host) => exemptions.values.push((Descriptor::Host, value.to_ascii_lowercase().into())),
-            // Cookies are compared decoded, as in requests.
+            // Cookies are compared after decoding, as in requests.
             Some(descriptor @ Descriptor::Cookie(_)) => {
                 let decoded = String::from_utf8_lossy(&cookie_value(value.as_bytes())).as_ref().into();
                 exemptions.values.push((descriptor.clone(), decoded));
@@ -184,8 +185,8 @@ pub(super) type LimitsByName = BTreeMap<String, CompiledLimit>;
 /// The names that a consumers file may contain, and the names that it must not repeat.
 pub(super) struct KnownNames<'c> {
     compiled: &'c LimitsByName,
-    /// The limits as written. Limits that do not compile are reported elsewhere, so consumers may name them and their
-    /// tiers.
+    /// The limits as they are written. Limits that do not compile are reported elsewhere, so consumers may name them
+    /// and their tiers.
     written: Option<&'c BTreeMap<String, Spanned<config::tables::Limit>>>,
     /// The names of the routes.
     routes: Vec<&'c str>,
@@ -195,7 +196,7 @@ pub(super) struct KnownNames<'c> {
 }
 
 impl<'c> KnownNames<'c> {
-    /// Create them for a configuration without errors.
+    /// Create the names for a configuration without errors.
     pub(super) fn new(
         compiled: &'c LimitsByName,
         routes: &'c [Arc<Route>],
@@ -206,7 +207,7 @@ impl<'c> KnownNames<'c> {
         KnownNames { compiled, written: None, routes, others, tier_source }
     }
 
-    /// Create them for a configuration that may have errors.
+    /// Create the names for a configuration that may have errors.
     pub(super) fn written(
         compiled: &'c LimitsByName,
         config: &'c Config,
@@ -256,7 +257,7 @@ pub(super) fn load(
 #[derive(Default)]
 pub(super) struct LoadedConsumers {
     pub(super) consumers: Consumers,
-    /// Whether the file has no keys and no explicit `keys = []`. The file is probably being written.
+    /// Whether the file has no keys and no explicit `keys = []`. In this case, the file is probably being written.
     pub(super) is_incomplete: bool,
 }
 
@@ -377,7 +378,7 @@ fn key_terms(table: &KeyTable, names: &KnownNames<'_>, issues: &mut Vec<Issue>) 
     (terms != KeyTerms::default()).then(|| Box::new(terms))
 }
 
-/// Compile the tier of a consumer. At least one limit must have it.
+/// Compile the tier of a consumer. At least one limit must have this tier.
 fn tier(text: Option<&config::Text>, limits: &KnownNames<'_>, issues: &mut Vec<Issue>) -> Option<Box<str>> {
     let text = text?;
     let known = || limits.tiers();

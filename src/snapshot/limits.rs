@@ -33,14 +33,14 @@ use crate::snapshot::validator::Validator;
 use crate::snapshot::{CompiledLimit, identities, llm, notify, remote_auth};
 use crate::upstream::UpstreamSettings;
 
-/// Added to the response timeout of the slowest upstream for the TTL of a concurrency permit. Permits are renewed while
-/// their request runs.
+/// Time that is added to the response timeout of the slowest upstream to get the TTL of a concurrency permit. Permits
+/// are renewed while their request runs.
 const PERMIT_TTL_SLACK: Duration = Duration::from_secs(5);
 
 /// Maximum length of a quota unit.
 const MAX_UNIT_LENGTH: usize = 32;
 
-/// Misspelled units for which clients would find no headers.
+/// Misspelled units, with which clients would find no headers.
 const SINGULAR_UNITS: [(&str, &str); 2] = [("request", "requests"), ("token", "tokens")];
 
 /// Compile all limits.
@@ -130,7 +130,7 @@ pub(super) fn limits(
     limits
 }
 
-/// Report a fixed cost that exceeds the capacity of a variant of the limit.
+/// Report a constant cost that exceeds the capacity of a variant of the limit.
 pub(super) fn check_cost_fits(cost: u64, limit: &LimitSpec, span: Range<usize>, reader: &mut Validator<'_>) {
     for (tier, variant) in limit.variants() {
         let capacity = variant.rule.capacity();
@@ -146,7 +146,7 @@ pub(super) fn check_cost_fits(cost: u64, limit: &LimitSpec, span: Range<usize>, 
     }
 }
 
-/// Return the headers that only trusted proxies may set because a limit relies on them.
+/// Return the headers that only trusted proxies may set because a limit uses them.
 pub(super) fn trusted_headers(limits: &BTreeMap<String, CompiledLimit>) -> Vec<HeaderName> {
     let mut names = Vec::new();
     for compiled in limits.values() {
@@ -202,7 +202,7 @@ fn cost(
         let issue = Issue::new(default.span(), "`default` requires `tools`");
         reader.push_issue(issue.with_hint("cost = { tools = { search = 5 }, default = 1 }"));
     }
-    // `Cost::with_default` replaces it by the cost of the route.
+    // `Cost::with_default` replaces this value with the cost of the route.
     let default = 1;
     match (&table.request_header, &table.response_header, &table.max) {
         (Some(text), None, Some(max)) => {
@@ -244,7 +244,7 @@ fn tool_costs(table: &CostTable, reader: &mut Validator<'_>) -> ToolCosts {
 
 fn refund_on(limit: &config::tables::Limit, cost: Option<&Cost>, reader: &mut Validator<'_>) -> RefundOn {
     let Some(written) = &limit.refund_on else {
-        // Providers do not bill errors.
+        // Providers do not bill requests that fail.
         let is_llm = cost.is_some_and(|cost| cost.llm().is_some());
         return if is_llm { RefundOn(vec![400..=599]) } else { RefundOn::default() };
     };
@@ -261,7 +261,7 @@ fn refund_on(limit: &config::tables::Limit, cost: Option<&Cost>, reader: &mut Va
     RefundOn(statuses)
 }
 
-/// Return the quota unit. It is part of header names and of a structured-field string.
+/// Return the quota unit. The unit is part of header names and of a structured-field string.
 fn quota_unit(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Option<Box<str>> {
     let text = limit.unit.as_ref()?;
     let unit = text.get_ref().as_str();
@@ -298,7 +298,7 @@ fn counts_usage(limit: &config::tables::Limit) -> bool {
     limit.usage.as_ref().is_some_and(|usage| *usage.get_ref())
 }
 
-/// Compile `usage`: the days by which the cost is totalled.
+/// Compile `usage`: the calendar days by which the cost is totalled.
 fn usage_days(limit: &config::tables::Limit, rule: &Rule, reader: &mut Validator<'_>) -> Option<Arc<UsageDays>> {
     let usage = limit.usage.as_ref().filter(|_| counts_usage(limit))?;
     if let Rule::Concurrency(_) = rule {
@@ -441,7 +441,7 @@ fn max_cost(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
 }
 
 /// Return the TTL of a concurrency permit in µs: the response timeout of the slowest upstream of the limit's routes,
-/// plus slack.
+/// plus a margin.
 fn permit_ttl(config: &Config, name: &str, upstreams: &[UpstreamSettings]) -> u64 {
     let used = routes_using(config, name).filter_map(|route| route.upstream.as_ref());
     let used = used.flat_map(|shares| upstream_indices(shares.get_ref(), upstreams));
@@ -478,7 +478,7 @@ pub(super) fn rule(
     reader: &mut Validator<'_>,
 ) -> Option<(Quota, Rule)> {
     let algorithm = reader.one_of(limit.algorithm.as_ref(), Algorithm::TokenBucket, &ALGORITHMS);
-    // The days of usage are in this zone with any algorithm.
+    // The days of usage are in this time zone, whatever the algorithm is.
     let time_zone = limit.time_zone.as_ref().filter(|_| !counts_usage(limit));
     for (key, span, owner) in [
         ("burst", limit.burst.as_ref().map(|burst| burst.span()), Algorithm::TokenBucket),
@@ -546,8 +546,8 @@ fn timed_rule(
     })
 }
 
-/// Return the quota and burst of a variant. Without both keys, quota and burst of the limit apply. A quota without a
-/// burst has its own count as the burst.
+/// Return the quota and burst of a variant. Without these keys, the quota and burst of the limit apply. If there is a
+/// quota without a burst, the burst is the count of the quota.
 pub(super) fn limit_variant(
     written: &config::tables::LimitVariant,
     rule: &Rule,
@@ -573,7 +573,7 @@ pub(super) fn limit_variant(
     }
 }
 
-/// Return the issue of a quota, with the quota that was probably meant.
+/// Return the issue about a quota, with the quota that was probably intended.
 fn quota_issue(text: &config::Text, error: &QuotaError) -> Issue {
     let issue = Issue::new(text.span(), error.to_string());
     let is_syntax = matches!(error, QuotaError::Syntax(_) | QuotaError::Count(_) | QuotaError::Unit(_));

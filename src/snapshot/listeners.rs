@@ -78,13 +78,13 @@ pub(super) fn listeners(
     compiled
 }
 
-/// Return whether two sockets cannot both listen: same port, and one address covers the other by the rules of the
-/// kernel.
+/// Return whether two sockets cannot both listen, because they have the same port and one address includes the other by
+/// the rules of the kernel.
 pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
     if one.port() == 0 || one.port() != other.port() {
         return false;
     }
-    // IPv4-mapped addresses such as `::ffff:192.0.2.1` are IPv4 addresses.
+    // IPv4-mapped addresses such as `::ffff:192.0.2.1` count as IPv4 addresses.
     let one = one.ip().to_canonical();
     let other = other.ip().to_canonical();
     let same_family = one.is_ipv4() == other.is_ipv4();
@@ -92,8 +92,8 @@ pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
     one == other || covers(one) || covers(other)
 }
 
-/// Return whether sockets on `[::]` accept IPv4 connections as well. This is a system setting (`net.ipv6.bindv6only` on
-/// Linux).
+/// Return whether sockets on `[::]` accept IPv4 connections as well. This depends on a system setting
+/// (`net.ipv6.bindv6only` on Linux).
 fn accepts_ipv4() -> bool {
     Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only)
 }
@@ -187,7 +187,8 @@ fn client_verifier(
 }
 
 impl ListenerTls {
-    /// Return whether both accept the same client certificates, and the trust roots of `other` were not replaced since.
+    /// Return whether both accept the same client certificates, and the trust roots of `other` have not been replaced
+    /// since.
     pub(crate) fn same_trust(&self, other: &ListenerTls) -> bool {
         let clients = |tls: &ListenerTls| tls.client_ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
         clients(self) == clients(other) && !other.tls.has_client_trust_changed()
@@ -196,7 +197,8 @@ impl ListenerTls {
     /// Serve a new certificate from the next connection on.
     ///
     /// # Errors
-    /// The certificate is invalid, has expired or is not valid yet. The certificate in use does not change.
+    /// The certificate is invalid, has expired or is not valid yet. After an error, the active certificate does not
+    /// change.
     pub fn reload_certificate(&self, index: usize, chain: &[u8], key: &[u8], now: Duration) -> Result<(), TlsError> {
         let certificate = Certificate::from_pem(chain, key)?;
         certificate.check_validity(now.as_secs() as i64)?;
@@ -207,13 +209,13 @@ impl ListenerTls {
     /// Verify client certificates with new CA certificates, starting with the next connection.
     ///
     /// # Errors
-    /// The file has no valid CA certificates. The certificates in use do not change.
+    /// The file has no valid CA certificates. After an error, the active CA certificates do not change.
     pub fn reload_client_ca(&self, trust_roots: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
         self.tls.set_client_verifier(ClientVerifier::from_pem(trust_roots, auth)?)
     }
 }
 
-/// Subject of a warning.
+/// The part of the configuration that a warning is about.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WarningSubject {
     /// An upstream, by name.
@@ -229,7 +231,7 @@ pub enum WarningSubject {
 }
 
 impl CompiledConfig {
-    /// Return warnings: the configuration works, but perhaps not as intended.
+    /// Return warnings about a configuration that works, but may not have the intended effect.
     pub fn warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
         let of_upstream =
             |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));

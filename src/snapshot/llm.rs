@@ -15,13 +15,13 @@ use crate::snapshot::validator::Validator;
 /// Default of `default_output`, in tokens.
 const DEFAULT_OUTPUT: i64 = 1024;
 
-/// Default of `bytes_per_token`: that of English text.
+/// Default of `bytes_per_token`, which is the value for English text.
 const BYTES_PER_TOKEN: i64 = 4;
 
-/// Default of `image_tokens` and `audio_tokens`: an image of about a megapixel.
+/// Default of `image_tokens` and `audio_tokens`, which is the value for an image of about a megapixel.
 const MEDIA_TOKENS: i64 = 1000;
 
-/// Compile the cost of a limit whose `cost` has `llm`. `inspect_body` is the default of this key.
+/// Compile the cost of a limit whose `cost` has `llm`. `inspect_body` is the default of the key with the same name.
 pub(super) fn llm_cost(table: &CostTable, inspect_body: usize, reader: &mut Validator<'_>) -> LlmCost {
     reader.one_of(table.llm.as_ref(), (), &[("auto", ())]);
     let tokens = |reader: &mut Validator<'_>, value: &Option<Spanned<i64>>, default| {
@@ -56,7 +56,7 @@ pub(super) fn llm_cost(table: &CostTable, inspect_body: usize, reader: &mut Vali
     }
 }
 
-/// Report the keys of an LLM cost in a table without `llm`.
+/// Report keys that belong to an LLM cost in a table without `llm`.
 pub(super) fn check_without_llm(table: &CostTable, reader: &mut Validator<'_>) {
     let keys = [
         ("default_output", table.default_output.as_ref().map(|key| key.span())),
@@ -79,7 +79,8 @@ pub(super) fn check_without_llm(table: &CostTable, reader: &mut Validator<'_>) {
     }
 }
 
-/// Compile weights. Those that are missing are those of `standard`; a cached input token costs as much as any other.
+/// Compile weights. A missing weight has the value in `standard`; a cached input token costs as much as any other input
+/// token.
 fn weights(written: &TokenWeights, standard: Weights, reader: &mut Validator<'_>) -> Weights {
     let input = weight(written.input.as_ref(), standard.input, reader);
     let cached_default = if written.input.is_some() { input } else { standard.cached_input };

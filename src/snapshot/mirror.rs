@@ -8,7 +8,7 @@ use crate::snapshot::route_action::GOLDEN_RATIO;
 use crate::snapshot::validator::Validator;
 use crate::upstream::UpstreamSettings;
 
-/// Part of `server.max_buffered` that the bodies of all copies may take, besides what it bounds itself.
+/// Fraction of `server.max_buffered` that the bodies of all copies may use, in addition to `server.max_buffered`.
 pub const BUFFER_DIVISOR: usize = 4;
 
 /// `mirror` of a route.
@@ -20,9 +20,9 @@ pub struct Mirror {
     pub percent: f64,
     /// Maximum size, in bytes, of a body that is copied.
     pub max_body: usize,
-    /// Maximum number of copies in flight, for each worker.
+    /// Maximum number of copies in flight per worker.
     pub max_in_flight: usize,
-    /// The percentage as a part of 2^64.
+    /// The percentage as a fraction of 2^64.
     share: u128,
     /// Number of requests, of all workers together.
     counter: AtomicU64,
@@ -30,7 +30,7 @@ pub struct Mirror {
 
 impl Mirror {
     fn new(upstream: usize, percent: f64, max_body: usize, max_in_flight: usize) -> Self {
-        // 100 % is exactly 2^64: the multiplication by a power of two is exact.
+        // 100 % is exactly 2^64, because multiplying by a power of two is exact.
         let share = (percent / 100.0 * 2.0_f64.powi(64)) as u128;
         Mirror { upstream, percent, max_body, max_in_flight, share, counter: AtomicU64::new(0) }
     }

@@ -23,10 +23,10 @@ use crate::upstream::Protocol;
 use crate::upstream::connector::EndpointTls;
 use crate::upstream::fetch;
 
-/// Start of a secret in the Standard Webhooks specification.
+/// Beginning of a secret, which the Standard Webhooks specification defines.
 const SECRET_PREFIX: &str = "whsec_";
 
-/// Length of a secret in bytes, in the same specification.
+/// Length of a secret in bytes, which the same specification defines.
 const SECRET_LENGTHS: std::ops::RangeInclusive<usize> = 24..=64;
 
 /// Maximum length of the key of a stream, in bytes.
@@ -38,7 +38,7 @@ const DEFAULT_THRESHOLDS: [u8; 2] = [80, 100];
 /// A destination of quota events.
 #[derive(Debug)]
 pub enum EventDestination {
-    /// A server that gets each event as a request.
+    /// A server that gets each event as an HTTP request.
     Webhook(Box<Webhook>),
     /// A Redis stream in the server of the store.
     Stream(EventStream),
@@ -62,7 +62,7 @@ pub struct Webhook {
 pub struct EventStream {
     /// The Redis key.
     pub key: Box<str>,
-    /// Number of entries that Redis keeps, approximately.
+    /// Approximate number of entries that Redis keeps.
     pub max_length: u64,
 }
 
@@ -182,7 +182,7 @@ fn stream(
         reader.push_issue(issue.with_hint("[store] with url = \"redis://…\", or `webhook`"));
     }
     let key = text.get_ref().as_str();
-    // In a cluster, the claims of events share the slot of the stream: their hash tag is the whole name.
+    // In a cluster, the claims of events must be in the slot of the stream, so the whole name is their hash tag.
     let is_valid = (1..=MAX_STREAM_KEY).contains(&key.len())
         && key.bytes().all(|byte| byte.is_ascii_graphic() && !matches!(byte, b'{' | b'}'));
     if !is_valid && !reader.is_unresolved(text) {

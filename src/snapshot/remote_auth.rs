@@ -1,5 +1,5 @@
-//! Compiles the providers of `[auth.NAME]` that need more than a lookup: password files, authentication servers and key
-//! sets from a URL; and `[tiers]`.
+//! Compiles `[tiers]` and the providers of `[auth.NAME]` that need more than a lookup: password files, authentication
+//! servers and key sets from a URL.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,19 +29,19 @@ use crate::upstream::connector::EndpointTls;
 use crate::upstream::fetch;
 use crate::upstream::{Protocol, UpstreamSettings};
 
-/// Start of the names of internal upstreams: `auth.NAME` is the server of `[auth.NAME]`.
+/// Beginning of the names of internal upstreams: `auth.NAME` is the server of `[auth.NAME]`.
 const UPSTREAM_PREFIX: &str = "auth.";
 
 /// Maximum time to connect to an authentication server, as for other upstreams.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum lifetime of a cached admission. A revoked session stays valid for as long.
+/// Maximum lifetime of a cached admission. A revoked session is still admitted for this time.
 const MAX_CACHE_TTL: Duration = Duration::from_secs(3600);
 
 /// Bounds of `refresh_interval`.
 const REFRESH_INTERVALS: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(86_400);
 
-/// The internal upstreams and TLS settings of providers. They follow the upstreams of `[upstream.NAME]`.
+/// The internal upstreams and TLS settings of providers. They come after the upstreams of `[upstream.NAME]`.
 #[derive(Debug)]
 pub(super) struct InternalUpstreams {
     /// Number of upstreams of `[upstream.NAME]`.
@@ -63,11 +63,11 @@ pub struct KeyUrl {
     pub tls: Option<EndpointTls>,
     /// Time between two fetches.
     pub refresh_interval: Duration,
-    /// The keys, shared with the verifier. Kept on reload if the URL is the same.
+    /// The keys, which are shared with the verifier. A reload keeps the keys if the URL is the same.
     pub keys: Arc<RemoteKeys>,
 }
 
-/// Compile a provider of kind `basic`. Return the file as read.
+/// Compile a provider of kind `basic`. Return the file as it was read.
 pub(super) fn basic(
     name: &str,
     auth: &config::Auth,
@@ -101,7 +101,8 @@ pub(super) fn basic(
     }
 }
 
-/// Parse a file of users. The error is a message and a hint. An empty file is an error: it is being written.
+/// Parse a file of users. The error consists of a message and a hint. An empty file is an error, because it is probably
+/// being written.
 fn parse_users(file: &FileSnapshot) -> Result<Htpasswd, (String, String)> {
     let name = file.path.file_name().unwrap_or_default().to_string_lossy();
     match Htpasswd::parse(&file.content) {
@@ -115,7 +116,7 @@ impl BasicProvider {
     /// Use the users of a changed file.
     ///
     /// # Errors
-    /// The error of the file, and a hint. The users in use do not change.
+    /// The error of the file, and a hint. After an error, the active users do not change.
     pub fn reload_users(&self, file: &FileSnapshot) -> Result<(), String> {
         let users = parse_users(file).map_err(|(message, hint)| format!("{message}; {hint}"))?;
         self.verifier.replace_users(users);
@@ -173,7 +174,7 @@ pub(crate) fn internal_name(provider: &str) -> String {
     format!("{UPSTREAM_PREFIX}{provider}")
 }
 
-/// Report upstreams with the name of an internal upstream.
+/// Report upstreams that have the name of an internal upstream.
 pub(super) fn check_upstream_names(config: &Config, reader: &mut Validator<'_>) {
     for (name, upstream) in &config.upstream {
         let provider = name.strip_prefix(UPSTREAM_PREFIX).filter(|provider| config.auth.contains_key(*provider));
@@ -278,7 +279,7 @@ pub(super) fn key_url(
     Some(KeyUrl { provider, name: name.into(), url, tls: endpoint_tls, refresh_interval, keys })
 }
 
-/// Parse the URL of a server of ours or of an issuer.
+/// Parse the URL of an authentication server or of a token issuer.
 fn server_url(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     let url = text.get_ref().parse::<Uri>().ok();
     let url = url.filter(|url| matches!(url.scheme_str(), Some("http" | "https")) && url.host().is_some());
@@ -295,7 +296,7 @@ fn server_url(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     Some(url)
 }
 
-/// Return a server as a table `[upstream.NAME]`. Errors point to the span of its URL.
+/// Return a server as a table `[upstream.NAME]`. Errors have the span of the server's URL.
 pub(super) fn internal_table(url: &Uri, span: Range<usize>, ca: Option<&Text>, reader: &mut Validator<'_>) -> Upstream {
     if let Some(ca) = ca.filter(|_| url.scheme() != Some(&Scheme::HTTPS)) {
         reader.push_issue(Issue::new(ca.span(), "`ca` is valid only for a URL with `https://`"));
@@ -350,8 +351,8 @@ pub(super) fn returns_header(auth: &config::Auth, name: &HeaderName) -> bool {
     auth.is_of_kind("forward") && names.any(|text| text.get_ref().eq_ignore_ascii_case(name.as_str()))
 }
 
-/// Return whether the identity of a limit contains a credential of the source of tiers; otherwise, clients of several
-/// tiers would share a bucket. If not, return the parts that `by` lacks.
+/// Return whether the identity of a limit contains the credential from which tiers are taken. Otherwise, clients of
+/// several tiers would share a bucket. If it does not, return the parts that `by` lacks.
 pub(super) fn check_tier_identity(source: &TierSource, descriptors: &[Descriptor]) -> Result<(), &'static str> {
     let has = |is_source: fn(&Descriptor) -> bool| descriptors.iter().any(is_source);
     let (is_met, lacks) = match source {

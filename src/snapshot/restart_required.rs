@@ -1,4 +1,4 @@
-//! Keys that cannot change while the process runs: a change needs a restart.
+//! Keys that cannot change while the process runs, because a change requires a restart.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -10,11 +10,11 @@ use crate::config::Config;
 use crate::snapshot::Listener;
 use crate::snapshot::settings::ServerSettings;
 
-/// The values of these keys, by key.
+/// The values of the restart-only keys, by key.
 #[derive(Default, PartialEq, Eq)]
 pub(crate) struct RestartOnlyKeys(BTreeMap<String, String>);
 
-/// Omits the values, some of which are secret.
+/// Omits the values, because some of them are secret.
 impl fmt::Debug for RestartOnlyKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_set().entries(self.0.keys()).finish()
@@ -33,7 +33,7 @@ impl RestartOnlyKeys {
             ("admin.address".to_owned(), admin.map_or(String::new(), |address| address.get_ref().clone())),
         ]);
         let socket = config.admin.as_ref().and_then(|admin| admin.get_ref().socket.as_ref());
-        // Left out if absent, as in `add_table`.
+        // A key that is absent is omitted, as in `add_table`.
         fixed.extend(socket.map(|socket| ("admin.socket".to_owned(), socket.get_ref().clone())));
         add_table("acme", &config.acme.as_ref().map(|acme| acme.get_ref()), &mut fixed);
         add_table("store", &config.store, &mut fixed);
@@ -56,11 +56,11 @@ impl RestartOnlyKeys {
     }
 }
 
-/// Add all keys of a table, as written.
+/// Add all keys of a table, as they are written.
 fn add_table(name: &str, values: &impl Serialize, fixed: &mut BTreeMap<String, String>) {
-    // Structs of strings and numbers always serialize to JSON.
+    // Serializing structs of strings and numbers to JSON cannot fail.
     if let Ok(serde_json::Value::Object(keys)) = serde_json::to_value(values) {
-        // Absent keys are left out, so that digests of versions without these keys are equal.
+        // Absent keys are omitted, so that digests of versions without these keys are equal.
         let keys = keys.into_iter().filter(|(_, value)| !value.is_null());
         fixed.extend(keys.map(|(key, value)| (format!("{name}.{key}"), value.to_string())));
     }

@@ -20,7 +20,7 @@ use crate::upstream::{Protocol, UpstreamSettings};
 /// Maximum weight of an upstream.
 const MAX_WEIGHT: i64 = 1_000_000;
 
-/// Statuses that redirect automatically by `Location` (RFC 9110 §15.4).
+/// Statuses with which clients follow `Location` automatically (RFC 9110 §15.4).
 const REDIRECT_STATUSES: [i64; 5] = [301, 302, 303, 307, 308];
 
 /// Compile the action of a route. A route must have exactly one action.
@@ -127,7 +127,7 @@ fn redirect(
         }
         *status.get_ref()
     });
-    // `route_action` has reported other statuses.
+    // `route_action` has reported all other statuses.
     let status = StatusCode::from_u16(status as u16).unwrap_or(StatusCode::PERMANENT_REDIRECT);
     let to = match (&redirect.to, &redirect.scheme) {
         (Some(to), None) => {
@@ -179,10 +179,10 @@ fn redirect_template(to: &Text, path: Option<&PathPattern>, reader: &mut Validat
     Some(RedirectTarget::Template { origin: origin.into(), template })
 }
 
-/// Split a redirect target into its origin (scheme and host, may be empty) and the rest.
+/// Split a redirect target into its origin (scheme and host, which may be empty) and the rest.
 fn split_origin(to: &str) -> Option<(&str, &str)> {
     let Some((scheme, rest)) = to.split_once("://").filter(|(scheme, _)| matches!(*scheme, "http" | "https")) else {
-        // Browsers read a host name after two slashes.
+        // Browsers treat the text after two slashes as a host name.
         return (to.starts_with('/') && !to.starts_with("//")).then_some(("", to));
     };
     let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
@@ -252,7 +252,7 @@ fn rewrite_template(
             return None;
         }
     };
-    // `~` is not a hex digit: a parameter cannot complete percent-encoding of the template.
+    // `~` is not a hexadecimal digit, so a parameter cannot complete percent-encoding in the template.
     let (plain, query) = template.fill("~");
     match forwarded_path(&plain) {
         Ok(same) if same == plain => {}
@@ -307,16 +307,16 @@ pub(super) fn websocket(
 
 // Weighted selection of upstreams.
 
-/// The fractional part of the golden ratio times 2^64. Its multiples are evenly distributed (Weyl, 1916): in every run
-/// of consecutive multiples, and also if only every n-th multiple is used. A periodic client therefore does not always
-/// meet the same upstream.
+/// The fractional part of the golden ratio, times 2^64. Its multiples are evenly distributed (Weyl, 1916), in every run
+/// of consecutive multiples and also if only every n-th multiple is used. A periodic client is therefore not always
+/// assigned to the same upstream.
 pub(super) const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Splits the requests of a route among upstreams by weight.
+/// Distributes the requests of a route among upstreams by weight.
 #[derive(Debug)]
 pub struct WeightedUpstreams {
-    /// Upstreams by index, each with the sum of its weight and all earlier weights. Upstreams with weight 0 are left
-    /// out.
+    /// Upstreams by index, each with the sum of its weight and all earlier weights. Upstreams with weight 0 are
+    /// omitted.
     cumulative_weights: Vec<(u64, usize)>,
     /// Sum of all weights.
     total_weight: u64,
@@ -376,7 +376,7 @@ mod tests {
                 for (index, weight) in weights.iter().enumerate() {
                     let due = f64::from(picked) * f64::from(*weight) / f64::from(sum);
                     let off = (f64::from(counts[index]) - due).abs();
-                    // The shares are exact from the first request on, not only on average.
+                    // The shares are exact from the first request on, and not only on average.
                     assert!(off <= 4.0, "{weights:?}: {} of {picked} to {index}, due {due:.1}", counts[index]);
                     assert!(*weight > 0 || counts[index] == 0, "{weights:?}: {index} has no weight");
                 }

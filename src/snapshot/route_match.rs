@@ -20,11 +20,11 @@ use crate::snapshot::validator::Validator;
 /// The treatment of requests whose path differs from the path of the route only in the trailing slash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TrailingSlash {
-    /// The route does not match them.
+    /// The route does not match such requests.
     Strict,
-    /// The route matches them.
+    /// The route matches such requests.
     Same,
-    /// They are redirected to the path of the route.
+    /// Such requests are redirected to the path of the route.
     Redirect,
 }
 
@@ -45,7 +45,7 @@ pub(super) fn route_match(
     Some((RouteMatch { hosts, path: path?, methods, listeners, conditions }, trailing_slash))
 }
 
-/// Compile `hosts`. Empty = any host.
+/// Compile `hosts`. An empty list means any host.
 fn hosts(list: &[Text], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<String> {
     if list.is_empty() {
         let issue = Issue::new(span.clone(), "`hosts` is empty: no request would match");
@@ -80,7 +80,7 @@ fn is_host(name: &str) -> bool {
         || (!name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)))
 }
 
-/// Return the indices of the listeners with these names. Compiling drops no valid listener, so the compiled listeners
+/// Return the indices of the listeners with these names. Compiling removes no valid listener, so the compiled listeners
 /// have the same indices.
 fn listener_indices(
     names: &[Text],
@@ -160,7 +160,7 @@ fn expression_issue(text: &Text, error: &ExpressionError, example: &str) -> Issu
 fn segments(text: &Text, reader: &mut Validator<'_>) -> Option<PathPattern> {
     match text.get_ref().parse::<PathPattern>() {
         Ok(pattern) => {
-            // Braces belong to the pattern. The rest must be canonical, as request paths are.
+            // Braces are part of the pattern. The rest of the path must be canonical, as request paths are.
             let plain = text.get_ref().replace(['{', '}'], "");
             match canonical_path(&plain) {
                 Ok(same) if same == plain => {}
@@ -225,7 +225,7 @@ fn conditions(route: &config::tables::Route, reader: &mut Validator<'_>) -> Vec<
         |name: &str, rule: &Spanned<ValueRule>, source: Option<ConditionSource>, reader: &mut Validator<'_>| {
             let (Some(test), Some(source)) = (value_test(name, rule, source.as_ref(), reader), source) else { return };
             if conditions.iter().any(|other| other.source == source) {
-                // Header names differ in case only.
+                // Header names that differ only in case are equal.
                 let issue = Issue::new(rule.span(), format!("duplicate condition on `{name}`"));
                 reader.push_issue(issue.with_hint("a header can have only one condition"));
             }

@@ -53,21 +53,21 @@ pub struct Route {
     pub index: usize,
     /// Name of the route.
     pub name: Arc<str>,
-    /// Path pattern or regular expression, as written.
+    /// Path pattern or regular expression, as it is written.
     pub path: Box<str>,
     /// Parsed path pattern.
     pub path_pattern: PathPattern,
     /// The action for requests of the route.
     pub action: RouteAction,
-    /// Change of the path for the upstream. `None` = no change.
+    /// Change of the path that the upstream gets. `None` if the path does not change.
     pub rewrite: Option<Rewrite>,
     /// Maximum time for a request, from its headers to the end of the response.
     pub timeout: Option<Duration>,
-    /// Clients that may use the route. `None` = all.
+    /// Clients that may use the route. `None` if all clients may use the route.
     pub access: Option<Arc<AccessRules>>,
-    /// CORS policy. `None` = the upstream sets the CORS headers.
+    /// CORS policy. `None` if the upstream sets the CORS headers.
     pub cors: Option<Arc<CorsPolicy>>,
-    /// Providers of `require` and `identify`. `None`: requests are not authenticated.
+    /// Providers of `require` and `identify`. `None` if requests are not authenticated.
     pub auth: Option<RouteAuth>,
     /// Limits and RateLimit headers.
     pub rate_limits: RouteLimits,
@@ -83,7 +83,7 @@ pub struct Route {
     pub response_headers: HeaderMutations,
 }
 
-/// A limit as used by a route.
+/// A limit in the form in which a route uses it.
 #[derive(Debug, Clone)]
 pub struct RouteLimit {
     /// The limit.
@@ -92,9 +92,9 @@ pub struct RouteLimit {
     pub identity_index: usize,
     /// Cost of a request.
     pub cost: Cost,
-    /// Statuses that refund the charge.
+    /// Statuses for which the charge is refunded.
     pub refund_on: RefundOn,
-    /// The JSON-RPC messages of which each has the cost. `None`: the request has it.
+    /// The JSON-RPC messages that each have the cost. `None` if the whole request has the cost.
     pub counted: Option<CountedMessages>,
 }
 
@@ -105,13 +105,13 @@ pub struct RouteLimits {
     pub identities: Vec<IdentitySpec>,
     /// The limits.
     pub limits: Vec<RouteLimit>,
-    /// Number of limits that can deny: all but shadow limits.
+    /// Number of limits that can deny a request: all except shadow limits.
     pub enforced: usize,
     /// Styles of the RateLimit headers.
     pub header_styles: Vec<HeaderStyle>,
     /// Value of Access-Control-Expose-Headers, which lets scripts of other origins read the RateLimit headers.
     pub expose_header: Option<HeaderValue>,
-    /// What to read of request bodies before the limits are checked. `None` = nothing.
+    /// What must be read from request bodies before the limits are checked. `None` if nothing must be read.
     pub llm: Option<LlmInspection>,
     /// Whether an identity or a cost depends on values of the body.
     pub reads_values: bool,
@@ -119,32 +119,32 @@ pub struct RouteLimits {
     pub policy_header: Option<HeaderValue>,
 }
 
-/// What the limits of a route read of a body, besides tokens.
+/// What the limits of a route read from a body, in addition to tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct BodyUse {
     /// Values or messages.
     pub values: bool,
     /// JSON-RPC messages.
     pub messages: bool,
-    /// Messages of MCP, whose headers must match the body.
+    /// MCP messages, whose headers must match the body.
     pub is_mcp: bool,
 }
 
-/// What to read of request bodies, because limits count the tokens of an LLM API.
+/// What must be read from request bodies, because limits count the tokens of an LLM API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LlmInspection {
     /// Maximum length of a body in bytes.
     pub max_body: usize,
-    /// Whether a limit may deny requests: one that is no shadow limit.
+    /// Whether a limit may deny requests, because it is not a shadow limit.
     pub is_enforced: bool,
-    /// Whether requests are rejected whose body cannot be read.
+    /// Whether requests whose body cannot be read are rejected.
     pub is_required: bool,
-    /// Whether OpenAI's API is asked for the usage of streams.
+    /// Whether the usage of streams is requested from OpenAI's API.
     pub includes_usage: bool,
 }
 
 impl LlmInspection {
-    /// Return the inspection that these limits need together.
+    /// Return the combined inspection that these limits need.
     fn for_limits(limits: &[RouteLimit]) -> Option<Self> {
         let inspections = limits.iter().filter_map(|route_limit| {
             let llm = route_limit.cost.llm()?;
@@ -171,7 +171,7 @@ impl RouteLimits {
         self.reads_values || self.llm.is_some()
     }
 
-    /// Return what the identities and costs of a request with this method read of its body.
+    /// Return what the identities and costs of a request with this method read from its body.
     pub fn body_use(&self, method: &Method) -> BodyUse {
         let mut body_use = BodyUse::default();
         if !self.reads_values {
@@ -189,7 +189,7 @@ impl RouteLimits {
         body_use
     }
 
-    /// Return what to read of the body of a request with this method. `None` = nothing.
+    /// Return what must be read from the body of a request with this method. Return `None` if nothing must be read.
     pub fn llm_inspection(&self, method: &Method) -> Option<LlmInspection> {
         let inspection = self.llm?;
         let counts_tokens = |route_limit: &RouteLimit| {
@@ -211,7 +211,7 @@ pub enum RouteAction {
     Redirect(Redirect),
 }
 
-/// Change of the path for the upstream.
+/// Change of the path that the upstream gets.
 #[derive(Debug)]
 pub enum Rewrite {
     /// Remove a prefix.
@@ -223,7 +223,7 @@ pub enum Rewrite {
 /// A redirect.
 #[derive(Debug)]
 pub struct Redirect {
-    /// Where it leads.
+    /// The target of the redirect.
     pub to: RedirectTarget,
     /// Status of the response.
     pub status: StatusCode,
@@ -234,7 +234,7 @@ pub struct Redirect {
 pub enum RedirectTarget {
     /// Another path.
     Template {
-        /// Scheme and host. Empty = relative to the request.
+        /// Scheme and host. Empty if the redirect is relative to the request.
         origin: Box<str>,
         /// Path and query of the target.
         template: RewriteTemplate,
@@ -243,7 +243,7 @@ pub enum RedirectTarget {
     Scheme {
         /// `http` or `https`.
         scheme: &'static str,
-        /// The port. `None` = the default port of the scheme.
+        /// The port. `None` for the default port of the scheme.
         port: Option<u16>,
     },
     /// The same path with the trailing slash added or removed.
@@ -266,7 +266,8 @@ impl DirectResponse {
     pub fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::full(self.body.clone()));
         *response.status_mut() = self.status;
-        // Responses with these statuses have no content, and so no content type (RFC 9110 §15.3.5, §15.3.6, §15.4.5).
+        // Responses with these statuses have no content, and therefore no content type (RFC 9110 §15.3.5, §15.3.6,
+        // §15.4.5).
         if !matches!(self.status, StatusCode::NO_CONTENT | StatusCode::RESET_CONTENT | StatusCode::NOT_MODIFIED) {
             response.headers_mut().insert(CONTENT_TYPE, self.content_type.clone());
         }
@@ -275,11 +276,11 @@ impl DirectResponse {
 }
 
 impl Redirect {
-    /// Return the redirect for a request. `path` is its path as forwarded. Neither this path nor an expanded template
-    /// contains `//` or a backslash, so browsers cannot read a host name in them.
+    /// Return the redirect for a request. `path` is the path of the request in its forwarded form. Neither this path
+    /// nor an expanded template contains `//` or a backslash, so browsers cannot find a host name in them.
     ///
     /// # Errors
-    /// The location needs a host, and the request has none. The error is the problem detail.
+    /// The location needs a host, but the request has none. The error is the text of the problem detail.
     pub fn response<B>(
         &self,
         request: &Request<B>,
@@ -292,7 +293,7 @@ impl Redirect {
                 (origin.to_string(), template.expand(pattern, &captured_path(pattern, path), query))
             }
             RedirectTarget::Scheme { scheme, port } => {
-                // The host was checked before the request was routed. It has no port and no user.
+                // The host was checked before the request was routed. The host contains no port and no user.
                 let host = request_host(request.uri(), request.headers(), request.version())?;
                 if host.is_empty() {
                     return Err("the request has no Host");
@@ -316,7 +317,7 @@ impl Redirect {
         }
         let mut response = Response::new(Body::full(""));
         *response.status_mut() = self.status;
-        // Graphic ASCII is a valid header value.
+        // Graphic ASCII characters are valid in header values.
         response.headers_mut().extend(HeaderValue::try_from(location).ok().map(|location| (LOCATION, location)));
         Ok(response)
     }
@@ -326,17 +327,18 @@ fn with_query(path: &str, query: Option<&str>) -> String {
     query.map_or_else(|| path.to_owned(), |query| format!("{path}?{query}"))
 }
 
-/// Return the path to capture parameters from. A regular expression matches the canonical path, in which delimiters have
-/// another encoding than in the forwarded path. Segments are the same in both.
+/// Return the path from which parameters are captured. A regular expression matches the canonical path, in which
+/// delimiters have another encoding than in the forwarded path. Segments are the same in both paths.
 fn captured_path<'p>(pattern: &PathPattern, path: &'p str) -> Cow<'p, str> {
     if pattern.is_regex() { canonical_path(path).unwrap_or(Cow::Borrowed(path)) } else { Cow::Borrowed(path) }
 }
 
 impl Rewrite {
-    /// Return the target for a request with this path, as forwarded, and this query. The pattern must match the path.
+    /// Return the target for a request with this path in its forwarded form, and with this query. The pattern must
+    /// match the path.
     ///
     /// # Errors
-    /// The named groups of a regular expression form a path that is not canonical, such as one with dot segments.
+    /// The named groups of a regular expression form a path that is not canonical, for example one with dot segments.
     /// Parameters of a path are whole segments, so they always form a canonical path.
     pub fn apply(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Result<String, PathError> {
         match self {
@@ -347,8 +349,8 @@ impl Rewrite {
             }
             Rewrite::Template(template) => Ok(template.expand(pattern, path, query)),
             Rewrite::StripPrefix(prefix) => {
-                // Count segments instead of bytes: the forwarded path may percent-encode characters that the prefix has
-                // literally.
+                // Count segments instead of bytes, because the forwarded path may percent-encode characters that are
+                // literal in the prefix.
                 let end = path.match_indices('/').nth(prefix.matches('/').count()).map_or(path.len(), |(at, _)| at);
                 Ok(with_query(if end == path.len() { "/" } else { &path[end..] }, query))
             }
@@ -363,8 +365,8 @@ impl Route {
     }
 
     /// Return the route that redirects the other form of the path, with or without the trailing slash, to this route.
-    /// It has the name, the metrics, the access rules and the CORS policy of this route. It needs no credential and is
-    /// charged to no limit: the request for the other form is.
+    /// The returned route has the name, the metrics, the access rules and the CORS policy of this route. It needs no
+    /// credential and is charged to no limit, because these apply to the request for the other form.
     fn slash_redirect(&self) -> Route {
         Route {
             index: self.index,
@@ -390,7 +392,8 @@ impl Route {
     }
 }
 
-/// Maximum number of limits of a route. Bounds the script arguments and the size of the RateLimit headers.
+/// Maximum number of limits of a route. The maximum limits the number of script arguments and the size of the RateLimit
+/// headers.
 const MAX_LIMITS: usize = 16;
 
 /// Compile all routes.

@@ -23,7 +23,7 @@ use crate::snapshot::validator::Validator;
 use crate::telemetry::log::LogFormat;
 use crate::telemetry::log_socket::{FACILITIES, Journald, Syslog, SyslogProtocol};
 
-/// Minimum of `max_header_size`: hyper needs a buffer of at least this size.
+/// Minimum of `max_header_size`, because hyper needs a buffer of at least this size.
 const MIN_HEADER_SIZE: usize = 8 << 10;
 
 /// Default of `inspect_body`, in bytes.
@@ -36,10 +36,10 @@ const MAX_SOCKET_PATH: usize = 107;
 const SYSLOG_SOCKET: &str = "/dev/log";
 const JOURNALD_SOCKET: &str = "/run/systemd/journal/socket";
 
-/// Default facility: `local0`, which the site may use as it likes, so that a rule can select the access log.
+/// Default facility: `local0` is free for local use, so that a syslog rule can select the access log.
 const DEFAULT_FACILITY: u8 = 16;
 
-/// Default tag of log messages, and the maximum length (APP-NAME, RFC 5424 §6).
+/// Default tag of log messages, and the maximum length of a tag (APP-NAME, RFC 5424 §6).
 const DEFAULT_TAG: &str = "sluicegate";
 const MAX_TAG: usize = 48;
 
@@ -58,40 +58,40 @@ pub struct ServerSettings {
     pub max_connections: usize,
     /// Maximum number of connections per client network. 0 = no limit.
     pub max_connections_per_ip: usize,
-    /// Whether `max_connections_per_ip` is the default. The default exempts loopback addresses, because a proxy on the
-    /// same machine connects for many clients.
+    /// Whether `max_connections_per_ip` has its default value. The default exempts loopback addresses, because a proxy
+    /// on the same machine connects for many clients.
     pub is_default_per_ip: bool,
-    /// Maximum bytes of bodies that the process buffers.
+    /// Maximum number of bytes of bodies that the process buffers.
     pub max_buffered: usize,
-    /// Maximum time from accept to the end of the first request headers.
+    /// Maximum time from accepting a connection to the end of the first request headers.
     pub header_timeout: Duration,
     /// Maximum time between two requests on a connection.
     pub idle_timeout: Duration,
     /// Maximum time without progress on a body.
     pub body_idle_timeout: Duration,
-    /// Minimum bytes per second of a request body. 0 = no minimum.
+    /// Minimum rate of a request body in bytes per second. 0 = no minimum.
     pub min_body_rate: u64,
     /// Maximum time for a request body.
     pub body_timeout: Option<Duration>,
     /// Maximum size of a request body that is buffered before forwarding. 0 = no buffering.
     pub request_buffer: u64,
-    /// Maximum bytes of a request body that is read for a route, an identity or a cost.
+    /// Maximum number of bytes of a request body that is read for a route, an identity or a cost.
     pub inspect_body: usize,
-    /// Maximum bytes of the request headers.
+    /// Maximum size of the request headers in bytes.
     pub max_header_size: usize,
     /// Maximum number of request header lines.
     pub max_headers: usize,
-    /// Maximum bytes of the request target.
+    /// Maximum length of the request target in bytes.
     pub max_uri: usize,
     /// Maximum number of concurrent streams per HTTP/2 connection.
     pub http2_max_streams: u32,
     /// Whether requests for hosts that no route names are rejected.
     pub block_unknown_hosts: bool,
-    /// Whether errors have `Proxy-Status`.
+    /// Whether errors have the header `Proxy-Status`.
     pub proxy_status: bool,
 }
 
-/// Maximum time that idle connections stay open during a drain, for requests that are already on their way.
+/// Maximum time that idle connections stay open while the gateway drains, for requests that are already being sent.
 const MAX_DRAIN_GRACE: Duration = Duration::from_secs(1);
 
 impl ServerSettings {
@@ -128,7 +128,7 @@ pub struct LogSettings {
     pub access_log: AccessLogTarget,
     /// Share of the access log records of successes that are written, above 0. 1 = all.
     pub access_sample: f64,
-    /// OTLP endpoint for spans. `None` = no traces.
+    /// OTLP endpoint for spans. `None` if there are no traces.
     pub trace_endpoint: Option<Uri>,
 }
 
@@ -139,7 +139,7 @@ pub enum AccessLogTarget {
     Off,
     /// Standard output.
     Stdout,
-    /// A file, opened for appending.
+    /// A file that is opened for appending.
     File(PathBuf),
     /// A syslog daemon.
     Syslog(Syslog),
@@ -199,7 +199,7 @@ pub(super) fn server(server: &config::Server, reader: &mut Validator<'_>) -> Ser
 }
 
 /// Return the default of `max_connections`: half of the file descriptors that remain after a reserve for the workers
-/// (listeners, the store, their runtime). Each connection may need a second descriptor, to its upstream.
+/// (listeners, the store, their runtime). Each connection may need a second descriptor, for the upstream.
 fn default_max_connections(workers: usize) -> i64 {
     let reserved = 64 + 16 * workers as u64;
     let connections = hard_limit().saturating_sub(reserved) / 2;
@@ -208,7 +208,7 @@ fn default_max_connections(workers: usize) -> i64 {
 
 /// Compile `[log]`.
 pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings {
-    // People read a terminal, programs read a file or a pipe.
+    // People read logs on a terminal, and programs read logs from a file or a pipe.
     let by_terminal = |is_terminal| if is_terminal { LogFormat::Text } else { LogFormat::Json };
     let levels = [
         ("error", Level::ERROR),
@@ -288,7 +288,8 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
     (target, sample)
 }
 
-/// Return the path of a log socket. It need not exist: the daemon may start later. `span` is that of the destination.
+/// Return the path of a log socket. The socket need not exist, because the daemon may start later. `span` is the span
+/// of the destination.
 fn log_socket(text: Option<&Text>, default: &str, span: &Range<usize>, reader: &mut Validator<'_>) -> PathBuf {
     let path = text.map_or_else(|| PathBuf::from(default), |text| reader.resolve_path(text));
     let span = text.map_or_else(|| span.clone(), |text| text.span());
@@ -303,7 +304,7 @@ fn log_socket(text: Option<&Text>, default: &str, span: &Range<usize>, reader: &
     path
 }
 
-/// Return the tag of log messages. Daemons end a tag at the first character that no program name has.
+/// Return the tag of log messages. Daemons end a tag at the first character that cannot be in a program name.
 fn syslog_tag(text: Option<&Text>, reader: &mut Validator<'_>) -> Box<str> {
     let Some(text) = text else { return DEFAULT_TAG.into() };
     let tag = text.get_ref().as_str();
@@ -316,7 +317,7 @@ fn syslog_tag(text: Option<&Text>, reader: &mut Validator<'_>) -> Box<str> {
     tag.into()
 }
 
-/// Parse the URL of an OTLP collector. An empty URL disables traces. The default path is defined by the specification
+/// Parse the URL of an OTLP collector. An empty URL disables traces. The specification defines the default path
 /// (<https://opentelemetry.io/docs/specs/otlp/#otlphttp-request>).
 fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     let url = text.get_ref();
@@ -353,7 +354,7 @@ pub struct AdminSettings {
 /// Path of the admin socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum AdminSocket {
-    /// `admin.sock` in the runtime directory of the service, if it has one.
+    /// `admin.sock` in the runtime directory of the service, if there is one.
     Default,
     /// No admin socket.
     Off,
@@ -361,8 +362,8 @@ pub enum AdminSocket {
     Path(PathBuf),
 }
 
-/// Maximum length of the path of the admin socket, bytes. Its temporary name is longer than its path by the extension
-/// with the process id.
+/// Maximum length of the path of the admin socket, bytes. The temporary name of the socket is longer than its path by
+/// the extension with the process id.
 const MAX_ADMIN_SOCKET_PATH: usize = MAX_SOCKET_PATH - ".4194304.new".len();
 
 /// Compile `socket` of `[admin]`.
@@ -386,12 +387,12 @@ pub(super) fn admin_socket(admin: Option<&Spanned<config::Admin>>, reader: &mut 
     }
 }
 
-/// Token of the admin listener. `Debug` does not print it.
+/// Token of the admin listener. The `Debug` implementation does not print it.
 #[derive(Clone)]
 pub struct AdminToken(Arc<str>);
 
 impl AdminToken {
-    /// Return the token as written.
+    /// Return the token as it is written.
     pub fn as_bytes(&self) -> &[u8] {
         self.0.as_bytes()
     }
@@ -430,10 +431,10 @@ pub(super) fn admin(
     Some(AdminSettings { address, token: token.map(|token| AdminToken(token.into())) })
 }
 
-/// Assumed limit on open files for systems without one.
+/// Assumed limit on open files for systems that have none.
 const ASSUMED_LIMIT: u64 = 1 << 20;
 
-/// Return the hard limit on open files: the maximum without privileges.
+/// Return the hard limit on open files, which is the maximum without privileges.
 pub fn hard_limit() -> u64 {
     getrlimit(Resource::Nofile).maximum.unwrap_or(ASSUMED_LIMIT)
 }
@@ -442,6 +443,6 @@ pub fn hard_limit() -> u64 {
 /// select(2).
 pub fn raise_soft_limit() {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    // If this fails, the soft limit stays, and accept pauses when file descriptors run out.
+    // If this fails, the soft limit does not change, and accepting connections pauses when file descriptors run out.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }

@@ -48,7 +48,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else { return settings };
     let certificates = tls.map(|tls| tls_certificates(tls, reader));
     if reader.is_unresolved(text) && !url.contains("://") {
-        // Without an error, only `check --offline` gets here. It needs no store.
+        // If there is no error, only `check --offline` reaches this code. That command needs no store.
         settings.name = "unknown, because the URL is not set".to_owned();
         return settings;
     }

@@ -18,7 +18,7 @@ use crate::upstream::health::{EjectionSettings, HealthSettings};
 use crate::upstream::load_balancer::LoadBalancingPolicy;
 use crate::upstream::{Protocol, UpstreamServerSettings, UpstreamSettings};
 
-/// Compile all upstreams. Return TLS settings for the upstreams with servers at `https://`.
+/// Compile all upstreams. Return TLS settings for the upstreams with servers at `https://` URLs.
 pub(super) fn upstreams(
     upstreams: &BTreeMap<String, Spanned<config::tables::Upstream>>,
     reader: &mut Validator<'_>,
@@ -34,7 +34,7 @@ pub(super) fn upstreams(
     (compiled, tls_configs)
 }
 
-/// Compile one upstream. Return TLS settings if it has servers at `https://`.
+/// Compile one upstream. Return TLS settings if the upstream has servers at `https://` URLs.
 pub(super) fn upstream(
     name: &str,
     upstream: &config::tables::Upstream,
@@ -132,7 +132,7 @@ fn server(
     Some(UpstreamServerSettings { authority: authority.into(), host: host.into(), port, tls, weight })
 }
 
-// Settings of the upstream as a whole.
+// Settings of the whole upstream.
 
 /// Compile `balance`.
 pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBalancingPolicy {
@@ -154,7 +154,7 @@ pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBa
     }
 }
 
-/// Compile `proxy_protocol`, which HTTP/2 excludes: all clients share one connection.
+/// Compile `proxy_protocol`. It cannot be combined with HTTP/2, because all clients share one connection.
 fn proxy_protocol(upstream: &config::tables::Upstream, protocol: Protocol, reader: &mut Validator<'_>) -> bool {
     let Some(text) = &upstream.proxy_protocol else { return false };
     let sends_header = reader.one_of(Some(text), false, &[("v2", true)]);

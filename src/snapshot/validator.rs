@@ -20,7 +20,7 @@ pub(super) struct Validator<'a> {
     issues: Vec<Issue>,
     unresolved: Vec<UnresolvedValue>,
     warnings: Vec<Issue>,
-    /// Issues of files that this file names.
+    /// Issues of the files that this file names.
     other_files: Vec<FileIssues>,
     pub(super) environment: EnvLookup<'a>,
 }
@@ -49,12 +49,12 @@ impl<'a> Validator<'a> {
         if files.is_empty() { Ok(warnings) } else { Err(ConfigError { files }) }
     }
 
-    /// Return whether a value has an environment variable that is not set. The value is then a placeholder.
+    /// Return whether a value contains an environment variable that is not set. The value is then a placeholder.
     pub(super) fn is_unresolved<T>(&self, value: &Spanned<T>) -> bool {
         self.unresolved.iter().any(|unresolved| unresolved.is_within(&value.span()))
     }
 
-    /// Return a hint that names the line of an earlier definition.
+    /// Return a hint that contains the line of an earlier definition.
     pub(super) fn first_line_hint(&self, first: &Range<usize>) -> String {
         self.sources.first_line_hint(first)
     }
@@ -67,12 +67,12 @@ impl<'a> Validator<'a> {
         self.other_files.push(faulty);
     }
 
-    /// Report an issue of the file as a whole.
+    /// Report an issue of the whole file.
     pub(super) fn file_issue(&mut self, message: &str, hint: &str) {
         self.issues.push(Issue { span: None, message: message.to_owned(), hint: Some(hint.to_owned()) });
     }
 
-    /// Resolve a path relative to the directory of the file that it is written in.
+    /// Resolve a path relative to the directory of the file that contains the path.
     pub(super) fn resolve_path(&self, text: &Text) -> PathBuf {
         self.resolve_relative(text.get_ref(), text.span())
     }
@@ -184,7 +184,7 @@ impl<'a> Validator<'a> {
     /// Check that a number that may have a fraction is in the allowed range.
     pub(super) fn fraction(&mut self, value: Option<&Spanned<f64>>, allowed: RangeInclusive<i32>, default: f64) -> f64 {
         let Some(value) = value else { return default };
-        // False for a value that is not a number.
+        // The result is false for a value that is not a number.
         if (f64::from(*allowed.start())..=f64::from(*allowed.end())).contains(value.get_ref()) {
             return *value.get_ref();
         }

@@ -184,7 +184,7 @@ fn unusable_file_gives_one_error() {
         (directory.path().join("none.toml"), "cannot be read: No such file"),
         (directory.path().join("no.toml"), "or create one with `sluicegate init`"),
         (directory.path().to_owned(), "cannot be read: Is a directory"),
-        (write("latin1.toml", b"# caf\xe9"), "the file must be UTF-8"),
+        (write("latin1.toml", b"# caf\xe9"), "convert the file to UTF-8"),
         (write("latin1_later.toml", b"# one\n[log]\n# caf\xe9\n"), "latin1_later.toml:3:6"),
         (write("utf16.toml", b"\xff\xfe[\0l\0"), "iconv -f utf-16 -t utf-8"),
         (write("broken.toml", b"[server\nworkers = 1\n"), "broken.toml:1:8"),

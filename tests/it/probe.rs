@@ -154,5 +154,5 @@ fn probe_fails_in_time_if_there_is_no_response() {
         assert!(output.status.code() == Some(2) && text.contains(expected), "{text}");
     }
     let (code, line) = probe(&config, &["--url", "localhost"]);
-    assert!(code == 1 && line.contains("--url is a URL such as"), "{line}");
+    assert!(code == 1 && line.contains("--url must be a URL such as"), "{line}");
 }

@@ -1,4 +1,4 @@
-//! `/api/certificates`: the certificates of all listeners, and requests to renew one.
+//! `/api/certificates`: the certificates of all listeners, and requests to renew a certificate.
 
 use http::StatusCode;
 use jiff::Timestamp;
@@ -25,11 +25,11 @@ struct CertificateView {
     issuer: Option<String>,
     not_before: Option<String>,
     not_after: Option<String>,
-    /// When the next order is planned. `None` for certificates from files.
+    /// Time at which the next order is planned. `None` for certificates from files.
     next_renewal: Option<String>,
     /// Failed attempts since the last success.
     failures: u32,
-    /// Why the last attempt failed.
+    /// The reason why the last attempt failed.
     error: Option<Box<str>>,
 }
 
@@ -95,7 +95,7 @@ pub(super) fn list(context: &ApiContext<'_>) -> AdminResponse {
     json_response(&CertificatesResponse { certificates: views(context.config) })
 }
 
-/// Request the renewal of a certificate by ACME. The result is in the log and in the list.
+/// Request the renewal of a certificate by ACME. The log and the list show the result.
 pub(super) fn renew(context: &ApiContext<'_>, request: &RenewRequest) -> Result<AdminResponse> {
     let name = request.name.to_ascii_lowercase();
     match context.config.acme.as_ref().filter(|acme| acme.names.iter().any(|known| **known == *name)) {

@@ -18,7 +18,7 @@ use crate::limiter::quota::EXACT_INTEGER_LIMIT;
 use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
 
-/// An identity in a request: its hash, or the values of its parts.
+/// An identity in a request, given by its hash or by the values of its parts.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum IdentityQuery {
@@ -29,10 +29,10 @@ pub(super) enum IdentityQuery {
 }
 
 impl IdentityQuery {
-    /// Parse the remaining query parameters: `identity=HASH`, or one parameter per part.
+    /// Parse the remaining query parameters: `identity=HASH`, or one parameter for each part.
     ///
     /// # Errors
-    /// `identity` is combined with other parameters.
+    /// `identity` is combined with other parameters, which is not allowed.
     pub(super) fn from_query(mut query: QueryParams) -> Result<Self> {
         if let Some(hash) = query.take("identity") {
             return match query.0.first() {
@@ -43,7 +43,7 @@ impl IdentityQuery {
         Ok(IdentityQuery::Parts(query.0.into_iter().collect()))
     }
 
-    /// Resolve to an identity of the limit `compiled`.
+    /// Compute the identity of the limit `compiled`.
     ///
     /// # Errors
     /// The hash is malformed, a part is missing, unknown or invalid, or the consumer does not exist.
@@ -85,8 +85,8 @@ impl IdentityQuery {
     }
 }
 
-/// Find the consumer that a hash belongs to. Hashes cannot be reversed, so the hash of each consumer is compared. Only
-/// for limits whose one descriptor is the API key.
+/// Find the consumer that a hash belongs to. A consumer cannot be computed from a hash, so the hash of each consumer is
+/// compared. This works only for limits whose only descriptor is the API key.
 fn consumer_of_hash(
     identity: Identity,
     compiled: &CompiledLimit,
@@ -109,7 +109,7 @@ fn consumer_of_hash(
 /// Find a limit by its name.
 ///
 /// # Errors
-/// 404 if no limit has this name.
+/// The error is 404 if no limit has this name.
 pub(super) fn find_limit<'a>(context: &'a ApiContext<'_>, name: &str) -> Result<&'a CompiledLimit> {
     context
         .config
@@ -149,7 +149,7 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
     let limits = &context.config.limits;
     let identity_query = IdentityQuery::from_query(query)?;
     let consumers = context.config.auth.consumers();
-    // With `limit`, the identity must fit that limit. Without it, select the limits whose parts are all given.
+    // If `limit` is given, the identity must fit that limit. Otherwise select the limits whose parts are all given.
     let resolved_limits: Vec<_> = match (&limit_name, &identity_query) {
         (Some(name), _) => {
             let compiled = find_limit(context, name)?;
@@ -249,7 +249,7 @@ pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Re
     let compiled = find_limit(context, &request.limit)?;
     let consumers = context.config.auth.consumers();
     let identity = request.identity.resolve(compiled, context, &consumers)?.identity;
-    // Clear the states of all variants: variants with different parameters have separate states.
+    // Clear the states of all variants, because variants with different parameters have separate states.
     let table = context.limiter_admin.overrides.current();
     let override_variant = table
         .as_ref()

@@ -47,11 +47,12 @@ struct ListenerStatus<'a> {
 struct StoreStatus<'a> {
     /// The store, without credentials.
     name: &'a str,
-    /// `closed`, or `open` if one of several is. `None` for the memory of this process.
+    /// `closed`, or `open` if one of several circuit breakers is open. `None` for the store in the memory of this
+    /// process.
     circuit_breaker: Option<&'static str>,
     /// The store, or the cluster nodes, whose circuit breaker is open.
     failing: Vec<String>,
-    /// Times that a circuit breaker opened since the start.
+    /// How often a circuit breaker has opened since the start.
     circuit_breaker_openings: u64,
 }
 

@@ -11,7 +11,7 @@ use crate::limiter::clock::unix_us;
 use crate::limiter::key::Identity;
 use crate::limiter::store::UsageError;
 
-/// Maximum number of totals of a response, each about 130 bytes.
+/// Maximum number of totals in a response. Each total needs about 130 bytes.
 const MAX_ROWS: usize = 50_000;
 
 pub(super) async fn usage(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {

@@ -21,10 +21,10 @@ use crate::upstream::fetch;
 /// Error of a connection, of HTTP or of a URL.
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Maximum time of a request, with the connect.
+/// Maximum time of a request, including the connection.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Maximum size of a response, in bytes: a certificate chain.
+/// Maximum size of a response in bytes. The largest responses are certificate chains.
 const MAX_RESPONSE_BYTES: usize = 1 << 20;
 
 /// User-Agent, which RFC 8555 §6.1 requires.
@@ -34,7 +34,7 @@ const USER_AGENT_VALUE: &str = concat!("sluicegate/", env!("CARGO_PKG_VERSION"),
 #[derive(Debug, Clone)]
 pub(super) struct CaClient {
     tls: Arc<UpstreamTlsConfig>,
-    /// `Retry-After` of the last response that had one and was an error.
+    /// `Retry-After` of the last error response that had this header.
     retry_after: Arc<Mutex<Option<Duration>>>,
 }
 
@@ -42,20 +42,20 @@ impl CaClient {
     /// Create a client that trusts these CA certificates.
     ///
     /// # Errors
-    /// rustls rejects the configuration.
+    /// rustls rejects the TLS configuration.
     pub(super) fn new(trust_roots: TrustRoots) -> Result<Self, TlsError> {
         let tls = Arc::new(UpstreamTlsConfig::new(trust_roots, None, Protocol::Http1)?);
         Ok(CaClient { tls, retry_after: Arc::default() })
     }
 
-    /// Take the wait that the CA asked for with its last error response.
+    /// Take the delay that the CA requested with its last error response.
     pub(super) fn take_retry_after(&self) -> Option<Duration> {
         self.retry_after.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     async fn send(self, request: Request<BodyWrapper<Bytes>>) -> Result<Response<Bytes>, BoxError> {
         let (mut parts, body) = request.into_parts();
-        // All URLs come from the directory of the CA. Each must use https.
+        // All URLs come from the directory of the CA, so each of them is checked. Each URL must use https.
         if parts.uri.scheme_str() != Some("https") {
             return Err(format!("the CA sent the URL {}, which does not begin with https", parts.uri).into());
         }

@@ -4,13 +4,13 @@ use aws_lc_rs::aead::{AES_256_GCM, Aad, NONCE_LEN, Nonce, RandomizedNonceKey};
 use aws_lc_rs::error::Unspecified;
 use aws_lc_rs::hkdf::{HKDF_SHA256, KeyType, Salt};
 
-/// Salt of the key derivation (HKDF, RFC 5869), which separates the key from other uses of the secret.
+/// Salt of the key derivation (HKDF, RFC 5869), which separates this key from other uses of the secret.
 const SALT: &[u8] = b"sluicegate acme";
 
-/// Label of this use of the derived key.
+/// Label that identifies this use of the derived key.
 const LABEL: &[u8] = b"shared records, AES-256-GCM";
 
-/// First byte of an encrypted record: the version of its form.
+/// First byte of an encrypted record: the version of its format.
 const VERSION: u8 = 1;
 
 /// Length of the key in bytes.
@@ -50,7 +50,7 @@ impl Cipher {
     /// Decrypt a record.
     ///
     /// # Errors
-    /// It was encrypted with another secret or for another name, or was changed.
+    /// The record was encrypted with another secret or for another name, or it was changed.
     pub(super) fn decrypt(&self, name: &str, encrypted: &[u8]) -> Result<Vec<u8>, Unspecified> {
         let [VERSION, rest @ ..] = encrypted else { return Err(Unspecified) };
         let (nonce, sealed) = rest.split_at_checked(NONCE_LEN).ok_or(Unspecified)?;

@@ -1,4 +1,4 @@
-//! The storage directory: one file per record, mode 0600, replaced atomically.
+//! The storage directory, with one file per record. Files have mode 0600 and are replaced atomically.
 
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
@@ -13,10 +13,10 @@ use tracing::warn;
 /// Contents by file name.
 pub(super) type Records = BTreeMap<String, Vec<u8>>;
 
-/// Name of the file that the process in charge of orders has locked.
+/// Name of the file that is locked by the process that places orders.
 const LOCK_FILE: &str = "lock";
 
-/// Suffix of a file that is being written.
+/// Suffix of a file while it is being written.
 const TEMPORARY_SUFFIX: &str = ".tmp";
 
 /// The directory of one CA in the storage directory.
@@ -33,7 +33,7 @@ impl Directory {
     pub(super) fn open(storage: &Path, ca: &Uri) -> io::Result<Self> {
         let path = storage.join(directory_name(ca));
         DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
-        // Fails early if the files cannot be written.
+        // Fail early if the files cannot be written.
         open_lock(&path)?;
         Ok(Directory { path })
     }
@@ -56,7 +56,7 @@ impl Directory {
             }
             match std::fs::read(self.path.join(&name)) {
                 Ok(content) => drop(records.insert(name, content)),
-                // Removed since the listing.
+                // The file was removed after the directory was listed.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(error),
             }
@@ -64,13 +64,13 @@ impl Directory {
         Ok(records)
     }
 
-    /// Write a record. After a crash it has the old or the new content.
+    /// Write a record. After a crash, the record has either the old or the new content.
     ///
     /// # Errors
     /// The file cannot be written. The old content remains.
     pub(super) fn write(&self, name: &str, content: &[u8]) -> io::Result<()> {
         let temporary = self.path.join(format!("{name}{TEMPORARY_SUFFIX}"));
-        // The file may be left by a process that was killed, with another mode.
+        // A process that was killed may have left the file with another mode.
         let _ = std::fs::remove_file(&temporary);
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
         file.write_all(content)?;
@@ -79,7 +79,7 @@ impl Directory {
         File::open(&self.path)?.sync_all()
     }
 
-    /// Write a copy of a record of the shared store. Log an error.
+    /// Write a copy of a record from the shared store. Log an error.
     pub(super) fn keep_copy(&self, name: &str, content: &[u8]) {
         if let Err(error) = self.write(name, content) {
             let directory = self.path.display();
@@ -98,7 +98,8 @@ impl Directory {
         }
     }
 
-    /// Lock the directory against other processes until the result is dropped. `None`: another process has locked it.
+    /// Lock the directory against other processes until the returned value is dropped. Return `None` if another process
+    /// has locked it.
     ///
     /// # Errors
     /// The file system has no locks, or the file cannot be opened.
@@ -136,7 +137,7 @@ mod tests {
         let ca = Uri::from_static("https://ca.test:14000/Dir/x");
         let directory = Directory::open(&storage.path().join("new/acme"), &ca).unwrap();
         assert!(directory.path().ends_with("new/acme/ca.test-14000-dir-x"), "{directory:?}");
-        // As a process leaves it that was killed while it wrote.
+        // A process that was killed while it wrote leaves such a file.
         std::fs::write(directory.path().join("a.pem.tmp"), "half").unwrap();
         directory.write("a.pem", b"one").unwrap();
         directory.write("a.pem", b"two").unwrap();

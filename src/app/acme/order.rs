@@ -1,4 +1,4 @@
-//! One order: from the account to the certificate (RFC 8555 §7.1.6). An order that was interrupted is resumed.
+//! One ACME order: from the account to the certificate (RFC 8555 §7.1.6). An order that was interrupted is resumed.
 
 use std::time::Duration;
 
@@ -20,17 +20,17 @@ use crate::snapshot::acme::AcmeSettings;
 use crate::tls::managed::{Challenge, ChallengeKind, ManagedCertificates};
 use crate::tls::{Certificate, TlsError};
 
-/// Maximum number of repetitions of a request whose nonce the CA rejects (RFC 8555 §6.5). instant-acme sends each
-/// request up to three times.
+/// Maximum number of repetitions of a request whose nonce the CA rejects (RFC 8555 §6.5). In addition, instant-acme
+/// sends each request up to three times.
 const MAX_NONCE_RETRIES: u32 = 10;
 
-/// Maximum time for the CA to validate a name, and to issue the certificate.
+/// Maximum time for the CA to validate a name and to issue the certificate.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// First and longest interval between two requests for the state of an order. The interval doubles.
+/// First and maximum interval between two requests for the state of an order. The interval doubles after each request.
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(5));
 
-/// Why a certificate was not obtained.
+/// The reason why a certificate was not obtained.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum OrderError {
     /// The CA rejects a request, or cannot be reached.
@@ -47,7 +47,7 @@ pub(super) enum OrderError {
     /// The CA offers none of the configured kinds of challenges.
     #[error("the CA offers none of `acme.challenges`: it offers {0}")]
     NoChallenge(String),
-    /// The CA did not finish in time.
+    /// The CA did not complete the order in time.
     #[error("the CA did not finish the order within {ORDER_TIMEOUT:?}; it is resumed later")]
     Timeout,
     /// The renewal window is invalid (RFC 9773 §4.2).
@@ -65,14 +65,14 @@ pub(super) enum OrderError {
 }
 
 impl OrderError {
-    /// Return whether the CA has judged the order. Otherwise the attempt did not count against the rate limits of the
+    /// Return whether the CA has judged the order. If not, the attempt does not count towards the rate limits of the
     /// CA.
     pub(super) fn is_verdict(&self) -> bool {
         matches!(self, OrderError::Ca { error: Error::Api(_), .. } | OrderError::Invalid(_))
     }
 }
 
-/// Add the step to an error of the CA.
+/// Add the name of the request to an error of the CA.
 trait AtStep<T> {
     fn at(self, step: &'static str) -> Result<T, OrderError>;
 }
@@ -94,23 +94,23 @@ async fn with_nonces<T>(mut request: impl AsyncFnMut() -> Result<T, Error>) -> R
     request().await
 }
 
-/// Return whether the error is this problem of RFC 8555 §6.7.
+/// Return whether the error is this problem type of RFC 8555 §6.7.
 fn is_problem(error: &Error, kind: &str) -> bool {
     let Error::Api(problem) = error else { return false };
     problem.r#type.as_deref().and_then(|text| text.strip_prefix("urn:ietf:params:acme:error:")) == Some(kind)
 }
 
-/// The account at the CA, as stored.
+/// The account at the CA in the form in which it is stored.
 #[derive(Serialize, Deserialize)]
 struct AccountRecord {
     credentials: AccountCredentials,
     email: Option<Box<str>>,
 }
 
-/// Load the account, or create it.
+/// Load the account, or create it if there is none.
 ///
 /// # Errors
-/// The CA rejects it or cannot be reached, or it cannot be stored.
+/// The CA rejects the account or cannot be reached, or the account cannot be stored.
 pub(super) async fn account(
     settings: &AcmeSettings,
     client: &CaClient,
@@ -143,7 +143,7 @@ pub(super) async fn account(
     Ok(account)
 }
 
-/// Remove the account from the storage if the CA does not know it.
+/// Remove the account from the storage if the CA does not know the account.
 async fn forget_unknown_account<T>(result: &Result<T, Error>, storage: &mut Storage) -> Result<(), StorageError> {
     match result {
         Err(error) if is_problem(error, "accountDoesNotExist") => storage.remove(ACCOUNT).await,
@@ -153,11 +153,11 @@ async fn forget_unknown_account<T>(result: &Result<T, Error>, storage: &mut Stor
 
 /// Renewal information of a certificate (RFC 9773).
 pub(super) struct SuggestedRenewal {
-    /// Start and end of the window, seconds since the Unix epoch.
+    /// Start and end of the renewal window, in seconds since the Unix epoch.
     pub(super) window: (u64, u64),
     /// URL of a page that explains the window.
     pub(super) explanation_url: Option<String>,
-    /// Interval until the next read.
+    /// Interval until the renewal information must be read again.
     pub(super) retry_after: Duration,
 }
 
@@ -258,7 +258,7 @@ impl OrderContext<'_> {
         let key = key.serialize_pem();
         Certificate::from_pem(chain.as_bytes(), key.as_bytes())?;
         match self.storage.put(&certificate_record(name), format!("{key}{chain}").into_bytes()).await {
-            // The storage shares it later.
+            // The storage writes the certificate to the shared store later.
             Err(StorageError::Store(error)) => {
                 warn!(name, %error, "cannot store the new certificate in Redis yet: only this gateway serves it");
                 Ok(())
@@ -279,7 +279,7 @@ impl OrderContext<'_> {
                     Ok(Some((order, key)))
                 }
             },
-            // Expired, or of another account.
+            // The order has expired, or belongs to another account.
             Err(Error::Api(_)) => Ok(None),
             Err(error) => Err(OrderError::Ca { step: "cannot read the order", error }),
         }
@@ -301,7 +301,7 @@ impl OrderContext<'_> {
             .await
         };
         let order = match place(replaced.as_ref()).await {
-            // No renewal information (RFC 9773), or the certificate is replaced already.
+            // The CA has no renewal information (RFC 9773), or the certificate is replaced already.
             Err(Error::Unsupported(_)) if replaced.is_some() => place(None).await,
             Err(error) if replaced.is_some() && is_problem(&error, "alreadyReplaced") => place(None).await,
             result => result,
@@ -312,7 +312,7 @@ impl OrderContext<'_> {
         Ok((order, key))
     }
 
-    /// Publish the challenges of the pending authorizations, and tell the CA to validate them.
+    /// Publish the challenges of the pending authorizations, and ask the CA to validate them.
     async fn authorize(&mut self, name: &str, order: &mut Order) -> Result<(), OrderError> {
         fetch_authorizations(order).await.at("cannot read the authorizations")?;
         let mut chosen = None;
@@ -327,7 +327,7 @@ impl OrderContext<'_> {
             let Some(kind) = kind else { return Err(OrderError::NoChallenge(format!("{offered:?}"))) };
             let Some(challenge) = authorization.challenge(challenge_type(*kind)) else { continue };
             let key_authorization = challenge.key_authorization().as_str().to_owned();
-            // Never start a validation that cannot succeed.
+            // Never ask for a validation that cannot succeed.
             Challenge::new(*kind, name, &challenge.token, &key_authorization)?;
             let stored =
                 StoredChallenge { kind: kind.name().to_owned(), token: challenge.token.clone(), key_authorization };
@@ -354,7 +354,7 @@ impl OrderContext<'_> {
     }
 }
 
-/// Read the authorizations of an order, which then has them.
+/// Read the authorizations of an order, and store them in the order.
 async fn fetch_authorizations(order: &mut Order) -> Result<(), Error> {
     with_nonces(async || {
         let mut authorizations = order.authorizations();
@@ -387,7 +387,7 @@ fn challenge_type(kind: ChallengeKind) -> ChallengeType {
     }
 }
 
-/// Answer the challenges that are stored, from now on.
+/// From now on, answer the challenges that are stored.
 pub(super) fn publish_challenges(storage: &Storage, certificates: &ManagedCertificates) {
     let challenges = storage.challenges().filter_map(|(name, stored)| {
         let kind =

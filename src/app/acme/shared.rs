@@ -1,4 +1,4 @@
-//! The records of all gateways that share a Redis store: encrypted fields of one hash, with a lock.
+//! The records that all gateways with the same Redis store share: encrypted fields of one hash, protected by a lock.
 
 use std::time::Duration;
 
@@ -11,10 +11,10 @@ use crate::app::acme::directory::Records;
 use crate::app::acme::storage::StorageError;
 use crate::limiter::store::RedisStore;
 
-/// Time after which another gateway may take the lock of one that has ended.
+/// Time after which another gateway may acquire the lock of a gateway that has ended.
 const LOCK_TTL: Duration = Duration::from_secs(10);
 
-/// Interval in which the holder of the lock renews it.
+/// Interval in which the holder of the lock renews the lock.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 
 /// The shared records of one CA.
@@ -22,13 +22,13 @@ const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 pub(super) struct SharedRecords {
     keeper: LockKeeper,
     cipher: Cipher,
-    /// Version of the records that were read last. 0: none.
+    /// Version of the records that were read last. 0: no records were read.
     version: u64,
-    /// Fencing token of the lock. `None` without it.
+    /// Fencing token of the lock. `None` if this gateway does not hold the lock.
     token: Option<u64>,
 }
 
-/// Takes and renews the lock.
+/// Acquires and renews the lock.
 #[derive(Debug, Clone)]
 pub(super) struct LockKeeper {
     store: RedisStore,
@@ -43,7 +43,7 @@ impl LockKeeper {
         Ok(self.store.lock_fenced(&self.key, &self.owner, LOCK_TTL).await?)
     }
 
-    /// Renew the lock until the future is dropped. A write fails if the lock was lost.
+    /// Renew the lock until the future is dropped. If the lock was lost, a write fails.
     pub(super) async fn run(&self) {
         loop {
             sleep(RENEW_INTERVAL).await;
@@ -86,7 +86,7 @@ impl SharedRecords {
         Ok(Some(records))
     }
 
-    /// Take the lock. Return whether this gateway has it.
+    /// Acquire the lock. Return whether this gateway holds it.
     ///
     /// # Errors
     /// The store cannot be reached.
@@ -95,7 +95,7 @@ impl SharedRecords {
         Ok(self.token.is_some())
     }
 
-    /// Release the lock. If the store cannot be reached, it expires.
+    /// Release the lock. If the store cannot be reached, the lock expires.
     pub(super) async fn unlock(&mut self) {
         if let Some(token) = self.token.take()
             && let Err(error) = self.keeper.store.unlock_fenced(&self.keeper.key, token).await
@@ -107,7 +107,7 @@ impl SharedRecords {
     /// Write a record, or remove it.
     ///
     /// # Errors
-    /// The store cannot be reached, or another gateway has taken the lock.
+    /// The store cannot be reached, or another gateway has acquired the lock.
     pub(super) async fn write(&mut self, name: &str, content: Option<&[u8]>) -> Result<(), StorageError> {
         let token = self.token.ok_or(StorageError::LockLost)?;
         let encrypted = content.map(|content| self.cipher.encrypt(name, content).map_err(|_| StorageError::Cipher));

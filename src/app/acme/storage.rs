@@ -1,5 +1,5 @@
-//! The account, the certificates, and the state of orders: in the storage directory, or in Redis with a copy of the
-//! certificates in the directory.
+//! Storage of the account, the certificates, and the state of orders: in the storage directory, or in Redis with a copy
+//! of the certificates in the directory.
 
 use std::fs::File;
 use std::future;
@@ -21,10 +21,10 @@ use crate::tls::Certificate;
 /// Minimum interval between two messages about shared records that cannot be read.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Time after which all gateways answer a challenge that one of them has stored.
+/// Time after which all gateways can answer a challenge that one of them has stored.
 const SETTLE_TIME: Duration = TICK.saturating_mul(2).saturating_add(Duration::from_millis(500));
 
-/// Why a record cannot be stored.
+/// The reason why a record cannot be stored.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum StorageError {
     /// The storage directory cannot be written.
@@ -36,7 +36,7 @@ pub(super) enum StorageError {
     /// The shared store fails.
     #[error("{0}")]
     Store(#[from] StoreError),
-    /// Another gateway has taken the lock. It continues the order.
+    /// Another gateway has acquired the lock. The other gateway continues the order.
     #[error("another gateway took over this order")]
     LockLost,
     /// A shared record is encrypted with another secret.
@@ -51,11 +51,12 @@ pub(super) enum StorageError {
 #[derive(Debug)]
 pub(super) struct Storage {
     directory: Directory,
-    /// The lock of the directory, which this process keeps once it has it. Not used with a shared store.
+    /// The lock of the directory, which this process keeps once it has acquired it. Not used if there is a shared
+    /// store.
     lock: Option<File>,
-    /// The records of all gateways, with a shared store.
+    /// The records of all gateways, if there is a shared store.
     shared: Option<SharedRecords>,
-    /// All records as last read or written.
+    /// All records as they were last read or written.
     records: Records,
     /// Records that the shared store has lost, and certificates that are newer than those in the shared store.
     unshared: Vec<String>,
@@ -68,7 +69,7 @@ pub(super) struct Attempts {
     pub(super) failures: u32,
     /// Time of the next attempt, seconds since the Unix epoch.
     pub(super) retry_at_s: u64,
-    /// Why the last attempt failed.
+    /// The reason why the last attempt failed.
     pub(super) error: String,
 }
 
@@ -95,11 +96,11 @@ pub(super) struct StoredChallenge {
 /// The renewal information of a certificate (RFC 9773).
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct RenewalRecord {
-    /// SHA-256 of the certificate that it is for, in hex.
+    /// SHA-256 of the certificate in hexadecimal digits.
     pub(super) fingerprint: String,
-    /// Start and end of the window in which to renew, seconds since the Unix epoch. `None`: the CA suggests no window.
+    /// Start and end of the renewal window, in seconds since the Unix epoch. `None` if the CA suggests no window.
     pub(super) window: Option<(u64, u64)>,
-    /// When to read it again, seconds since the Unix epoch.
+    /// Time at which the information must be read again, in seconds since the Unix epoch.
     pub(super) next_read_s: u64,
     /// Number of failed reads since the last success.
     #[serde(default)]
@@ -151,13 +152,15 @@ impl Storage {
         Ok(Storage { directory, lock: None, shared: None, records, unshared: Vec::new() })
     }
 
-    /// Share the records with other gateways. Of those in the directory only the certificates are used.
+    /// Share the records with other gateways through the store. From the records in the directory, only the
+    /// certificates are used.
     pub(super) fn share(&mut self, shared: SharedRecords) {
         self.shared = Some(shared);
         self.records.retain(|record, _| record.ends_with(CERTIFICATE));
     }
 
-    /// Read what other processes have written, and write the certificates that a shared store has lost.
+    /// Read the records that other processes have written, and write back the certificates that a shared store has
+    /// lost.
     pub(super) async fn sync(&mut self) {
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         if let Err(error) = self.try_sync().await
@@ -185,7 +188,7 @@ impl Storage {
 
     async fn read(&mut self) -> Result<(), StorageError> {
         let Some(shared) = &mut self.shared else {
-            // With the lock, this process is the only one that writes.
+            // While it holds the lock, this process is the only one that writes.
             if self.lock.is_none() {
                 self.records = self.directory.read_all()?;
             }
@@ -215,17 +218,17 @@ impl Storage {
         Ok(())
     }
 
-    /// Take the lock, which permits to place orders. Return whether this process has it.
+    /// Acquire the lock, which is required to place orders. Return whether this process holds it.
     ///
     /// # Errors
-    /// The lock cannot be taken, or the records cannot be read.
+    /// The lock cannot be acquired, or the records cannot be read.
     pub(super) async fn lock(&mut self) -> Result<bool, StorageError> {
         let is_locked = match &mut self.shared {
             Some(shared) => shared.lock().await?,
             None if self.lock.is_some() => return Ok(true),
             None => {
                 let lock = self.directory.try_lock()?;
-                // Another process may have written since the last look.
+                // Another process may have written records since they were last read.
                 self.records = self.directory.read_all()?;
                 self.lock = lock;
                 return Ok(self.lock.is_some());
@@ -238,7 +241,7 @@ impl Storage {
         Ok(is_locked)
     }
 
-    /// Release the lock of the shared store. The certificate in the directory is kept.
+    /// Release the lock of the shared store. The lock of the directory is kept.
     pub(super) async fn unlock(&mut self) {
         if let Some(shared) = &mut self.shared {
             shared.unlock().await;
@@ -280,11 +283,11 @@ impl Storage {
         })
     }
 
-    /// Write a record. With a shared store, copy a certificate to the directory. If the store cannot be reached, the
-    /// certificate is copied and used as well; if another gateway has taken the lock, it is not.
+    /// Write a record. With a shared store, also copy a certificate to the directory. If the store cannot be reached,
+    /// the certificate is copied and used nevertheless. If another gateway has acquired the lock, it is not.
     ///
     /// # Errors
-    /// It cannot be written, or another gateway has taken the lock.
+    /// The record cannot be written, or another gateway has acquired the lock.
     pub(super) async fn put(&mut self, record: &str, content: Vec<u8>) -> Result<(), StorageError> {
         let Some(shared) = &mut self.shared else {
             self.directory.write(record, &content)?;
@@ -309,7 +312,7 @@ impl Storage {
     /// Write a record in JSON.
     ///
     /// # Errors
-    /// As for [`Storage::put`].
+    /// The errors of [`Storage::put`].
     pub(super) async fn put_json(&mut self, record: &str, content: &impl Serialize) -> Result<(), StorageError> {
         self.put(record, serde_json::to_vec(content)?).await
     }
@@ -317,7 +320,7 @@ impl Storage {
     /// Remove a record.
     ///
     /// # Errors
-    /// It cannot be removed, or another gateway has taken the lock.
+    /// The record cannot be removed, or another gateway has acquired the lock.
     pub(super) async fn remove(&mut self, record: &str) -> Result<(), StorageError> {
         if !self.records.contains_key(record) {
             return Ok(());
@@ -331,7 +334,8 @@ impl Storage {
     }
 }
 
-/// Return whether the certificate in `one` was issued before that in `other`. Unusable certificates count as oldest.
+/// Return whether the certificate in `one` was issued before the certificate in `other`. Unusable certificates count as
+/// the oldest.
 fn is_older(one: &[u8], other: &[u8]) -> bool {
     let issued_s = |pem: &[u8]| Certificate::from_pem(pem, pem).map_or(i64::MIN, |found| found.validity_s().0);
     issued_s(one) < issued_s(other)

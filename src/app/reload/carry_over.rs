@@ -1,5 +1,5 @@
-//! Carry-over of state from the active configuration to a new one: reject changes that need a restart, and keep what is
-//! equal.
+//! Carry-over of state from the active configuration to a new one: changes that require a restart are rejected, and
+//! equal parts are kept.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,13 +10,13 @@ use crate::snapshot::{CompiledConfig, Listener, notify};
 use crate::tls::Certificate;
 use crate::upstream::UpstreamSettings;
 
-/// Why a valid configuration cannot replace the active one.
+/// The reason why a valid configuration cannot replace the active one.
 #[derive(Debug, thiserror::Error)]
 pub enum CarryOverError {
     /// These keys changed, but a change of these keys requires a restart.
     #[error("{} cannot change while the gateway runs: restart it, or leave {} as before", .0.join(", "), pronoun(.0))]
     RestartRequired(Vec<String>),
-    /// These new certificates are expired or not yet valid: file and reason.
+    /// These new certificates have expired or are not valid yet. The variant contains the file and the reason.
     #[error("{}", .0.join("\n"))]
     InvalidCertificates(Vec<String>),
 }
@@ -26,10 +26,11 @@ fn pronoun(keys: &[String]) -> &'static str {
 }
 
 impl CompiledConfig {
-    /// Carry over what is equal in the previous configuration, so that upstream connections and TLS sessions continue.
+    /// Carry over the parts that are equal in the previous configuration, so that upstream connections and TLS sessions
+    /// continue.
     ///
     /// # Errors
-    /// A changed key needs a restart, or a new certificate is expired or not yet valid.
+    /// A changed key requires a restart, or a new certificate has expired or is not valid yet.
     pub fn carry_over(&mut self, previous: &CompiledConfig, now: Duration) -> Result<(), CarryOverError> {
         let changes = previous.restart_only_keys.changed_keys(&self.restart_only_keys);
         if !changes.is_empty() {
@@ -61,7 +62,8 @@ impl CompiledConfig {
         Ok(())
     }
 
-    /// Return errors for certificates that are expired or not yet valid, except those that are already in use.
+    /// Return errors for certificates that have expired or are not valid yet, except certificates that are already in
+    /// use.
     fn expired_certificates(&self, previous: &CompiledConfig, now: Duration) -> Vec<String> {
         let shown: Vec<_> = previous.certificates().collect();
         let own = self.listeners.iter().filter_map(|listener| listener.tls.as_ref());
@@ -81,7 +83,7 @@ impl CompiledConfig {
         tls.flat_map(|tls| tls.tls.certificates())
     }
 
-    /// Keep what providers of the same name and source have verified: key sets of the same URL, verified users of the same
+    /// Keep the state of providers with the same name and source: key sets of the same URL, verified users of the same
     /// file, and cached admissions of a server with the same settings.
     fn reuse_verified(&mut self, previous: &CompiledConfig) {
         for source in &self.auth.key_urls {
@@ -114,7 +116,7 @@ impl CompiledConfig {
             let Some(known) = previous.upstream_tls.iter().find(|known| tls.is_same_as(known)) else { continue };
             *tls = known.clone();
             let settings = self.upstreams.iter_mut().find(|settings| settings.name == tls.name);
-            // `get_mut` succeeds: the new settings are not shared yet.
+            // `get_mut` succeeds, because the new settings are not shared yet.
             if let Some(settings) = settings.and_then(Arc::get_mut) {
                 tls.attach_tls(settings);
             }

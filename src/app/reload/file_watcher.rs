@@ -1,5 +1,5 @@
-//! File watcher: reports files with new content. It watches directories, so that files renamed into place and swapped
-//! symlinks are noticed, and compares contents, so that each change is reported once.
+//! The file watcher reports files with new content. It watches directories, so that renamed files and swapped symlinks
+//! are detected. It compares contents, so that each change is reported once.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -18,17 +18,17 @@ use crate::config::file::FileSnapshot;
 /// Delay from the first event to the comparison, so that a write in progress and its many events count as one change.
 const DEBOUNCE: Duration = Duration::from_millis(100);
 
-/// Callback for a group of files. It is called when at least one of them has new content.
+/// Callback for a group of files. The callback is called when at least one of the files has new content.
 pub(crate) type OnChange = Box<dyn Fn(&[FileSnapshot]) + Send>;
 
-/// Reads the files of a group. The error has the path of the file that cannot be read.
+/// Reads the files of a group. The error contains the path of the file that cannot be read.
 pub(crate) type ReadFiles = Box<dyn Fn(&[FileSnapshot]) -> Result<Vec<FileSnapshot>, (PathBuf, io::Error)> + Send>;
 
 /// Files that are reported together.
 pub(crate) struct FileGroup {
-    /// The files as last read.
+    /// The files as they were last read.
     pub(crate) files: Vec<FileSnapshot>,
-    /// Reads them again. The group may then consist of other files.
+    /// Reads the files again. The group may consist of other files after this.
     pub(crate) read: ReadFiles,
     /// Directories in which further files of the group may appear.
     pub(crate) directories: BTreeSet<PathBuf>,
@@ -46,7 +46,7 @@ impl From<(Vec<FileSnapshot>, OnChange)> for FileGroup {
     }
 }
 
-/// Handle of the watcher. Dropping it ends the watch.
+/// Handle of the watcher. Dropping the handle ends the watch.
 #[derive(Debug)]
 pub(crate) struct FileWatcher {
     _watcher: RecommendedWatcher,
@@ -62,28 +62,28 @@ impl FileWatcher {
         self.directories.is_superset(directories)
     }
 
-    /// Call the callbacks of all files, changed or not.
+    /// Call the callbacks of all files, whether they have changed or not.
     pub(crate) fn report_all(&self) {
         self.report_all.store(true, Ordering::SeqCst);
         let _ = self.wake.try_send(());
     }
 }
 
-/// Call the callback of a group of files, on a separate thread, whenever one of them differs from its last content, or
-/// other files belong to the group. A group is not reported while one of its files cannot be read.
+/// Whenever the content of a file in a group changes, or other files belong to the group, call the callback of the
+/// group on a separate thread. A group is not reported while one of its files cannot be read.
 ///
 /// # Errors
 /// The system cannot watch a directory.
 pub(crate) fn watch(groups: Vec<FileGroup>) -> Result<FileWatcher, notify::Error> {
     let (wake, wakes) = sync_channel(1);
     let report_all = Arc::<AtomicBool>::default();
-    // Compare once at the start: a file may have changed between reading and watching.
+    // Compare once at the start, because a file may have changed between reading and watching.
     let _ = wake.try_send(());
     let on_event = wake.clone();
     let mut watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
-        // Ignore access events: the comparison itself reads the files and would trigger the next one.
+        // Ignore access events, because the comparison itself reads the files and would cause the next event.
         if !event.is_ok_and(|event| event.kind.is_access()) {
-            // A full channel already has a wake-up.
+            // If the channel is full, it already contains a wake-up.
             let _ = on_event.try_send(());
         }
     })?;
@@ -124,7 +124,7 @@ fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<Atomi
                     }
                 }
                 Err((path, error)) => {
-                    // Log once until the file can be read again.
+                    // Log the error once, until the file can be read again.
                     if std::mem::replace(readable, false) || report_all {
                         let file = path.display();
                         warn!(%file, %error, "cannot read the file: its previous content stays in force");
@@ -156,7 +156,7 @@ mod tests {
         let read = FileSnapshot::read(&path).unwrap();
         fs::write(&path, "two").unwrap();
         let (reported, contents) = channel();
-        // Writing another file into the watched directory, as a log would, is not reported.
+        // Writing another file into the watched directory, such as a log, is not reported.
         let log = folder.path().join("log");
         let on_change = move |files: &[FileSnapshot]| {
             fs::write(&log, &files[0].content).unwrap();

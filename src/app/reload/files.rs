@@ -1,5 +1,5 @@
-//! Reload of changed files: the configuration, and the keys, consumers and certificates that it names. An invalid file
-//! leaves the previous content in force.
+//! Reload of changed files: the configuration, and the keys, consumers and certificates that it names. If a file is
+//! invalid, its previous content stays in force.
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::{ConfigHandle, ReloadCause};
 
-/// Watch the files of the active configuration until the result is dropped. Return `None`, and log, if a directory
-/// cannot be watched.
+/// Watch the files of the active configuration until the returned value is dropped. Log and return `None` if a
+/// directory cannot be watched.
 pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatcher> {
     let named = watched_files(configuration).into_iter().map(FileGroup::from);
     let watcher = watch(std::iter::once(configuration_files(configuration)).chain(named).collect());
@@ -25,10 +25,10 @@ pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatch
     watcher.ok()
 }
 
-/// Return the configuration file and the files that it includes. They come first: a successful reload reads the other
-/// files as well and ends this watch.
+/// Return the configuration file and the files that it includes. These files come first, because a successful reload
+/// reads the other files as well and ends this watch.
 fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
-    // The directories belong to it: a new one must be watched, even if it is empty.
+    // The directories are part of the group: a new directory must be watched, even if it is empty.
     let all = |ConfigFiles { main, included, directories }| -> Vec<FileSnapshot> {
         let directories = directories.into_iter().map(|path| FileSnapshot { path, content: Vec::new() });
         std::iter::once(main).chain(included).chain(directories).collect()
