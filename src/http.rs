@@ -1,5 +1,5 @@
-//! HTTP without routing and limits: canonical paths, header rules, bodies, response headers. It does not depend on
-//! limits or the configuration.
+//! HTTP functions that are independent of routing and limits: canonical paths, header rules, bodies, response headers.
+//! The module does not depend on limits or the configuration.
 
 pub mod body;
 pub mod body_limits;

@@ -1,4 +1,4 @@
-//! Identification: derives the identity that a limit counts from the attributes of a request.
+//! Identification: computes the identity that a limit counts from the attributes of a request.
 
 pub mod access;
 pub mod api_key;
@@ -46,11 +46,11 @@ pub enum OnMissing {
 pub struct IdentitySpec {
     /// The parts of the identity, in order.
     pub descriptors: Vec<Descriptor>,
-    /// What happens if a part is missing.
+    /// Handling of requests that lack a part of the identity.
     pub on_missing: OnMissing,
-    /// Whether the limit does not apply to requests without a JSON-RPC message of the part, whatever `on_missing` is.
+    /// Whether the limit does not apply to requests without a JSON-RPC message for the part, whatever `on_missing` is.
     pub skips_other_messages: bool,
-    /// Methods that the limit applies to. Empty = all.
+    /// Methods to which the limit applies. An empty list means all methods.
     pub methods: Vec<Method>,
     /// Identities that are never limited.
     pub exemptions: Exemptions,
@@ -59,13 +59,14 @@ pub struct IdentitySpec {
 /// Identities that are never limited.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Exemptions {
-    /// Client networks. Used where the identity contains the client network.
+    /// Client networks. The networks are used if the identity contains the client network.
     pub networks: Vec<IpNet>,
-    /// Values, each for one descriptor. A consumer is given by name. A value never matches another descriptor.
+    /// Values, each of which belongs to one descriptor. A consumer is given by its name. A value never matches another
+    /// descriptor.
     pub values: Vec<(Descriptor, Box<str>)>,
 }
 
-/// The attributes of a request that identities are made of.
+/// The attributes of a request from which identities are computed.
 #[derive(Debug)]
 pub struct RequestAttributes<'a> {
     /// Method.
@@ -80,28 +81,28 @@ pub struct RequestAttributes<'a> {
     pub headers: &'a HeaderMap,
     /// Address of the client.
     pub client_address: IpAddr,
-    /// Network of the client: the address with the prefix length applied.
+    /// Network of the client: the address truncated to the prefix length.
     pub client_network: IpAddr,
     /// Whether the peer is a trusted proxy.
     pub is_from_trusted_proxy: bool,
     /// Subject of the client certificate.
     pub client_cert_subject: Option<&'a str>,
-    /// The credentials that the providers of the route verified.
+    /// The credentials that the providers of the route have verified.
     pub credentials: &'a Credentials<'a>,
-    /// Where the tier comes from.
+    /// The source of the tier.
     pub tier_source: &'a TierSource,
     /// Name of the route.
     pub route_name: &'a str,
     /// Path pattern of the route.
     pub path_pattern: &'a PathPattern,
-    /// What was read of the body. `None` if the request has none, or it was not read.
+    /// The values that were read from the body. `None` if the request has no body, or the body was not read.
     pub body: Option<&'a JsonBody>,
 }
 
 /// Reason why a request has no identity.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityError {
-    /// The request has no API key. Contains the text about the headers of the provider.
+    /// The request has no API key. The variant contains the text about the headers of the provider.
     #[error("{0}")]
     MissingApiKey(Arc<str>),
     /// The request has several values for the part.
@@ -110,7 +111,7 @@ pub enum IdentityError {
     /// The value has bytes that servers interpret differently.
     #[error("the {0} contains bytes that servers interpret differently")]
     Malformed(Descriptor),
-    /// The value in the body is no identity. Contains the reason.
+    /// The value in the body cannot be an identity. The variant contains the reason.
     #[error("the {0} {1}")]
     Unusable(Descriptor, &'static str),
     /// The messages of a JSON-RPC batch have several values for the part.
@@ -150,8 +151,8 @@ pub enum IdentityLookup {
 
 impl IdentitySpec {
     /// Return whether the limit can count requests whose credentials are not verified: its identity contains the client
-    /// network or a trusted user header, and no credential. Unauthenticated clients must not exhaust a bucket that
-    /// others share, nor choose a bucket.
+    /// network or a trusted user header, and no credential. Unauthenticated clients must not use up a bucket that
+    /// others share, and must not choose a bucket.
     pub fn limits_unauthenticated(&self) -> bool {
         let is_client = |descriptor: &Descriptor| matches!(descriptor, Descriptor::Ip | Descriptor::User(_));
         self.descriptors.iter().any(is_client) && !self.descriptors.iter().any(Descriptor::is_credential)
@@ -162,7 +163,7 @@ impl IdentitySpec {
         self.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Json(_) | Descriptor::Rpc(_)))
     }
 
-    /// Return which JSON-RPC messages the limit counts. `None`: it counts requests.
+    /// Return which JSON-RPC messages the limit counts. Return `None` if the limit counts requests.
     pub fn counted_messages(&self) -> Option<CountedMessages> {
         let sources = self.descriptors.iter().filter_map(|descriptor| match descriptor {
             Descriptor::Rpc(source) => Some(source.counted()),
@@ -172,7 +173,7 @@ impl IdentitySpec {
         sources.reduce(|one, other| if one == CountedMessages::ToolCalls { one } else { other })
     }
 
-    /// Return whether the identity is that of MCP, whose headers must match the body.
+    /// Return whether the identity comes from MCP messages, whose headers must match the body.
     pub fn is_mcp(&self) -> bool {
         let is_mcp = |source: &RpcSource| matches!(source, RpcSource::McpTool | RpcSource::McpMethod);
         self.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Rpc(source) if is_mcp(source)))
@@ -194,10 +195,10 @@ impl IdentitySpec {
         })
     }
 
-    /// Like [`IdentitySpec::identify`], with the reason if the limit does not apply.
+    /// Return the same as [`IdentitySpec::identify`], with the reason if the limit does not apply.
     ///
     /// # Errors
-    /// As for [`IdentitySpec::identify`].
+    /// The errors of [`IdentitySpec::identify`].
     pub fn lookup(
         &self,
         request: &RequestAttributes<'_>,
@@ -235,7 +236,7 @@ impl IdentitySpec {
 }
 
 impl Exemptions {
-    /// Return whether a part is exempt. The tag tells consumers from unknown API keys, which clients choose.
+    /// Return whether a part is exempt. The tag distinguishes consumers from unknown API keys, which clients choose.
     fn contains(&self, descriptor: &Descriptor, tag: u8, value: &[u8], client: IpAddr) -> bool {
         match tag {
             IP_TAG | ANONYMOUS_TAG => self.networks.iter().any(|net| net.contains(&client)),
@@ -272,9 +273,9 @@ pub enum Descriptor {
     ApiKey,
     /// Client network.
     Ip,
-    /// Header set by trusted proxies.
+    /// Header that trusted proxies set.
     User(HeaderName),
-    /// Header sent by the client.
+    /// Header that the client sends.
     Header(HeaderName),
     /// Cookie.
     Cookie(Box<str>),
@@ -290,7 +291,7 @@ pub enum Descriptor {
     Basic,
     /// Header of the authentication server.
     Forward(HeaderName),
-    /// Host used for routing.
+    /// Host that was used for routing.
     Host,
     /// Method.
     Method,
@@ -307,9 +308,9 @@ pub enum Descriptor {
 /// A part of a JSON-RPC message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RpcSource {
-    /// Tool that a message of MCP calls.
+    /// Tool that an MCP message calls.
     McpTool,
-    /// Method of a message of MCP.
+    /// Method of an MCP message.
     McpMethod,
     /// Method of any JSON-RPC message.
     Method,
@@ -362,12 +363,13 @@ pub(super) enum IdentityPart<'a> {
     Missing(IdentityError),
 }
 
-/// Tags separate the kinds of parts: a consumer named `1` differs from a header with that value.
+/// Tags distinguish the kinds of parts: a consumer named `1` differs from a header with the value `1`.
 pub(super) const IP_TAG: u8 = b'i';
 pub(super) const ANONYMOUS_TAG: u8 = b'a';
 pub(super) const CONSUMER_TAG: u8 = b'c';
 
-/// Return the value of a cookie as servers read it: without surrounding whitespace and quotes, and percent-decoded.
+/// Return the value of a cookie in the form in which servers read it: without surrounding whitespace and quotes, and
+/// percent-decoded.
 pub fn cookie_value(value: &[u8]) -> Cow<'_, [u8]> {
     percent_decode(unquoted(value)).into()
 }
@@ -377,7 +379,7 @@ fn unquoted(value: &[u8]) -> &[u8] {
     value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value)
 }
 
-/// Return whether all servers read the same value of a cookie. Python decodes `\164` in quotes, JavaScript trims
+/// Return whether all servers read the same value of a cookie. Python decodes `\164` in quotes, JavaScript removes
 /// no-break spaces, and Go drops cookies with control characters, quotes, backslashes or non-ASCII bytes (RFC 6265
 /// §4.1.1).
 fn is_unambiguous_cookie_value(value: &[u8]) -> bool {
@@ -392,8 +394,8 @@ fn trim_start_of_cookie(bytes: &[u8]) -> &[u8] {
 }
 
 impl Descriptor {
-    /// Return the header that this part reads from any client, trusted or not. The providers of `[auth.NAME]` read
-    /// those of credentials.
+    /// Return the header that this part reads from any client, trusted or not. The providers of `[auth.NAME]` read the
+    /// headers of credentials.
     pub fn header(&self) -> Option<HeaderName> {
         match self {
             Descriptor::Header(name) => Some(name.clone()),
@@ -441,7 +443,7 @@ impl Descriptor {
     /// The value is ambiguous.
     pub(super) fn extract<'a>(&self, request: &'a RequestAttributes<'_>) -> Result<IdentityPart<'a>, IdentityError> {
         let missing = || IdentityPart::Missing(IdentityError::Missing(self.clone()));
-        // Reject several values for one name: the upstream may use another one than the gateway.
+        // Reject several values for one name, because the upstream may use another one than the gateway.
         let only = |tag, mut values: Vec<Cow<'a, [u8]>>| match values.len() {
             0 => Ok(missing()),
             1 if values[0].is_empty() => Ok(missing()),
@@ -468,7 +470,7 @@ impl Descriptor {
                 match lines.len() {
                     0 => Ok(missing()),
                     1 => Ok(IdentityPart::Value(b'h', lines.swap_remove(0))),
-                    // Servers use the first line, the last line, or all lines joined by commas.
+                    // Servers use the first line, the last line, or all lines joined with commas.
                     _ => Err(IdentityError::Ambiguous(self.clone())),
                 }
             }
@@ -483,14 +485,14 @@ impl Descriptor {
                         // Some servers read a cookie without `=` as an empty value.
                         [] => values.push(Cow::Borrowed(&b""[..])),
                         [b'=', value @ ..] => {
-                            // Some servers trim spaces from names, but not all do.
+                            // Some servers trim spaces from names, but not all servers do.
                             let exact = rest.starts_with(b"=") && pair.starts_with(name.as_bytes());
                             if !exact || !is_unambiguous_cookie_value(value) {
                                 return Err(IdentityError::Malformed(self.clone()));
                             }
                             values.push(cookie_value(value));
                         }
-                        // A longer name that begins with this name.
+                        // The cookie has a longer name that begins with this name.
                         _ => {}
                     }
                 }
@@ -562,7 +564,7 @@ impl Descriptor {
     }
 }
 
-/// Why a longer value is no identity.
+/// The reason why a longer value cannot be an identity.
 const TOO_LONG: &str = "is longer than 1024 bytes";
 const _: () = assert!(MAX_VALUE == 1024);
 

@@ -1,9 +1,8 @@
-//! Route lookup: the best match for a request, independent of the order in the file.
+//! Route lookup: finds the most specific route for a request, independent of the order in the file.
 //!
 //! Each host has a tree of path segments. The cost of a lookup depends on the depth of the path, not on the number of
-//! routes. Regular expressions are the exception. The expressions of a host are tried one after the other, in file
-//! order, but only if the tree has no better match than a catch-all path. This module does not depend on limits or
-//! upstreams.
+//! routes. Regular expressions are an exception. The expressions of a host are tried one after the other in file order,
+//! but only if the tree has no better match than a catch-all path. This module does not depend on limits or upstreams.
 
 pub mod condition;
 pub mod explain;
@@ -22,15 +21,15 @@ use crate::routing::pattern::{PathForm, PathPattern, Segment};
 /// Conditions that a request must meet.
 #[derive(Debug, Clone)]
 pub struct RouteMatch {
-    /// Hosts in lower case without port; `*.example.com` for all subdomains. Empty = any host.
+    /// Hosts in lower case without port; `*.example.com` means all subdomains. An empty list means any host.
     pub hosts: Vec<String>,
     /// Path pattern.
     pub path: PathPattern,
-    /// Methods. Empty = all.
+    /// Methods. An empty list means all methods.
     pub methods: Vec<Method>,
-    /// Indices of the listeners. Empty = all.
+    /// Indices of the listeners. An empty list means all listeners.
     pub listeners: Vec<usize>,
-    /// Conditions on headers, query parameters and the body, all of which must be met.
+    /// Conditions on headers, query parameters and the body. All of them must be met.
     pub conditions: Vec<Condition>,
 }
 
@@ -48,7 +47,7 @@ pub struct RouteRequest<'a> {
     pub host: &'a str,
     /// Path in canonical form.
     pub path: &'a str,
-    /// The target as received, of which the query counts.
+    /// The request target as it was received, of which only the query is used.
     pub uri: &'a Uri,
     /// The method.
     pub method: &'a Method,
@@ -60,7 +59,7 @@ pub struct RouteRequest<'a> {
     pub body: RouteBody<'a>,
 }
 
-/// A new route is ambiguous with the route that has this target.
+/// A new route is ambiguous with the existing route that has this target.
 #[derive(Debug)]
 pub struct AmbiguousRoutes<T>(pub T);
 
@@ -69,9 +68,9 @@ pub struct AmbiguousRoutes<T>(pub T);
 pub enum NoMatch {
     /// No route matches the host, path, listener and conditions.
     NotFound,
-    /// Only the method does not match. Contains the allowed methods.
+    /// A route would match, except for its methods. The variant contains the allowed methods.
     MethodNotAllowed(Vec<Method>),
-    /// The route depends on the body, which is not read.
+    /// The route depends on the body, which has not been read.
     NeedsBody,
     /// The route depends on a value of the body that servers may read differently, or that is too long.
     Ambiguous(JsonPointer),
@@ -81,7 +80,7 @@ pub enum NoMatch {
 #[derive(Debug)]
 pub struct RouteTable<T> {
     exact_hosts: HashMap<Box<str>, HostRoutes<T>>,
-    /// Keyed by the suffix after `*`, including the dot.
+    /// The map is keyed by the suffix after `*`, including the dot.
     wildcard_hosts: HashMap<Box<str>, HostRoutes<T>>,
     any_host: HostRoutes<T>,
     /// Headers that routes match on, without duplicates.
@@ -94,7 +93,7 @@ pub struct RouteTable<T> {
 #[derive(Debug)]
 struct HostRoutes<T> {
     tree: Node<T>,
-    /// Routes by regular expression, in the order of the first route of each.
+    /// Routes by regular expression, in the order of the first route of each expression.
     expressions: Vec<(Expression, Vec<RouteEntry<T>>)>,
 }
 
@@ -111,16 +110,16 @@ struct Node<T> {
 #[derive(Debug)]
 struct RouteEntry<T> {
     methods: Vec<Method>,
-    /// `None` if the route has no listeners and no conditions. Such routes cost one comparison.
+    /// `None` if the route has no listeners and no conditions. For such routes, one comparison is sufficient.
     requirements: Option<Box<Requirements>>,
     is_catch_all: bool,
     target: T,
 }
 
-/// The requirements of a route besides host, path and method.
+/// The requirements of a route other than host, path and method.
 #[derive(Debug)]
 struct Requirements {
-    /// Indices of the listeners. Empty = all.
+    /// Indices of the listeners. An empty list means all listeners.
     listeners: Vec<usize>,
     conditions: Vec<Condition>,
 }
@@ -215,7 +214,7 @@ impl<T: Clone> HostRoutes<T> {
             return Err(AmbiguousRoutes(ambiguous.target.clone()));
         }
         entries.push(entry);
-        // Best match first: routes with listeners, then routes with methods, then routes with more conditions.
+        // The best match is first: routes with listeners, then routes with methods, then routes with more conditions.
         entries.sort_by_key(|entry| {
             (entry.listeners().is_empty(), entry.methods.is_empty(), usize::MAX - entry.conditions().len())
         });
@@ -239,7 +238,8 @@ impl<T> RouteTable<T> {
         !self.exact_hosts.is_empty() || !self.wildcard_hosts.is_empty()
     }
 
-    /// Return whether a route names this host, itself or by a wildcard. `host` is as for [`find`](Self::find).
+    /// Return whether a route names this host, directly or by a wildcard. `host` has the same form as for
+    /// [`find`](Self::find).
     pub fn names_host(&self, host: &str) -> bool {
         self.exact_hosts.contains_key(host)
             || host.match_indices('.').any(|(dot, _)| self.wildcard_hosts.contains_key(&host[dot..]))
@@ -257,7 +257,7 @@ impl<T> RouteTable<T> {
             return search.undecided.map_or(Ok(found), Err);
         }
         if !self.wildcard_hosts.is_empty() {
-            // Longest suffix first.
+            // The longest suffix is tried first.
             for (dot, _) in host.match_indices('.') {
                 if let Some(found) =
                     self.wildcard_hosts.get(&host[dot..]).and_then(|routes| search.best_of_host(routes))
@@ -286,7 +286,7 @@ struct Search<'a> {
     /// The path without its first slash.
     segments: Option<&'a str>,
     allowed_methods: Vec<Method>,
-    /// Why a route that precedes all routes found later can neither be chosen nor be skipped.
+    /// The reason why a route that precedes all later matches can neither be chosen nor be skipped.
     undecided: Option<NoMatch>,
 }
 
@@ -298,8 +298,8 @@ impl Search<'_> {
         found.map(|entry| &entry.target)
     }
 
-    /// Return the best match by regular expression, which ranks above a catch-all path and below all others. `found` is
-    /// the best match by segments.
+    /// Return the best match by regular expression, which ranks above a catch-all path and below all other paths.
+    /// `found` is the best match by path segments.
     #[cold]
     fn match_expressions<'t, T>(
         &mut self,
@@ -319,8 +319,8 @@ impl Search<'_> {
         matched.or(found)
     }
 
-    /// Return the best match below a node: literal segments before parameters before catch-all patterns. This visits
-    /// each node at most once, whatever the path is.
+    /// Return the best match below a node: literal segments come before parameters, and parameters before catch-all
+    /// patterns. This visits each node at most once, whatever the path is.
     fn descend<'t, T>(&mut self, node: &'t Node<T>, remaining: Option<&str>) -> Option<&'t RouteEntry<T>> {
         let Some(remaining) = remaining else { return self.pick_entry(&node.terminal) };
         let (segment, next) = match remaining.split_once('/') {
@@ -395,7 +395,7 @@ impl Requirements {
 enum Unmet<'r> {
     Listener,
     Condition(&'r Condition),
-    /// It cannot be decided without the body, or with this body.
+    /// The requirement cannot be decided without the body, or with this body.
     Undecided(NoMatch),
 }
 
@@ -404,7 +404,7 @@ impl<T> RouteEntry<T> {
         self.methods.is_empty() || self.methods.contains(method)
     }
 
-    /// Return the indices of the listeners. Empty = all.
+    /// Return the indices of the listeners. An empty list means all listeners.
     fn listeners(&self) -> &[usize] {
         self.requirements.as_ref().map_or(&[], |requirements| &requirements.listeners)
     }
@@ -413,7 +413,7 @@ impl<T> RouteEntry<T> {
         self.requirements.as_ref().map_or(&[], |requirements| &requirements.conditions)
     }
 
-    /// Return whether a request could match both routes without a rule to prefer one.
+    /// Return whether a request could match both routes, and no rule prefers one of them.
     fn is_ambiguous_with(&self, other: &RouteEntry<T>) -> bool {
         // Routes with listeners or methods take precedence over routes without.
         let overlap = |is_empty: (bool, bool), shares: bool| match is_empty {
@@ -522,7 +522,7 @@ mod tests {
                 post,
                 [Err(NoMatch::NeedsBody), Ok(2), Err(NoMatch::NotFound), Err(NoMatch::NotFound), undecided()],
             ),
-            // A better match, another header and another method need no body.
+            // A better match, another header or another method makes the body unnecessary.
             ("/files/7", post, [Ok(4), Ok(4), Ok(4), Ok(4), Ok(4)]),
             ("/header", post, [Ok(6), Ok(6), Ok(6), Ok(6), Ok(6)]),
             (
@@ -656,19 +656,19 @@ mod tests {
         ]);
         for (host, path, expected) in [
             ("h", "/v1/7", 2),
-            // The first expression of the file: its route with methods precedes the one without.
+            // The first expression in the file wins. Its route with methods precedes the route without.
             ("h", "/v1/7/x", 6),
             ("h", "/V1/7", 6),
             ("h", "/v1/7/items", 6),
             ("h", "/v1/x/y", 1),
             ("h", "/x", 0),
-            // A more specific host comes first, whatever its path.
+            // A more specific host comes first, whatever its path is.
             ("a.test", "/v1/7/x", 7),
             ("a.test", "/V1/7", 6),
         ] {
             assert_eq!(find(&table, host, path), Some(expected), "{host}{path}");
         }
-        // An expression does not change how the other routes are chosen.
+        // A regular expression does not change how the other routes are chosen.
         assert_eq!(find(&table, "h", "/posts"), Some(0), "another method");
         let allowed = table.find(&request("a.test", "/posts", &Method::POST, &HeaderMap::new()));
         assert_eq!(allowed, Ok(&8));

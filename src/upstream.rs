@@ -1,4 +1,4 @@
-//! Upstreams: endpoint selection, connections and the exchange of a request and its response.
+//! Upstreams: endpoint selection, connections, and the exchange of a request and its response.
 
 pub mod cluster;
 mod connection_pool;
@@ -35,13 +35,13 @@ use crate::upstream::proxy_protocol::ProxiedConnection;
 /// `Retry-After` if no endpoint has an address yet and the upstream has no health checks.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
 
-/// Protocol that the gateway speaks with an upstream.
+/// Protocol that the gateway uses for an upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Protocol {
     /// HTTP/1.1: one request at a time per connection.
     Http1,
-    /// HTTP/2, with prior knowledge over clear text and by ALPN over TLS. All requests of a worker share one
-    /// connection per endpoint.
+    /// HTTP/2, with prior knowledge over clear text and by ALPN over TLS. All requests of a worker share one connection
+    /// per endpoint.
     Http2,
 }
 
@@ -56,13 +56,13 @@ pub enum UpstreamError {
         /// Time after which the client should retry.
         retry_after: Duration,
     },
-    /// All endpoints are at `max_requests`, and the queue is full or the wait in it timed out.
+    /// All endpoints have `max_requests` in flight, and the queue is full or the wait in the queue timed out.
     #[error("all servers of upstream `{upstream}` are at `max_requests`")]
     Overflow {
         /// Name of the upstream.
         upstream: Box<str>,
     },
-    /// Connecting failed on all endpoints that were tried.
+    /// Connecting failed for all endpoints that were tried.
     #[error("connecting to upstream `{upstream}` failed: {source}")]
     Connect {
         /// Name of the upstream.
@@ -70,7 +70,7 @@ pub enum UpstreamError {
         /// Error of the last attempt.
         source: std::io::Error,
     },
-    /// No connection within `connect_timeout`.
+    /// No connection was established within `connect_timeout`.
     #[error("connecting to upstream `{upstream}` timed out")]
     ConnectTimeout {
         /// Name of the upstream.
@@ -92,19 +92,19 @@ pub enum UpstreamError {
         /// The fault in the response.
         fault: &'static str,
     },
-    /// The upstream responded with 101 although the request asked for no such upgrade.
+    /// The upstream responded with 101, although the request did not ask for this upgrade.
     #[error("upstream `{upstream}` switched to a protocol that was not requested")]
     UnexpectedUpgrade {
         /// Name of the upstream.
         upstream: Box<str>,
     },
-    /// No response headers within `response_timeout`.
+    /// The response headers did not arrive within `response_timeout`.
     #[error("upstream `{upstream}` did not respond within `response_timeout`")]
     ResponseTimeout {
         /// Name of the upstream.
         upstream: Box<str>,
     },
-    /// No response headers within the `timeout` of the route.
+    /// The response headers did not arrive within the `timeout` of the route.
     #[error("upstream `{upstream}` did not respond within the `timeout` of the route")]
     RouteTimeout {
         /// Name of the upstream.
@@ -113,7 +113,7 @@ pub enum UpstreamError {
     /// The client sent too little of the request body for too long.
     #[error("the client stopped sending the request body")]
     ClientTimeout,
-    /// The request body exceeds the limit of the route.
+    /// The request body exceeds the maximum of the route.
     #[error("the request body is longer than the route allows")]
     BodyTooLarge,
     /// The client aborted the request body.
@@ -156,14 +156,14 @@ impl Display for RootCause<'_> {
             write!(f, ": {root}")?;
         }
         if error.is_parse() {
-            // A TLS server answers a clear-text request with an alert, which hyper cannot parse.
+            // A TLS server responds to a clear-text request with an alert, which hyper cannot parse.
             write!(f, "; if the server speaks TLS, use https://")?;
         }
         Ok(())
     }
 }
 
-/// An upstream as one worker uses it: the shared cluster, and the connection pools of the worker.
+/// An upstream in the form in which one worker uses it: the shared cluster, and the connection pools of the worker.
 #[derive(Debug)]
 pub struct Upstream {
     cluster: Arc<UpstreamCluster>,
@@ -175,7 +175,7 @@ pub struct Upstream {
 #[derive(Debug)]
 struct EndpointPools {
     load_balancer: Arc<LoadBalancer>,
-    /// Version of the cluster that the pools were built for.
+    /// Version of the cluster for which the pools were built.
     version: u64,
     /// One pool per endpoint, in the order of `load_balancer.endpoints`.
     pools: Vec<Arc<EndpointPool>>,
@@ -187,7 +187,8 @@ struct PickState {
     hash_key: Option<u64>,
     /// Endpoints that this request has tried.
     tried: Vec<Arc<Endpoint>>,
-    /// Connection of the client, if the endpoints get PROXY headers. Boxed: few upstreams are.
+    /// Connection of the client, if the endpoints get PROXY headers. The value is boxed, because only few upstreams
+    /// need it.
     client: Option<Box<ProxiedConnection>>,
 }
 
@@ -197,7 +198,7 @@ impl Upstream {
         Upstream::with_pools(cluster, &[])
     }
 
-    /// Create an upstream that takes over these pools for the endpoints that it still has.
+    /// Create an upstream that takes over these pools for the endpoints that still exist.
     fn with_pools(cluster: Arc<UpstreamCluster>, known: &[Arc<EndpointPool>]) -> Self {
         let pools = ArcSwap::from_pointee(EndpointPools::new(&cluster, cluster.version(), known));
         Upstream { cluster, pools, rng: Rng::from_random_seed() }
@@ -228,7 +229,7 @@ impl Upstream {
         self.cluster.settings.proxy_protocol
     }
 
-    /// Return whether requests carry the certificate of the client.
+    /// Return whether requests contain the certificate of the client.
     pub fn sends_client_cert(&self) -> bool {
         self.cluster.settings.client_cert_header
     }
@@ -238,7 +239,7 @@ impl Upstream {
         &self.cluster.settings.servers[0].authority
     }
 
-    /// Return the pools of the current endpoints. Rebuild them if the cluster has changed; pools of remaining
+    /// Return the pools of the current endpoints. If the cluster has changed, rebuild the pools. The pools of remaining
     /// endpoints are kept.
     fn pools(&self) -> Guard<Arc<EndpointPools>> {
         let version = self.cluster.version();
@@ -250,8 +251,8 @@ impl Upstream {
         self.pools.load()
     }
 
-    /// Pick an endpoint and acquire a request permit. Return `None` if no endpoint is usable or all are at
-    /// `max_requests`.
+    /// Pick an endpoint and acquire a request permit. Return `None` if no endpoint is usable or all have `max_requests`
+    /// in flight.
     fn pick(&self, key: Option<u64>, tried: &[Arc<Endpoint>]) -> Option<(Arc<EndpointPool>, RequestPermit)> {
         let pools = self.pools();
         let (index, permit) = self.cluster.pick(&pools.load_balancer, key, &self.rng, tried)?;
@@ -261,8 +262,8 @@ impl Upstream {
     /// Wait in the queue for a request permit, at most `connect_timeout`.
     ///
     /// # Errors
-    /// [`UpstreamError::NoHealthyEndpoint`] if no endpoint is usable, [`UpstreamError::Overflow`] if the queue is
-    /// full or the wait timed out.
+    /// [`UpstreamError::NoHealthyEndpoint`] if no endpoint is usable; [`UpstreamError::Overflow`] if the queue is full
+    /// or the wait timed out.
     async fn pick_queued(&self, key: Option<u64>) -> Result<(Arc<EndpointPool>, RequestPermit), UpstreamError> {
         let settings = &self.cluster.settings;
         let busy = || UpstreamError::Overflow { upstream: settings.name.clone() };
@@ -272,8 +273,8 @@ impl Upstream {
         }
         let mut waiting = self.cluster.queue.enqueue().ok_or_else(busy)?;
         if waiting.is_first {
-            // A permit may have been released before the queue was seen as not empty, so that it was not handed
-            // over. Pick one and drop it: `Endpoint::release` hands it to the first waiter.
+            // A permit may have been released before the queue was seen as not empty, so that it was not passed to a
+            // waiter. Pick an endpoint and drop its permit: `Endpoint::release` passes the permit to the first waiter.
             self.pick(key, &[]);
         }
         let permit = timeout(settings.connect_timeout, waiting.ready()).await.ok().flatten().ok_or_else(busy)?;
@@ -283,7 +284,7 @@ impl Upstream {
 }
 
 impl EndpointPools {
-    /// Create the pools for `version` of the cluster or a later one. Reuse the pools in `known`.
+    /// Create the pools for `version` of the cluster or a later version. Reuse the pools in `known`.
     fn new(cluster: &UpstreamCluster, version: u64, known: &[Arc<EndpointPool>]) -> Self {
         let table = Guard::into_inner(cluster.load_balancer());
         let pool = |endpoint: &Arc<Endpoint>| {
@@ -305,16 +306,16 @@ pub struct UpstreamSettings {
     pub servers: Vec<UpstreamServerSettings>,
     /// Protocol of all servers.
     pub protocol: Protocol,
-    /// Maximum time to connect to any endpoint, TLS handshake and further endpoints included. Also the maximum time
-    /// in the queue.
+    /// Maximum time to connect to any endpoint, including the TLS handshake and further endpoints. This is also the
+    /// maximum time in the queue.
     pub connect_timeout: Duration,
-    /// Maximum time to wait for the response headers once the request is sent.
+    /// Maximum time to wait for the response headers after the request was sent.
     pub response_timeout: Duration,
-    /// Idle connections older than this are not reused.
+    /// Idle connections that are older than this time are not reused.
     pub pool_idle_timeout: Duration,
     /// Load balancing policy.
     pub balance: LoadBalancingPolicy,
-    /// Maximum number of requests in flight per endpoint, of all workers. 0 disables the limit.
+    /// Maximum number of requests in flight per endpoint, from all workers. 0 disables the limit.
     pub max_requests: usize,
     /// Maximum number of requests that wait for a request permit.
     pub max_queue: usize,
@@ -326,9 +327,9 @@ pub struct UpstreamSettings {
     pub slow_start: Duration,
     /// Maximum number of retries on other endpoints, for requests that are safe to repeat.
     pub retries: u32,
-    /// Whether each connection starts with a PROXY header, and carries the requests of one client connection only.
+    /// Whether each connection starts with a PROXY header, and carries the requests of only one client connection.
     pub proxy_protocol: bool,
-    /// Whether requests carry the certificate of the client in `Client-Cert` (RFC 9440).
+    /// Whether requests contain the certificate of the client in `Client-Cert` (RFC 9440).
     pub client_cert_header: bool,
 }
 
@@ -342,7 +343,7 @@ impl UpstreamSettings {
 /// Settings of one entry of `servers`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UpstreamServerSettings {
-    /// Host and port as written in the configuration.
+    /// Host and port as they are written in the configuration.
     pub authority: Box<str>,
     /// Host name or IP address.
     pub host: Box<str>,
@@ -350,7 +351,7 @@ pub struct UpstreamServerSettings {
     pub port: u16,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
-    /// Weight relative to the other servers. 0: the server gets no requests.
+    /// Weight relative to the other servers. 0 means that the server gets no requests.
     pub weight: u32,
 }
 
@@ -360,7 +361,7 @@ impl UpstreamServerSettings {
         self.host.parse::<IpAddr>().is_err()
     }
 
-    /// Return whether both have the same host and port, and either both or none use TLS.
+    /// Return whether both have the same host and port, and either both use TLS or none does.
     pub(crate) fn is_same_server(&self, other: &UpstreamServerSettings) -> bool {
         (&self.host, self.port, self.tls.is_some()) == (&other.host, other.port, other.tls.is_some())
     }

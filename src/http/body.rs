@@ -22,20 +22,21 @@ use crate::http::upgrade::Tunnel;
 
 /// Hook for the end of a response body.
 pub trait OnComplete: Send {
-    /// Called with each chunk before it is sent. It may change the chunk if the length of the body is unknown. `Break`
-    /// ends the body after the chunk, and aborts the response of the upstream.
+    /// The hook is called with each chunk before the chunk is sent. It may change the chunk if the length of the body
+    /// is unknown. `Break` ends the body after the chunk, and aborts the response of the upstream.
     fn on_data(&mut self, _data: &mut Bytes) -> ControlFlow<()> {
         ControlFlow::Continue(())
     }
 
-    /// Called once the body is dropped, after its end (`complete`) or before. `bytes_sent` bytes of data were sent.
+    /// This is called when the body is dropped, after its end (`complete`) or before. `bytes_sent` is the number of
+    /// body bytes that were sent.
     fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool);
 }
 
 /// The resources that an upstream response occupies until its data has been read: a connection and a request permit.
 pub trait UpstreamLease: Send {
-    /// Called when the data has been read to its end, so that the connection can be reused. A lease that is dropped
-    /// without a release closes the connection.
+    /// This is called when the data has been read to its end, so that the connection can be reused. If a lease is
+    /// dropped without a release, the connection is closed.
     fn release(self: Box<Self>);
 }
 
@@ -48,15 +49,15 @@ pub struct Body {
     bytes_sent: u64,
     complete: bool,
     on_complete: Option<Box<dyn OnComplete>>,
-    /// Keeps the request in flight on its connection, and records the data that is pending for the client.
+    /// Keeps the request in flight on its connection, and records data that is pending for the client.
     in_flight: Option<InFlightRequest>,
 }
 
 enum BodyKind {
     Full(Option<Bytes>),
     Upstream(UpstreamBody),
-    /// No HTTP body: bytes in both directions after a protocol upgrade. The guard is what the upstream connection
-    /// occupies.
+    /// Not an HTTP body, but bytes in both directions after a protocol upgrade. The guard holds what the upstream
+    /// connection occupies.
     Tunnel {
         tunnel: Option<Box<Tunnel>>,
         _guard: Option<Box<dyn Any + Send>>,
@@ -68,11 +69,11 @@ struct UpstreamBody {
     incoming: Incoming,
     /// `None` after the end of the data.
     lease: Option<Box<dyn UpstreamLease>>,
-    /// When the body is aborted with an error.
+    /// Time at which the body is aborted with an error.
     deadline: Option<Deadline>,
-    /// Set only if the length is known: other bodies, such as server-sent events, may pause.
+    /// Set only if the length is known. Other bodies, such as server-sent events, may pause.
     idle_timer: Option<IdleTimer>,
-    /// Limits how much the upstream connection reads ahead of the body.
+    /// Limits how far the upstream connection reads ahead of the body.
     read_bound: Option<ReadBound>,
 }
 
@@ -85,7 +86,7 @@ impl Body {
     }
 
     /// Create a body from an upstream response. `read_bound` is the read limit of an upstream connection that carries
-    /// only this response: its reads depend on how much may be buffered.
+    /// only this response. Its reads depend on how much may be buffered.
     pub fn from_upstream(
         incoming: Incoming,
         limits: BodyLimits,
@@ -99,8 +100,8 @@ impl Body {
         Body::new(BodyKind::Upstream(upstream), complete)
     }
 
-    /// Create the body of a response that switches protocols. The upstream connection occupies `guard` until the
-    /// tunnel ends.
+    /// Create the body of a response that switches protocols. The upstream connection occupies `guard` until the tunnel
+    /// ends.
     pub fn from_upgrade(guard: Box<dyn Any + Send>) -> Self {
         Body::new(BodyKind::Tunnel { tunnel: None, _guard: Some(guard) }, false)
     }
@@ -117,7 +118,7 @@ impl Body {
         self
     }
 
-    /// Copy bytes in both directions until the tunnel ends, then drop the body.
+    /// Copy bytes in both directions until the tunnel ends, and then drop the body.
     pub async fn run_tunnel(mut self: Box<Self>) {
         if let BodyKind::Tunnel { tunnel, .. } = &mut self.kind
             && let Some(tunnel) = tunnel.take()
@@ -145,8 +146,8 @@ impl Body {
         bytes.take()
     }
 
-    /// Discard the content of a local reply and return its length in bytes. For HEAD, hyper does so only in HTTP/1.1.
-    /// In HTTP/2 it would send the content (RFC 9110 §9.3.2).
+    /// Discard the content of a local reply and return its length in bytes. For HEAD requests, hyper discards the
+    /// content only in HTTP/1.1. In HTTP/2, hyper would send the content (RFC 9110 §9.3.2).
     pub fn discard_content(&mut self) -> Option<u64> {
         let BodyKind::Full(bytes) = &mut self.kind else { return None };
         self.complete = true;
@@ -191,7 +192,7 @@ impl HttpBody for Body {
             (Ok(mut data), Some(hook)) => {
                 is_ended = hook.on_data(&mut data).is_break();
                 if data.is_empty() && !is_ended {
-                    // Nothing to send yet: poll again, since the upstream has not been polled to `Pending`.
+                    // There is nothing to send yet. Poll again, because the upstream has not been polled to `Pending`.
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
                 }
@@ -203,7 +204,7 @@ impl HttpBody for Body {
         *bytes_sent += frame.data_ref().map_or(0, |data| data.len() as u64);
         if is_ended {
             if let BodyKind::Upstream(upstream) = kind {
-                // As for a body that is dropped.
+                // The effect is the same as for a body that is dropped.
                 upstream.limit_reads(ReadLimit::Small);
             }
             *kind = BodyKind::Full(None);
@@ -216,7 +217,7 @@ impl HttpBody for Body {
         Poll::Ready(Some(Ok(match multiplexed {
             Some(flow) => {
                 let chunk = frame.map_data(|bytes| DataChunk::tracked(bytes, flow));
-                // The connection of a complete response keeps reading: another request may use it.
+                // The connection of a complete response continues to read, because another request may use it.
                 if !*complete {
                     upstream.limit_reads(ReadLimit::Paused);
                 }
@@ -244,7 +245,7 @@ impl HttpBody for Body {
 }
 
 impl BodyKind {
-    /// Return when the body is aborted.
+    /// Return when the body must be aborted.
     fn deadline(&self) -> Option<Instant> {
         match self {
             BodyKind::Upstream(upstream) => upstream.deadline.as_ref().map(|deadline| deadline.instant),
@@ -262,7 +263,8 @@ impl UpstreamBody {
         bytes_sent: u64,
         cx: &mut Context<'_>,
     ) -> Poll<Result<(), BodyError>> {
-        // Checked even while data is available: a client that reads slowly also uses up the route timeout.
+        // This is checked even while data is available, because a client that reads slowly also uses up the route
+        // timeout.
         if self.deadline.as_mut().is_some_and(|deadline| deadline.poll(cx).is_ready()) {
             return Poll::Ready(Err(BodyError::RouteTimeout));
         }
@@ -322,7 +324,7 @@ impl Drop for Body {
         if let BodyKind::Upstream(upstream) = &self.kind
             && !self.complete
         {
-            // hyper notices that the body was dropped only when it reads on, and then closes the connection.
+            // hyper detects that the body was dropped only when it reads on, and then closes the connection.
             upstream.limit_reads(ReadLimit::Small);
         }
         if let Some(hook) = self.on_complete.take() {
@@ -359,8 +361,8 @@ pub fn framing_error<B>(response: &Response<B>) -> Option<&'static str> {
     (response.version() == Version::HTTP_10).then_some("a Transfer-Encoding in HTTP/1.0")
 }
 
-/// Return whether a response that must not have a body declares one. The server may send the body later, and it would
-/// be read as the response to the next request.
+/// Return whether a response that must not have a body declares one. The server may send the body later, and the
+/// gateway would read it as the response to the next request.
 pub fn declares_forbidden_body(status: StatusCode, headers: &HeaderMap) -> bool {
     matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED)
         && (headers.contains_key(TRANSFER_ENCODING)

@@ -14,14 +14,14 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::http::flow::StreamFlow;
 
-/// The limits of an exchange with an upstream.
+/// The timeouts and bounds of an exchange with an upstream.
 #[derive(Debug, Clone, Copy)]
 pub struct BodyLimits {
-    /// When the route timeout expires for the exchange, including its bodies.
+    /// Time at which the route timeout expires for the exchange, including its bodies.
     pub deadline: Option<Instant>,
-    /// Limits on the client while it sends the request body.
+    /// Timeouts and bounds for the client while it sends the request body.
     pub upload: UploadLimits,
-    /// Maximum time without data from the upstream within a response of known length.
+    /// Maximum time without data from the upstream, in a response of known length.
     pub idle_timeout: Duration,
     /// Maximum length of the request body in bytes.
     pub max_body: Option<u64>,
@@ -57,7 +57,7 @@ impl Deadline {
         Deadline { instant, timer: LazyTimer::default() }
     }
 
-    /// Return ready once the deadline has passed.
+    /// Return ready when the deadline has passed.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.timer.poll(self.instant, cx)
     }
@@ -68,7 +68,7 @@ impl Deadline {
 pub(super) struct IdleTimer {
     timeout: Duration,
     timer: LazyTimer,
-    /// `None` while there is progress.
+    /// `None` while data is available.
     deadline: Option<Instant>,
 }
 
@@ -82,7 +82,7 @@ impl IdleTimer {
         self.deadline = None;
     }
 
-    /// Poll the timer while no data is available. Return ready once that lasted for the timeout.
+    /// Poll the timer while no data is available. Return ready when no data has been available for the timeout.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let deadline = *self.deadline.get_or_insert_with(|| Instant::now() + self.timeout);
         self.timer.poll(deadline, cx)
@@ -95,28 +95,28 @@ impl IdleTimer {
 /// `MinRequestBodyDataRate`.
 pub const GRACE_PERIOD: Duration = Duration::from_secs(5);
 
-/// Represents no total timeout: longer than any upload.
+/// Stands for no total timeout: longer than any upload.
 const NO_TIMEOUT: Duration = Duration::from_secs(u32::MAX as u64);
 
-/// Limits on a client that sends a body.
+/// Timeouts and bounds for a client that sends a body.
 #[derive(Debug, Clone, Copy)]
 pub struct UploadLimits {
-    /// Maximum time without a byte.
+    /// Maximum time without any received byte.
     pub idle_timeout: Duration,
     /// Minimum rate in bytes per second. 0 disables the check.
     pub min_rate: u64,
-    /// Maximum time from the first wait to the end of the body.
+    /// Maximum time from the first wait for the client to the end of the body.
     pub total_timeout: Option<Duration>,
 }
 
-/// Time credit of a client. Each second of waiting costs a second of credit, and `min_rate` bytes earn one back. No
+/// Time credit of a client. Each second of waiting costs one second of credit, and `min_rate` bytes earn one second. No
 /// timer is set for a body that is available when it is polled.
 #[derive(Debug)]
 pub(super) struct MinRateTimer {
     limits: UploadLimits,
     credit: Duration,
     waiting_since: Option<Instant>,
-    /// When the total time ends.
+    /// Time at which the total time ends.
     end: Option<Instant>,
     timer: LazyTimer,
 }
@@ -131,13 +131,13 @@ impl MinRateTimer {
     pub(super) fn received(&mut self, bytes: usize) {
         let waited = self.waiting_since.take().map_or(Duration::ZERO, |since| since.elapsed());
         if let Some(credit_us) = (bytes as u64 * 1_000_000).checked_div(self.limits.min_rate) {
-            // A client that sent fast may pause for at most the idle timeout, as any client may.
+            // A client that has sent fast may pause for at most the idle timeout, like any other client.
             let max = self.limits.idle_timeout.max(GRACE_PERIOD);
             self.credit = (self.credit.saturating_sub(waited) + Duration::from_micros(credit_us)).min(max);
         }
     }
 
-    /// Poll the timer while no data is available. Return ready once the client has used up its time.
+    /// Poll the timer while no data is available. Return ready when the client has used up its time.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let UploadLimits { idle_timeout, total_timeout, .. } = self.limits;
         let since = *self.waiting_since.get_or_insert_with(Instant::now);
@@ -148,13 +148,13 @@ impl MinRateTimer {
 
 // === A timer whose deadline moves often and is rarely reached ===
 
-/// A timer that takes its deadline when it is polled. It is reset only when it fires before the deadline, not each time
-/// the deadline moves. So requests and chunks that arrive in time never reset it.
+/// A timer whose deadline is an argument of each poll. The timer is reset only when it fires before the deadline, not
+/// each time the deadline changes. Requests and chunks that arrive in time therefore never reset it.
 #[derive(Debug, Default)]
 pub struct LazyTimer(Option<Pin<Box<Sleep>>>);
 
 impl LazyTimer {
-    /// Return ready once `deadline` has passed. The task may also be woken earlier, by a deadline of an earlier poll.
+    /// Return ready when `deadline` has passed. The task may also be woken earlier, by the deadline of an earlier poll.
     pub fn poll(&mut self, deadline: Instant, cx: &mut Context<'_>) -> Poll<()> {
         let timer = self.0.get_or_insert_with(|| Box::pin(sleep_until(deadline)));
         if timer.deadline() > deadline {
@@ -172,10 +172,11 @@ impl LazyTimer {
 
 // === Buffer budgets, per connection and per process. Beyond a budget, each stream buffers only what it needs to make progress ===
 
-/// Bytes counted for each chunk besides its data: its frame, and the part of a read buffer that the chunk keeps alive.
+/// Bytes that are counted for each chunk in addition to its data: its frame, and the part of a read buffer that the
+/// chunk keeps in memory.
 const CHUNK_OVERHEAD: usize = 256;
 
-/// A maximum number of buffered bytes, optionally within a parent budget.
+/// A maximum number of buffered bytes, which can be part of a parent budget.
 #[derive(Debug)]
 pub struct BufferBudget {
     used: AtomicUsize,
@@ -184,21 +185,21 @@ pub struct BufferBudget {
     parent: Option<Arc<BufferBudget>>,
 }
 
-/// Bytes reserved from a budget until it is dropped.
+/// Bytes that are reserved from a budget until the value is dropped.
 #[derive(Debug)]
 pub struct BufferReservation {
     budget: Arc<BufferBudget>,
     size: usize,
 }
 
-/// A chunk of a response body. Its bytes count against the budget until hyper has written them.
+/// A chunk of a response body. The bytes of the chunk count towards the budget until hyper has written them.
 #[derive(Debug)]
 pub struct DataChunk {
     bytes: Bytes,
     reservation: Option<ChunkReservation>,
 }
 
-/// Bytes that a chunk takes from the budget of its stream.
+/// Bytes that a chunk uses of the budget of its stream.
 #[derive(Debug)]
 struct ChunkReservation {
     flow: Arc<StreamFlow>,
@@ -206,7 +207,7 @@ struct ChunkReservation {
 }
 
 impl BufferBudget {
-    /// Create a budget of `max` bytes without a parent.
+    /// Create a budget of `max` bytes without a parent budget.
     pub fn new(max: usize) -> Self {
         BufferBudget { used: AtomicUsize::new(0), max: max.into(), parent: None }
     }
@@ -216,7 +217,7 @@ impl BufferBudget {
         BufferBudget { used: AtomicUsize::new(0), max: max.into(), parent: Some(parent) }
     }
 
-    /// Change the maximum. Existing reservations remain.
+    /// Change the maximum. Existing reservations do not change.
     pub fn resize(&self, max: usize) {
         self.max.store(max, Ordering::Relaxed);
     }
@@ -253,12 +254,12 @@ impl Drop for BufferReservation {
 }
 
 impl DataChunk {
-    /// Create a chunk that does not count.
+    /// Create a chunk that counts towards no budget.
     pub(super) fn untracked(bytes: Bytes) -> Self {
         DataChunk { bytes, reservation: None }
     }
 
-    /// Create a chunk that counts for a stream.
+    /// Create a chunk that counts towards the budget of a stream.
     pub(super) fn tracked(bytes: Bytes, flow: &Arc<StreamFlow>) -> Self {
         let reservation = ChunkReservation { flow: flow.clone(), size: bytes.len() + CHUNK_OVERHEAD };
         flow.add_buffered(reservation.size);
@@ -295,22 +296,22 @@ impl Drop for ChunkReservation {
 }
 
 // === Read limits ===
-// hyper reads one chunk ahead of the one that it returns, and larger chunks as the response continues. With many
-// streams of a client that does not read, these chunks are most of the memory.
+// hyper reads one chunk ahead of the chunk that it returns, and larger chunks as the response continues. If a client
+// does not read many of its streams, these chunks use most of the memory.
 
-/// Maximum bytes per read of a connection.
+/// Maximum number of bytes per read of a connection.
 #[derive(Debug, Clone, Copy)]
 #[repr(u64)]
 pub enum ReadLimit {
-    /// Do not read.
+    /// Do not read from the connection.
     Paused = 0,
-    /// One page: hyper allocates a buffer of 8 KiB for each read, and the kernel backs only the pages that are written
-    /// to.
+    /// One page. hyper allocates a buffer of 8 KiB for each read, and the kernel provides memory only for pages that
+    /// are written.
     Page = 4 << 10,
-    /// One byte less than hyper's first buffer of 8 KiB: a read that fills it would make hyper allocate a larger one
-    /// for the next.
+    /// One byte less than hyper's first buffer of 8 KiB. If a read filled this buffer, hyper would allocate a larger
+    /// one for the next read.
     Small = (8 << 10) - 1,
-    /// As much as hyper's buffer takes.
+    /// The whole buffer of hyper.
     Any = u64::MAX,
 }
 
@@ -337,7 +338,7 @@ impl ReadBound {
     pub fn set(&self, reads: ReadLimit) {
         let Shared { most, paused } = &*self.0;
         let reads = reads as u64;
-        // The limit is usually unchanged.
+        // In most cases, the limit does not change.
         let before = most.load(Ordering::Relaxed);
         if reads != before {
             most.store(reads, Ordering::Release);
@@ -374,7 +375,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for ReadLimitedStream<S> {
                 return Poll::Pending;
             }
         }
-        // Reset for each read, so that `Take` never reports an end of its own.
+        // The limit is reset for each read, so that `Take` never reports an end of its own.
         self.stream.set_limit(limit);
         Pin::new(&mut self.stream).poll_read(cx, buffer)
     }
@@ -402,8 +403,8 @@ mod min_rate_tests {
 
     use super::*;
 
-    /// Return the seconds until a client times out that sends `bytes` bytes every `every` ms; `None` if the time is
-    /// more than an hour away.
+    /// Return the seconds until a client times out that sends `bytes` bytes every `every` ms, or `None` if this takes
+    /// more than an hour.
     async fn seconds_until_timeout(demand: UploadLimits, bytes: usize, every: u64) -> Option<u64> {
         let (mut pace, begun) = (MinRateTimer::new(demand), Instant::now());
         while begun.elapsed() < Duration::from_secs(3600) {
@@ -458,7 +459,7 @@ mod min_rate_tests {
             pace.received(100_000);
             let paused = timeout(Duration::from_secs(29), poll_fn(|cx| pace.poll(cx)));
             assert!(paused.await.is_err(), "the time of others");
-            // Credit that was spent and not earned again is gone.
+            // Credit that was used and not earned again is lost.
             pace.received(240);
             let begun = Instant::now();
             poll_fn(|cx| pace.poll(cx)).await;
@@ -482,7 +483,7 @@ mod timer_tests {
             let mut timer = LazyTimer::default();
             let start = Instant::now();
             let after = |ms| start + Duration::from_millis(ms);
-            // The wait ends at once: the timer stays set for an hour.
+            // The wait ends at once, and the timer stays set for an hour.
             let is_pending = poll_fn(|cx| Poll::Ready(timer.poll(after(3_600_000), cx).is_pending())).await;
             assert!(is_pending, "an hour has not passed");
             let short = timeout(Duration::from_secs(60), poll_fn(|cx| timer.poll(after(5), cx)));

@@ -1,4 +1,4 @@
-//! CORS (the Fetch standard, "CORS protocol"): which origins scripts may read responses from, preflights, and the
+//! CORS (the Fetch standard, "CORS protocol"): the origins whose scripts may read responses, preflights, and the
 //! headers of responses.
 
 use std::collections::HashSet;
@@ -11,14 +11,15 @@ use http::header::{
 };
 use http::{HeaderMap, Method};
 
-/// Prefix of the response headers of the protocol.
+/// Prefix of the response headers that the CORS protocol defines.
 const CORS_PREFIX: &str = "access-control-";
 
-/// `Vary` of a response to a preflight: the route is chosen by the requested method, and values may be those requested.
+/// `Vary` of a response to a preflight: the requested method selects the route, and values may be copied from the
+/// request.
 const PREFLIGHT_VARY: HeaderValue =
     HeaderValue::from_static("Access-Control-Request-Method, Access-Control-Request-Headers");
 
-/// The same, of a policy that lists origins.
+/// The same value, for a policy that lists origins.
 const PREFLIGHT_VARY_ORIGIN: HeaderValue =
     HeaderValue::from_static("Origin, Access-Control-Request-Method, Access-Control-Request-Headers");
 
@@ -31,9 +32,9 @@ pub struct CorsPolicy {
     pub methods: AllowedNames,
     /// Value of `Access-Control-Allow-Headers`.
     pub headers: AllowedNames,
-    /// Whether requests may have cookies, client certificates and `Authorization` of the browser.
+    /// Whether requests may contain cookies, client certificates and the browser's `Authorization`.
     pub credentials: bool,
-    /// Value of `Access-Control-Max-Age`, seconds.
+    /// Value of `Access-Control-Max-Age` in seconds.
     pub max_age: Option<HeaderValue>,
     /// Value of `Access-Control-Expose-Headers`.
     pub expose: Option<HeaderValue>,
@@ -44,9 +45,9 @@ pub struct CorsPolicy {
 pub enum AllowedOrigins {
     /// All origins, without credentials.
     Any,
-    /// These origins.
+    /// The origins in this set.
     Listed {
-        /// Origins as browsers serialize them.
+        /// Origins in the form in which browsers serialize them.
         exact: HashSet<Box<[u8]>>,
         /// All subdomains of hosts.
         wildcards: Vec<WildcardOrigin>,
@@ -58,7 +59,7 @@ pub enum AllowedOrigins {
 pub enum AllowedNames {
     /// The methods or headers that the preflight names.
     Requested,
-    /// These. `None` sends no header: only requests that need no preflight are allowed.
+    /// These. `None` sends no header, so only requests that need no preflight are allowed.
     Listed(Option<HeaderValue>),
 }
 
@@ -97,11 +98,12 @@ pub struct CorsDecision<'p> {
 }
 
 impl CorsPolicy {
-    /// Apply the policy to a request with these headers. `is_preflight` is whether the gateway responds to it as a
+    /// Apply the policy to a request with these headers. `is_preflight` is true if the gateway answers the request as a
     /// preflight.
     pub fn decide(&self, request: &HeaderMap, is_preflight: bool) -> CorsDecision<'_> {
         let allow_origin = match &self.origins {
-            // Also without an origin: a cache may use the response for a request that has one.
+            // The header is set even without an origin, because a cache may use the response for a request with an
+            // origin.
             AllowedOrigins::Any => Some(HeaderValue::from_static("*")),
             origins => single(request, &ORIGIN).filter(|origin| origins.contains(origin.as_bytes())).cloned(),
         };
@@ -115,7 +117,8 @@ impl CorsDecision<'_> {
         self.allow_origin.is_some()
     }
 
-    /// Set the headers of a response. Those of the upstream must have been removed ([`remove_headers`]).
+    /// Set the headers of a response. The caller must have removed the CORS headers of the upstream
+    /// ([`remove_headers`]).
     pub fn apply(&self, response: &mut HeaderMap) {
         if let Some(origin) = &self.allow_origin {
             response.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
@@ -134,7 +137,8 @@ impl CorsDecision<'_> {
         }
     }
 
-    /// Return the headers of a response to a preflight with the headers `request`, besides those of every response.
+    /// Return the headers of a response to a preflight with the headers `request`, in addition to those of every
+    /// response.
     pub fn preflight_headers(&self, request: &HeaderMap) -> HeaderMap {
         let mut headers = HeaderMap::new();
         if !self.is_allowed() {
@@ -161,8 +165,8 @@ impl AllowedNames {
     }
 }
 
-/// Return the method that a preflight asks for, or `None` if the request is not a preflight: not OPTIONS, or without
-/// `Origin` or `Access-Control-Request-Method`.
+/// Return the method that a preflight asks for. Return `None` if the request is not a preflight, because its method is
+/// not OPTIONS or it lacks `Origin` or `Access-Control-Request-Method`.
 pub fn requested_method(method: &Method, headers: &HeaderMap) -> Option<Method> {
     if *method != Method::OPTIONS || !headers.contains_key(ORIGIN) {
         return None;
@@ -170,7 +174,7 @@ pub fn requested_method(method: &Method, headers: &HeaderMap) -> Option<Method> 
     Method::from_bytes(single(headers, &ACCESS_CONTROL_REQUEST_METHOD)?.as_bytes()).ok()
 }
 
-/// Remove the CORS headers of an upstream response. The policy of the route replaces them.
+/// Remove the CORS headers of an upstream response. The policy of the route replaces these headers.
 pub fn remove_headers(response: &mut HeaderMap) {
     let is_cors = |name: &&HeaderName| name.as_str().starts_with(CORS_PREFIX);
     let names: Vec<_> = response.keys().filter(is_cors).cloned().collect();
@@ -190,7 +194,7 @@ fn single<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h HeaderVal
     lines.next().filter(|_| lines.next().is_none())
 }
 
-/// Append `Origin` to `Vary`, unless it is there: a cache must not use the response for another origin.
+/// Append `Origin` to `Vary`, unless it is already present: a cache must not use the response for another origin.
 fn add_vary_origin(response: &mut HeaderMap) {
     let mut members = response.get_all(VARY).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b','));
     let is_there =
@@ -202,12 +206,12 @@ fn add_vary_origin(response: &mut HeaderMap) {
 
 // === Origins in the configuration ===
 
-/// An origin as configured.
+/// An origin in the form of the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OriginPattern {
     /// `*`
     Any,
-    /// An origin as browsers serialize it: in lower case, without the default port.
+    /// An origin in the form in which browsers serialize it: in lower case, without the default port.
     Exact(Box<str>),
     /// `https://*.example.com`
     Wildcard(WildcardOrigin),
@@ -218,7 +222,7 @@ pub enum OriginPattern {
 pub struct WildcardOrigin {
     /// Scheme with `://`.
     prefix: Box<str>,
-    /// The dot, the host and the port, if it is not the default.
+    /// The dot, the host, and the port if it is not the default port.
     suffix: Box<str>,
 }
 
@@ -231,7 +235,7 @@ impl WildcardOrigin {
     }
 }
 
-/// Why a text is not an origin.
+/// The reason why a text is not an origin.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OriginError {
     /// `null`
@@ -240,16 +244,16 @@ pub enum OriginError {
     /// No scheme.
     #[error("an origin begins with its scheme")]
     MissingScheme,
-    /// A path, query or fragment. Contains the origin without it.
+    /// The text has a path, query or fragment. The variant contains the origin without it.
     #[error("an origin has no path: browsers send the scheme, the host and the port")]
     HasPath(String),
     /// The host or the port is invalid, or there is a user name.
     #[error("this is not an origin")]
     Malformed,
-    /// `*` in another position than the first label.
+    /// `*` is not the first label.
     #[error("`*` stands for the first labels of a host only")]
     MisplacedWildcard,
-    /// A host with other characters than ASCII.
+    /// The host has characters other than ASCII.
     #[error("browsers send the host in ASCII (RFC 5890)")]
     NotAscii,
 }
@@ -306,7 +310,7 @@ impl std::str::FromStr for OriginPattern {
     }
 }
 
-/// Return whether this is a label of a host name in lower case.
+/// Return whether the text is a label of a host name in lower case.
 fn is_label(label: &[u8]) -> bool {
     !label.is_empty()
         && label.iter().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_".contains(byte))
@@ -481,7 +485,7 @@ mod tests {
         assert_eq!(listed.decide(&request, true).preflight_headers(&request), map(&expected));
         let other = map(&[("origin", "https://b.test"), ("access-control-request-method", "PUT")]);
         assert_eq!(listed.decide(&other, true).preflight_headers(&other), HeaderMap::new());
-        // A preflight exposes nothing: its response is not for the script.
+        // The response to a preflight exposes no headers, because scripts cannot read it.
         let mut response = HeaderMap::new();
         listed.decide(&request, true).apply(&mut response);
         let vary = "Origin, Access-Control-Request-Method, Access-Control-Request-Headers";

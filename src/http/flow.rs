@@ -21,20 +21,20 @@ use crate::limiter::clock::monotonic;
 
 // === Activity: whether requests are in flight, and since when the connection is idle ===
 
-/// Number of references to the activity that a connection holds itself: one in the connection and one in its monitored
-/// stream. Each request in flight holds one more.
+/// Number of references to the activity that a connection itself holds: one in the connection and one in its monitored
+/// stream. Each request in flight holds one more reference.
 const CONNECTION_REFS: usize = 2;
 
-/// Whether requests are in flight on a connection, and since when it is idle. The number of requests in flight is the
-/// reference count: each request holds a reference.
+/// Whether requests are in flight on a connection, and since when it has been idle. The reference count is the number
+/// of requests in flight, because each request holds a reference.
 #[derive(Debug)]
 pub struct ConnectionActivity {
     opened_at: Instant,
-    /// End of the last response in ms after `opened_at`; 0 before the first.
+    /// End of the last response in ms after `opened_at`, or 0 before the first response.
     last_response_end_ms: AtomicU64,
     /// Twice the number of request headers that have begun, minus one while the last headers are incomplete.
     headers_counter: AtomicU64,
-    /// Whether responses announce that the connection closes.
+    /// Whether responses announce that the connection will be closed.
     announces_close: AtomicBool,
     /// The tunnel that the connection becomes after a protocol upgrade.
     tunnel: Mutex<Option<Box<Body>>>,
@@ -66,7 +66,7 @@ impl ConnectionActivity {
         InFlightRequest { activity: self.clone(), flow }
     }
 
-    /// Record bytes from the client. `is_partial` says whether they include a part of incomplete request headers. Bytes
+    /// Record bytes from the client. `is_partial` is true if they include a part of incomplete request headers. Bytes
     /// received while a request is in flight belong to that request.
     pub fn record_headers(&self, is_partial: bool) {
         let counter = self.headers_counter.load(Ordering::Relaxed);
@@ -84,12 +84,12 @@ impl ConnectionActivity {
         (counter & 1 == 1 && Arc::strong_count(self) <= CONNECTION_REFS && is_kept_alive()).then_some(counter)
     }
 
-    /// Set whether responses announce from now on that the connection closes (RFC 9112 §9.6).
+    /// Set whether responses announce from now on that the connection will be closed (RFC 9112 §9.6).
     pub fn announce_close(&self, announce: bool) {
         self.announces_close.store(announce, Ordering::Relaxed);
     }
 
-    /// Take the tunnel that continues the connection after HTTP has ended.
+    /// Take the tunnel that uses the connection after HTTP has ended.
     pub fn take_tunnel(&self) -> Option<Box<Body>> {
         self.tunnel.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -99,7 +99,7 @@ impl ConnectionActivity {
         if Arc::strong_count(self) > CONNECTION_REFS {
             return Some(idle_timeout);
         }
-        // Acquire: the end time stored by the drop of the last request is visible.
+        // The memory ordering is acquire, so that the end time stored by the drop of the last request is visible.
         fence(Ordering::Acquire);
         let age = self.opened_at.elapsed();
         let time_left = match self.last_response_end_ms.load(Ordering::Relaxed) {
@@ -152,10 +152,10 @@ impl Drop for InFlightRequest {
 
 // === Flow: whether a client reads the response that is pending for it ===
 
-/// Number of bytes at the start of a response that are read in small reads.
+/// Number of bytes at the start of a response that are read with small reads.
 const READ_SMALL: u64 = 64 << 10;
 
-/// Epoch of the stored points in time.
+/// The epoch to which the stored times are relative.
 static EPOCH: LazyLock<time::Instant> = LazyLock::new(time::Instant::now);
 
 /// The state of a stream: an HTTP/2 stream, or an HTTP/1.x connection, which has one request at a time.
@@ -169,18 +169,20 @@ pub struct StreamFlow {
     buffered: AtomicUsize,
     /// Woken when buffered bytes are written.
     written_waker: AtomicWaker,
-    /// Twice the number of chunks handed to hyper, plus one while the last chunk keeps hyper from taking the next.
+    /// Twice the number of chunks that were passed to hyper, plus one while the last chunk prevents hyper from taking
+    /// the next one.
     chunk_counter: AtomicU64,
     /// Whether a request was not read to its end.
     request_abandoned: AtomicBool,
     /// Whether only the end of the connection delimits the response.
     is_close_delimited: AtomicBool,
-    /// Numbers of request bodies of unknown length that started, and of those that were read to their end or abandoned.
+    /// The number of request bodies of unknown length that have started, and the number of those that were read to
+    /// their end or abandoned.
     bodies_started: AtomicU32,
     bodies_ended: AtomicU32,
-    /// Wakes the next request when a body ended.
+    /// Wakes the next request when a body has ended.
     body_ended: Notify,
-    /// When the response must end, in µs after the epoch; 0 if there is no deadline.
+    /// Time at which the response must end, in µs after the epoch, or 0 if there is no deadline.
     deadline_us: AtomicU64,
 }
 
@@ -211,7 +213,7 @@ impl StreamFlow {
         })
     }
 
-    /// Return the read limit of a response of which `sent` bytes were sent.
+    /// Return the read limit of a response of which `sent` bytes have been sent.
     pub fn reads(&self, sent: u64) -> ReadLimit {
         match sent {
             _ if !self.is_multiplexed => ReadLimit::Any,
@@ -226,7 +228,7 @@ impl StreamFlow {
         self.budget.has_capacity()
     }
 
-    /// Return whether chunks of the response count against the budget.
+    /// Return whether chunks of the response count towards the budget.
     pub(super) fn is_multiplexed(&self) -> bool {
         self.is_multiplexed
     }
@@ -237,7 +239,7 @@ impl StreamFlow {
     }
 
     /// Return ready when the response may continue: all buffered chunks are written, or the budget has capacity. Each
-    /// stream can thus make progress, however much memory other streams hold.
+    /// stream can therefore make progress, however much memory other streams use.
     pub(super) fn poll_capacity(&self, cx: &Context<'_>) -> Poll<()> {
         let has_capacity = || self.buffered.load(Ordering::Acquire) == 0 || self.budget.has_capacity();
         if has_capacity() {
@@ -267,7 +269,7 @@ impl StreamFlow {
         self.chunk_counter.store((counter | 1) + 2, Ordering::Relaxed);
     }
 
-    /// Record that hyper polls for more data, or needs no more.
+    /// Record that hyper polls for more data, or needs no more data.
     pub(super) fn mark_drained(&self) {
         let counter = self.chunk_counter.load(Ordering::Relaxed);
         self.chunk_counter.store(counter & !1, Ordering::Relaxed);
@@ -278,12 +280,12 @@ impl StreamFlow {
         self.is_close_delimited.store(true, Ordering::Relaxed);
     }
 
-    /// Return whether an aborted response would look complete.
+    /// Return whether an aborted response would look complete to the client.
     pub fn is_close_delimited(&self) -> bool {
         self.is_close_delimited.load(Ordering::Relaxed)
     }
 
-    /// Set the time at which the response must end. The caller ensures that the task is woken in time.
+    /// Set the time at which the response must end. The caller must ensure that the task is woken in time.
     pub(super) fn set_deadline(&self, deadline: Option<time::Instant>) {
         let deadline_us = deadline.map_or(0, |at| (at.saturating_duration_since(*EPOCH).as_micros() as u64).max(1));
         self.deadline_us.store(deadline_us, Ordering::Relaxed);
@@ -299,13 +301,13 @@ impl StreamFlow {
         self.bodies_started.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Record that such a body was read to its end or abandoned.
+    /// Record that a body of unknown length was read to its end or abandoned.
     pub(super) fn end_body(&self) {
         self.bodies_ended.fetch_add(1, Ordering::Release);
         self.body_ended.notify_one();
     }
 
-    /// Return the number of bodies that have started if bytes received now may not be a request; see
+    /// Return the number of bodies that have started if the bytes received now may not be a request; see
     /// [`StreamFlow::wait_for_bodies`].
     pub fn unfinished_bodies(&self) -> Option<u32> {
         let bodies = self.bodies_started.load(Ordering::Relaxed);
@@ -313,7 +315,7 @@ impl StreamFlow {
     }
 
     /// Wait until `bodies` bodies have ended, and return whether a request follows them. hyper may read the end of a
-    /// body and the next headers before the task that forwards the body has seen its trailers.
+    /// body and the next headers before the task that forwards the body has processed its trailers.
     pub async fn wait_for_bodies(&self, bodies: u32) -> bool {
         while self.bodies_ended.load(Ordering::Acquire) != bodies {
             self.body_ended.notified().await;
@@ -338,9 +340,9 @@ impl StreamFlow {
 pub struct WriteWatchdog {
     flow: Arc<StreamFlow>,
     timeout: Duration,
-    /// Chunk counter when the deadline was set.
+    /// Value of the chunk counter when the deadline was set.
     seen_counter: u64,
-    /// When the client has not read the pending data for too long.
+    /// Time at which the client has not read the pending data for too long.
     deadline: time::Instant,
     timer: LazyTimer,
 }
@@ -363,7 +365,7 @@ impl WriteWatchdog {
         }
         let counter = self.flow.chunk_counter.load(Ordering::Relaxed);
         if counter & 1 == 0 {
-            // The client reads: the body itself aborts the response at the deadline.
+            // The client reads the response, so the body itself aborts the response at the deadline.
             return Poll::Pending;
         }
         if self.flow.is_past_deadline() {

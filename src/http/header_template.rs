@@ -11,11 +11,11 @@ pub enum Variable {
     ClientIp,
     /// Request id.
     RequestId,
-    /// Name of the consumer that the request belongs to.
+    /// Name of the consumer to which the request belongs.
     Consumer,
     /// Name of the route.
     Route,
-    /// Host that the request was routed on.
+    /// Host that was used for routing.
     Host,
     /// Method.
     Method,
@@ -38,19 +38,19 @@ impl Variable {
         ("scheme", Variable::Scheme),
     ];
 
-    /// Return whether `%` in the content is data. In a path it starts an encoded byte (RFC 3986 §2.1).
+    /// Return whether `%` in the value of the variable is data. In a path, `%` starts an encoded byte (RFC 3986 §2.1).
     fn escapes_percent(self) -> bool {
         self != Variable::Path
     }
 }
 
-/// Why a value is not a template.
+/// The reason why a value is not a template.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TemplateError {
-    /// `{` without `}`.
+    /// There is a `{` without `}`.
     #[error("`{{` without `}}`")]
     Unclosed,
-    /// `}` without `{`.
+    /// There is a `}` without `{`.
     #[error("`}}` without `{{`")]
     Unopened,
     /// No variable has this name.
@@ -71,7 +71,7 @@ enum Part {
 /// A parsed value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ParsedValue {
-    /// The same value for each request.
+    /// The value is the same for each request.
     Literal(String),
     /// A value with variables.
     Template(ValueTemplate),
@@ -79,7 +79,7 @@ pub enum ParsedValue {
 
 impl ParsedValue {
     /// Parse the value of a header rule. `{NAME}` is a variable; `{{` and `}}` are literal braces. `route` is the name
-    /// of the route, the content of `{route}`.
+    /// of the route, which is the value of `{route}`.
     ///
     /// # Errors
     /// A brace has no counterpart, or a variable is unknown.
@@ -122,7 +122,7 @@ impl ParsedValue {
 }
 
 impl ValueTemplate {
-    /// Return whether the value has this variable.
+    /// Return whether the value contains this variable.
     pub fn contains(&self, variable: Variable) -> bool {
         self.0.contains(&Part::Variable(variable))
     }
@@ -135,8 +135,8 @@ impl ValueTemplate {
         })
     }
 
-    /// Return a template with `placeholder` instead of each literal part, to show the value without what the
-    /// configuration may keep secret.
+    /// Return a template with `placeholder` instead of each literal part. It shows the value without the parts of the
+    /// configuration that may be secret.
     pub fn with_literals_replaced(&self, placeholder: &str) -> Self {
         let replaced = |part: &Part| match part {
             Part::Literal(_) => Part::Literal(placeholder.to_owned()),
@@ -148,9 +148,9 @@ impl ValueTemplate {
     /// Return the value for a request, or `None` if a variable has no content. `content` returns the content of a
     /// variable.
     ///
-    /// Bytes of the content that are not valid in a header value, or that servers interpret differently, are
-    /// percent-encoded: control characters, spaces at either end, and bytes beyond ASCII. So is `%`, except in paths,
-    /// which are percent-encoded already.
+    /// Some bytes are not valid in a header value, or servers interpret them differently: control characters, spaces at
+    /// either end, and bytes beyond ASCII. Such bytes in the content are percent-encoded. `%` is percent-encoded as
+    /// well, except in paths, which are already percent-encoded.
     pub fn render<'c>(&self, content: impl Fn(Variable) -> Option<Cow<'c, [u8]>>) -> Option<HeaderValue> {
         let mut value = Vec::new();
         for part in &self.0 {

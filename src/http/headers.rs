@@ -11,7 +11,7 @@ use http::{HeaderMap, Method, Request, Version};
 
 use crate::http::header_template::{ValueTemplate, Variable};
 
-/// Headers that concern one connection only (RFC 9110 §7.6.1), including two that old clients send.
+/// Headers that concern only one connection (RFC 9110 §7.6.1), and two headers that old clients send.
 pub(super) static HOP_BY_HOP: [HeaderName; 7] = [
     CONNECTION,
     HeaderName::from_static("keep-alive"),
@@ -31,7 +31,7 @@ pub const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-ho
 /// Name of the request id header.
 pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Values of the forwarding headers, the same for all requests of a connection.
+/// Values of the forwarding headers, which are the same for all requests of a connection.
 #[derive(Debug, Clone)]
 pub struct ForwardedInfo {
     /// IP address of the peer as a header value.
@@ -46,15 +46,15 @@ impl ForwardedInfo {
     /// Create the values for a peer.
     pub fn new(address: IpAddr, scheme: &'static str, trusted: bool) -> Self {
         let mut text = bytes::BytesMut::with_capacity(45);
-        // Writing to memory does not fail, and an IP address is a valid header value.
+        // Writing to memory cannot fail, and an IP address is a valid header value.
         let _ = std::fmt::Write::write_fmt(&mut text, format_args!("{address}"));
         let address = HeaderValue::from_maybe_shared(text.freeze()).unwrap_or(HeaderValue::from_static("unknown"));
         ForwardedInfo { address, scheme: HeaderValue::from_static(scheme), trusted }
     }
 }
 
-/// Headers that the gateway reads or sets. A client must not remove them through `Connection`, nor send them under an
-/// alias.
+/// Headers that the gateway reads or sets. A client must not remove these headers through `Connection`, and must not
+/// send them under an alias.
 #[derive(Debug, Default)]
 pub struct ProtectedHeaders {
     /// Headers that only trusted proxies may set, followed by all other protected headers.
@@ -65,8 +65,8 @@ pub struct ProtectedHeaders {
 }
 
 impl ProtectedHeaders {
-    /// Create the set. `proxy_only` are headers that only trusted proxies may set, `from_anyone` those that the gateway
-    /// reads from any client.
+    /// Create the set. `proxy_only` are headers that only trusted proxies may set. `from_anyone` are headers that the
+    /// gateway reads from any client.
     pub fn new(mut proxy_only: Vec<HeaderName>, from_anyone: impl IntoIterator<Item = HeaderName>) -> Self {
         let proxy_only_count = proxy_only.len();
         for name in from_anyone {
@@ -82,12 +82,13 @@ impl ProtectedHeaders {
     }
 }
 
-/// Names that servers treat as equal to certain headers because they fold names into variables (CGI, RFC 3875 §4.1.18):
-/// `X_User_Id`, `X.User.Id` and `X!User!Id` all become `HTTP_X_USER_ID`.
+/// Names that servers treat as equal to certain headers because they convert names to variables (CGI, RFC 3875
+/// §4.1.18): `X_User_Id`, `X.User.Id` and `X!User!Id` all become `HTTP_X_USER_ID`.
 #[derive(Debug, Default)]
 pub struct HeaderAliases {
     folded: Vec<Box<str>>,
-    /// Whether a name of only letters, digits and hyphens may be an alias: one of the names has other characters.
+    /// Whether a name that has only letters, digits and hyphens can be an alias, because one of the protected names has
+    /// other characters.
     has_special: bool,
 }
 
@@ -102,17 +103,17 @@ impl HeaderAliases {
         aliases
     }
 
-    /// Return whether there are no names.
+    /// Return whether the set has no names.
     pub fn is_empty(&self) -> bool {
         self.folded.is_empty()
     }
 
-    /// Return whether servers fold a header into one of these names.
+    /// Return whether servers treat a header as equal to one of these names.
     pub fn contains(&self, name: &HeaderName) -> bool {
         let name = name.as_str();
         match has_special_characters(name) {
             true => self.has_folded(&fold_name(name)),
-            // Most names consist of letters, digits and hyphens, and so have no alias to compare.
+            // Most names have only letters, digits and hyphens, so there is no alias to compare.
             false => self.has_special && self.has_folded(name),
         }
     }
@@ -122,23 +123,24 @@ impl HeaderAliases {
     }
 }
 
-/// Return whether a name has characters, other than letters, digits and hyphens, that servers fold.
+/// Return whether a name has characters other than letters, digits and hyphens, which servers replace.
 fn has_special_characters(name: &str) -> bool {
     name.bytes().any(|byte| !byte.is_ascii_alphanumeric() && byte != b'-')
 }
 
-/// Fold a name: replace all characters other than letters and digits by hyphens. lighttpd folds that many characters.
+/// Replace all characters of a name other than letters and digits with hyphens. lighttpd replaces this set of
+/// characters.
 pub(super) fn fold_name(name: &str) -> String {
     name.chars().map(|byte| if byte.is_ascii_alphanumeric() { byte } else { '-' }).collect()
 }
 
-/// Remove hop-by-hop headers and the headers that `Connection` names. `TE: trailers` stays (RFC 9110 §10.1.4).
+/// Remove hop-by-hop headers and the headers that `Connection` names. `TE: trailers` is kept (RFC 9110 §10.1.4).
 ///
-/// Headers in `protected` and the gateway's own cannot be removed through `Connection`. Some proxies forward
-/// `Connection` although they should not. Without such a header, the upstream would attribute the request to the
+/// `Connection` cannot remove the headers in `protected` and the gateway's own headers. Some proxies forward
+/// `Connection`, although they should not. Without such a header, the upstream would attribute the request to the
 /// gateway, or to no client.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
-    // Iterate once over the present headers, which are few, instead of looking up every hop-by-hop header.
+    // Iterate once over the headers of the request, which are few, instead of looking up every hop-by-hop header.
     let mut found = [false; HOP_BY_HOP.len()];
     for name in headers.keys() {
         if let Some(index) = hop_by_hop_index(name) {
@@ -155,7 +157,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
             .iter()
             .filter_map(|value| value.to_str().ok())
             .flat_map(|value| value.split(',').map(str::trim))
-            // `keep-alive` is removed in any case.
+            // `keep-alive` is always removed.
             .filter(|name| !name.eq_ignore_ascii_case("keep-alive"))
             .filter_map(|name| name.parse().ok())
             .filter(|name: &HeaderName| {
@@ -166,7 +168,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
             headers.remove(name);
         }
     }
-    // With both framings, `chunked` takes precedence (RFC 9112 §6.3).
+    // If both framings are present, `chunked` takes precedence (RFC 9112 §6.3).
     if transfer_encoding {
         headers.remove(CONTENT_LENGTH);
     }
@@ -182,8 +184,8 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
     }
 }
 
-/// Return the index of a header in [`HOP_BY_HOP`]. The match compares lengths first, a single comparison for most
-/// names.
+/// Return the index of a header in [`HOP_BY_HOP`]. The match compares lengths first, so most names need only one
+/// comparison.
 fn hop_by_hop_index(name: &HeaderName) -> Option<usize> {
     match name.as_str() {
         "connection" => Some(0),
@@ -197,8 +199,8 @@ fn hop_by_hop_index(name: &HeaderName) -> Option<usize> {
     }
 }
 
-/// Set the framing of the body once: its length if known, else `chunked` (RFC 9112 §6.3). HTTP/2 permits repeated equal
-/// lengths, and hyper sends no body with a GET that has no framing header.
+/// Set the framing of the body once: its length if it is known, else `chunked` (RFC 9112 §6.3). HTTP/2 permits several
+/// equal lengths, and hyper sends no body with a GET that has no framing header.
 pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
     let had_length = headers.remove(CONTENT_LENGTH).is_some();
     match length {
@@ -210,7 +212,7 @@ pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
 
 /// Remove headers that a client must not send. From untrusted peers, remove headers that only trusted proxies may set:
 /// those in `protected` and the forwarding headers. From all peers, remove aliases of protected headers and of the
-/// gateway's own; see [`HeaderAliases`].
+/// gateway's own headers; see [`HeaderAliases`].
 pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, trusted: bool) {
     let is_unwanted = |name: &&HeaderName| {
         if protected.is_proxy_only(name) || is_forwarding_header(name.as_str()) {
@@ -231,7 +233,8 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, tr
     }
 }
 
-/// Remove the names that servers fold into `name`, which has letters, digits and hyphens only, and `name` itself unless the peer is `trusted`.
+/// Remove the names that servers treat as equal to `name`, which has only letters, digits and hyphens. Also remove `name` itself, unless the
+/// peer is `trusted`.
 pub fn strip_with_aliases(headers: &mut HeaderMap, name: &HeaderName, trusted: bool) {
     let is_alias =
         |other: &&HeaderName| has_special_characters(other.as_str()) && fold_name(other.as_str()) == name.as_str();
@@ -246,11 +249,11 @@ pub fn strip_with_aliases(headers: &mut HeaderMap, name: &HeaderName, trusted: b
 
 /// Return whether a header describes the origin of a request.
 fn is_forwarding_header(name: &str) -> bool {
-    // The first letter rules out most names.
+    // Comparing the first letter excludes most names.
     match name.as_bytes()[0] {
         b'x' => name.starts_with("x-forwarded-") || matches!(name, "x-real-ip" | "x-request-id"),
         b'f' => name == "forwarded",
-        // The client certificate as forwarded by a proxy (RFC 9440 §2).
+        // The client certificate in the form in which a proxy forwards it (RFC 9440 §2).
         b'c' => matches!(name, "client-cert" | "client-cert-chain"),
         _ => false,
     }
@@ -260,7 +263,7 @@ fn is_gateway_header(name: &str) -> bool {
     is_forwarding_header(name) || matches!(name, "host" | "content-length" | "transfer-encoding")
 }
 
-/// Set the forwarding headers and `Via`, extending the values of trusted proxies. For other peers see
+/// Set the forwarding headers and `Via`, and extend the values of trusted proxies. For other peers, see
 /// [`strip_untrusted`].
 pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: Option<&HeaderValue>, version: Version) {
     if headers.contains_key(FORWARDED) {
@@ -270,7 +273,7 @@ pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: O
         element.extend_from_slice(if ipv6 { b"\"[" } else { b"" });
         element.extend_from_slice(forwarded.address.as_bytes());
         element.extend_from_slice(if ipv6 { b"]\"" } else { b"" });
-        // Brackets, quotes and an IP address are a valid value.
+        // Brackets, quotes and an IP address are a valid header value.
         if let Ok(element) = HeaderValue::from_bytes(&element) {
             append_element(headers, FORWARDED, element);
         }
@@ -288,7 +291,7 @@ pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: O
     append_element(headers, VIA, via);
 }
 
-/// Return the scheme of the client: that of its connection, or the one that a trusted proxy reports in
+/// Return the scheme of the client: the scheme of its connection, or the scheme that a trusted proxy reports in
 /// `X-Forwarded-Proto`.
 pub fn client_scheme(headers: &HeaderMap, forwarded: &ForwardedInfo) -> &'static str {
     let mut lines = headers.get_all(X_FORWARDED_PROTO).iter().filter(|_| forwarded.trusted);
@@ -299,7 +302,7 @@ pub fn client_scheme(headers: &HeaderMap, forwarded: &ForwardedInfo) -> &'static
     match reported.as_bytes() {
         b"https" => "https",
         b"http" => "http",
-        // Not a scheme that the gateway serves: the connection decides.
+        // The reported value is not a scheme that the gateway serves, so the scheme of the connection is used.
         _ if forwarded.scheme == "https" => "https",
         _ => "http",
     }
@@ -312,14 +315,16 @@ fn append_element(headers: &mut HeaderMap, name: HeaderName, element: HeaderValu
         Entry::Occupied(mut entry) => {
             let lines = entry.iter().chain([&element]).map(HeaderValue::as_bytes);
             let joined = HeaderValue::from_bytes(&lines.collect::<Vec<_>>().join(&b", "[..]));
-            // The parts are valid values. Should the joined value be invalid nevertheless, send only the new element.
+            // The parts are valid header values. If the joined value is invalid nevertheless, send only the new
+            // element.
             entry.insert(joined.unwrap_or(element));
         }
     }
 }
 
-/// Join the lines of `Cookie` into one. HTTP/2 permits several lines, HTTP/1.1 does not (RFC 9113 §8.2.3). Servers join
-/// several lines by semicolons, by commas or not at all, so those of HTTP/1.1 clients are joined as well.
+/// Join the lines of `Cookie` into one. HTTP/2 permits several lines, but HTTP/1.1 does not (RFC 9113 §8.2.3). Servers
+/// join several lines with semicolons, with commas or not at all. The lines of HTTP/1.1 clients are therefore joined as
+/// well.
 pub fn join_cookies(headers: &mut HeaderMap) {
     let name = http::header::COOKIE;
     if headers.get_all(&name).iter().nth(1).is_some() {
@@ -339,14 +344,14 @@ pub fn http1_header_count(headers: &HeaderMap) -> usize {
 }
 
 /// Return whether a value begins or ends with a space or a tab. HTTP/2 forbids such whitespace (RFC 9113 §8.2.1), and
-/// HTTP/1.1 strips it: the next server would see another value than routing and limits have used.
+/// HTTP/1.1 removes it: the next server would see a different value than routing and limits have used.
 pub fn has_padding(headers: &HeaderMap) -> bool {
     let is_padding = |byte: Option<&u8>| matches!(byte, Some(b' ' | b'\t'));
     headers.values().map(HeaderValue::as_bytes).any(|value| is_padding(value.first()) || is_padding(value.last()))
 }
 
 /// Return whether a request is a gRPC call: POST over HTTP/2 with a gRPC content type. All other requests get ordinary
-/// responses, which caches may store by their status.
+/// responses, which caches may store depending on their status.
 pub fn is_grpc_call<B>(request: &Request<B>) -> bool {
     *request.method() == Method::POST && request.version() == Version::HTTP_2 && is_grpc(request.headers())
 }
@@ -358,28 +363,29 @@ pub fn is_grpc(headers: &HeaderMap) -> bool {
     subtype.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
-/// Return whether a request with this method and no body may be sent again: the method is safe (RFC 9110 §9.2.1).
+/// Return whether a request with this method and no body may be sent again, because the method is safe (RFC 9110
+/// §9.2.1).
 pub fn is_safe(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
 // === Header changes of routes ===
 
-/// The messages to which mutations apply.
+/// The kind of messages to which changes apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// Requests sent to the upstream.
+    /// Requests that are sent to the upstream.
     Request,
-    /// Responses sent to the client.
+    /// Responses that are sent to the client.
     Response,
 }
 
-/// Headers to remove, and headers to set to a single value, replacing existing values.
+/// Headers to remove, and headers to set to a single value that replaces existing values.
 #[derive(Debug, Default)]
 pub struct HeaderMutations {
     /// Names and values to set.
     pub set: Vec<(HeaderName, HeaderValue)>,
-    /// Names to set, with values that differ between requests.
+    /// Names to set, with values that depend on the request.
     pub templates: Vec<(HeaderName, ValueTemplate)>,
     /// Names to remove.
     pub remove: Vec<HeaderName>,
@@ -389,7 +395,7 @@ pub struct HeaderMutations {
     pub on_errors: bool,
 }
 
-/// The values of [`HeaderMutations::templates`] for one request, in their order. `None` = the header is removed.
+/// The values of [`HeaderMutations::templates`] for one request, in the same order. `None` if the header is removed.
 #[derive(Debug, Default)]
 pub struct RenderedValues(Vec<Option<HeaderValue>>);
 
@@ -405,13 +411,13 @@ impl HeaderMutations {
         !self.templates.is_empty()
     }
 
-    /// Return the values that depend on the request. `content` returns the content of a variable. Does not allocate
-    /// without variables.
+    /// Return the values that depend on the request. `content` returns the content of a variable. Without variables,
+    /// the function does not allocate memory.
     pub fn render<'c>(&self, content: impl Fn(Variable) -> Option<Cow<'c, [u8]>>) -> RenderedValues {
         RenderedValues(self.templates.iter().map(|(_, template)| template.render(&content)).collect())
     }
 
-    /// Like [`HeaderMutations::render`], with `…` instead of the literal parts of values, which may be secret.
+    /// Render values as [`HeaderMutations::render`] does, with `…` instead of their literal parts, which may be secret.
     pub fn render_without_literals<'c>(&self, content: impl Fn(Variable) -> Option<Cow<'c, [u8]>>) -> RenderedValues {
         let render = |template: &ValueTemplate| template.with_literals_replaced("…").render(&content);
         RenderedValues(self.templates.iter().map(|(_, template)| render(template)).collect())
@@ -434,14 +440,14 @@ impl HeaderMutations {
         for (index, (name, _)) in self.templates.iter().enumerate() {
             match values.get(index) {
                 Some(value) => drop(headers.insert(name.clone(), value.clone())),
-                // A value without content must not let the received header pass.
+                // If a value has no content, the received header must not reach the upstream.
                 None => drop(headers.remove(name)),
             }
         }
     }
 
-    /// Set the headers on a response with which the gateway rejects a request. The headers of the rejection itself stay
-    /// as they are: a rule must not make it cacheable, or hide when to retry.
+    /// Set the headers on a response with which the gateway rejects a request. The headers of the rejection itself do
+    /// not change: a rule must not make it cacheable, or hide when to retry.
     pub fn apply_to_rejection(&self, headers: &mut HeaderMap, values: &RenderedValues) {
         if !self.on_errors {
             return;
@@ -456,9 +462,9 @@ impl HeaderMutations {
     }
 }
 
-/// Return why only the gateway may change a header, or `None` if mutations may change it.
+/// Return why only the gateway may change a header, or `None` if rules may change it.
 pub fn reserved_reason(name: &HeaderName, direction: Direction) -> Option<&'static str> {
-    // On servers that fold header names into variables, an alias is the header itself.
+    // On servers that convert header names to variables, an alias is the same as the header itself.
     let folded = fold_name(name.as_str());
     let is_one_of = |names: &[HeaderName]| names.iter().any(|other| other.as_str() == folded);
     if is_one_of(&HOP_BY_HOP) {

@@ -1,5 +1,5 @@
-//! The RateLimit headers: draft-ietf-httpapi-ratelimit-headers-11 as structured fields (RFC 9651), older styles, and those of the
-//! OpenAI and Anthropic APIs.
+//! The RateLimit headers: draft-ietf-httpapi-ratelimit-headers-11 as structured fields (RFC 9651), older styles, and the styles
+//! of the OpenAI and Anthropic APIs.
 
 use std::borrow::Cow;
 use std::fmt::Write;
@@ -26,17 +26,17 @@ const GITHUB_HEADERS: [HeaderName; 3] = [
 ];
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 
-/// Maximum Integer of a structured field (RFC 9651 §3.3.1).
+/// Maximum value of an Integer in a structured field (RFC 9651 §3.3.1).
 const MAX_INTEGER: u64 = 999_999_999_999_999;
 
-/// The status of one limit as sent to the client.
+/// The status of one limit in the form in which it is sent to the client.
 #[derive(Debug, Clone, Copy)]
 pub struct LimitStatus<'a> {
-    /// Name of the limit. Contains only characters that need no escaping in a structured-field string.
+    /// Name of the limit. The name contains only characters that need no escaping in a structured-field string.
     pub name: &'a str,
     /// Quota in tokens per window.
     pub quota: u64,
-    /// Quota unit: what the quota counts, such as `requests`. Lowercase letters, digits and `-`.
+    /// Quota unit, which names what the quota counts, such as `requests`. Lowercase letters, digits and `-`.
     pub unit: &'a str,
     /// How the quota becomes available again.
     pub period: QuotaPeriod,
@@ -49,12 +49,12 @@ pub struct LimitStatus<'a> {
 /// How a quota becomes available again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QuotaPeriod {
-    /// Time.
+    /// The quota becomes available again with time.
     Window {
-        /// Length of the window in whole seconds, rounded up; `None` for calendar windows.
+        /// Length of the window in whole seconds, rounded up, or `None` for calendar windows.
         seconds: Option<u64>,
     },
-    /// The end of requests in flight, whose time is unknown.
+    /// The quota becomes available again when requests in flight end, at an unknown time.
     InFlight,
 }
 
@@ -69,7 +69,7 @@ pub fn limit_status<'a>(result: &LimitResult<'a>) -> LimitStatus<'a> {
     LimitStatus { name, quota: quota.count, unit, period, remaining: outcome.remaining, reset_us }
 }
 
-/// Return the value of `RateLimit-Policy` for these limits, sent with every response that they applied to.
+/// Return the value of `RateLimit-Policy` for these limits, which is sent with every response to which they applied.
 pub fn ratelimit_policy<'a>(limits: impl Iterator<Item = LimitStatus<'a>>) -> Option<HeaderValue> {
     structured_list(limits, |out, limit| {
         write!(out, "\"{}\";q={}", limit.name, limit.quota.min(MAX_INTEGER))?;
@@ -81,7 +81,7 @@ pub fn ratelimit_policy<'a>(limits: impl Iterator<Item = LimitStatus<'a>>) -> Op
     })
 }
 
-/// The header styles in which clients are told the status of limits.
+/// The header styles in which the gateway sends the status of limits to clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HeaderStyle {
     /// draft-ietf-httpapi-ratelimit-headers-11: all limits, as structured fields.
@@ -90,13 +90,13 @@ pub enum HeaderStyle {
     Draft07,
     /// Draft 03: the effective limit in three headers.
     Draft03,
-    /// `x-ratelimit-*` as used by GitHub: the effective limit, with the reset in seconds since the Unix epoch.
+    /// `x-ratelimit-*` as GitHub uses them: the effective limit, with the reset in seconds since the Unix epoch.
     Github,
-    /// `x-ratelimit-*-requests` and `x-ratelimit-*-tokens` as used by the OpenAI API: the effective limit of each unit,
-    /// with the reset as a duration such as `6m0s`.
+    /// `x-ratelimit-*-requests` and `x-ratelimit-*-tokens` as the OpenAI API uses them: the effective limit of each
+    /// unit, with the reset as a duration such as `6m0s`.
     OpenAi,
-    /// `anthropic-ratelimit-requests-*` and `anthropic-ratelimit-tokens-*` as used by the Anthropic API: the effective
-    /// limit of each unit, with the reset as a time in RFC 3339.
+    /// `anthropic-ratelimit-requests-*` and `anthropic-ratelimit-tokens-*` as the Anthropic API uses them: the
+    /// effective limit of each unit, with the reset as a time in RFC 3339.
     Anthropic,
 }
 
@@ -119,7 +119,7 @@ impl HeaderStyle {
         matches!(self, HeaderStyle::OpenAi | HeaderStyle::Anthropic)
     }
 
-    /// Return the name of the header with `part` of the limit of a unit.
+    /// Return the name of the header that contains `part` of a unit's limit.
     fn unit_header_name(self, part: &str, unit: &str) -> String {
         match self {
             HeaderStyle::Anthropic => format!("anthropic-ratelimit-{unit}-{part}"),
@@ -128,9 +128,9 @@ impl HeaderStyle {
     }
 }
 
-/// Append the RateLimit headers of a decision about its announced limits. A denial describes the violated limits with
-/// their waits, and sets `Retry-After` if the same request can pass later. `policy` is the value of `RateLimit-Policy`
-/// if it is known; `None` derives it from the decision.
+/// Append the RateLimit headers about the announced limits of a decision. For a denial, the headers describe the
+/// violated limits with their waits. `Retry-After` is set if the same request can be admitted later. `policy` is the
+/// value of `RateLimit-Policy` if it is known. With `None`, it is derived from the decision.
 pub fn append_decision_headers(
     headers: &mut HeaderMap,
     styles: &[HeaderStyle],
@@ -143,7 +143,7 @@ pub fn append_decision_headers(
             HeaderStyle::Draft11 => {
                 let policy = policy.cloned().or_else(|| ratelimit_policy(announced().map(limit_status)));
                 append_header(headers, RATELIMIT_POLICY, policy);
-                // The outcomes of limits that are not involved in a denial are unknown.
+                // The outcomes of limits that do not deny the request are unknown.
                 if decision.admitted {
                     append_style_headers(headers, *style, announced().map(limit_status), decision.now_us);
                 } else {
@@ -181,8 +181,8 @@ pub fn effective_limit<'a>(decision: &Decision<'a>) -> Option<LimitStatus<'a>> {
     effective_status(decision.results.iter(), decision.admitted)
 }
 
-/// Return the effective limit of these results. For a denial, only violated limits qualify: the remaining quota of the
-/// other limits is unknown.
+/// Return the effective limit of these results. For a denial, only violated limits are considered, because the
+/// remaining quota of the other limits is unknown.
 fn effective_status<'a, 'b>(
     results: impl Iterator<Item = &'b LimitResult<'a>> + Clone,
     admitted: bool,
@@ -197,8 +197,8 @@ where
     violated.or_else(|| statuses.min_by(|one, other| product(one, other).cmp(&product(other, one))))
 }
 
-/// Return the violated limits with their waits. Waits are rounded up to whole seconds, so that the largest equals
-/// `Retry-After`.
+/// Return the violated limits with their waits. Waits are rounded up to whole seconds, so that the largest wait is
+/// equal to `Retry-After`.
 fn violated_statuses<'a, 'b>(
     results: impl Iterator<Item = &'b LimitResult<'a>>,
 ) -> impl Iterator<Item = LimitStatus<'a>>
@@ -211,10 +211,10 @@ where
     })
 }
 
-/// Append the headers of one style to those that the upstream sent about its own limits. Draft 11 lists all `limits`;
-/// `RateLimit-Policy` is separate. The other styles describe a single limit. Styles by unit describe one limit for each
-/// unit. They replace the upstream's headers, since their clients read a single value. `now_us` is µs since the Unix
-/// epoch.
+/// Append the headers of one style to those that the upstream has sent about its own limits. Draft 11 lists all
+/// `limits`, and `RateLimit-Policy` is set separately. All other styles describe a single limit. Styles by unit
+/// describe one limit for each unit. These headers replace the upstream's headers, because their clients read a single
+/// value. `now_us` is the current time in µs since the Unix epoch.
 pub fn append_style_headers<'a>(
     headers: &mut HeaderMap,
     style: HeaderStyle,
@@ -223,8 +223,8 @@ pub fn append_style_headers<'a>(
 ) {
     match style {
         HeaderStyle::Draft11 => {
-            // Formatted with itoa: it is part of every response, and std formatting is a considerable share of the cost
-            // of a decision.
+            // The number is formatted with itoa: it is part of every response, and the formatting of std would be a
+            // considerable share of the cost of a decision.
             let statuses = structured_list(limits, |out, limit| {
                 let mut digits = itoa::Buffer::new();
                 for part in ["\"", limit.name, "\";r=", digits.format(limit.remaining.min(MAX_INTEGER))] {
@@ -279,7 +279,7 @@ pub fn append_style_headers<'a>(
     }
 }
 
-/// The parts of a limit that styles by unit have a header for.
+/// The parts of a limit for which styles by unit have a header.
 const UNIT_HEADERS: [&str; 3] = ["limit", "remaining", "reset"];
 
 fn append_triple<'a>(
@@ -294,7 +294,7 @@ fn append_triple<'a>(
     }
 }
 
-/// Format whole seconds as Go's `time.Duration` does and the OpenAI API documents: `1s`, `6m0s`, `24h0m0s`.
+/// Format whole seconds in the form of Go's `time.Duration`, which the OpenAI API documents: `1s`, `6m0s`, `24h0m0s`.
 fn go_duration(seconds: u64) -> String {
     let (hours, minutes, rest) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
     match (hours, minutes) {
@@ -304,7 +304,7 @@ fn go_duration(seconds: u64) -> String {
     }
 }
 
-/// Format seconds since the Unix epoch in RFC 3339. Return `None` after the year 9999.
+/// Format seconds since the Unix epoch in RFC 3339. Return `None` for times after the year 9999.
 fn rfc3339(epoch_seconds: u64) -> Option<String> {
     let seconds = i64::try_from(epoch_seconds).ok()?;
     jiff::Timestamp::from_second(seconds).ok().map(|time| time.to_string())
@@ -323,17 +323,18 @@ fn append_header(headers: &mut HeaderMap, name: HeaderName, value: Option<Header
     }
 }
 
-/// Set `Retry-After` to the time, in µs, after which the request would be admitted; at least one second.
+/// Set `Retry-After` to the time in µs after which the request would be admitted, rounded up to at least one second.
 pub fn set_retry_after(headers: &mut HeaderMap, retry_us: u64) {
     headers.insert(RETRY_AFTER, HeaderValue::from(ceil_seconds(retry_us).max(1)));
 }
 
-/// Convert µs to seconds, rounded up: a client that waits as told must not retry too early.
+/// Convert µs to seconds, rounded up, so that a client that waits this long does not retry too early.
 pub fn ceil_seconds(us: u64) -> u64 {
     us.div_ceil(1_000_000)
 }
 
-/// Build a structured-field list, or return `None` if it would be empty: an empty list is not sent (RFC 9651 §3.1).
+/// Build a structured-field list. Return `None` if it would be empty, because an empty list is not sent (RFC 9651
+/// §3.1).
 fn structured_list<'a>(
     limits: impl Iterator<Item = LimitStatus<'a>>,
     write_item: impl Fn(&mut BytesMut, LimitStatus<'a>) -> std::fmt::Result,

@@ -1,4 +1,4 @@
-//! Request bodies sent to an upstream: progress, length limit, minimum rate and buffering.
+//! Request bodies that are sent to an upstream: progress, maximum length, minimum rate and buffering.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -21,16 +21,17 @@ use crate::http::flow::InFlightRequest;
 use crate::http::flow::StreamFlow;
 use crate::http::headers::has_padding;
 
-/// A request body sent to an upstream. Boxed: most requests have no body, and they are moved often.
+/// A request body that is sent to an upstream. The value is boxed, because most requests have no body, and bodies are
+/// moved often.
 pub struct RequestBody(Option<Box<RequestBodyInner>>);
 
 /// A body that is not empty.
 struct RequestBodyInner {
     source: BodySource,
     progress: Arc<UploadProgress>,
-    /// Minimum rate of the client; `None` until the limits are applied, since the rate does not matter before.
+    /// Minimum rate of the client, or `None` until the limits are applied, because the rate does not matter before.
     rate_timer: Option<MinRateTimer>,
-    /// Bytes that the length limit still allows.
+    /// Number of bytes that the maximum length still allows.
     remaining: u64,
     flow: Option<Arc<StreamFlow>>,
     /// Whether trailers are forwarded.
@@ -41,7 +42,7 @@ struct RequestBodyInner {
     is_counted: bool,
     /// Keeps the request in flight, even after the response.
     in_flight: Option<InFlightRequest>,
-    /// Receives a copy of what the client sends.
+    /// Receives a copy of the data that the client sends.
     tee: Option<Box<BodyTee>>,
     /// The beginning of a body that was too long to be read as a whole.
     prefix: Option<(Bytes, BufferReservation)>,
@@ -58,30 +59,30 @@ pub enum ReadBody {
     NoCapacity,
 }
 
-/// The source of a body.
+/// The source of a body's data.
 enum BodySource {
     Client(Incoming),
-    /// The whole body in memory; `bytes` is `None` once taken.
+    /// The whole body in memory. `bytes` is `None` after it was taken.
     Buffered {
         bytes: Option<Bytes>,
         _reservation: BufferReservation,
     },
 }
 
-/// Progress of a request body, shared with the code that waits for the response.
+/// Progress of a request body, which is shared with the code that waits for the response.
 #[derive(Debug, Default)]
 pub struct UploadProgress {
     frame_count: AtomicU64,
     stage: AtomicU8,
     response_started: AtomicBool,
-    /// Time for which the upstream connection waited for the client, in µs.
+    /// Time for which the upstream connection has waited for the client, in µs.
     client_wait_us: AtomicU64,
-    /// Start of the current wait in µs after `started_at`; 0 if there is none.
+    /// Start of the current wait in µs after `started_at`, or 0 if there is none.
     waiting_since_us: AtomicU64,
     started_at: StartTime,
 }
 
-/// When an upload began.
+/// Time at which the upload began.
 #[derive(Debug)]
 struct StartTime(Instant);
 
@@ -91,19 +92,19 @@ impl Default for StartTime {
     }
 }
 
-/// The upstream connection has received all available data, and may or may not have sent it.
+/// The upstream connection has received all available data, and may not have sent it yet.
 const SENDING: u8 = 0;
-/// The upstream connection polled for more, and the client has not sent it yet.
+/// The upstream connection has polled for more data, and the client has not sent it yet.
 const WAITING: u8 = 1;
 /// The upstream connection has received the whole body.
 const DONE: u8 = 2;
-/// The body exceeded the length limit.
+/// The body has exceeded the maximum length.
 const TOO_LARGE: u8 = 3;
-/// The client sent no data for too long, or too slowly.
+/// The client sent no data for too long, or sent it too slowly.
 const STALLED: u8 = 4;
 
 impl UploadProgress {
-    /// Return the number of frames handed to the upstream connection so far.
+    /// Return the number of frames that were passed to the upstream connection so far.
     pub fn frame_count(&self) -> u64 {
         self.frame_count.load(Ordering::Relaxed)
     }
@@ -123,19 +124,19 @@ impl UploadProgress {
         self.stage() == TOO_LARGE
     }
 
-    /// Return whether the body was aborted because the client sent too little for too long.
+    /// Return whether the body was aborted because the client sent too little data for too long.
     pub fn is_stalled(&self) -> bool {
         self.stage() == STALLED
     }
 
-    /// Record that the response has begun: from now on both sides may send alternately.
+    /// Record that the response has begun, so that from now on both sides may send alternately.
     pub fn mark_response_started(&self) {
         self.response_started.store(true, Ordering::Relaxed);
     }
 
     /// Return whether the client caused a timeout of the request. The gateway still waits for the body, or has waited
-    /// for it at least half of the time. The latter stops a client from withholding its last byte until just before the
-    /// timeout.
+    /// for it at least half of the time. Without the second condition, a client could withhold its last byte until just
+    /// before the timeout.
     pub fn is_delayed_by_client(&self) -> bool {
         let elapsed = self.started_at.0.elapsed().as_micros() as u64;
         self.is_waiting_for_client() || self.client_wait_us.load(Ordering::Relaxed) >= elapsed / 2
@@ -161,7 +162,7 @@ impl UploadProgress {
 
 impl RequestBody {
     /// Create the body of a request without limits. The request is in flight as long as there is something to read.
-    /// `is_http2` says whether it came over HTTP/2.
+    /// `is_http2` is true if the request came over HTTP/2.
     pub fn new(body: Incoming, is_http2: bool, in_flight: &InFlightRequest) -> Self {
         if body.is_end_stream() {
             return RequestBody(None);
@@ -185,7 +186,7 @@ impl RequestBody {
         })))
     }
 
-    /// Create a body of bytes in memory. It is not empty.
+    /// Create a body of bytes in memory. The body must not be empty.
     fn from_bytes(bytes: Bytes, reservation: BufferReservation) -> Self {
         RequestBody(Some(Box::new(RequestBodyInner {
             source: BodySource::Buffered { bytes: Some(bytes), _reservation: reservation },
@@ -202,14 +203,15 @@ impl RequestBody {
         })))
     }
 
-    /// Copy what the client sends from now on. An empty body is not copied.
+    /// Copy the data that the client sends from now on. An empty body is not copied.
     pub fn tee(&mut self, tee: BodyTee) {
         if let Some(inner) = &mut self.0 {
             inner.tee = Some(Box::new(tee));
         }
     }
 
-    /// Apply limits to a body that is sent to an upstream from now on. Return its progress, or `None` if it is empty.
+    /// Apply timeouts and bounds to a body that is sent to an upstream from now on. Return the progress of the body, or
+    /// `None` if the body is empty.
     pub fn apply_limits(&mut self, limits: BodyLimits) -> Option<Arc<UploadProgress>> {
         let inner = self.0.as_mut()?;
         inner.rate_timer = Some(MinRateTimer::new(limits.upload));
@@ -223,8 +225,8 @@ impl RequestBody {
         Some(self.0.as_ref()?.progress.clone())
     }
 
-    /// Read the whole body from the client, so that sending it does not wait for the client. Leave the body unchanged
-    /// if the buffer budget is exhausted. A body of one chunk is not copied.
+    /// Read the whole body from the client, so that sending it does not wait for the client. If the buffer budget is
+    /// exhausted, the body does not change. A body of one chunk is not copied.
     ///
     /// # Errors
     /// The body was aborted, too slow or too long.
@@ -235,7 +237,7 @@ impl RequestBody {
         }
         let length = self.size_hint().lower() as usize;
         let Some(flow) = self.0.as_ref().and_then(|inner| inner.flow.as_ref()) else { return Ok(()) };
-        // The budget is exhausted: stream the body.
+        // The budget is exhausted, so the body is streamed.
         let Some(reservation) = flow.try_reserve(length) else { return Ok(()) };
         let mut content = Bytes::new();
         let mut buffer = BytesMut::new();
@@ -245,7 +247,7 @@ impl RequestBody {
                 content = data;
                 continue;
             }
-            // Small chunks would each keep alive the buffer that they were read into.
+            // Small chunks would each keep the buffer in memory that they were read into.
             buffer.extend_from_slice(&std::mem::take(&mut content));
             buffer.extend_from_slice(&data);
         }
@@ -258,10 +260,10 @@ impl RequestBody {
         Ok(())
     }
 
-    /// Read the whole body from the client if it is not longer than `max` bytes. It is sent to the upstream unchanged.
+    /// Read the whole body from the client if it is not longer than `max` bytes. The upstream then gets the same body.
     ///
     /// # Errors
-    /// The body was aborted, too slow or too long for its route.
+    /// The body was aborted, too slow, or too long for its route.
     pub async fn read(&mut self, limits: BodyLimits, max: usize) -> Result<ReadBody, BodyError> {
         let exact = self.size_hint().exact();
         if exact.is_some_and(|length| length > max as u64) {
@@ -321,7 +323,8 @@ impl RequestBody {
         self.0.iter_mut().for_each(|inner| inner.attach_flow());
     }
 
-    /// Forward trailers, for upstream connections that can send them. Without this call they are dropped.
+    /// Forward trailers. Call this for upstream connections that can send them. Without this call, trailers are
+    /// dropped.
     pub fn allow_trailers(&mut self) {
         self.0.iter_mut().for_each(|inner| inner.forwards_trailers = true);
     }
@@ -336,8 +339,8 @@ impl RequestBodyInner {
         }
     }
 
-    /// Return whether the client exceeded its upload time. Once the response has begun, only bodies of known length are
-    /// timed.
+    /// Return whether the client has exceeded its upload time. After the response has begun, timeouts apply only to
+    /// bodies of known length.
     fn is_client_timed_out(&mut self, cx: &mut Context<'_>) -> bool {
         let is_timed =
             !self.progress.response_started.load(Ordering::Relaxed) || self.source.size_hint().exact().is_some();
@@ -371,9 +374,9 @@ impl RequestBodyInner {
         if let Poll::Ready(Some(Ok(frame))) = &polled
             && let Some(trailers) = frame.trailers_ref()
         {
-            // hyper reads trailers up to CR LF CR LF. If a line ends in LF alone, the trailers include the next
-            // request, and other servers see two requests (RFC 9112 §7.1). An empty trailer section can only be that
-            // case.
+            // hyper reads trailers up to CR LF CR LF. If a line ends with LF alone, the trailers include the next
+            // request, and other servers would see two requests (RFC 9112 §7.1). An empty trailer section can only be
+            // caused by this.
             if has_padding(trailers) || !self.is_http2 && trailers.is_empty() {
                 polled = Poll::Ready(Some(Err(BodyError::MalformedTrailers)));
             } else {
@@ -410,7 +413,7 @@ impl RequestBodyInner {
 
 // === A copy of a body, taken while it passes to an upstream ===
 
-/// Why a body was not copied.
+/// The reason why a body was not copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TeeError {
     /// The body exceeds the maximum size of a copy.
@@ -419,23 +422,23 @@ pub enum TeeError {
     Incomplete,
 }
 
-/// Hook for the end of a copied body.
+/// Hook for the end of a body that is copied.
 type OnTeeEnd = Box<dyn FnOnce(Result<RequestBody, TeeError>) + Send + Sync>;
 
-/// Copies a body while it is read. The bytes are copied, because chunks would keep alive the buffers that they were
+/// Copies a body while it is read. The bytes are copied, because chunks would keep the buffers in memory that they were
 /// read into.
 pub struct BodyTee {
     content: Vec<u8>,
-    /// Maximum length, which is reserved.
+    /// Maximum length, for which memory is reserved.
     max: usize,
     reservation: Option<BufferReservation>,
-    /// `None` once called.
+    /// `None` after the hook was called.
     on_end: Option<OnTeeEnd>,
 }
 
 impl BodyTee {
-    /// Create a copy of at most `max` bytes, which are reserved. `on_end` is called once with the copy, or with the
-    /// reason why there is none.
+    /// Create a copy of at most `max` bytes, for which memory is reserved. `on_end` is called once, with the copy or
+    /// with the reason why there is none.
     pub fn new(
         max: usize,
         reservation: BufferReservation,
@@ -451,7 +454,7 @@ impl BodyTee {
             return self.end(Err(TeeError::TooLarge));
         }
         if length > self.content.capacity() {
-            // Doubled as usual, but never beyond what is reserved.
+            // The capacity is doubled as usual, but never beyond the reserved size.
             let capacity = (2 * self.content.capacity()).clamp(length, self.max);
             self.content.reserve_exact(capacity - self.content.len());
         }
@@ -537,7 +540,7 @@ impl HttpBody for RequestBody {
 
 impl Drop for RequestBodyInner {
     fn drop(&mut self) {
-        // The end of a chunked body is unknown until it is polled.
+        // The end of a chunked body is unknown until the body is polled.
         if let Some(flow) = self.flow.as_ref().filter(|_| !self.progress.is_done()) {
             flow.abandon_request();
         }
@@ -547,26 +550,26 @@ impl Drop for RequestBodyInner {
 
 // === Responses sent before the request is read to its end: they must reach a client that is still sending ===
 
-/// Maximum length, in bytes, of a request body that is read to its end so that the connection can be reused.
+/// Maximum length in bytes of a request body that is read to its end so that the connection can be reused.
 const MAX_DRAINED_BODY: u64 = 64 << 10;
 
 /// Maximum time to read such a body.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Return whether the response may be sent before the request is read, and then closes the connection. For HTTP/2,
-/// hyper resets the stream instead (RFC 9113 §8.1).
+/// Return whether the response may be sent before the request has been read, so that the connection must then be
+/// closed. For HTTP/2, hyper resets the stream instead (RFC 9113 §8.1).
 pub fn has_unread_body(request: &Request<RequestBody>) -> bool {
     request.version() != Version::HTTP_2 && !request.body().is_end_stream() && !request.body().is_buffered()
 }
 
-/// Drain or abandon the body of a request that will not be forwarded.
+/// Read to the end or abandon the body of a request that will not be forwarded.
 pub fn discard_body(request: Box<Request<RequestBody>>, flow: &Arc<StreamFlow>) {
     if !has_unread_body(&request) {
         return;
     }
     let is_small = request.body().size_hint().exact().is_some_and(|length| length <= MAX_DRAINED_BODY);
-    // A client that sent `Expect: 100-continue` sends no body after a final response: the next request would be read as
-    // the body.
+    // A client that sent `Expect: 100-continue` sends no body after a final response, so the next request would be read
+    // as the body.
     if is_small && !request.headers().contains_key(EXPECT) {
         tokio::spawn(drain_body(request.into_body(), flow.clone()));
     } else {

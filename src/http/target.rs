@@ -8,12 +8,12 @@ use http::uri::Scheme;
 use http::{HeaderMap, Uri, Version};
 
 /// Return the host of a request in lower case, without port and without trailing dot. IPv6 addresses are in their
-/// shortest form. The host is that of the target if it has one (RFC 9112 §3.2.2), otherwise that of the single `Host`
-/// header. It is empty if an HTTP/1.0 request has neither.
+/// shortest form. The host is taken from the target if the target has one (RFC 9112 §3.2.2), otherwise from the single
+/// `Host` header. The result is empty if an HTTP/1.0 request has neither.
 ///
 /// # Errors
-/// The host is missing, repeated or malformed, or the scheme of the target is not http or https. The error is the
-/// problem detail.
+/// The host is missing, repeated or malformed, or the scheme of the target is not http or https. The error is the text
+/// of the problem detail.
 pub fn request_host<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Result<Cow<'a, str>, &'static str> {
     if uri.scheme().is_some_and(|scheme| *scheme != Scheme::HTTP && *scheme != Scheme::HTTPS) {
         return Err("the target is not one of http or https");
@@ -46,7 +46,7 @@ pub fn canonical_host(host: &str) -> Cow<'_, str> {
     if let Some(address) = inner.and_then(|inner| inner.parse::<Ipv6Addr>().ok()) {
         return Cow::Owned(format!("[{address}]"));
     }
-    // The trailing dot is the root label (RFC 1034 §3.1): with and without it, the name is the same host.
+    // The trailing dot is the root label (RFC 1034 §3.1), so the name is the same host with and without it.
     let host = host.strip_suffix('.').unwrap_or(host);
     if host.bytes().any(|byte| byte.is_ascii_uppercase()) {
         return Cow::Owned(host.to_ascii_lowercase());
@@ -106,11 +106,12 @@ pub enum PathError {
     NotCanonical,
 }
 
-/// Return the canonical form of a path. Characters permitted in a path are decoded, all others are encoded in upper
-/// case. Dot segments are resolved and `//` is merged (RFC 3986 §6.2.2, with the merging that servers do).
+/// Return the canonical form of a path. Characters that are permitted in a path are decoded, and all others are
+/// percent-encoded in upper case. Dot segments are resolved, and `//` is merged (RFC 3986 §6.2.2; servers merge slashes
+/// as well).
 ///
 /// # Errors
-/// Servers could interpret the path differently, see [`PathError`].
+/// Servers could interpret the path differently; see [`PathError`].
 pub fn canonical_path(path: &str) -> Result<Cow<'_, str>, PathError> {
     normalize(path, is_literal)
 }
@@ -119,7 +120,7 @@ pub fn canonical_path(path: &str) -> Result<Cow<'_, str>, PathError> {
 /// encoded. Some servers give `;` and `+` a meaning that `%3B` and `%2B` do not have.
 ///
 /// # Errors
-/// As for [`canonical_path`].
+/// The errors of [`canonical_path`].
 pub fn forwarded_path(path: &str) -> Result<Cow<'_, str>, PathError> {
     normalize(path, is_unreserved)
 }
@@ -134,7 +135,7 @@ fn normalize(path: &str, should_decode: fn(u8) -> bool) -> Result<Cow<'_, str>, 
     }
     let encoded = encode(path.as_bytes(), should_decode)?;
     let mut segments: Vec<&str> = Vec::new();
-    // A path that ends in `/`, `/.` or `/..` names a directory.
+    // A path that ends with `/`, `/.` or `/..` names a directory.
     let mut is_directory = false;
     for segment in encoded.split('/').skip(1) {
         is_directory = matches!(segment, "" | "." | "..");
@@ -157,7 +158,7 @@ fn normalize(path: &str, should_decode: fn(u8) -> bool) -> Result<Cow<'_, str>, 
     Ok(Cow::Owned(out))
 }
 
-/// Return whether there is nothing to decode, encode, resolve or merge. A `.` at the start of a segment takes the slow
+/// Return whether there is nothing to decode, encode, resolve or merge. A `.` at the start of a segment uses the slow
 /// path.
 fn is_canonical(path: &[u8]) -> bool {
     let mut previous = b'.';
@@ -171,7 +172,7 @@ fn is_canonical(path: &[u8]) -> bool {
     })
 }
 
-/// Return whether a character may appear unencoded in a path (RFC 3986 `pchar` and `/`).
+/// Return whether a character may be unencoded in a path (RFC 3986 `pchar` and `/`).
 fn is_literal(byte: u8) -> bool {
     is_unreserved(byte) || b"!$&'()*+,;=:@/".contains(&byte)
 }

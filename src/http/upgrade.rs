@@ -1,4 +1,5 @@
-//! Protocol upgrades (RFC 9110 §7.8): the offer of a client, the choice of an upstream, and the tunnel between them.
+//! Protocol upgrades (RFC 9110 §7.8): the protocols that a client offers, the choice of the upstream, and the tunnel
+//! between them.
 
 use std::io;
 use std::pin::{Pin, pin};
@@ -16,17 +17,17 @@ use tokio::time::timeout;
 
 use crate::limiter::clock::monotonic;
 
-/// Protocols that carry requests. Inside a tunnel, such requests would bypass routes and limits.
+/// Protocols that contain HTTP or TLS requests. Inside a tunnel, such requests would bypass routes and limits.
 const REQUEST_PROTOCOLS: [&str; 5] = ["h2c", "h2", "h3", "http", "tls"];
 
-/// The protocols that a client offers to upgrade to.
+/// The protocols to which a client offers to upgrade.
 #[derive(Debug)]
 pub struct UpgradeRequest(HeaderValue);
 
 impl UpgradeRequest {
     /// Return the offered protocols that may be forwarded, or `None` if there are none.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
-        // Without the `upgrade` option in `Connection`, the `Upgrade` header was left over from another connection.
+        // Without the option `upgrade` in `Connection`, the `Upgrade` header belongs to another connection.
         if !tokens(headers, &CONNECTION).any(|name| name.eq_ignore_ascii_case("upgrade")) {
             return None;
         }
@@ -40,7 +41,7 @@ impl UpgradeRequest {
         set_upgrade_headers(headers, self.0.clone());
     }
 
-    /// Return the protocols that a response switches to, or `None` unless all of them were offered.
+    /// Return the protocols to which a response switches, or `None` unless all of them were offered.
     pub fn accepted_protocols(&self, response_headers: &HeaderMap) -> Option<HeaderValue> {
         let is_offered = |protocol: &str| split_list(&self.0).any(|offered| offered.eq_ignore_ascii_case(protocol));
         let protocols: Vec<_> = tokens(response_headers, &UPGRADE).collect();
@@ -49,7 +50,7 @@ impl UpgradeRequest {
     }
 }
 
-/// Set `Connection` and `Upgrade` to the protocols of an offer or a switch.
+/// Set `Connection` and `Upgrade` to the protocols that are offered or selected.
 pub fn set_upgrade_headers(headers: &mut HeaderMap, protocols: HeaderValue) {
     headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
     headers.insert(UPGRADE, protocols);
@@ -70,7 +71,7 @@ fn split_list(value: &HeaderValue) -> impl Iterator<Item = &str> {
 
 // === Tunnel: bytes are copied between two upgraded connections until both directions have ended ===
 
-/// A tunnel agreed with both sides. It starts once the upgrade of both connections is complete.
+/// A tunnel on which both sides have agreed. The tunnel starts when the upgrade of both connections is complete.
 #[derive(Debug)]
 pub struct Tunnel {
     /// Upgrade of the client connection.
@@ -82,8 +83,8 @@ pub struct Tunnel {
 }
 
 impl Tunnel {
-    /// Copy bytes in both directions, and count the bytes sent to the client. The end of one direction is forwarded and
-    /// leaves the other open. Return whether both directions ended regularly.
+    /// Copy bytes in both directions, and count the bytes sent to the client. The end of one direction is forwarded,
+    /// and the other direction stays open. Return whether both directions ended regularly.
     pub async fn run(self, bytes_sent: &mut u64) -> bool {
         let (Ok(downstream), Ok(upstream)) = join(self.downstream, self.upstream).await else { return false };
         let activity = TunnelActivity { started_at: monotonic(), last_activity_ms: AtomicU64::new(0) };

@@ -1,4 +1,4 @@
-//! Access rules: the networks whose clients are allowed or denied, inline or from files.
+//! Access rules: the networks whose clients are allowed or denied, in the configuration or from files.
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::ops::Range;
@@ -12,15 +12,16 @@ use crate::config::file::FileSnapshot;
 /// Length of the prefix `::ffff:0:0/96` of IPv4-mapped IPv6 addresses (RFC 4291 §2.5.5.2).
 const MAPPED_PREFIX_LENGTH: u8 = 96;
 
-/// A set of networks: the disjoint address ranges of each family, sorted. A lookup is a binary search, so that its cost
-/// grows with the logarithm of the number of networks. IPv4-mapped IPv6 addresses and networks are IPv4.
+/// A set of networks, stored as the disjoint address ranges of each family in sorted order. A lookup is a binary
+/// search, so its cost grows with the logarithm of the number of networks. IPv4-mapped IPv6 addresses and networks
+/// count as IPv4.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NetworkSet {
     ipv4: Vec<AddressRange<u32>>,
     ipv6: Vec<AddressRange<u128>>,
 }
 
-/// All addresses from the first to the last.
+/// All addresses from the first to the last address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct AddressRange<A> {
     first: A,
@@ -44,7 +45,7 @@ impl NetworkSet {
         NetworkSet { ipv4: merge(ipv4, u32::checked_add), ipv6: merge(ipv6, u128::checked_add) }
     }
 
-    /// Return whether a network of the set has this address.
+    /// Return whether a network of the set contains this address.
     pub fn contains(&self, address: IpAddr) -> bool {
         match address.to_canonical() {
             IpAddr::V4(address) => contains(&self.ipv4, address.to_bits()),
@@ -59,7 +60,7 @@ impl NetworkSet {
 
     /// Return whether every address of a network is in the set.
     pub fn covers(&self, network: IpNet) -> bool {
-        // Ranges are merged, so a single range covers all addresses.
+        // Ranges are merged, so all addresses of a network are in a single range.
         match canonical_network(network) {
             IpNet::V4(network) => covers(&self.ipv4, network.network().to_bits(), network.broadcast().to_bits()),
             IpNet::V6(network) => covers(&self.ipv6, network.network().to_bits(), network.broadcast().to_bits()),
@@ -92,7 +93,7 @@ fn merge<A: Copy + Ord + From<u8>>(
     let mut merged: Vec<AddressRange<A>> = Vec::with_capacity(ranges.len());
     for range in ranges {
         match merged.last_mut() {
-            // The range ends at the last address of the family, so all later ranges are included.
+            // The range ends at the last address of the family, so it includes all later ranges.
             Some(last) if checked_add(last.last, A::from(1)).is_none_or(|next| range.first <= next) => {
                 last.last = last.last.max(range.last);
             }
@@ -103,7 +104,7 @@ fn merge<A: Copy + Ord + From<u8>>(
     merged
 }
 
-/// Return the range that could have an address: the last one that does not begin after it.
+/// Return the only range that can contain an address: the last one that does not begin after it.
 fn candidate<A: Copy + Ord>(ranges: &[AddressRange<A>], address: A) -> Option<&AddressRange<A>> {
     ranges[..ranges.partition_point(|range| range.first <= address)].last()
 }
@@ -130,7 +131,7 @@ pub fn parse_network(text: &str) -> Option<IpNet> {
 /// A line of a file that is not a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InvalidLine {
-    /// Byte range of the text in the file, without the spaces and the comment around it.
+    /// Byte range of the text in the file, without the surrounding spaces and the comment.
     pub span: Range<usize>,
 }
 
@@ -140,7 +141,7 @@ const MAX_INVALID_LINES: usize = 5;
 /// Parse a file of networks: one per line, with comments from `#` to the end of the line.
 ///
 /// # Errors
-/// The first invalid lines, and the number of further ones.
+/// The error contains the first invalid lines, and the number of further ones.
 pub fn parse_networks(text: &str) -> Result<NetworkSet, (Vec<InvalidLine>, usize)> {
     let (mut networks, mut invalid, mut further) = (Vec::new(), Vec::new(), 0);
     let mut line_start = 0;
@@ -161,14 +162,14 @@ pub fn parse_networks(text: &str) -> Result<NetworkSet, (Vec<InvalidLine>, usize
     if invalid.is_empty() { Ok(NetworkSet::new(networks)) } else { Err((invalid, further)) }
 }
 
-/// A file of networks that rules name. All rules that name it share it.
+/// A file of networks that rules name. All rules that name the file share this value.
 #[derive(Debug)]
 pub struct NetworkFile {
-    /// Name of the file as written in the first rule.
+    /// Name of the file as it is written in the first rule.
     pub name: Box<str>,
-    /// The file as read by the loader.
+    /// The file as the loader has read it.
     pub file: FileSnapshot,
-    /// The networks. Replaced when the file changes.
+    /// The networks. The value is replaced when the file changes.
     pub networks: ArcSwap<NetworkSet>,
 }
 
@@ -177,7 +178,7 @@ pub struct NetworkFile {
 /// `allow` and `deny` of a listener or a route. `deny` takes precedence.
 #[derive(Debug)]
 pub struct AccessRules {
-    /// Clients that are allowed. `None` allows all.
+    /// Clients that are allowed. `None` allows all clients.
     pub allow: Option<NetworkList>,
     /// Clients that are denied.
     pub deny: NetworkList,
@@ -192,20 +193,20 @@ pub struct NetworkList {
     pub files: Vec<Arc<NetworkFile>>,
 }
 
-/// Why a rule allows or denies a client.
+/// The reason why a rule allows or denies a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AccessDecision<'r> {
-    /// No `allow`, and no network of `deny` has the client.
+    /// There is no `allow`, and no network of `deny` contains the client address.
     NotDenied,
-    /// A network of `allow` has the client.
+    /// A network of `allow` contains the client address.
     Allowed(ListSource<'r>),
-    /// A network of `deny` has the client.
+    /// A network of `deny` contains the client address.
     Denied(ListSource<'r>),
-    /// `allow` is set, and no network of it contains the client.
+    /// `allow` is set, but no network of `allow` contains the client address.
     NotAllowed,
 }
 
-/// Where a network is from.
+/// The source of a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ListSource<'r> {
     /// The configuration file.
@@ -222,7 +223,7 @@ impl AccessDecision<'_> {
 }
 
 impl AccessRules {
-    /// Decide about a client.
+    /// Decide about a client address.
     pub fn decide(&self, client: IpAddr) -> AccessDecision<'_> {
         if let Some(source) = self.deny.find(client) {
             return AccessDecision::Denied(source);
@@ -279,7 +280,7 @@ mod tests {
         assert_eq!((networks.ipv4.len(), networks.ipv6.len()), (2, 1));
         assert_eq!(set(&["0.0.0.0/0", "255.255.255.255"]), set(&["0.0.0.0/0"]));
         assert_eq!(set(&["::/0", "ffff::/16"]), set(&["::/0"]));
-        // Bits after the prefix are ignored.
+        // Address bits after the prefix are ignored.
         assert_eq!(set(&["10.1.2.3/8"]), set(&["10.0.0.0/8"]));
     }
 
@@ -290,7 +291,7 @@ mod tests {
         for inside in ["10.9.9.9", "::ffff:10.9.9.9", "192.0.2.1", "::ffff:c000:201"] {
             assert!(networks.contains(address(inside)), "{inside}");
         }
-        // A network of IPv6 has no address of IPv4, even if it includes the mapped addresses.
+        // An IPv6 network contains no IPv4 address, even if it includes the mapped addresses.
         assert!(!set(&["::/0"]).contains(address("::ffff:10.0.0.1")));
         assert!(set(&["::ffff:0:0/96"]).contains(address("10.0.0.1")));
     }

@@ -1,4 +1,4 @@
-//! API keys and consumers. Keys are stored as hashes; all keys of a consumer are one identity.
+//! API keys and consumers. Keys are stored as hashes, and all keys of a consumer have the same identity.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -21,15 +21,16 @@ pub type KeyHash = [u8; 32];
 /// A provider of kind `api-key`.
 #[derive(Debug)]
 pub struct ApiKeyProvider {
-    /// Headers that may contain the key: 1 to [`MAX_PLACES`].
+    /// Headers that may contain the key. There are 1 to [`MAX_PLACES`] headers.
     pub places: Vec<KeyPlace>,
-    /// The consumers. Replaced when their file changes. Providers with the same file share these consumers.
+    /// The consumers. The value is replaced when the consumers file changes. Providers with the same file share these
+    /// consumers.
     pub consumers: Arc<ArcSwap<Consumers>>,
     /// `identify`: whether requests without a key are anonymous.
     pub anonymous_if_missing: bool,
     /// `identify`: handling of unknown keys.
     pub on_unknown: OnUnknownKey,
-    /// What a request without a key lacks: "an API key is required in the header `x-api-key`".
+    /// The text about a missing key, such as "an API key is required in the header `x-api-key`".
     pub missing: Arc<str>,
 }
 
@@ -41,18 +42,18 @@ pub const MAX_PLACES: usize = 8;
 pub struct KeyPlace {
     /// Name of the header.
     pub header: HeaderName,
-    /// Scheme before the key, compared case-insensitively. `None`: the whole value is the key.
+    /// Scheme before the key, which is compared case-insensitively. `None` if the whole value is the key.
     pub scheme: Option<Box<str>>,
 }
 
-/// An API key as sent.
+/// An API key in the form in which the client sent it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PresentedKey<'h> {
     pub(super) key: &'h [u8],
-    /// Bit set of the places that contain the key.
+    /// Bit set of the headers that contain the key.
     pub(super) places: u32,
     pub(super) source: KeySource,
-    /// Whether the key follows a scheme and looks like a token of another provider.
+    /// Whether the key follows a scheme and has the form of another provider's token.
     is_jwt_shaped: bool,
 }
 
@@ -61,9 +62,9 @@ pub(super) struct PresentedKey<'h> {
 pub enum OnUnknownKey {
     /// Reject the request with 401.
     Reject,
-    /// Treat the request as anonymous: the client network is the identity.
+    /// Treat the request as anonymous, so that the client network is the identity.
     Anonymous,
-    /// Treat the key as an identity of its own.
+    /// Treat each key as a separate identity.
     Accept,
 }
 
@@ -78,7 +79,7 @@ pub struct ConsumerKey {
     pub hash: KeyHash,
     /// The consumer.
     pub consumer: Arc<Consumer>,
-    /// Restrictions of the key. `None`: it is valid everywhere and forever.
+    /// Restrictions of the key. `None` if the key is valid on all routes and never expires.
     pub terms: Option<Box<KeyTerms>>,
 }
 
@@ -87,11 +88,11 @@ pub struct ConsumerKey {
 pub struct KeyTerms {
     /// Name of the key, for logs.
     pub name: Option<Box<str>>,
-    /// When the key expires, in µs since the Unix epoch.
+    /// Time at which the key expires, in µs since the Unix epoch.
     pub expires_us: Option<u64>,
     /// Whether the key is disabled.
     pub disabled: bool,
-    /// Names of the routes that the key is valid for. `None`: all routes.
+    /// Names of the routes for which the key is valid. `None` for all routes.
     pub routes: Option<Vec<Box<str>>>,
 }
 
@@ -102,19 +103,19 @@ pub struct Consumer {
     pub name: Box<str>,
     /// Tier that selects the variant of each limit.
     pub tier: Option<Box<str>>,
-    /// Variants of this consumer, by limit name. They take precedence over the tier.
+    /// Variants of this consumer, by limit name. These variants take precedence over the tier.
     pub variants: BTreeMap<Box<str>, Arc<LimitVariant>>,
 }
 
 /// Tier of anonymous clients.
 const ANONYMOUS_TIER: &str = "anonymous";
 
-/// The caller of a request, by its API key.
+/// The caller of a request, determined by its API key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Caller {
     /// The key belongs to this consumer.
     Consumer(Arc<Consumer>),
-    /// The key is unknown and accepted as an identity.
+    /// The key is unknown, and is accepted as an identity.
     Accepted(Box<[u8]>),
     /// The key is unknown or missing, and the client network is the identity.
     Anonymous,
@@ -133,7 +134,7 @@ impl Consumers {
     /// Add a key.
     ///
     /// # Errors
-    /// The key exists already. The error has its previous consumer.
+    /// The key exists already. The error contains the consumer that has the key.
     pub fn insert(&mut self, key: ConsumerKey) -> Result<(), Arc<Consumer>> {
         match self.0.insert(hash_prefix(&key.hash), key) {
             None => Ok(()),
@@ -146,7 +147,7 @@ impl Consumers {
         self.0.values()
     }
 
-    /// Return the consumers, once for each key.
+    /// Return the consumers. A consumer is repeated for each of its keys.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<Consumer>> {
         self.0.values().map(|key| &key.consumer)
     }
@@ -161,7 +162,7 @@ impl Consumers {
             return None;
         }
         let found = digest(&SHA256, key);
-        // The table is keyed by 8 bytes of the hash. The whole hash is compared in constant time, so that response
+        // The table is indexed by 8 bytes of the hash. The whole hash is compared in constant time, so that response
         // times reveal nothing about known hashes.
         let known = self.0.get(found.as_ref().first_chunk()?)?;
         verify_slices_are_equal(&known.hash, found.as_ref()).ok().map(|()| known)
@@ -169,7 +170,7 @@ impl Consumers {
 }
 
 impl ConsumerDirectory {
-    /// Return the consumers, once for each key.
+    /// Return the consumers. A consumer is repeated for each of its keys.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<Consumer>> {
         self.0.iter().flat_map(|consumers| consumers.iter())
     }
@@ -196,7 +197,7 @@ impl Consumer {
 }
 
 impl KeyPlace {
-    /// Return the key in the value of the header. `None`: the header has another scheme, or no key.
+    /// Return the key in the value of the header. Return `None` if the header has another scheme, or no key.
     fn key<'h>(&self, value: &'h [u8]) -> Option<&'h [u8]> {
         let key = match &self.scheme {
             None => value,
@@ -210,7 +211,7 @@ impl KeyPlace {
         (!key.is_empty()).then_some(key)
     }
 
-    /// Return whether the header of a request is a key. Without a scheme, any value is one.
+    /// Return whether the header of a request is a key. Without a scheme, any value is a key.
     pub(super) fn is_present(&self, headers: &HeaderMap) -> bool {
         self.scheme.is_none() || headers.get_all(&self.header).iter().any(|value| self.key(value.as_bytes()).is_some())
     }
@@ -279,7 +280,7 @@ impl ApiKeyProvider {
                 Some((first, header)) if first.key == key => {
                     (PresentedKey { places: first.places | presented.places, ..first }, header)
                 }
-                // A token for another provider, beside a key.
+                // The request has a token for another provider, in addition to a key.
                 Some((first, _)) if first.is_jwt_shaped && !presented.is_jwt_shaped => (presented, &place.header),
                 Some(first) if presented.is_jwt_shaped && !first.0.is_jwt_shaped => first,
                 Some((_, header)) => {
@@ -292,7 +293,8 @@ impl ApiKeyProvider {
 }
 
 impl Caller {
-    /// Return the variant of a limit for this caller: that of the consumer, else of the tier, else the default.
+    /// Return the variant of a limit for this caller: the variant of the consumer, else of the tier, else the default
+    /// variant.
     pub fn variant<'v>(&'v self, limit: &'v LimitSpec) -> &'v Arc<LimitVariant> {
         let tier = || match self {
             Caller::Consumer(consumer) => limit.tiers.get(consumer.tier.as_deref()?),
@@ -302,7 +304,7 @@ impl Caller {
         self.own_variant(limit).or_else(tier).unwrap_or(&limit.default_variant)
     }
 
-    /// Return the variant that the consumer itself has of a limit.
+    /// Return the variant of a limit that belongs to the consumer itself.
     pub fn own_variant(&self, limit: &LimitSpec) -> Option<&Arc<LimitVariant>> {
         match self {
             Caller::Consumer(consumer) => consumer.variants.get(&limit.name),

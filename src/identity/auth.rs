@@ -12,14 +12,14 @@ use crate::identity::forward::{Admission, Denial, ForwardProvider};
 use crate::identity::jwt::{self, Claims, JwtVerifier, TokenError};
 use crate::limiter::spec::{LimitSpec, LimitVariant};
 
-/// A provider, `[auth.NAME]`: verifies one kind of credential.
+/// A provider, `[auth.NAME]`, which verifies one kind of credential.
 #[derive(Debug)]
 pub struct AuthProvider {
     /// Name of the provider.
     pub name: Box<str>,
-    /// The kind of credential that it verifies.
+    /// The kind of credential that the provider verifies.
     pub kind: ProviderKind,
-    /// Whether a verified credential is forwarded to the upstream. Other credentials are always removed.
+    /// Whether a verified credential is forwarded to the upstream. All other credentials are removed.
     pub forward_credential: bool,
 }
 
@@ -38,7 +38,7 @@ pub enum ProviderKind {
     Forward(ForwardProvider),
 }
 
-/// Where the tier of a request comes from, `[tiers] from`.
+/// The source of a request's tier, `[tiers] from`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum TierSource {
     /// The consumer of the API key.
@@ -53,26 +53,27 @@ pub enum TierSource {
 /// The providers of a route, as indices into the providers of the configuration.
 #[derive(Debug)]
 pub struct RouteAuth {
-    /// `require`: alternatives, each with all of its members. Empty: no credential is required.
+    /// `require`: alternatives, each of which is a list of members that are all required. Empty if no credential is
+    /// required.
     pub required: Vec<Vec<usize>>,
     /// `identify`: providers that verify a credential without requiring one.
     pub identify: Vec<usize>,
-    /// All providers of the route, each once.
+    /// All providers of the route, without duplicates.
     pub providers: Vec<usize>,
-    /// Challenges of a 401, each once: at least one for each kind of the route (RFC 9110 §11.6.1).
+    /// Challenges of a 401, without duplicates: at least one for each kind of provider of the route (RFC 9110 §11.6.1).
     pub challenges: Vec<Challenge>,
-    /// Detail of a 401 for a request without any credential of `require`.
+    /// Detail of a 401 for a request without any credential that `require` accepts.
     pub missing: Arc<str>,
 }
 
-/// A challenge of `WWW-Authenticate`: the scheme, with its parameters.
+/// A challenge in `WWW-Authenticate`: the scheme with its parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Challenge {
     value: HeaderValue,
     is_bearer: bool,
 }
 
-/// The parts of a request that authentication reads.
+/// The parts of a request that authentication uses.
 #[derive(Debug, Clone, Copy)]
 pub struct AuthRequest<'r> {
     /// Request headers.
@@ -81,11 +82,11 @@ pub struct AuthRequest<'r> {
     pub has_client_cert: bool,
     /// Name of the route.
     pub route: &'r str,
-    /// Time in µs since the Unix epoch.
+    /// Current time in µs since the Unix epoch.
     pub now_us: u64,
 }
 
-/// The verified credentials of a request, by provider. Empty for a route without providers.
+/// The verified credentials of a request, by provider. The list is empty for a route without providers.
 #[derive(Debug, Clone, Default)]
 pub struct Credentials<'a> {
     providers: &'a [AuthProvider],
@@ -99,25 +100,25 @@ pub struct Credentials<'a> {
 pub enum Verification {
     /// The request has no credential of this kind.
     Absent,
-    /// The credential has another shape or another issuer. It is invalid, unless another provider of the route verifies
-    /// it.
+    /// The credential has another format or another issuer. The credential is invalid, unless another provider of the
+    /// route verifies it.
     Foreign(AuthError),
     /// The credential is valid.
     Valid(Proof),
     /// The credential is invalid.
     Invalid(AuthError),
-    /// The credential is valid, but without the right.
+    /// The credential is valid, but lacks the required right.
     Forbidden(AuthError),
     /// The credential cannot be verified at the moment.
     Unavailable(AuthError),
-    /// The result needs another server, or a password hash: see [`AuthError::Pending`].
+    /// The result needs another server, or a password hash; see [`AuthError::Pending`].
     Pending,
 }
 
 /// A verified credential.
 #[derive(Debug, Clone)]
 pub enum Proof {
-    /// The caller of an API key, and the headers that contain the key, as a bit set of [`ApiKeyProvider::places`].
+    /// The caller of an API key, and the headers that contain the key as a bit set of [`ApiKeyProvider::places`].
     ApiKey(Caller, u32),
     /// The claims of a token.
     Jwt(Arc<Claims>),
@@ -132,7 +133,7 @@ pub enum Proof {
 /// Reason why a request is not authenticated. Errors never contain parts of a credential.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AuthError {
-    /// The request has no credential that `require` admits.
+    /// The request has no credential that `require` accepts.
     #[error("{0}")]
     Missing(Arc<str>),
     /// The API key is unknown or disabled.
@@ -159,10 +160,10 @@ pub enum AuthError {
     /// The user name or the password is wrong.
     #[error(transparent)]
     Basic(#[from] BasicError),
-    /// The authentication server denied the request. The client gets its response.
+    /// The authentication server denied the request. The client gets the response of the server.
     #[error("the authentication server denied the request with status {}", .0.status.as_u16())]
     Denied(Arc<Denial>),
-    /// The credential cannot be verified at the moment. The client should retry.
+    /// The credential cannot be verified at the moment. The client should retry later.
     #[error("{0}")]
     Unavailable(&'static str),
     /// The provider with this index cannot decide without waiting. No client gets this error: the caller waits for the
@@ -181,7 +182,7 @@ pub enum KeySource {
 }
 
 impl ProviderKind {
-    /// Return the kind as in the configuration.
+    /// Return the kind as it is written in the configuration.
     pub fn label(&self) -> &'static str {
         match self {
             ProviderKind::ApiKey(_) => "api-key",
@@ -205,8 +206,8 @@ impl AuthProvider {
         places.iter().map(|place| &place.header).chain(names)
     }
 
-    /// Return the headers of an authentication server that identify the client to upstreams. Only trusted proxies may
-    /// send them on other routes.
+    /// Return the headers of an authentication server that identify the client to upstreams. On other routes, only
+    /// trusted proxies may send these headers.
     pub fn identity_headers(&self) -> impl Iterator<Item = &HeaderName> {
         let names = match &self.kind {
             ProviderKind::Forward(forward) => &forward.settings.response_headers[..],
@@ -228,13 +229,14 @@ impl AuthProvider {
 }
 
 impl Challenge {
-    /// Create a challenge, such as `ApiKey` or `Basic realm="api"`. Return `None` if it is not a valid header value.
+    /// Create a challenge, such as `ApiKey` or `Basic realm="api"`. Return `None` if the challenge is not a valid
+    /// header value.
     pub fn new(text: &str) -> Option<Self> {
         let value = HeaderValue::from_str(text).ok()?;
         Some(Challenge { value, is_bearer: text.eq_ignore_ascii_case("bearer") })
     }
 
-    /// Return the value of `WWW-Authenticate`. `Bearer` has the error attribute of RFC 6750 §3.1.
+    /// Return the value of `WWW-Authenticate`. A `Bearer` challenge contains the error attribute of RFC 6750 §3.1.
     pub fn value(&self, error: &AuthError) -> HeaderValue {
         match self.is_bearer && error.is_invalid_bearer_token() {
             true => HeaderValue::from_static("Bearer error=\"invalid_token\""),
@@ -258,7 +260,7 @@ impl AuthError {
         }
     }
 
-    /// Return whether the request had a bearer token, JWT or API key, that is invalid.
+    /// Return whether the request had an invalid bearer token, which may be a JWT or an API key.
     fn is_invalid_bearer_token(&self) -> bool {
         matches!(
             self,
@@ -270,10 +272,11 @@ impl AuthError {
 }
 
 impl RouteAuth {
-    /// Verify the credentials of a request. The credentials contain all that was checked, also if there is an error.
+    /// Verify the credentials of a request. The credentials contain the results of all checks, even if there is an
+    /// error.
     ///
     /// # Errors
-    /// The request is rejected, or a provider has to wait: [`AuthError::Pending`].
+    /// The request is rejected, or a provider has to wait. In the second case, the error is [`AuthError::Pending`].
     pub fn authenticate<'a>(
         &'a self,
         providers: &'a [AuthProvider],
@@ -290,7 +293,7 @@ impl<'a> Credentials<'a> {
     /// Continue after [`AuthError::Pending`] with the result of that provider. Earlier results are kept.
     ///
     /// # Errors
-    /// As for [`RouteAuth::authenticate`].
+    /// The errors of [`RouteAuth::authenticate`].
     pub fn resume(&mut self, index: usize, result: Verification, request: &AuthRequest<'_>) -> Result<(), AuthError> {
         self.checked.retain(|(checked, _)| *checked != index);
         self.checked.push((index, result));
@@ -345,7 +348,7 @@ impl<'a> Credentials<'a> {
         })
     }
 
-    /// Return the value of a header of the first authentication server that sent it, if it has a single value.
+    /// Return the value of a header from the first authentication server that sent it, if there is a single value.
     pub fn forward_header(&self, name: &HeaderName) -> Option<&[u8]> {
         self.admissions().find_map(|admission| admission.identity(name))
     }
@@ -357,7 +360,8 @@ impl<'a> Credentials<'a> {
         })
     }
 
-    /// Return the variant of a limit for the request: that of the consumer, else of the tier, else the default.
+    /// Return the variant of a limit for the request: the variant of the consumer, else of the tier, else the default
+    /// variant.
     pub fn variant<'v>(&'v self, limit: &'v LimitSpec, source: &TierSource) -> &'v Arc<LimitVariant> {
         let caller = self.caller();
         let tier = match source {
@@ -384,7 +388,7 @@ impl<'a> Credentials<'a> {
     }
 
     /// Remove the credentials that are not forwarded: all credentials that the providers of the route read, except
-    /// those that they verified and forward.
+    /// those that they have verified and forward.
     pub fn remove_from(&self, headers: &mut HeaderMap) {
         let Some(route) = self.route else { return };
         for index in &route.providers {
@@ -397,8 +401,8 @@ impl<'a> Credentials<'a> {
         }
     }
 
-    /// Set the headers of the authentication servers that admitted the request. The client's own headers of these names
-    /// are always removed.
+    /// Set the headers of the authentication servers that admitted the request. The client's own headers with these
+    /// names are always removed.
     pub fn set_forward_headers(&self, headers: &mut HeaderMap) {
         let Some(route) = self.route else { return };
         for index in &route.providers {
@@ -417,7 +421,7 @@ impl<'a> Credentials<'a> {
         }
     }
 
-    /// Return whether a provider verified the credential in a header and forwards it.
+    /// Return whether a provider has verified the credential in a header and forwards it.
     fn is_forwarded(&self, header: &HeaderName) -> bool {
         self.checked.iter().any(|(index, verification)| {
             let provider = &self.providers[*index];
@@ -437,7 +441,8 @@ impl<'a> Credentials<'a> {
                     Verification::Valid(_) => {}
                     Verification::Absent => continue 'alternatives,
                     Verification::Foreign(error) => {
-                        // The response of an authentication server says more than the error of a foreign credential.
+                        // The response of an authentication server is more informative than the error about a foreign
+                        // credential.
                         if foreign.as_ref().is_none_or(|(_, known)| is_denied(error) && !is_denied(known)) {
                             foreign = Some((*index, error.clone()));
                         }
@@ -462,8 +467,8 @@ impl<'a> Credentials<'a> {
         Err(unavailable.or(forbidden).or(invalid).unwrap_or_else(|| AuthError::Missing(route.missing.clone())))
     }
 
-    /// Return whether the credential that is foreign to a provider is valid for another one of the route, or was not
-    /// checked by it.
+    /// Return whether a credential that is foreign to one provider is valid for another provider of the route, or was
+    /// not checked by it.
     fn may_be_for_another(&self, index: usize, route: &RouteAuth) -> bool {
         let shares_header = |other: usize| {
             self.providers[other].headers().any(|header| self.providers[index].headers().any(|own| own == header))
@@ -495,15 +500,15 @@ impl<'a> Credentials<'a> {
         self.check_foreign(route, request)
     }
 
-    /// Reject credentials of `identify` that have another shape and that no provider verified. A token is such a
-    /// credential, whatever `on_unknown` says about keys. So tokens are checked first.
+    /// Reject credentials of `identify` that have another format and that no provider has verified. A token can be such
+    /// a credential, whatever `on_unknown` is set to for keys. Tokens are therefore checked first.
     fn check_foreign(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
         let mut unknown_keys = Vec::new();
         for index in &route.identify {
             let Verification::Foreign(error) = self.verify(*index, request) else { continue };
             let error = error.clone();
             match error {
-                // Without its admission the request continues, as without a credential.
+                // Without an admission by the server, the request continues as without a credential.
                 AuthError::Denied(_) => {}
                 _ if self.is_verified_elsewhere(*index) => {}
                 AuthError::UnknownApiKey(_) => unknown_keys.push(*index),
@@ -513,7 +518,7 @@ impl<'a> Credentials<'a> {
         unknown_keys.into_iter().try_for_each(|index| self.unknown_key(index, request))
     }
 
-    /// Return whether another provider verified the credential in a header that this provider reads.
+    /// Return whether another provider has verified the credential in a header that this provider reads.
     fn is_verified_elsewhere(&self, index: usize) -> bool {
         self.checked.iter().any(|(other, verification)| {
             let mut verified = self.providers[*other].verified_headers(verification);
@@ -539,7 +544,7 @@ impl<'a> Credentials<'a> {
         }
     }
 
-    /// Return the result of a provider. Each provider verifies once.
+    /// Return the result of a provider. Each provider verifies only once.
     fn verify(&mut self, index: usize, request: &AuthRequest<'_>) -> &Verification {
         let position = self.checked.iter().position(|(checked, _)| *checked == index).unwrap_or_else(|| {
             self.checked.push((index, self.providers[index].verify(request)));
@@ -557,9 +562,9 @@ impl AuthProvider {
         }
     }
 
-    /// Return whether a header is removed unless a provider verified and forwards it: it contains a credential that this
-    /// provider would read. `place` is the index of the header. The headers that an authentication server reads, such
-    /// as cookies, may also have other uses. For them the configuration alone decides.
+    /// Return whether a header is removed unless a provider has verified and forwards it, because it contains a
+    /// credential that this provider would read. `place` is the index of the header. The headers that an authentication
+    /// server reads, such as cookies, may also have other uses. For these headers, only the configuration decides.
     fn removes(&self, place: usize, headers: &HeaderMap) -> bool {
         match &self.kind {
             ProviderKind::ApiKey(keys) => keys.places[place].is_present(headers),
@@ -570,7 +575,7 @@ impl AuthProvider {
         }
     }
 
-    /// Return the headers that contain the credential that the provider verified.
+    /// Return the headers that contain the credential that the provider has verified.
     fn verified_headers(&self, verification: &Verification) -> impl Iterator<Item = &HeaderName> + use<'_> {
         let places = match verification {
             Verification::Valid(Proof::ApiKey(_, places)) => *places,

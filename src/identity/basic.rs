@@ -1,7 +1,8 @@
 //! HTTP Basic authentication (RFC 7617): verifies user name and password against a file that Apache's `htpasswd` writes.
 //!
-//! A bcrypt hash costs milliseconds of CPU on purpose. Credentials that were verified within the last minute cost one
-//! HMAC. Other credentials wait for a blocking thread. The number of hashes that are computed or queued is bounded.
+//! Computing a bcrypt hash intentionally takes milliseconds of CPU time. For credentials that were verified within the
+//! last minute, only one HMAC is computed. All other credentials wait for a blocking thread. The number of hashes that
+//! are being computed or queued is bounded.
 
 use std::collections::HashMap;
 use std::hint::black_box;
@@ -32,27 +33,27 @@ use crate::limiter::clock::monotonic;
 /// Time for which verified credentials are not hashed again.
 const VERIFIED_TTL: Duration = Duration::from_secs(60);
 
-/// Time for which rejected credentials are not hashed again: a client with a wrong password that retries costs little.
+/// Time for which rejected credentials are not hashed again, so that a client that retries with a wrong password costs
+/// little CPU.
 const REJECTED_TTL: Duration = Duration::from_secs(10);
 
-/// Maximum number of remembered credentials, for verified and for rejected credentials each. An entry takes about 100
-/// bytes.
+/// Maximum number of cached credentials, for verified and for rejected credentials each. An entry uses about 100 bytes.
 const MAX_REMEMBERED: usize = 10_000;
 
-/// Maximum number of requests that wait for a hash. More are rejected with 503.
+/// Maximum number of requests that wait for a hash. Further requests are rejected with 503.
 const MAX_QUEUED: usize = 100;
 
 /// Maximum time that a request waits until its hash is computed.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum length of user name, colon and password, in bytes. Longer credentials are rejected: the cost of an apr1 hash
-/// grows with the length of the password.
+/// Maximum length of user name, colon and password in bytes. Longer credentials are rejected, because the cost of an
+/// apr1 hash grows with the length of the password.
 const MAX_CREDENTIALS: usize = 1024;
 
-/// Highest accepted cost of bcrypt: 2^16 rounds take about 4 s.
+/// Highest cost of bcrypt that is accepted: 2^16 rounds take about 4 s.
 const MAX_BCRYPT_COST: u32 = 16;
 
-/// Reason why Basic credentials are rejected. Errors never contain parts of the credentials.
+/// The reason why Basic credentials are rejected. Errors never contain parts of the credentials.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum BasicError {
     /// The header is not base64 of `USER:PASSWORD`, has control characters, or is longer than 1 KiB.
@@ -66,9 +67,9 @@ pub enum BasicError {
 /// A provider of kind `basic`.
 #[derive(Debug)]
 pub struct BasicProvider {
-    /// The users. Kept on reload if their file is unchanged.
+    /// The users. A reload keeps the users if their file is unchanged.
     pub verifier: Arc<BasicVerifier>,
-    /// Name of the protected area, for `WWW-Authenticate`.
+    /// Name of the protected area (realm) in `WWW-Authenticate`.
     pub realm: Box<str>,
 }
 
@@ -82,7 +83,8 @@ impl BasicProvider {
         }
     }
 
-    /// Verify the Basic credentials of a request, with a hash if needed. Dropping the future leaves the queue.
+    /// Verify the Basic credentials of a request, and compute a hash if necessary. Dropping the future removes the
+    /// request from the queue.
     pub async fn verify_with_hash(&self, headers: &HeaderMap) -> Verification {
         let user = match self.lookup_request(headers) {
             Ok(BasicLookup::Verified(user)) => Ok(Ok(user)),
@@ -109,12 +111,12 @@ impl BasicProvider {
     }
 }
 
-/// Too many passwords are being verified. The client should retry.
+/// Too many passwords are being verified. The client should retry later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("too many passwords are being verified at the moment")]
 pub struct VerificationBusy;
 
-/// The users of one file. The users can be replaced while requests are verified.
+/// The users of one file. The users can be replaced while requests are being verified.
 #[derive(Debug)]
 pub struct BasicVerifier {
     users: ArcSwap<UserTable>,
@@ -126,7 +128,7 @@ pub struct BasicVerifier {
 #[derive(Debug)]
 struct UserTable {
     htpasswd: Htpasswd,
-    /// Key of the digests. It is random, so that the digests in memory are of no use to guess passwords.
+    /// Key of the digests. The key is random, so that the digests in memory cannot be used to guess passwords.
     key: Key,
     verified: Cache<Fingerprint, Instant>,
     rejected: Cache<Fingerprint, Instant>,
@@ -138,7 +140,7 @@ type Fingerprint = [u8; 32];
 /// The result of a lookup that computes no password hash.
 #[derive(Debug)]
 pub enum BasicLookup {
-    /// The credentials are those of this user.
+    /// The credentials belong to this user.
     Verified(Box<str>),
     /// The password must be hashed.
     Unverified(UnverifiedUser),
@@ -154,7 +156,7 @@ pub struct UnverifiedUser {
 }
 
 impl BasicVerifier {
-    /// Create a verifier for these users. It computes hashes on at most half of the processors.
+    /// Create a verifier for these users. The verifier computes hashes on at most half of the processors.
     pub fn new(htpasswd: Htpasswd) -> Self {
         let processors = available_parallelism().map_or(1, usize::from);
         BasicVerifier {
@@ -164,7 +166,7 @@ impl BasicVerifier {
         }
     }
 
-    /// Replace the users, and forget which credentials were verified.
+    /// Replace the users, and clear the cache of verified credentials.
     pub fn replace_users(&self, htpasswd: Htpasswd) {
         self.users.store(Arc::new(UserTable::new(htpasswd)));
     }
@@ -186,10 +188,10 @@ impl BasicVerifier {
     pub fn lookup(&self, credentials: &[u8]) -> Result<BasicLookup, BasicError> {
         let (pair, colon) = decode(credentials).ok_or(BasicError::Malformed)?;
         let (user, password) = (&pair[..colon], &pair[colon + 1..]);
-        // Users in the file are UTF-8, so any other name is unknown. The password may have any encoding.
+        // User names in the file are UTF-8, so any other name is unknown. The password may have any encoding.
         let user = str::from_utf8(user).map_err(|_| BasicError::Rejected)?;
         let table = self.users.load();
-        // A name has no colon, so the decoded pair is unambiguous.
+        // A user name contains no colon, so the decoded pair is unambiguous.
         let fingerprint = table.fingerprint(&pair);
         if is_remembered(&table.verified, &fingerprint) {
             return Ok(BasicLookup::Verified(user.into()));
@@ -205,11 +207,12 @@ impl BasicVerifier {
         }))
     }
 
-    /// Hash the password of a user and return the name if the password is right. Dropping the future leaves the queue.
+    /// Hash the password of a user, and return the name if the password is correct. Dropping the future removes the
+    /// request from the queue.
     ///
     /// # Errors
-    /// The queue is full, or the request waited 5 s in it. The inner error: the user is unknown, or the password is
-    /// wrong.
+    /// The queue is full, or the request has waited in it for 5 s. The inner error means that the user is unknown, or
+    /// the password is wrong.
     pub async fn verify(&self, unverified: UnverifiedUser) -> Result<Result<Box<str>, BasicError>, VerificationBusy> {
         let UnverifiedUser { table, user, password, fingerprint } = unverified;
         let permit = {
@@ -217,7 +220,7 @@ impl BasicVerifier {
             let permit = timeout(QUEUE_TIMEOUT, self.permits.clone().acquire_owned()).await;
             permit.map_err(|_| VerificationBusy)?.map_err(|_| VerificationBusy)?
         };
-        // A request with the same credentials may have been ahead in the queue.
+        // A request with the same credentials may have been earlier in the queue.
         if is_remembered(&table.verified, &fingerprint) {
             return Ok(Ok(user));
         }
@@ -240,7 +243,8 @@ impl BasicVerifier {
 impl UserTable {
     fn new(htpasswd: Htpasswd) -> Self {
         let mut key = [0; 32];
-        // Without random bytes, TLS could not start either. The key is then public, as hashes in a file are.
+        // If there are no random bytes, TLS cannot start either. The key is then known to anyone, as are the hashes in
+        // a file.
         let _ = rand::fill(&mut key);
         UserTable {
             htpasswd,
@@ -252,7 +256,7 @@ impl UserTable {
 
     fn fingerprint(&self, pair: &[u8]) -> Fingerprint {
         let mut fingerprint = Fingerprint::default();
-        // SHA-256 has 32 bytes.
+        // A SHA-256 hash has 32 bytes.
         fingerprint.copy_from_slice(hmac::sign(&self.key, pair).as_ref());
         fingerprint
     }
@@ -297,13 +301,14 @@ fn credentials_of(value: &[u8]) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case(b"basic").then(|| credentials.trim_ascii())
 }
 
-/// Return whether a request has Basic credentials, in any line.
+/// Return whether a request has Basic credentials, in any header line.
 pub(super) fn has_basic_credentials(headers: &HeaderMap) -> bool {
     headers.get_all(AUTHORIZATION).iter().any(|value| credentials_of(value.as_bytes()).is_some())
 }
 
-/// Decode `USER:PASSWORD`. Return the bytes and the index of the first colon: a password may contain colons, a user
-/// name may not (RFC 7617 §2). `None` if the encoding is invalid, the colon is missing, or there are control characters.
+/// Decode `USER:PASSWORD`. Return the bytes and the index of the first colon: a password may contain colons, but a user
+/// name may not (RFC 7617 §2). Return `None` if the encoding is invalid, the colon is missing, or there are control
+/// characters.
 fn decode(credentials: &[u8]) -> Option<(Vec<u8>, usize)> {
     if credentials.len() > MAX_CREDENTIALS.div_ceil(3) * 4 {
         return None;
@@ -326,16 +331,16 @@ pub struct Htpasswd {
     hashes: Vec<PasswordHash>,
 }
 
-/// A hash that a password is compared with.
+/// A hash with which a password is compared.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum PasswordHash {
     /// `$2y$COST$SALT-AND-HASH`, also `$2a$` and `$2b$`.
     Bcrypt(Box<str>),
-    /// `$apr1$SALT$HASH`, MD5 in 1,000 rounds.
+    /// `$apr1$SALT$HASH`, which is MD5 in 1,000 rounds.
     Apr1 { salt: Box<[u8]>, digest: Box<[u8]> },
 }
 
-/// An error in an htpasswd file. It names the line and the user, never the hash.
+/// An error in an htpasswd file. The error contains the line and the user, but never the hash.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {fault}")]
 pub struct HtpasswdError {
@@ -386,10 +391,10 @@ impl Htpasswd {
     /// Parse an htpasswd file: lines of `USER:HASH`, empty lines, and comments that start with `#`.
     ///
     /// # Errors
-    /// The first line that is not valid, or whose hash is neither bcrypt nor apr1.
+    /// The error is the first line that is not valid, or whose hash is neither bcrypt nor apr1.
     pub fn parse(content: &[u8]) -> Result<Self, HtpasswdError> {
         let mut source = [0; 32];
-        // SHA-256 has 32 bytes.
+        // A SHA-256 hash has 32 bytes.
         source.copy_from_slice(digest(&SHA256, content).as_ref());
         let mut htpasswd = Htpasswd { source, users: HashMap::new(), hashes: Vec::new() };
         for (index, line) in content.split(|byte| *byte == b'\n').enumerate() {
@@ -402,7 +407,7 @@ impl Htpasswd {
             if user.is_empty() {
                 return Err(at(Fault::NoUser));
             }
-            // Apache ignores what follows a second colon.
+            // Apache ignores the text after a second colon.
             let hash = rest.split(':').next().unwrap_or_default();
             let hash = PasswordHash::parse(user, hash).map_err(at)?;
             if htpasswd.users.insert(user.into(), htpasswd.hashes.len()).is_some() {
@@ -414,7 +419,7 @@ impl Htpasswd {
     }
 
     /// Return whether this is the password of the user. The check takes as long for an unknown user: the password is
-    /// hashed with the salt and the cost of another user, which is always the same user for a name.
+    /// hashed with the salt and the cost of another user, which is always the same user for the same name.
     fn verify(&self, user: &str, password: &[u8]) -> bool {
         if let Some(index) = self.users.get(user) {
             return self.hashes[*index].verify(password);
@@ -453,15 +458,16 @@ impl PasswordHash {
             _ if text.starts_with("$5$") => unsupported("SHA-256 crypt"),
             _ if text.starts_with("$6$") => unsupported("SHA-512 crypt"),
             _ if text.starts_with("$2x$") => unsupported("a faulty implementation of bcrypt (`$2x$`)"),
-            // A crypt hash cannot be distinguished from a password of 13 characters.
+            // A crypt hash cannot be distinguished from a plain-text password of 13 characters.
             _ => unsupported("crypt, or not hashed at all"),
         }
     }
 
-    /// Return whether the password has this hash. The time does not depend on where the hashes differ.
+    /// Return whether the password has this hash. The duration does not depend on the position at which the hashes
+    /// differ.
     fn verify(&self, password: &[u8]) -> bool {
         match self {
-            // Like htpasswd, bcrypt uses the first 72 bytes of a password.
+            // Like `htpasswd`, bcrypt uses only the first 72 bytes of a password.
             PasswordHash::Bcrypt(hash) => bcrypt::verify(password, hash).unwrap_or(false),
             PasswordHash::Apr1 { salt, digest } => {
                 verify_slices_are_equal(&apr1_digest(password, salt), digest).is_ok()
@@ -520,7 +526,7 @@ fn apr1_digest(password: &[u8], salt: &[u8]) -> [u8; APR1_LENGTH] {
 mod tests {
     use super::*;
 
-    /// A comment, an empty line, and a line with the end of a line of Windows.
+    /// The file has a comment, an empty line, and a line with a Windows line ending.
     const FILE: &str = "# users\n\nalice:$apr1$r31.....$HqJZimcKQFAMYayBlzkrA/\r\n";
 
     fn encode(pair: &[u8]) -> Vec<u8> {
@@ -529,7 +535,8 @@ mod tests {
 
     #[test]
     fn apr1_digests_are_those_of_apache() {
-        // The first is the example of `htpasswd` in Apache's documentation, the others are of `openssl passwd -apr1`.
+        // The first hash is the example of `htpasswd` in Apache's documentation, the others come from
+        // `openssl passwd -apr1`.
         for (password, salt, expected) in [
             ("myPassword", "r31.....", "HqJZimcKQFAMYayBlzkrA/"),
             ("", "abcdefgh", "L.PT565ESX4Tp2bqNs7Ie."),

@@ -1,5 +1,5 @@
-//! The client certificate of a connection: its subject as an unambiguous string (RFC 4514), and its header form (RFC
-//! 9440).
+//! The client certificate of a connection: its subject as an unambiguous string (RFC 4514), and its form in headers
+//! (RFC 9440).
 
 use std::fmt::Write;
 use std::sync::OnceLock;
@@ -19,7 +19,7 @@ pub enum ClientCertError {
     /// The certificate cannot be parsed.
     #[error("the client's certificate is malformed")]
     Malformed,
-    /// The certificate has expired. TLS session resumption does not check this.
+    /// The certificate has expired. TLS session resumption does not check the expiry.
     #[error("the client's certificate has expired since the TLS session began")]
     Expired,
 }
@@ -28,7 +28,7 @@ pub enum ClientCertError {
 /// certificates that follow its own.
 const MAX_CHAIN_HEADER: usize = 16 << 10;
 
-/// The verified certificate of a client, followed by the certificates that the client sent with it.
+/// The verified certificate of a client, followed by the other certificates that the client sent.
 #[derive(Debug)]
 pub struct ClientCertificate {
     chain: Vec<CertificateDer<'static>>,
@@ -40,19 +40,19 @@ pub struct ClientCertificate {
 pub struct CertificateHeaders {
     /// `Client-Cert`: the certificate (§2.2).
     pub certificate: HeaderValue,
-    /// `Client-Cert-Chain`: the certificates that followed it (§2.3). `None` if there are no such certificates, or too
-    /// many.
+    /// `Client-Cert-Chain`: the other certificates of the chain (§2.3). `None` if there are no such certificates, or
+    /// too many.
     pub chain: Option<HeaderValue>,
 }
 
 impl ClientCertificate {
-    /// Keep the certificates of a TLS session, that of the client first.
+    /// Keep the certificates of a TLS session. The certificate of the client is the first.
     pub fn new(chain: &[CertificateDer<'_>]) -> Self {
         let chain = chain.iter().map(|certificate| certificate.clone().into_owned()).collect();
         ClientCertificate { chain, headers: OnceLock::new() }
     }
 
-    /// Return the header values. The first call encodes them.
+    /// Return the header values. The first call encodes the values.
     pub fn headers(&self) -> Option<&CertificateHeaders> {
         let encode = || {
             let (first, rest) = self.chain.split_first()?;
@@ -73,7 +73,7 @@ fn byte_sequence(bytes: &[u8]) -> String {
     format!(":{}:", STANDARD.encode(bytes))
 }
 
-/// Attribute types with a short name: those of RFC 4514 §3, and two that OpenSSL names the same way.
+/// Attribute types with a short name: the types of RFC 4514 §3, and two types that OpenSSL names in the same way.
 const ATTRIBUTE_NAMES: [(&str, &str); 11] = [
     ("2.5.4.3", "CN"),
     ("2.5.4.7", "L"),
@@ -88,9 +88,9 @@ const ATTRIBUTE_NAMES: [(&str, &str); 11] = [
     ("2.5.4.5", "serialNumber"),
 ];
 
-/// Return the subject of a verified certificate (DER). Return `None` if it is empty, because many clients could share
-/// an empty subject. `now_s` is in seconds since the Unix epoch. The expiration is checked again, because resuming a
-/// TLS session does not check it.
+/// Return the subject of a verified certificate (DER). Return `None` if the subject is empty, because many clients
+/// could share an empty subject. `now_s` is the current time in seconds since the Unix epoch. The expiration is checked
+/// again, because resuming a TLS session does not check it.
 ///
 /// # Errors
 /// The certificate has expired or is malformed.
@@ -103,7 +103,7 @@ pub fn subject(certificate: &[u8], now_s: i64) -> Result<Option<Box<str>>, Clien
     Ok((!text.is_empty()).then(|| text.into()))
 }
 
-/// Format a name, last RDN first, separated by `,`. Attributes of one RDN are separated by `+`.
+/// Format a name with the last RDN first, separated by `,`. Attributes of one RDN are separated by `+`.
 fn format_name(name: &X509Name<'_>) -> Result<String, ClientCertError> {
     let parts: Vec<_> = name.iter_rdn().collect();
     let mut text = String::new();
@@ -127,12 +127,12 @@ fn write_attribute(text: &mut String, attribute: &AttributeTypeAndValue<'_>) -> 
             text.push('=');
             escape(text, value);
         }
-        // Other types and values are written as their DER encoding (RFC 4514 §2.4).
+        // All other types and values are written as their DER encoding (RFC 4514 §2.4).
         (name, _) => {
             text.push_str(name.unwrap_or(&oid));
             text.push_str("=#");
             for byte in attribute.attr_value().to_der_vec().map_err(|_| ClientCertError::Malformed)? {
-                // Writing to a string does not fail.
+                // Writing to a string cannot fail.
                 let _ = write!(text, "{byte:02X}");
             }
         }

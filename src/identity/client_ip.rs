@@ -1,4 +1,4 @@
-//! Client addresses: the peer, or the hops that trusted proxies report.
+//! Client addresses: the address of the peer, or an address (hop) that trusted proxies report.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -14,7 +14,7 @@ pub struct ClientIpResolver {
     pub header: HeaderName,
     /// Prefix length of an IPv4 client network.
     pub ipv4_prefix: u8,
-    /// Prefix length of an IPv6 client network. A subscriber usually has a /64.
+    /// Prefix length of an IPv6 client network. An IPv6 subscriber usually has a /64 network.
     pub ipv6_prefix: u8,
 }
 
@@ -25,7 +25,7 @@ impl ClientIpResolver {
     }
 
     /// Return the address of the client: from the right, the first hop that is not trusted. An invalid element ends the
-    /// search; the hop that reported it is then the client.
+    /// search, and the hop that reported it is then the client.
     pub fn client_address(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
         let mut client = peer;
         if !self.is_trusted(peer) {
@@ -33,8 +33,8 @@ impl ClientIpResolver {
         }
         let lines = headers.get_all(&self.header);
         for line in lines.iter().rev() {
-            // Split bytes, not text: non-ASCII bytes of a client must not hide the elements that proxies appended to
-            // the same line.
+            // Split bytes instead of text: non-ASCII bytes of a client must not hide the elements that proxies appended
+            // to the same line.
             for element in line.as_bytes().rsplit(|byte| *byte == b',') {
                 let element = std::str::from_utf8(element).ok().filter(|element| element.is_ascii());
                 let hop =
@@ -51,14 +51,14 @@ impl ClientIpResolver {
 
     /// Return the client network of an address.
     pub fn network(&self, address: IpAddr) -> IpAddr {
-        // The loader checks that the prefix lengths are valid.
+        // The loader has checked that the prefix lengths are valid.
         match address {
             IpAddr::V4(address) => Ipv4Net::new(address, self.ipv4_prefix).map_or(address, |net| net.network()).into(),
             IpAddr::V6(address) => Ipv6Net::new(address, self.ipv6_prefix).map_or(address, |net| net.network()).into(),
         }
     }
 
-    /// Format the client network of an address: an address, or CIDR notation if the prefix is shorter.
+    /// Format the client network of an address: as an address, or in CIDR notation if the prefix is shorter.
     pub fn format_network(&self, address: IpAddr) -> String {
         let (prefix, whole) = match address {
             IpAddr::V4(_) => (self.ipv4_prefix, 32),
@@ -71,7 +71,7 @@ impl ClientIpResolver {
 
 /// Return the `for` parameter of a Forwarded element (RFC 7239 §4).
 fn forwarded_for(element: &str) -> Option<&str> {
-    // An unbalanced quote: splitting at commas has cut a quoted value, such as a host chosen by the client.
+    // A quote is unbalanced, because splitting at commas has cut a quoted value, such as a host that the client chose.
     if element.contains('\\') || !element.matches('"').count().is_multiple_of(2) {
         return None;
     }

@@ -1,8 +1,7 @@
 //! Display of identities to administrators, and lookup of identities that administrators name.
 //!
 //! Values that may be secrets are never shown: unknown API keys, headers, cookies, query parameters and values of JSON
-//! bodies. Administrators
-//! name such an identity by its hash, or by the value if they know it.
+//! bodies. Administrators can name such an identity by its hash, or by the value if they know it.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -16,10 +15,10 @@ use crate::identity::{ANONYMOUS_TAG, Descriptor, IP_TAG, IdentityPart, RpcSource
 use crate::identity::{IdentitySpec, OnMissing, RequestAttributes, octets};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 
-/// Maximum bytes of a value to show. Limited clients may choose it.
+/// Maximum number of bytes of a value that is shown. The number is limited, because clients may choose the value.
 const MAX_DISPLAY_BYTES: usize = 128;
 
-/// Label of a client network that stands in for an API key.
+/// Label of a client network that replaces an API key.
 const ANONYMOUS_LABEL: &str = "anonymous";
 const IP_LABEL: &str = "ip";
 
@@ -30,13 +29,13 @@ pub struct IdentityDisplay(pub Arc<[DisplayPart]>);
 /// A part of an identity for display.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DisplayPart {
-    /// Label of the part in `by`, or of the client network that stands in for it.
+    /// Label of the part in `by`, or label of the client network that replaces the part.
     pub label: Box<str>,
     /// Value of the part. `None` if the value may be a secret.
     pub value: Option<Box<str>>,
 }
 
-/// An identity as named by an administrator: values by the labels of `by`.
+/// An identity in the form in which an administrator names it: values by the labels of `by`.
 pub type IdentityInput = BTreeMap<String, String>;
 
 /// The identity that an administrator named.
@@ -100,8 +99,8 @@ impl Descriptor {
         }
     }
 
-    /// Return the tag of values of this descriptor. Accepted API keys and client networks that stand in have other
-    /// tags.
+    /// Return the tag of values of this descriptor. Accepted API keys, and client networks that replace another part,
+    /// have different tags.
     pub(super) fn tag(&self) -> u8 {
         match self {
             Descriptor::ApiKey => b'c',
@@ -127,17 +126,17 @@ impl Descriptor {
 }
 
 /// Return whether values with this tag may be shown. Values from proxies and verified tokens identify a user but grant
-/// no access. Paths are in the access log as well. Tools and methods are names of the upstream's API.
+/// no access. Paths are also in the access log. Tools and methods are names of the upstream's API.
 fn is_public(tag: u8) -> bool {
     match tag {
         b'c' | b'u' | b'p' | b'j' | b's' | b'b' | b'f' | b'n' | b'm' | b'g' | b'r' | b't' | b'v' => true,
-        // Accepted API keys, headers, cookies, query parameters and values of bodies.
+        // These are accepted API keys, headers, cookies, query parameters and values of bodies.
         _ => false,
     }
 }
 
 impl Descriptor {
-    /// Return whether values of this descriptor may be shown. For API keys this is the consumer.
+    /// Return whether values of this descriptor may be shown. For API keys, the value is the consumer.
     pub fn is_public(&self) -> bool {
         is_public(self.tag())
     }
@@ -194,7 +193,7 @@ impl IdentitySpec {
     ) -> Result<ResolvedIdentity, IdentityInputError> {
         let address = |label: &'static str| {
             let text = input.get(label)?;
-            // Accept the displayed form `ADDRESS/PREFIX` as well.
+            // The displayed form `ADDRESS/PREFIX` is accepted as well.
             let address = text.split_once('/').map_or(text.as_str(), |(address, _)| address).trim();
             Some(
                 address
@@ -231,7 +230,7 @@ impl IdentitySpec {
                     caller = Caller::Consumer(consumer.clone());
                     (descriptor.tag(), name.as_bytes().to_vec(), no_address)
                 }
-                // In canonical form, as for routing.
+                // The host is in canonical form, as for routing.
                 (Descriptor::Host, Some(name)) => {
                     (descriptor.tag(), target::canonical_host(name).into_owned().into_bytes(), no_address)
                 }
@@ -247,7 +246,7 @@ impl IdentitySpec {
     }
 }
 
-/// Return the start of a value as text.
+/// Return the beginning of a value as text.
 fn display_value(value: &[u8]) -> Box<str> {
     let whole = String::from_utf8_lossy(value);
     let end = (0..=MAX_DISPLAY_BYTES.min(whole.len())).rev().find(|end| whole.is_char_boundary(*end)).unwrap_or(0);

@@ -1,5 +1,5 @@
-//! Forward authentication: the parts of a request that an authentication server receives, and its decision. The
-//! exchange itself is in `proxy/forward_auth.rs`.
+//! Forward authentication: the parts of a request that an authentication server receives, and its decision.
+//! `proxy/forward_auth.rs` contains the exchange itself.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -23,7 +23,8 @@ use crate::limiter::clock::monotonic;
 pub struct ForwardProvider {
     /// The settings.
     pub settings: ForwardSettings,
-    /// The cache of admissions: the server is not called again for them. `None`: the server is called for each request.
+    /// The cache of admissions, for which the server is not called again. `None` if the server is called for each
+    /// request.
     pub cache: Option<Arc<ForwardCache>>,
 }
 
@@ -38,20 +39,20 @@ pub struct ForwardSettings {
     pub authority: HeaderValue,
     /// Headers of the client that the server gets.
     pub request_headers: Vec<HeaderName>,
-    /// Headers of the server that the upstream gets. Headers of these names from clients are always removed.
+    /// Headers of the server that the upstream gets. If clients send headers with these names, they are always removed.
     pub response_headers: Vec<HeaderName>,
     /// Maximum time for the whole exchange.
     pub timeout: Duration,
     /// Whether requests are admitted while the server does not respond.
     pub fail_open: bool,
-    /// The values that the server receives besides the headers of the client.
+    /// The values that the server receives in addition to the headers of the client.
     pub told: ToldParts,
-    /// Lifetime and maximum number of cached admissions. `None`: no cache.
+    /// Lifetime and maximum number of cached admissions. `None` if there is no cache.
     pub cache: Option<(Duration, usize)>,
 }
 
-/// The parts of a request that an authentication server receives. With a cache, all of them are in the cache key, so
-/// that the decision depends on nothing else.
+/// The parts of a request that an authentication server receives. With a cache, all these parts are in the cache key,
+/// so that the decision depends on nothing else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ToldParts {
     /// `X-Forwarded-Method`.
@@ -69,17 +70,17 @@ impl ToldParts {
     pub const ALL: ToldParts = ToldParts { method: true, host: true, uri: true, ip: true };
 }
 
-/// An admitted request: the headers for the upstream.
+/// An admitted request, with the headers for the upstream.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Admission {
     /// The `response_headers` that the server sent.
     pub headers: HeaderMap,
 }
 
-/// The response of an authentication server that does not admit the request. The client gets it.
+/// The response of an authentication server that does not admit the request. The client gets this response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Denial {
-    /// Status, any but 2xx.
+    /// Status of the response, which is not 2xx.
     pub status: StatusCode,
     /// Headers of the response that the client gets.
     pub headers: HeaderMap,
@@ -96,7 +97,8 @@ impl ForwardProvider {
 }
 
 impl Admission {
-    /// Return the value of the header `name`, which is an identity. `None` if the header is absent, empty or repeated.
+    /// Return the value of the header `name`, which is used as an identity. Return `None` if the header is absent,
+    /// empty or repeated.
     pub fn identity(&self, name: &HeaderName) -> Option<&[u8]> {
         let mut values = self.headers.get_all(name).iter().map(HeaderValue::as_bytes);
         values.next().filter(|value| !value.is_empty() && values.next().is_none())
@@ -105,17 +107,17 @@ impl Admission {
 
 // === Cache: admissions by all values that the server receives ===
 
-/// Maximum size of the headers of a cached admission, in bytes. Larger admissions are not cached, which bounds the
-/// memory.
+/// Maximum size of the headers of a cached admission, in bytes. Larger admissions are not cached, so that the memory is
+/// bounded.
 const MAX_CACHED_HEADERS: usize = 4096;
 
-/// Admissions by a keyed hash of the values that the server receives. Shared by all workers. Denials are not cached: a
-/// denial may start the session of one client, and the next request may have the credential.
+/// Admissions by a keyed hash of the values that the server receives. All workers share the cache. Denials are not
+/// cached: a denial may start the session of one client, and the next request may have a valid credential.
 pub struct ForwardCache {
     admissions: Cache<CacheKey, CachedAdmission>,
     /// Exchanges in progress, each with the receiver of its result.
     pending: Mutex<HashMap<CacheKey, watch::Receiver<Option<SharedResult>>>>,
-    /// The hash of credentials is of no use without this secret of the process.
+    /// Without this secret of the process, the hash of credentials cannot be used.
     secret: [u8; 32],
 }
 
@@ -135,7 +137,7 @@ pub enum SharedResult {
     Admitted(Arc<Admission>),
     /// The server did not respond.
     Unavailable(AuthError),
-    /// The response is for one request only: a denial, or an admission that must not be stored.
+    /// The response is for one request only: it is a denial, or an admission that must not be stored.
     Private,
 }
 
@@ -146,11 +148,12 @@ pub enum CacheRole<'a> {
     Hit(Arc<Admission>),
     /// The request calls the server and publishes the result. Other requests wait for this result.
     Ask(PendingExchange<'a>),
-    /// Another request is asking the server.
+    /// Another request is calling the server.
     Wait(watch::Receiver<Option<SharedResult>>),
 }
 
-/// An exchange that other requests wait for. If it is dropped without a result, another request calls the server.
+/// An exchange that other requests wait for. If the value is dropped without a result, another request calls the
+/// server.
 #[derive(Debug)]
 pub struct PendingExchange<'a> {
     cache: &'a ForwardCache,
@@ -167,24 +170,25 @@ impl fmt::Debug for ForwardCache {
 impl ForwardCache {
     fn new(max_entries: usize) -> Self {
         let mut secret = [0; 32];
-        // Without random bytes, TLS could not start either.
+        // If there are no random bytes, TLS cannot start either.
         let _ = rand::fill(&mut secret);
         ForwardCache { admissions: Cache::new(max_entries), pending: Mutex::default(), secret }
     }
 
-    /// Return the key of a request to the server. It contains the names and the values of all headers in their order.
+    /// Return the key of a request to the server. The key contains the names and the values of all headers in their
+    /// order.
     pub fn key(&self, headers: &HeaderMap) -> CacheKey {
         let mut context = Context::new(&SHA256);
         context.update(&self.secret);
         for (name, value) in headers {
-            // Lengths make the encoding unambiguous.
+            // Length prefixes make the encoding unambiguous.
             for part in [name.as_str().as_bytes(), value.as_bytes()] {
                 context.update(&(part.len() as u64).to_be_bytes());
                 context.update(part);
             }
         }
         let mut key = CacheKey::default();
-        // SHA-256 has 32 bytes.
+        // A SHA-256 hash has 32 bytes.
         key.copy_from_slice(context.finish().as_ref());
         key
     }
@@ -211,7 +215,7 @@ impl ForwardCache {
 }
 
 impl PendingExchange<'_> {
-    /// Publish the result. Store an admission for at most `ttl`; `response` are all headers of the server.
+    /// Publish the result. Store an admission for at most `ttl`. `response` contains all headers of the server.
     pub fn finish(self, result: &Result<Arc<Admission>, AuthError>, response: &HeaderMap, ttl: Duration) {
         let shared = match result {
             Ok(admission) => match storable_time(response, ttl) {
@@ -242,12 +246,12 @@ fn header_size(headers: &HeaderMap) -> usize {
     headers.iter().map(|(name, value)| name.as_str().len() + value.len()).sum()
 }
 
-/// Return how long an admission may be stored: `ttl`, or less if the server says so (RFC 9111 §5.2.2). `None`: it must
-/// not be stored.
+/// Return how long an admission may be stored: `ttl`, or a shorter time if the server demands it (RFC 9111 §5.2.2).
+/// Return `None` if the admission must not be stored.
 fn storable_time(response: &HeaderMap, ttl: Duration) -> Option<Duration> {
     let mut ttl = ttl;
     for line in response.get_all(CACHE_CONTROL) {
-        // A header that is not text cannot be understood.
+        // A header that is not text cannot be interpreted.
         for directive in line.to_str().ok()?.split(',').map(str::trim) {
             let (name, value) = directive.split_once('=').unwrap_or((directive, ""));
             if ["no-store", "no-cache"].iter().any(|word| name.eq_ignore_ascii_case(word)) {

@@ -22,23 +22,24 @@ use serde_json::{Map, Value};
 use crate::identity::auth::{AuthError, AuthRequest, Proof, Verification};
 use crate::identity::remote_keys::RemoteKeys;
 
-/// Leeway in seconds for clock skew between issuer and gateway. RFC 7519 §4.1.4 allows "usually no more than a few
-/// minutes". Clocks that are synchronized by NTP differ by less than a second. After a pause, clocks of virtual
-/// machines differ by more.
+/// Leeway in seconds for different clocks of issuer and gateway. RFC 7519 §4.1.4 allows "usually no more than a few
+/// minutes". Clocks that are synchronized by NTP differ by less than a second. Clocks of virtual machines differ by
+/// more after a pause.
 const LEEWAY_S: f64 = 30.0;
 
 /// A provider of kind `jwt`: keys and expected claims.
 #[derive(Debug, Default)]
 pub struct JwtVerifier {
-    /// Public keys of the issuer. Replaced when the JWK Set changes. `None` until the key set was fetched.
+    /// Public keys of the issuer. The value is replaced when the JWK Set changes. `None` until the key set has been
+    /// fetched.
     pub keys: Arc<ArcSwapOption<KeySet>>,
     /// State of the refreshes, if the JWK Set is fetched from a URL.
     pub remote: Option<Arc<RemoteKeys>>,
-    /// Required value of `iss`. `None` = any.
+    /// Required value of `iss`. `None` accepts any issuer.
     pub issuer: Option<Box<str>>,
     /// Required value in `aud`. `None` rejects tokens with an `aud`.
     pub audience: Option<Box<str>>,
-    /// Required claims, each with a value that it must have or contain.
+    /// Required claims, each with a value that the claim must be equal to or contain.
     pub claims: Vec<(Arc<str>, Box<str>)>,
 }
 
@@ -52,7 +53,7 @@ pub enum TokenError {
     /// The token is not a JWT, or has a critical header or invalid claims.
     #[error("the bearer token is malformed")]
     Malformed,
-    /// The keys of the issuer were not fetched yet.
+    /// The keys of the issuer have not been fetched yet.
     #[error("the keys of the token issuer are not known yet")]
     NoKeys,
     /// No key matches the `kid`, or the algorithm of a token without `kid`.
@@ -97,15 +98,15 @@ fn token_of(credentials: &[u8]) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case(b"bearer").then(|| token.trim_ascii())
 }
 
-/// Return whether a request has a bearer token, in any line.
+/// Return whether a request has a bearer token, in any header line.
 pub(super) fn has_bearer_token(headers: &HeaderMap) -> bool {
     headers.get_all(AUTHORIZATION).iter().any(|value| token_of(value.as_bytes()).is_some())
 }
 
-/// Return whether a credential has the shape of a JWT: three base64url parts, of which the first is a JSON object with
+/// Return whether a credential has the form of a JWT: three base64url parts, of which the first is a JSON object with
 /// `alg` (RFC 7515 §3.1).
 pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
-    // A fourth part is the rest, which contains dots or is one part too many.
+    // A fourth part contains the rest, which has further dots or is one part too many.
     let parts: Vec<_> = credential.splitn(4, |byte| *byte == b'.').collect();
     let is_base64url = |part: &&[u8]| part.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(byte));
     let [header, payload, _] = &parts[..] else { return false };
@@ -117,7 +118,7 @@ pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
     header.is_some_and(|header| header.contains_key("alg"))
 }
 
-/// The library reports an error if it cannot parse or decode a token.
+/// The library reports this error if it cannot parse or decode a token.
 impl From<jsonwebtoken::errors::Error> for TokenError {
     fn from(_: jsonwebtoken::errors::Error) -> Self {
         TokenError::Malformed
@@ -170,7 +171,7 @@ impl JwtVerifier {
         }
     }
 
-    /// Verify a token. The signature of a token that was verified before with the same keys is not verified again.
+    /// Verify a token. If the signature of a token was verified before with the same keys, it is not verified again.
     ///
     /// # Errors
     /// The token is invalid.
@@ -196,7 +197,7 @@ impl JwtVerifier {
         let token = str::from_utf8(token).map_err(|_| TokenError::Malformed)?;
         let (message, signature) = token.rsplit_once('.').ok_or(TokenError::Malformed)?;
         let header = decode_header(token)?;
-        // Critical extensions must be understood (RFC 7515 §4.1.11). The gateway supports no critical extensions.
+        // Critical extensions must be supported (RFC 7515 §4.1.11). The gateway supports no critical extensions.
         if header.crit.is_some() {
             return Err(TokenError::Malformed);
         }
@@ -211,17 +212,17 @@ impl JwtVerifier {
             }
         };
         let verified = verify();
-        // Different issuers may use the same `kid`: the token is for the provider of its issuer.
+        // Different issuers may use the same `kid`, so the token belongs to the provider of its issuer.
         if verified.is_err() && self.is_for_other_issuer(token) {
             return Err(TokenError::Issuer);
         }
         verified?;
-        // The signature is verified, so decoding without verification is safe here. The claim validation of the library
-        // would accept an `aud` that is a number.
+        // The signature has been verified, so decoding without verification is safe here. The claim validation of the
+        // library would accept an `aud` that is a number.
         Ok(insecure_decode_claims(token)?)
     }
 
-    /// Return whether a token, which is not verified, names another issuer.
+    /// Return whether a token, which has not been verified, names another issuer.
     fn is_for_other_issuer(&self, token: &str) -> bool {
         let Some(own) = &self.issuer else { return false };
         let claims = insecure_decode_claims::<Map<String, Value>>(token);
@@ -252,8 +253,8 @@ impl JwtVerifier {
 }
 
 impl Claims {
-    /// Return whether a claim has a value: a list contains it; a string is equal to it, or has it as one of its words
-    /// separated by spaces (`scope`, RFC 8693 §4.2).
+    /// Return whether a claim has a value. A list must contain the value. A string must be equal to it, or contain it
+    /// as a word between spaces (`scope`, RFC 8693 §4.2).
     fn contains(&self, name: &str, value: &str) -> bool {
         match self.0.get(name) {
             Some(Value::Array(list)) => list.iter().any(|item| *item == *value),
@@ -264,7 +265,7 @@ impl Claims {
         }
     }
 
-    /// Return a claim as an identity: a string, a number or a boolean.
+    /// Return a claim as an identity, if it is a string, a number or a boolean.
     pub fn text(&self, name: &str) -> Option<Cow<'_, str>> {
         match self.0.get(name)? {
             Value::String(text) if text.is_empty() => None,
@@ -278,24 +279,25 @@ impl Claims {
 
 // The public keys of an issuer (JWK Set, RFC 7517). Each key is bound to one algorithm.
 
-/// Allowed bits of an RSA modulus. RFC 7518 §3.3 requires at least 2048; above 8192 a verification costs too much.
+/// Allowed number of bits of an RSA modulus. RFC 7518 §3.3 requires at least 2048 bits. Above 8192 bits, a verification
+/// needs too much CPU time.
 const RSA_BITS: std::ops::RangeInclusive<usize> = 2048..=8192;
 
-/// Maximum size of the tokens whose verification is remembered, in bytes, for each set of keys.
+/// Maximum total size in bytes of the verified tokens that are cached for each set of keys.
 const MAX_VERIFIED_BYTES: u64 = 4 << 20;
 
 /// Expected number of these tokens, for the initial size of the table.
 const EXPECTED_VERIFIED: usize = 1024;
 
-/// The keys that tokens may be signed with.
+/// The keys with which tokens may be signed.
 #[derive(Debug)]
 pub struct KeySet {
     keys: Vec<Key>,
-    /// Tokens that these keys verified, by their SHA-256. A new set of keys begins without any.
+    /// Tokens that these keys have verified, by their SHA-256 hash. A new set of keys begins without verified tokens.
     verified: Cache<[u8; 32], VerifiedToken, TokenLength>,
 }
 
-/// A token whose signature is valid. Its claims are checked for each request.
+/// A token whose signature is valid. The claims of the token are checked for each request.
 #[derive(Debug, Clone)]
 struct VerifiedToken {
     claims: Arc<Claims>,
@@ -323,7 +325,8 @@ impl Default for KeySet {
 #[derive(Debug)]
 pub(super) struct Key {
     id: Option<Box<str>>,
-    /// Determined by the kind of key, never by the token: a public key must not become an HMAC secret.
+    /// The algorithm is determined by the kind of key, never by the token, because a public key must not become an HMAC
+    /// secret.
     pub(super) algorithm: Algorithm,
     pub(super) decoding_key: DecodingKey,
 }
@@ -373,8 +376,8 @@ impl KeySet {
         KeySet { keys, verified: Cache::with_weighter(EXPECTED_VERIFIED, MAX_VERIFIED_BYTES, TokenLength) }
     }
 
-    /// Parse a JWK Set from a server. Keys that cannot be used are skipped (RFC 7517 §5): one faulty key must not
-    /// prevent the rotation of the other keys. Return the usable keys, and the reasons why other keys were skipped.
+    /// Parse a JWK Set from a server. Keys that cannot be used are skipped (RFC 7517 §5), because one faulty key must
+    /// not prevent the rotation of the other keys. Return the usable keys, and the reasons why other keys were skipped.
     ///
     /// # Errors
     /// The content is not a JWK Set, or no usable key remains.
@@ -387,7 +390,7 @@ impl KeySet {
         let mut keys: Vec<Key> = Vec::new();
         let mut skipped = Vec::new();
         for (index, jwk) in set.keys.into_iter().enumerate() {
-            // Kinds of keys that the library does not know.
+            // The library does not know these kinds of keys.
             let Ok(jwk) = serde_json::from_value::<Jwk>(jwk) else { continue };
             match Key::from_jwk(index, &jwk) {
                 Ok(Some(key)) => {
@@ -442,7 +445,8 @@ impl Key {
         }
         let decoding = DecodingKey::from_jwk(jwk).map_err(|_| KeySetError::Malformed(index))?;
         let malformed = |_| KeySetError::Malformed(index);
-        // The library validates a key on first use. Validate it now, so that errors appear at load.
+        // The library would validate a key only on first use. Validate it now, so that errors appear when the
+        // configuration is loaded.
         match decoding.kind() {
             DecodingKeyKind::RsaModulusExponent { n, e } => {
                 let bits = n.len() * 8 - n.first().map_or(0, |first| first.leading_zeros() as usize);
@@ -466,7 +470,7 @@ mod tests {
     use aws_lc_rs::signature::{Ed25519KeyPair, KeyPair};
     use serde_json::json;
 
-    /// A key pair with the set of its public key.
+    /// A key pair, with the key set of its public key.
     fn issuer() -> (Ed25519KeyPair, KeySet) {
         let pair = Ed25519KeyPair::generate().unwrap();
         let jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": URL_SAFE_NO_PAD.encode(pair.public_key()) });

@@ -1,5 +1,5 @@
-//! The state of a key set that is fetched from a URL: whether it is known, and when requests may trigger a refresh. The
-//! fetching is in `app/jwks_refresh.rs`.
+//! The state of a key set that is fetched from a URL: whether its keys are known, and when requests may cause a
+//! refresh. `app/jwks_refresh.rs` contains the task that fetches it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,10 +15,10 @@ use crate::limiter::clock::{elapsed_since, monotonic};
 /// Minimum time between two refreshes that tokens with an unknown `kid` cause.
 const UNKNOWN_KEY_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum time that a request waits for a refresh. A fetch takes at most as long.
+/// Maximum time that a request waits for a refresh. A fetch takes at most the same time.
 pub const REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The keys of one URL, and the state of their refreshes. A reload keeps it while the URL is the same.
+/// The keys of one URL, and the state of their refreshes. A reload keeps this state while the URL is the same.
 #[derive(Debug)]
 pub struct RemoteKeys {
     keys: Arc<ArcSwapOption<KeySet>>,
@@ -35,13 +35,14 @@ pub struct RemoteKeys {
 
 #[derive(Debug, Default)]
 struct RefreshState {
-    /// Whether an attempt runs or is about to begin.
+    /// Whether an attempt is running or about to begin.
     is_pending: bool,
-    /// When a token with an unknown key last triggered a refresh.
+    /// Time at which a token with an unknown key last caused a refresh.
     asked_at: Option<Instant>,
 }
 
-/// An attempt to fetch the keys, or the task that makes them. When it is dropped, requests stop waiting for it.
+/// An attempt to fetch the keys, or the task that makes such attempts. When it is dropped, requests stop waiting for
+/// it.
 #[derive(Debug)]
 pub struct RefreshAttempt<'a>(&'a RemoteKeys);
 
@@ -53,7 +54,7 @@ impl Default for RemoteKeys {
 }
 
 impl RemoteKeys {
-    /// Return the keys, for verifiers. `None` until the first attempt succeeded.
+    /// Return the keys, for verifiers. The keys are `None` until the first attempt has succeeded.
     pub fn keys(&self) -> &Arc<ArcSwapOption<KeySet>> {
         &self.keys
     }
@@ -63,8 +64,8 @@ impl RemoteKeys {
         self.lock().may_ask()
     }
 
-    /// Ask for a refresh because of a token with an unknown key, and wait until it has ended, at most 5 s. Return at
-    /// once if another token triggered a refresh within the last 10 s.
+    /// Request a refresh because of a token with an unknown key, and wait until it has ended, at most 5 s. If another
+    /// token has caused a refresh within the last 10 s, return at once.
     pub async fn refresh(&self) {
         let mut finished = self.finished.subscribe();
         {
@@ -77,11 +78,11 @@ impl RemoteKeys {
                 self.wanted.notify_one();
             }
         }
-        // An error means that the sender is gone, which `self` owns.
+        // An error would mean that the sender is dropped, but `self` owns the sender.
         let _ = timeout(REFRESH_TIMEOUT, finished.changed()).await;
     }
 
-    /// Return when a request triggers a refresh.
+    /// Return when a request causes a refresh.
     pub async fn wanted(&self) {
         self.wanted.notified().await;
     }
@@ -92,7 +93,7 @@ impl RemoteKeys {
         RefreshAttempt(self)
     }
 
-    /// Return a guard for the task that makes attempts: if the task ends, requests stop waiting for it.
+    /// Return a guard for the task that makes attempts. If the task ends, requests stop waiting for it.
     pub fn guard(&self) -> RefreshAttempt<'_> {
         RefreshAttempt(self)
     }
@@ -114,7 +115,7 @@ impl RemoteKeys {
         }
     }
 
-    /// Use new keys.
+    /// Use new keys from now on.
     pub fn store(&self, keys: KeySet, now_us: u64) {
         self.keys.store(Some(Arc::new(keys)));
         self.record_unchanged(now_us);

@@ -13,7 +13,7 @@ use crate::routing::expression::Expression;
 /// A condition on the values of a header or of a query parameter, or on a value of the body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
-    /// Where the values are.
+    /// The source of the values.
     pub source: ConditionSource,
     /// The requirement on the values.
     pub test: ValueTest,
@@ -22,7 +22,7 @@ pub struct Condition {
 /// The source of the values that a condition tests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ConditionSource {
-    /// The lines of a request header. A list in one line is one value.
+    /// The lines of a request header. A list in one header line is one value.
     Header(HeaderName),
     /// The query parameters with this name, after decoding.
     Query(Box<str>),
@@ -34,22 +34,22 @@ pub enum ConditionSource {
 /// The body of a request, for conditions on it.
 #[derive(Debug, Clone, Copy)]
 pub enum RouteBody<'a> {
-    /// It was not read.
+    /// The body was not read.
     Unread,
-    /// It will not be known: conditions on it count as met.
+    /// The body will not be known, so conditions on it count as met.
     Unknown,
-    /// What was read of it. A request without a body has no values.
+    /// The values that were read from the body. A request without a body has no values.
     Read(&'a JsonBody),
 }
 
 /// Whether a request meets a condition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Met {
-    /// It does.
+    /// The request meets the condition.
     Yes,
-    /// It does not.
+    /// The request does not meet the condition.
     No,
-    /// The body is not read, and the condition depends on it.
+    /// The body has not been read, and the condition depends on it.
     NeedsBody,
     /// Servers may read different values.
     Ambiguous,
@@ -57,15 +57,15 @@ pub enum Met {
 
 /// The requirement on the values.
 ///
-/// A header or parameter that is present more than once meets only [`Present`](Self::Present): servers use the first
-/// value, the last one or all of them, so that the client would choose the value that the upstream reads.
+/// A header or parameter that is present more than once meets only [`Present`](Self::Present). Servers use the first
+/// value, the last value or all of them, so the client would choose the value that the upstream reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ValueTest {
-    /// Exactly one value, equal to this.
+    /// There is exactly one value, which is equal to this text.
     Exact(Box<[u8]>),
-    /// Exactly one value, which begins with this.
+    /// There is exactly one value, which begins with this text.
     Prefix(Box<[u8]>),
-    /// Exactly one value, which the expression matches as a whole.
+    /// There is exactly one value, and the expression matches the whole value.
     Regex(Expression),
     /// At least one value.
     Present,
@@ -98,7 +98,7 @@ impl Condition {
         matches!(self.source, ConditionSource::Json(_))
     }
 
-    /// Return whether no request meets both conditions. `false` if that is unknown, as for two expressions.
+    /// Return whether no request can meet both conditions. Return `false` if this is unknown, as for two expressions.
     pub fn excludes(&self, other: &Condition) -> bool {
         use ValueTest::{Absent, Exact, Prefix, Present, Regex};
         self.source == other.source
@@ -114,7 +114,7 @@ impl Condition {
             }
     }
 
-    /// Return whether every request that meets `other` meets this condition as well. `false` if that is unknown.
+    /// Return whether every request that meets `other` meets this condition as well. Return `false` if this is unknown.
     pub fn is_implied_by(&self, other: &Condition) -> bool {
         use ValueTest::{Exact, Prefix, Present, Regex};
         self.source == other.source
@@ -128,7 +128,7 @@ impl Condition {
     }
 }
 
-/// The condition as the object of "the route requires".
+/// Return the condition as the object of "the route requires".
 impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (kind, name, separator) = match &self.source {
@@ -149,7 +149,7 @@ impl fmt::Display for Condition {
 }
 
 impl ValueTest {
-    /// Return whether a value of a JSON body meets the requirement. `None`: there is no such value.
+    /// Return whether a value of a JSON body meets the requirement. `None` means that there is no such value.
     fn matches_json(&self, value: Option<&JsonValue>) -> bool {
         let text = value.and_then(JsonValue::text);
         match self {
@@ -178,15 +178,15 @@ impl ValueTest {
     }
 }
 
-/// Return the values of the parameters of a query that have this name, all decoded as by [`form_decoded`]. A parameter
-/// without `=` has an empty value.
+/// Return the values of the query parameters that have this name, decoded as [`form_decoded`] does. A parameter without
+/// `=` has an empty value.
 pub fn query_values<'q>(query: &'q str, name: &str) -> impl Iterator<Item = Cow<'q, [u8]>> {
     let pairs = query.split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
     pairs.filter(move |(key, _)| *form_decoded(key) == *name.as_bytes()).map(|(_, value)| form_decoded(value))
 }
 
-/// Decode a name or value of a query as forms encode it (WHATWG URL §5.1). Bytes that are not UTF-8 are kept.
-/// Replacement characters would make different values equal.
+/// Decode a name or value of a query in the encoding of forms (WHATWG URL §5.1). Bytes that are not UTF-8 are kept.
+/// With replacement characters, different values would become equal.
 fn form_decoded(text: &str) -> Cow<'_, [u8]> {
     if text.contains(['%', '+']) {
         Cow::Owned(percent_decode_str(&text.replace('+', " ")).collect())
@@ -274,7 +274,7 @@ mod tests {
         }
     }
 
-    /// What the two comparisons say agrees with the values that conditions accept.
+    /// The results of the two comparisons agree with the values that conditions accept.
     #[test]
     fn comparisons_agree_with_matches() {
         let values = ["gold", "free", "go", "golden", "x", ""];

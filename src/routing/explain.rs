@@ -13,11 +13,11 @@ use crate::routing::{HostRoutes, Node, RouteEntry, RouteRequest, RouteTable, Unm
 pub struct Candidate<'t, T> {
     /// Target of the route.
     pub target: &'t T,
-    /// Host of the route, as configured. `None` matches any host.
+    /// Host of the route, as it is configured. `None` matches any host.
     pub host: Option<String>,
-    /// Methods of the route. Empty = all.
+    /// Methods of the route. An empty list means all methods.
     pub methods: &'t [Method],
-    /// Indices of the listeners of the route. Empty = all.
+    /// Indices of the listeners of the route. An empty list means all listeners.
     pub listeners: &'t [usize],
     /// Conditions of the route.
     pub conditions: &'t [Condition],
@@ -43,7 +43,8 @@ pub enum MismatchReason<'t> {
 }
 
 impl<T> Candidate<'_, T> {
-    /// Sort key, nearest match first. The conditions are ordered host, path, listener, method, headers and query.
+    /// Sort key, with the closest match first. The conditions are checked in this order: host, path, listener, method,
+    /// headers and query.
     pub fn distance(&self) -> impl Ord + use<T> {
         let criterion = match self.mismatch {
             None => 0,
@@ -185,16 +186,16 @@ impl<T> RouteEntry<T> {
     }
 }
 
-// Unreachable routes.
+// Unreachable routes are found here.
 
-/// The target of an unreachable route, the target of the route that takes precedence, and the methods affected.
+/// The target of an unreachable route, the target of the route that takes precedence, and the affected methods.
 type UnreachableRoute<'t, T> = (&'t T, &'t T, &'t [Method]);
 
 impl<T> RouteTable<T> {
-    /// Return routes without methods but with conditions that a route with methods and the same or fewer conditions
-    /// takes precedence over. A route with several hosts is returned once for each.
+    /// Return the unreachable routes: routes without methods but with conditions, over which a route with methods and
+    /// the same or fewer conditions takes precedence. A route with several hosts is returned once for each host.
     ///
-    /// Routes cannot be unreachable in any other way: more specific routes leave the remaining requests to less
+    /// Routes cannot be unreachable in any other way, because more specific routes leave the remaining requests to less
     /// specific ones.
     pub fn unreachable_routes(&self) -> impl Iterator<Item = UnreachableRoute<'_, T>> {
         let mut found = Vec::new();
@@ -323,7 +324,7 @@ mod unreachable_tests {
                 table.insert(&pattern(path, methods, headers), &"early").unwrap();
                 let found: Vec<_> = table.unreachable_routes().map(|(late, early, _)| (*late, *early)).collect();
                 assert_eq!(found, vec![("late", "early"); expected], "{path} {methods:?} {headers:?}");
-                // The lookup must agree.
+                // The result of the lookup must agree.
                 let headers = http::HeaderMap::from_iter([
                     ("a".parse().unwrap(), "1".parse().unwrap()),
                     ("c".parse::<http::HeaderName>().unwrap(), "1".parse().unwrap()),

@@ -5,18 +5,19 @@ use regex::bytes::{Regex, RegexBuilder};
 /// Maximum length of an expression, in bytes.
 pub const MAX_LENGTH: usize = 1024;
 
-/// Maximum size of a compiled expression, in bytes. Bounds the time of a match, which is the product of this size and
-/// the length of the text in the worst case.
+/// Maximum size of a compiled expression, in bytes. The maximum bounds the time of a match, which in the worst case is
+/// proportional to the product of this size and the length of the text.
 const MAX_COMPILED_SIZE: usize = 128 << 10;
 
-/// Maximum memory for the lazily built automaton of an expression, in bytes, for each thread that matches at the same
-/// time.
+/// Maximum memory in bytes for the automaton of an expression, which is built on demand, for each thread that matches
+/// at the same time.
 const MAX_CACHE_SIZE: usize = 256 << 10;
 
 /// Maximum nesting of groups and repetitions.
 const MAX_NESTING: u32 = 32;
 
-/// A regular expression that is anchored at both ends. Classes such as `\d`, and `(?i)`, apply to ASCII only.
+/// A regular expression that is anchored at both ends. Classes such as `\d`, and the flag `(?i)`, apply only to ASCII
+/// characters.
 #[derive(Debug, Clone)]
 pub struct Expression {
     text: Box<str>,
@@ -52,13 +53,14 @@ impl Expression {
         if text.len() > MAX_LENGTH {
             return Err(ExpressionError::TooLong);
         }
-        // Compiled alone first, so that its parentheses must be balanced: it must not close the group around it.
+        // The expression is first compiled alone, so that its parentheses must be balanced: it must not close the group
+        // around it.
         compile(text)?;
         let anchored = compile(&format!(r"\A(?:{text})\z"))?;
         Ok(Expression { text: text.into(), anchored })
     }
 
-    /// Return the expression as written.
+    /// Return the expression as it is written.
     pub fn as_str(&self) -> &str {
         &self.text
     }
@@ -68,8 +70,8 @@ impl Expression {
         self.anchored.is_match(text)
     }
 
-    /// Return the part of a text that a named group matches. `None` if the expression does not match the text, or if
-    /// the group does not take part in the match.
+    /// Return the part of a text that a named group matches. Return `None` if the expression does not match the text,
+    /// or if the group does not take part in the match.
     pub fn capture<'t>(&self, text: &'t str, name: &str) -> Option<&'t str> {
         let captures = self.anchored.captures(text.as_bytes())?;
         text.get(captures.name(name)?.range())
@@ -81,7 +83,7 @@ impl Expression {
     }
 }
 
-/// Expressions are equal if they are written equally.
+/// Two expressions are equal if their texts are equal.
 impl PartialEq for Expression {
     fn eq(&self, other: &Self) -> bool {
         self.text == other.text
@@ -96,7 +98,7 @@ fn compile(text: &str) -> Result<Regex, ExpressionError> {
     builder.build().map_err(|error| match error {
         regex::Error::CompiledTooBig(_) => ExpressionError::TooLarge,
         error => {
-            // The message of a syntax error shows the expression first; the reason is in its last line.
+            // The message of a syntax error shows the expression first. The reason is in the last line of the message.
             let message = error.to_string();
             let reason = message.lines().last().unwrap_or_default();
             ExpressionError::Syntax(reason.strip_prefix("error: ").unwrap_or(reason).to_owned())
@@ -153,7 +155,7 @@ mod tests {
         assert_eq!(error("("), ExpressionError::Syntax("unclosed group".to_owned()));
     }
 
-    /// The time is linear in the length of the text, whatever both are.
+    /// The time is linear in the length of the text, whatever the expression and the text are.
     #[test]
     fn nested_repetitions_are_not_exponential() {
         let expression = Expression::new("(?:a|a|aa)+(?:a*)*b").unwrap();

@@ -81,19 +81,19 @@ impl FromStr for PathPattern {
     }
 }
 
-/// Return the pattern that a path in the syntax of other programs probably means: `:id`, `<id>`, `*` and regular
-/// expressions. `None` if the path has no such syntax, or if its meaning is unclear.
+/// Return the pattern that a path in the syntax of another program probably means: `:id`, `<id>`, `*` and regular
+/// expressions. Return `None` if the path has no such syntax, or if its meaning is unclear.
 pub fn suggestion(text: &str) -> Option<String> {
-    // The location modifiers of nginx, and the anchors of regular expressions.
+    // These are the location modifiers of nginx, and the anchors of regular expressions.
     let path = text.trim_start_matches(['~', '*', '=', ' ', '^']).trim_end_matches('$');
-    // `[^/]` is the only common expression with a slash.
+    // `[^/]` is the only common expression that contains a slash.
     let path = path.replace("[^/]", "[^.]");
     let mut segments = Vec::new();
     let mut parameters: usize = 0;
     let mut rest = path.strip_prefix('/')?.split('/').peekable();
     while let Some(segment) = rest.next() {
         let is_wildcard = matches!(segment, "*" | "**" | ".*" | ".+" | "(.*)" | "(.+)" | "{*}");
-        // A wildcard matches one segment if other segments follow.
+        // If other segments follow, a wildcard matches one segment.
         segments.push(match foreign_parameter(segment) {
             Some(name) => name,
             None if is_wildcard && rest.peek().is_none() => "{*rest}".to_owned(),
@@ -104,7 +104,7 @@ pub fn suggestion(text: &str) -> Option<String> {
             None => segment.to_owned(),
         });
     }
-    // A regular expression without `$` matches prefixes.
+    // A regular expression without `$` also matches longer paths.
     let is_prefix = text.trim_start_matches(['~', '*', ' ']).starts_with('^') && !text.ends_with('$');
     if is_prefix && segments.last().is_none_or(|last: &String| !last.starts_with("{*")) {
         segments.retain(|segment| !segment.is_empty());
@@ -133,14 +133,15 @@ fn foreign_parameter(segment: &str) -> Option<String> {
     is_name.then(|| format!("{{{star}{name}}}"))
 }
 
-/// Return whether a segment is a regular expression rather than text.
+/// Return whether a segment is a regular expression and not text.
 fn is_regex(segment: &str) -> bool {
     let is_group = segment.starts_with('(') && segment.ends_with(')');
     is_group || segment.contains(".+") || segment.contains(".*") || segment.contains(['[', ']', '\\'])
 }
 
 impl PathPattern {
-    /// Create a pattern from a regular expression, which must match the whole path. Its named groups are parameters.
+    /// Create a pattern from a regular expression, which must match the whole path. Named groups of the expression are
+    /// parameters.
     ///
     /// # Errors
     /// The expression is not valid, or too large.
@@ -162,7 +163,7 @@ impl PathPattern {
     }
 
     /// Return the pattern with the trailing slash added or removed: `/a/` for `/a`, and `/a` for `/a/` and `/a/{*rest}`.
-    /// `None` for `/`, `/{*rest}` and regular expressions.
+    /// Return `None` for `/`, `/{*rest}` and regular expressions.
     pub fn with_other_slash(&self) -> Option<PathPattern> {
         let PathForm::Segments(segments) = &self.0 else { return None };
         let ends_in_slash = match segments.last()? {
@@ -177,7 +178,7 @@ impl PathPattern {
         (!other.is_empty()).then_some(PathPattern(PathForm::Segments(other)))
     }
 
-    /// Return a path that the pattern matches, with `value` for every parameter. `None` for regular expressions.
+    /// Return a path that the pattern matches, with `value` for every parameter. Return `None` for regular expressions.
     pub fn sample(&self, value: &str) -> Option<String> {
         let PathForm::Segments(segments) = &self.0 else { return None };
         let text = |segment: &Segment| match segment {
@@ -211,7 +212,7 @@ impl PathPattern {
         None
     }
 
-    /// Return whether both patterns match the same paths. Regular expressions are compared as written.
+    /// Return whether both patterns match the same paths. Regular expressions are compared by their text.
     pub fn matches_same_paths(&self, other: &PathPattern) -> bool {
         let (one, other) = match (&self.0, &other.0) {
             (PathForm::Segments(one), PathForm::Segments(other)) => (one, other),
@@ -287,7 +288,7 @@ pub enum TemplateError {
     /// A brace is not part of a parameter.
     #[error("braces must enclose a parameter of the path: `{{id}}`, `{{rest}}`")]
     Brace,
-    /// The parameter is written as in a path pattern.
+    /// The template has a parameter in the syntax of a path pattern.
     #[error("`{{*{0}}}` is valid only in `path`: write `{{{0}}}`")]
     Wildcard(String),
     /// The template has a fragment.
@@ -350,8 +351,8 @@ impl RewriteTemplate {
         })
     }
 
-    /// Return whether the parameter has whole segments to itself wherever it is used in the path. A value that may be
-    /// empty or have several segments would otherwise change the segments beside it.
+    /// Return whether the parameter always consists of whole segments where the path of the template uses it. Otherwise
+    /// a value that is empty or has several segments would change the adjacent segments.
     pub fn has_whole_segments(&self, parameter: &str) -> bool {
         let ends = |piece: Option<&Piece>| matches!(piece, Some(Piece::Literal(text)) if text.ends_with('/'));
         let begins = |piece: Option<&Piece>| match piece {
@@ -367,7 +368,7 @@ impl RewriteTemplate {
         })
     }
 
-    /// Return the path and the query with `value` for every parameter.
+    /// Return the path and the query with `value` in place of every parameter.
     pub fn fill(&self, value: &str) -> (String, Option<String>) {
         let fill = |pieces: &[Piece]| pieces.iter().map(|piece| piece.text(|_| value)).collect();
         (fill(&self.path), self.query.as_deref().map(fill))
@@ -411,14 +412,13 @@ impl Piece {
     }
 }
 
-/// Append a value to a query. In a canonical path, only unreserved characters and percent-encoding can stay as they
-/// are.
+/// Append a value to a query. In a canonical path, only unreserved characters and percent-encoding can stay unchanged.
 fn push_encoded(out: &mut String, text: &str) {
     for byte in text.bytes() {
         if byte.is_ascii_alphanumeric() || b"-._~%".contains(&byte) {
             out.push(char::from(byte));
         } else {
-            // Writing to memory does not fail.
+            // Writing to memory cannot fail.
             let _ = write!(out, "%{byte:02X}");
         }
     }

@@ -1,4 +1,4 @@
-//! Upstream clusters: the endpoints of an upstream and their state, shared by all workers.
+//! Upstream clusters: the endpoints of an upstream and their state, which all workers share.
 
 use std::fmt::Display;
 use std::net::{IpAddr, SocketAddr};
@@ -27,20 +27,20 @@ pub struct UpstreamCluster {
     /// Settings of the upstream.
     pub settings: Arc<UpstreamSettings>,
     load_balancer: ArcSwap<LoadBalancer>,
-    /// Number of load balancers installed before the current one. Reading it costs less than loading the load
-    /// balancer.
+    /// Number of load balancers that were installed before the current one. Reading this number costs less than loading
+    /// the load balancer.
     version: AtomicU64,
-    /// Held while a load balancer is built and installed.
+    /// The lock is held while a load balancer is built and installed.
     rebuild_lock: Mutex<()>,
     created_at: Instant,
-    /// Time in ms after `created_at` when the load balancer becomes outdated.
+    /// Time in ms after `created_at` at which the load balancer becomes outdated.
     rebuild_at_ms: AtomicU64,
     /// Next position of round-robin load balancing.
     round_robin_counter: AtomicU64,
     /// Retry budget. `None` if retries are disabled.
     pub(super) retry_budget: Option<RetryBudget>,
     pub(super) queue: Arc<PendingQueue>,
-    /// Notified when endpoints are added or removed.
+    /// Waiters are notified when endpoints are added or removed.
     pub(super) endpoints_changed: Notify,
 }
 
@@ -130,7 +130,7 @@ impl UpstreamCluster {
         self.endpoints().iter().map(status_of).collect()
     }
 
-    /// Set the addresses of server `index`. Endpoints whose address remains are kept with their state.
+    /// Set the addresses of server `index`. An endpoint whose address remains is kept with its state.
     pub fn set_addresses(&self, index: usize, addresses: &[SocketAddr]) {
         let rebuild_guard = self.lock_rebuild();
         let before = self.endpoints();
@@ -160,13 +160,13 @@ impl UpstreamCluster {
         self.endpoints_changed.notify_one();
     }
 
-    /// Return the current load balancer, rebuilt if it is outdated.
+    /// Return the current load balancer. If it is outdated, rebuild it first.
     pub(super) fn load_balancer(&self) -> Guard<Arc<LoadBalancer>> {
         self.version();
         self.load_balancer.load()
     }
 
-    /// Return the version of the load balancer, rebuilt if it is outdated.
+    /// Return the version of the load balancer. If it is outdated, rebuild it first.
     pub(super) fn version(&self) -> u64 {
         let outdated_ms = self.rebuild_at_ms.load(Ordering::Relaxed);
         if outdated_ms != NEVER && self.created_at.elapsed().as_millis() as u64 >= outdated_ms {
@@ -192,19 +192,19 @@ impl UpstreamCluster {
         })
     }
 
-    /// Return the hash of the header that selects the endpoint. `None` for other policies and if the header is
+    /// Return the hash of the header that selects the endpoint. Return `None` for other policies and if the header is
     /// missing.
     pub(super) fn hash_key(&self, headers: &HeaderMap) -> Option<u64> {
         let LoadBalancingPolicy::Hash(name) = &self.settings.balance else { return None };
         headers.get(name).map(|value| hash(value.as_bytes()))
     }
 
-    /// Withdraw a retry from the budget. Return whether the retry is allowed.
+    /// Take a retry from the budget. Return whether the retry is allowed.
     pub(super) fn withdraw_retry(&self) -> bool {
         self.retry_budget.as_ref().is_some_and(|retry_budget| retry_budget.withdraw(monotonic()))
     }
 
-    /// Record the status of a response: 502, 503 and 504 count as errors, all others reset the count.
+    /// Record the status of a response: 502, 503 and 504 count as errors, all other statuses reset the count.
     pub(super) fn report_response(&self, endpoint: &Endpoint, status: StatusCode) {
         match status {
             // Statuses with which a server reports that it or its own upstream failed.
@@ -221,8 +221,7 @@ impl UpstreamCluster {
     /// Record that connecting to an endpoint failed or timed out, and start its connect backoff.
     pub(super) fn report_connect_failure(&self, endpoint: &Endpoint, error: &dyn Display) {
         let is_new = {
-            // Requests that fail to connect at the same time wait for the lock, and then see the rebuilt load
-            // balancer.
+            // Requests that fail to connect at the same time wait for the lock, and then use the rebuilt load balancer.
             let rebuild_guard = self.lock_rebuild();
             let news = endpoint.health_state().start_connect_backoff(monotonic());
             if news {
@@ -237,7 +236,7 @@ impl UpstreamCluster {
         self.report_failure(endpoint, error);
     }
 
-    /// Record a failed request. Eject the endpoint after `consecutive_errors`.
+    /// Record a failed request. After `consecutive_errors`, eject the endpoint.
     pub(super) fn report_failure(&self, endpoint: &Endpoint, error: &dyn Display) {
         let Some(EjectionSettings { consecutive_errors: errors, base_ejection_time: time }) = self.settings.ejection
         else {
@@ -253,7 +252,7 @@ impl UpstreamCluster {
         warn!(%upstream, %server, ejected_for = ?time, errors, %error, "server is ejected after consecutive errors");
     }
 
-    /// Record the result of a health check. The error is the reason of the failure.
+    /// Record the result of a health check. The error contains the reason of the failure.
     pub(super) fn report_check(&self, endpoint: &Endpoint, health: &HealthSettings, result: Result<(), String>) {
         let passed = result.is_ok();
         let changed =
@@ -300,7 +299,7 @@ impl UpstreamCluster {
             }
         }
         let table = Arc::new(table);
-        // Clear the flag of removed endpoints, too.
+        // Also clear the flag of endpoints that were removed.
         let before = self.load_balancer.swap(table.clone());
         self.version.fetch_add(1, Ordering::Release);
         before.endpoints.iter().for_each(|endpoint| endpoint.state.is_usable.store(false, Ordering::Relaxed));
@@ -330,10 +329,11 @@ fn rendezvous_table(settings: &UpstreamSettings, endpoints: &[Arc<Endpoint>]) ->
     Some(Arc::new(RendezvousTable::new(&names.zip(weights.iter().map(|weight| *weight as f64)).collect::<Vec<_>>())))
 }
 
-// Reload: a cluster with new settings takes over the state of the previous one.
+// In a reload, a cluster with new settings takes over the state of the previous cluster.
 
 impl UpstreamCluster {
-    /// Create a cluster with new settings. Servers in both keep their endpoints, state and requests in flight.
+    /// Create a cluster with new settings. Servers that are in both clusters keep their endpoints, state and requests
+    /// in flight.
     pub fn from_previous(settings: Arc<UpstreamSettings>, previous: &UpstreamCluster) -> Self {
         let queue = previous.queue.clone();
         queue.resize(settings.max_queue);
@@ -365,8 +365,8 @@ impl UpstreamCluster {
 }
 
 impl Upstream {
-    /// Create the upstream for a cluster that replaces another cluster. Connections to endpoints in both are kept if
-    /// protocol, `proxy_protocol`, `pool_idle_timeout` and TLS server name are equal.
+    /// Create the upstream for a cluster that replaces another cluster. Connections to endpoints in both clusters are
+    /// kept if protocol, `proxy_protocol`, `pool_idle_timeout` and TLS server name are equal.
     pub fn from_previous(cluster: Arc<UpstreamCluster>, previous: &Upstream) -> Self {
         let speaks = |cluster: &UpstreamCluster| {
             let settings = &cluster.settings;

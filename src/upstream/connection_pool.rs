@@ -1,4 +1,4 @@
-//! Connections of one worker to one endpoint: idle HTTP/1.1 connections or a shared HTTP/2 connection.
+//! Connections of one worker to one endpoint: idle HTTP/1.1 connections, or a shared HTTP/2 connection.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -40,12 +40,12 @@ enum ProtocolPool {
     Http2(Arc<SharedConnection>),
 }
 
-/// An upstream connection that a request is sent on.
+/// An upstream connection on which a request is sent.
 #[derive(Debug)]
 pub(super) enum Connection {
-    /// Exclusive to one request.
+    /// The connection is used by only one request at a time.
     Http1(Http1Connection),
-    /// Shared by many requests.
+    /// Many requests share the connection.
     Http2(http2::Http2Connection, LazyTimer),
 }
 
@@ -76,8 +76,8 @@ impl EndpointPool {
         self.endpoint.is_same_as(endpoint)
     }
 
-    /// Return a pool with the same connections for the endpoint of another snapshot. `None` if the endpoint or its TLS
-    /// server name differs.
+    /// Return a pool with the same connections for the endpoint of another snapshot. Return `None` if the endpoint or
+    /// its TLS server name differs.
     pub(super) fn reuse_for(&self, endpoint: &Arc<Endpoint>) -> Option<Self> {
         let name = |endpoint: &Endpoint| endpoint.server.tls.as_ref().map(|tls| tls.server_name.clone());
         let fits = self.endpoint.is_same_as(endpoint) && name(&self.endpoint) == name(endpoint);
@@ -86,7 +86,7 @@ impl EndpointPool {
     }
 
     /// Return an idle HTTP/1.1 connection, or the shared HTTP/2 connection if it is usable. A connection with a PROXY
-    /// header must be of this `client`.
+    /// header must belong to this `client`.
     pub(super) fn take_idle(&self, client: Option<&ProxiedConnection>) -> Option<Connection> {
         match &self.pool {
             ProtocolPool::Http1(pool) if self.proxy_protocol => Some(Connection::Http1(pool.take_idle_of(client)?)),
@@ -95,12 +95,12 @@ impl EndpointPool {
         }
     }
 
-    /// Connect to the endpoint. With HTTP/2, share the connection that a concurrent request has opened in the meantime;
-    /// the second value is then `true`. If the upstream gets a PROXY header, it names `client`, or the gateway itself
-    /// if `client` is `None`.
+    /// Connect to the endpoint. With HTTP/2, share the connection that a concurrent request has opened in the meantime.
+    /// The second value is then `true`. If the upstream gets a PROXY header, the header contains `client`, or the
+    /// gateway itself if `client` is `None`.
     ///
     /// # Errors
-    /// Errors of [`Endpoint::connect`] and of the HTTP/2 or HTTP/1.1 setup.
+    /// The errors of [`Endpoint::connect`] and of the HTTP/2 or HTTP/1.1 setup.
     pub(super) async fn connect(&self, client: Option<&ProxiedConnection>) -> io::Result<(Connection, bool)> {
         match &self.pool {
             ProtocolPool::Http1(_) => {
@@ -109,7 +109,7 @@ impl EndpointPool {
                 connection.client = client.copied().map(Box::new);
                 Ok((Connection::Http1(connection), false))
             }
-            // The configuration excludes PROXY headers: many clients share the connection.
+            // The configuration does not allow PROXY headers here, because many clients share the connection.
             ProtocolPool::Http2(shared) => {
                 let (connection, reused) = shared.get_or_connect(&self.endpoint).await?;
                 Ok((Connection::Http2(connection, LazyTimer::default()), reused))
@@ -128,7 +128,7 @@ impl Connection {
     ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + Send + use<> {
         match self {
             Connection::Http1(connection) => Either::Left(connection.send(request, reads)),
-            // Boxed: inline, the future would reserve space for HTTP/2 in each HTTP/1.1 request.
+            // The future is boxed. Inline, it would reserve space for HTTP/2 in each HTTP/1.1 request.
             Connection::Http2(connection, _) => Either::Right(Box::pin(connection.send(request))),
         }
     }
@@ -141,7 +141,7 @@ impl Connection {
         }
     }
 
-    /// Convert a response. Its body holds the connection and the request permit until it ends.
+    /// Convert a response. The body of the response holds the connection and the request permit until it ends.
     pub(super) fn into_response(
         self,
         response: Response<Incoming>,
@@ -149,7 +149,7 @@ impl Connection {
         pool: Arc<EndpointPool>,
         permit: RequestPermit,
     ) -> Response<Body> {
-        // After the upgrade the connection belongs to the `OnUpgrade` in the extensions.
+        // After the upgrade, the connection belongs to the `OnUpgrade` in the extensions.
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             return response.map(|_| Body::from_upgrade(Box::new(permit)));
         }
@@ -164,7 +164,7 @@ impl Connection {
         }
     }
 
-    /// Return the meaning of `error` for the request. Exclude the connection from reuse if it is broken.
+    /// Return what `error` means for the request. If the connection is broken, exclude it from reuse.
     pub(super) fn classify_error(&self, error: &hyper::Error) -> StreamOutcome {
         match self {
             // The upstream did respond, although not with valid HTTP.
@@ -200,15 +200,15 @@ impl UpstreamLease for PooledConnection {
 
 // === HTTP/1.1: idle connections, most recently used first ===
 
-/// Maximum response buffer of a connection in bytes. Response headers must fit, and bodies are read in pieces of up
-/// to this size.
+/// Maximum response buffer of a connection in bytes. Response headers must fit into this buffer, and bodies are read in
+/// pieces of up to this size.
 const MAX_BUFFER_SIZE: usize = 64 * 1024;
 
-/// Maximum number of idle connections of a pool whose connections belong to one client each. The next request of the
-/// same client may never come.
+/// Maximum number of idle connections of a pool in which each connection belongs to one client. There may never be
+/// another request of the same client.
 const MAX_IDLE_BY_CLIENT: usize = 64;
 
-/// Error of an exchange, with the request if no part of it was written.
+/// Error of an exchange, with the request if no part of the request was written.
 pub(super) type SendError = TrySendError<Request<RequestBody>>;
 
 /// An HTTP/1.1 connection. It serves one request at a time.
@@ -217,17 +217,17 @@ pub(super) struct Http1Connection {
     sender: SendRequest<RequestBody>,
     pub(super) timer: LazyTimer,
     pub(super) reads: ReadBound,
-    /// Client that the PROXY header named.
+    /// Client in the PROXY header of the connection.
     client: Option<Box<ProxiedConnection>>,
 }
 
 /// Pool of idle connections.
 #[derive(Debug)]
 pub(super) struct Http1Pool {
-    // A std mutex: it is not held across an await, and only one worker uses the pool.
+    // A mutex of the standard library, because it is not held across an await, and only one worker uses the pool.
     connections: Mutex<VecDeque<IdleConnection>>,
     idle_timeout: Duration,
-    /// Beyond it, the connections that have been idle for the longest time are closed.
+    /// Above this number, the connections that have been idle for the longest time are closed.
     max_idle: usize,
 }
 
@@ -272,7 +272,7 @@ impl Http1Pool {
         let mut idle = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some(IdleConnection { connection, idle_since: since }) = idle.pop_back() {
             if since.elapsed() >= self.idle_timeout {
-                // All others have been idle for longer.
+                // All other connections have been idle for longer.
                 idle.clear();
             } else if connection.sender.is_ready() {
                 return Some(connection);

@@ -28,7 +28,7 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::endpoint::RequestPermit;
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError};
 
-/// Stream that HTTP is spoken on.
+/// Stream that is used for HTTP.
 #[derive(Debug)]
 pub(super) enum UpstreamStream {
     Tcp(TcpStream),
@@ -42,11 +42,11 @@ impl UpstreamStream {
     /// # Errors
     /// The handshake fails.
     pub(super) async fn handshake(stream: TcpStream, tls: Option<&EndpointTls>) -> io::Result<UpstreamStream> {
-        // TCP_NODELAY: requests are written in one piece, so that Nagle's algorithm would only delay them.
+        // TCP_NODELAY is set: requests are written in one piece, so Nagle's algorithm would only delay them.
         stream.set_nodelay(true)?;
         match tls {
             None => Ok(UpstreamStream::Tcp(stream)),
-            // Boxed: inline, the handshake would reserve space in the future of each request.
+            // The future is boxed. Inline, the handshake would reserve space in the future of each request.
             Some(tls) => {
                 Ok(UpstreamStream::Tls(Box::new((Box::pin(tls.connect(stream)).await?, tls.server_name.clone()))))
             }
@@ -121,7 +121,7 @@ const CONNECTION_ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 /// Maximum number of endpoints that one request tries.
 const MAX_CONNECT_ATTEMPTS: usize = 9;
 
-/// A connection with the pool and the request permit of its endpoint.
+/// A connection, with the pool and the request permit of its endpoint.
 pub(super) struct EndpointConnection {
     pub(super) pool: Arc<EndpointPool>,
     pub(super) permit: RequestPermit,
@@ -130,9 +130,9 @@ pub(super) struct EndpointConnection {
 }
 
 impl Upstream {
-    /// Connect to the picked endpoint, or to other endpoints if this fails or takes long. Nothing has been written yet,
-    /// so this is safe for every request. If `allow_idle` is set, idle connections of the other endpoints are used,
-    /// too.
+    /// Connect to the picked endpoint. If this fails or takes long, connect to other endpoints. Nothing has been
+    /// written yet, so this is safe for every request. If `allow_idle` is set, idle connections of the other endpoints
+    /// are used as well.
     ///
     /// # Errors
     /// No endpoint accepted the connection, or `connect_timeout` expired.
@@ -216,7 +216,8 @@ impl Upstream {
         self.pick(pick_state.hash_key, &same_and_tried).or_else(|| self.pick(pick_state.hash_key, &pick_state.tried))
     }
 
-    /// Report endpoints that lost the race despite their head start of one connection attempt delay.
+    /// Report endpoints that were slower than another endpoint, although they started one connection attempt delay
+    /// earlier.
     fn report_slow_connects(&self, attempts: &[(Arc<Endpoint>, Instant)]) {
         for (endpoint, _) in attempts.iter().filter(|(_, since)| since.elapsed() >= CONNECTION_ATTEMPT_DELAY) {
             self.cluster.report_connect_failure(endpoint, &"another server was connected earlier");
@@ -224,13 +225,14 @@ impl Upstream {
     }
 }
 
-// TLS settings towards upstreams. Trust roots and client certificate can be replaced while connections are open.
+// TLS settings for connections to upstreams. Trust roots and client certificate can be replaced while connections are
+// open.
 
 /// TLS client configuration of one upstream.
 #[derive(Debug)]
 pub struct UpstreamTlsConfig {
-    // Holds the session cache: replacing it forgets the sessions, so that every server certificate is verified
-    // again.
+    // The value contains the session cache. Replacing it removes the sessions, so that every server certificate is
+    // verified again.
     config: ArcSwap<ClientConfig>,
     protocol: Protocol,
 }
@@ -240,11 +242,12 @@ pub struct UpstreamTlsConfig {
 pub struct EndpointTls {
     /// Configuration of the upstream.
     pub tls: Arc<UpstreamTlsConfig>,
-    /// Name or IP address that the certificate must be valid for. A name is sent as SNI (RFC 6066 §3).
+    /// Name or IP address for which the certificate must be valid. A name is sent as SNI (RFC 6066 §3).
     pub server_name: ServerName<'static>,
 }
 
-/// Equal if both share one [`UpstreamTlsConfig`], which has no equality of its own, and the server name.
+/// Two values are equal if they share one [`UpstreamTlsConfig`], which cannot be compared itself, and have the same
+/// server name.
 impl PartialEq for EndpointTls {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.tls, &other.tls) && self.server_name == other.server_name
@@ -252,8 +255,8 @@ impl PartialEq for EndpointTls {
 }
 
 impl UpstreamTlsConfig {
-    /// Create a configuration for TLS 1.2 and 1.3 that offers one protocol by ALPN. The certificate is for servers
-    /// that request one.
+    /// Create a configuration for TLS 1.2 and 1.3 that offers one protocol by ALPN. The certificate is for servers that
+    /// request a client certificate.
     ///
     /// # Errors
     /// rustls rejects the configuration.
@@ -273,7 +276,7 @@ impl UpstreamTlsConfig {
         self.protocol
     }
 
-    /// Replace trust roots and client certificate for new connections.
+    /// Replace the trust roots and the client certificate for new connections.
     ///
     /// # Errors
     /// rustls rejects the configuration.
@@ -287,7 +290,7 @@ impl EndpointTls {
     /// Perform the TLS handshake.
     ///
     /// # Errors
-    /// The handshake fails. The error is a `TlsDiagnosis` if its cause is TLS.
+    /// The handshake fails. If TLS is the cause, the error is a `TlsDiagnosis`.
     pub async fn connect(&self, stream: TcpStream) -> io::Result<TlsStream<TcpStream>> {
         let connector = TlsConnector::from(self.tls.config.load_full());
         let stream =
@@ -319,7 +322,7 @@ fn client_config(
     Ok(config)
 }
 
-// Diagnosis of TLS errors: cause and remedy in one sentence, for the log. Clients do not see it.
+// Diagnosis of TLS errors for the log: the cause and what to do, in one sentence. Clients do not see the diagnosis.
 
 /// Cause of a TLS failure.
 #[derive(Debug, thiserror::Error)]
@@ -336,7 +339,7 @@ pub enum TlsFailure {
     Certificate,
     /// The server sent an alert.
     Alert,
-    /// Anything else.
+    /// Any other error.
     Protocol,
 }
 
@@ -351,7 +354,7 @@ impl TlsDiagnosis {
     /// Describe an error of the TLS handshake.
     pub(super) fn from_handshake_error(error: io::Error) -> io::Error {
         match error.kind() {
-            // Servers that cannot parse the ClientHello close the connection.
+            // A server that cannot parse the ClientHello closes the connection.
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
                 TlsDiagnosis::with_message(
                     "the server closed the connection in the TLS handshake; if it does not speak TLS, use http://",
@@ -361,9 +364,9 @@ impl TlsDiagnosis {
         }
     }
 
-    /// Describe a read error, and log it. In TLS 1.3 the server verifies the client certificate after the client
-    /// has completed the handshake, so that its alert arrives with the first read. The request may only report a
-    /// closed connection.
+    /// Describe a read error, and log it. In TLS 1.3, the server verifies the client certificate after the client has
+    /// completed the handshake, so its alert arrives with the first read. The request may report only a closed
+    /// connection.
     pub(super) fn from_read_error(error: io::Error, name: &ServerName<'_>) -> io::Error {
         let error = TlsDiagnosis::from_io_error(error);
         if error.get_ref().is_some_and(|inner| inner.is::<TlsDiagnosis>()) {
@@ -372,7 +375,7 @@ impl TlsDiagnosis {
         error
     }
 
-    /// Describe the rustls error inside an I/O error. Other errors are returned unchanged.
+    /// Describe the rustls error that an I/O error contains. Other errors are returned unchanged.
     pub(super) fn from_io_error(error: io::Error) -> io::Error {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(source) => {
@@ -412,11 +415,11 @@ fn describe_error(error: &Error) -> String {
 
 /// Describe why the server certificate was rejected.
 fn describe_certificate_error(error: &CertificateError) -> String {
-    // Times out of range are left out.
+    // Times that are out of range are omitted.
     let date = |s: u64| ASN1Time::from_timestamp(s as i64).map_or(String::new(), |time| time.to_string());
     match error {
         CertificateError::NotValidForNameContext { expected, presented } => {
-            // rustls formats them as `DnsName("a.test")` and `IpAddress(192.0.2.1)`.
+            // rustls formats these as `DnsName("a.test")` and `IpAddress(192.0.2.1)`.
             let bare = |name: &String| name.split(['(', ')', '"']).rfind(|part| !part.is_empty()).map(str::to_owned);
             let presented = presented.iter().filter_map(bare).collect::<Vec<_>>().join(", ");
             let presented = if presented.is_empty() { "no name (common names do not count)" } else { &presented };
@@ -442,7 +445,7 @@ fn describe_certificate_error(error: &CertificateError) -> String {
             "the server's certificate is not valid for servers; issue one with the extended key usage serverAuth"
                 .to_owned()
         }
-        // Error of webpki that rustls returns only as text.
+        // rustls returns this error of webpki only as text.
         CertificateError::Other(why) if why.to_string().contains("CaUsedAsEndEntity") => {
             "the server presents a CA certificate (CA:TRUE, the default of `openssl req -x509`); issue a \
              certificate for the server that this CA signs"
@@ -458,7 +461,7 @@ fn describe_alert(alert: AlertDescription) -> String {
         AlertDescription::CertificateRequired => {
             "the server requires a client certificate; set tls.cert and tls.key".to_owned()
         }
-        // TLS 1.2 also sends this alert for a missing client certificate.
+        // In TLS 1.2, servers also send this alert for a missing client certificate.
         AlertDescription::HandshakeFailure => {
             "the server rejected the handshake (HandshakeFailure); it may require a client certificate (tls.cert and \
              tls.key) or other cipher suites"

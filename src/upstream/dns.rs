@@ -1,4 +1,4 @@
-//! DNS resolution of upstream hosts, repeated by TTL.
+//! DNS resolution of upstream hosts, which is repeated when the TTL expires.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -24,10 +24,10 @@ use crate::upstream::cluster::UpstreamCluster;
 /// Minimum time between lookups of a host, and the delay after the first failure.
 const MIN_TTL: Duration = Duration::from_secs(1);
 
-/// Maximum time between lookups of a host, whatever its TTL.
+/// Maximum time between lookups of a host, whatever its TTL is.
 const MAX_TTL: Duration = Duration::from_secs(300);
 
-/// Maximum delay after a failed lookup. The delay doubles with each failure, from `MIN_TTL`.
+/// Maximum delay after a failed lookup. The delay starts at `MIN_TTL` and doubles with each failure.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 
 /// Hosts of all upstream clusters.
@@ -38,13 +38,13 @@ pub struct DnsCache(Vec<HostEntry>);
 #[derive(Debug)]
 struct HostEntry {
     host: Box<str>,
-    /// Servers with this host.
+    /// Servers that have this host.
     servers: Vec<ServerRef>,
     /// Last known addresses, sorted.
     addresses: Vec<IpAddr>,
     /// Number of consecutive failed lookups.
     consecutive_failures: u32,
-    /// Error that was logged last. `None` after a successful lookup.
+    /// Error that was last logged. `None` after a successful lookup.
     last_error: Option<ResolveError>,
 }
 
@@ -56,8 +56,8 @@ struct ServerRef {
 }
 
 impl DnsCache {
-    /// Collect the hosts of all clusters, each once. Until the first lookup, its servers use the addresses that the
-    /// clusters know from before a reload. Servers of new hosts have no address.
+    /// Collect the hosts of all clusters, each host once. Until the first lookup, the servers of a host use the
+    /// addresses that the clusters know from before a reload. Servers of new hosts have no address.
     pub fn new(clusters: &[Arc<UpstreamCluster>]) -> Self {
         let mut names = BTreeMap::<Box<str>, Vec<ServerRef>>::new();
         for cluster in clusters {
@@ -90,8 +90,8 @@ impl DnsCache {
         self.0.is_empty()
     }
 
-    /// Resolve the hosts until the future is dropped. All clones of `first` are dropped once each host has been
-    /// looked up once.
+    /// Resolve the hosts until the future is dropped. All clones of `first` are dropped when each host has been looked
+    /// up once.
     pub async fn run(self, resolver: DnsResolver, first: Sender<Infallible>) {
         let mut tasks = JoinSet::new();
         for name in self.0 {
@@ -119,7 +119,7 @@ impl HostEntry {
                 Err(reason) => self.record_failure(reason),
             };
             drop(first.take());
-            // Jitter of up to 10 %, so that gateways that start together spread their lookups.
+            // Jitter of up to 10 %, so that gateways that start together do not make their lookups at the same time.
             let jitter = wait.mul_f64(Uuid::new_v4().as_u128() as u8 as f64 / 2560.0);
             sleep(wait + jitter).await;
         }
@@ -153,7 +153,7 @@ impl HostEntry {
         }
     }
 
-    /// Record a failed lookup; the addresses are kept. Return the time until the next lookup.
+    /// Record a failed lookup. The addresses do not change. Return the time until the next lookup.
     fn record_failure(&mut self, reason: ResolveError) -> Duration {
         if self.last_error.as_ref() != Some(&reason) {
             let host = &self.host;
@@ -174,15 +174,16 @@ impl HostEntry {
 
 // Lookup in the hosts file and in DNS.
 
-/// TTL of entries of the hosts file, which does not contain TTLs. Reading it costs little.
+/// TTL of entries from the hosts file, which does not contain TTLs. Reading the hosts file needs little CPU time.
 const HOSTS_TTL: Duration = Duration::from_secs(5);
 
 /// Source of addresses.
 #[derive(Debug, Clone)]
 pub enum DnsResolver {
-    /// /etc/hosts and the name servers of /etc/resolv.conf. Both are read for each lookup.
+    /// The addresses come from /etc/hosts and the name servers in /etc/resolv.conf. Both files are read for each
+    /// lookup.
     System,
-    /// These name servers only.
+    /// Only these name servers are used.
     Servers(Box<ResolverConfig>, Box<ResolverOpts>),
 }
 
@@ -190,7 +191,7 @@ pub enum DnsResolver {
 #[derive(Debug)]
 pub(crate) struct ResolvedAddresses {
     pub(crate) addresses: Vec<IpAddr>,
-    /// Time for which they may be cached.
+    /// Time for which the addresses may be cached.
     pub(crate) ttl: Duration,
 }
 
@@ -210,7 +211,7 @@ pub(crate) enum ResolveError {
 }
 
 impl DnsResolver {
-    /// Resolve a host. If only one address family fails, keep its addresses in `known`.
+    /// Resolve a host. If the lookup of only one address family fails, keep the addresses of this family in `known`.
     pub(crate) async fn lookup(&self, host: &str, known: &[IpAddr]) -> Result<ResolvedAddresses, ResolveError> {
         let (config, options) = match self {
             DnsResolver::System => {
@@ -232,7 +233,7 @@ impl DnsResolver {
         for (record_type, is_v6) in [(RecordType::A, false), (RecordType::AAAA, true)] {
             let of_family = |address: &&IpAddr| address.is_ipv6() == is_v6;
             let lost = known.iter().any(|address| of_family(&address)) && !addresses.iter().any(|a| of_family(&a));
-            // hickory succeeds if the lookup of one address family succeeds: query the missing family again for its
+            // hickory succeeds if the lookup of one address family succeeds. Query the missing family again to get its
             // error.
             if lost
                 && resolver
@@ -250,7 +251,7 @@ impl DnsResolver {
     }
 }
 
-/// Look up a host in /etc/hosts. As in getaddrinfo, a match there is not queried in DNS.
+/// Look up a host in /etc/hosts. As in getaddrinfo, a host that is found there is not queried in DNS.
 fn lookup_hosts_file(host: &str) -> Option<Vec<IpAddr>> {
     let (hosts, name) = (Hosts::from_system().ok()?, Name::from_utf8(host).ok()?);
     let found = [RecordType::A, RecordType::AAAA].map(|record_type| Query::query(name.clone(), record_type));
@@ -269,7 +270,7 @@ fn build_resolver(config: ResolverConfig, options: ResolverOpts) -> Result<Tokio
     builder.build()
 }
 
-/// Return whether the lookup failed, as opposed to an answer without addresses.
+/// Return whether the lookup failed. A response without addresses is not a failure.
 fn is_failure(error: &NetError) -> bool {
     !matches!(ResolveError::from(error.clone()), ResolveError::NxDomain | ResolveError::NoRecords)
 }

@@ -19,21 +19,21 @@ use crate::upstream::{UpstreamServerSettings, UpstreamSettings};
 /// One address of an upstream server.
 #[derive(Debug)]
 pub struct Endpoint {
-    /// Index in the `servers` of the upstream.
+    /// Index in `servers` of the upstream.
     pub server_index: usize,
     /// Settings of the server.
     pub server: UpstreamServerSettings,
-    /// Address. `None`: the system resolves the host for each connection.
+    /// Address. `None` if the system resolves the host for each connection.
     pub address: Option<SocketAddr>,
-    /// State, shared by the endpoints of all configuration snapshots with this server.
+    /// State that the endpoints of all configuration snapshots with this server share.
     pub(super) state: Arc<EndpointState>,
 }
 
-/// State of an endpoint that outlives a reload.
+/// State of an endpoint that is kept across reloads.
 #[derive(Debug)]
 pub(super) struct EndpointState {
     health_state: Mutex<HealthState>,
-    /// Limits log messages about failed connects.
+    /// Limits how often failed connects are logged.
     pub(super) unreachable_log: LogThrottle,
     /// Number of consecutive failed requests.
     pub(super) consecutive_errors: AtomicU32,
@@ -70,13 +70,14 @@ impl Endpoint {
         let state = self.state.clone();
         state.max_requests.store(settings.max_requests, Ordering::Relaxed);
         if settings.health.is_none() {
-            // Without health checks nothing would mark the endpoint healthy again.
+            // Without health checks, nothing would mark the endpoint as healthy again.
             self.health_state().reset_checks();
         }
         Endpoint { server_index: index, server: settings.servers[index].clone(), address: self.address, state }
     }
 
-    /// Return whether both share their state, that is, are the same endpoint of the same or of different snapshots.
+    /// Return whether both share their state, which means that they are the same endpoint in the same snapshot or in
+    /// different snapshots.
     pub(super) fn is_same_as(&self, other: &Endpoint) -> bool {
         Arc::ptr_eq(&self.state, &other.state)
     }
@@ -111,7 +112,7 @@ impl Endpoint {
         Some(RequestPermit::new(endpoint.clone()))
     }
 
-    /// Release a request permit and hand it to the queue if requests wait.
+    /// Release a request permit. If requests are queued, pass it to the first of them.
     pub(super) fn release(endpoint: &Arc<Endpoint>) {
         let EndpointState { in_flight, queue, is_usable: usable, .. } = &*endpoint.state;
         in_flight.fetch_sub(1, Ordering::SeqCst);
@@ -120,7 +121,7 @@ impl Endpoint {
         }
     }
 
-    /// Connect, including the TLS handshake, which follows the PROXY header if there is one.
+    /// Connect to the endpoint, including the TLS handshake. The PROXY header, if there is one, precedes the handshake.
     ///
     /// # Errors
     /// The connection fails, the name does not resolve, or the TLS handshake fails.
@@ -138,7 +139,7 @@ impl Endpoint {
 
 // === Pending requests: a bounded queue, first come, first served ===
 
-/// One request in flight at an endpoint. Released when it is dropped, after the response body.
+/// One request in flight at an endpoint. The permit is released when the value is dropped, after the response body.
 #[derive(Debug)]
 pub(super) struct RequestPermit(Arc<Endpoint>);
 
@@ -146,7 +147,7 @@ pub(super) struct RequestPermit(Arc<Endpoint>);
 #[derive(Debug, Default)]
 pub(super) struct PendingQueue {
     max: AtomicUsize,
-    /// Length of the queue, readable without the lock.
+    /// Length of the queue, which can be read without the lock.
     length: AtomicUsize,
     state: Mutex<QueueState>,
 }
@@ -154,11 +155,11 @@ pub(super) struct PendingQueue {
 #[derive(Debug, Default)]
 struct QueueState {
     next_id: u64,
-    /// Sorted by ID.
+    /// The requests are sorted by id.
     waiters: VecDeque<(u64, oneshot::Sender<RequestPermit>)>,
 }
 
-/// A queued request. Dropping it removes the request from the queue.
+/// A queued request. Dropping the value removes the request from the queue.
 #[derive(Debug)]
 pub(super) struct Waiter {
     queue: Arc<PendingQueue>,
@@ -195,7 +196,7 @@ impl PendingQueue {
         PendingQueue { max: max.into(), ..PendingQueue::default() }
     }
 
-    /// Set the maximum length. Requests in the queue stay.
+    /// Set the maximum length. Requests that are already in the queue stay.
     pub(super) fn resize(&self, max: usize) {
         self.max.store(max, Ordering::Relaxed);
     }
@@ -214,7 +215,8 @@ impl PendingQueue {
         let (id, is_first) = (state.next_id, state.waiters.is_empty());
         state.next_id += 1;
         state.waiters.push_back((id, sender));
-        // Published before the caller looks for a free permit again: every release from now on sees the waiter.
+        // The length is published before the caller looks for a free permit again, so that every later release sees the
+        // waiter.
         self.length.store(state.waiters.len(), Ordering::SeqCst);
         Some(Waiter { queue: self.clone(), id, permit: receiver, is_first })
     }

@@ -1,5 +1,5 @@
-//! Single HTTP/1.1 exchanges, each on its own connection: the trace exporter, the key sets of token issuers, and
-//! webhooks.
+//! Single HTTP/1.1 exchanges, each on its own connection. They are used for the trace exporter, the key sets of token
+//! issuers, and webhooks.
 
 use std::error::Error;
 use std::io;
@@ -18,10 +18,10 @@ use tokio::task::AbortHandle;
 
 use crate::upstream::connector::EndpointTls;
 
-/// Why a request has no response.
+/// The reason why a request has no response.
 #[derive(Debug, thiserror::Error)]
 pub enum FetchError {
-    /// The name cannot be resolved, or no connection could be made.
+    /// The name cannot be resolved, or no connection could be established.
     #[error("cannot connect: {0}")]
     Connect(#[source] io::Error),
     /// The TLS handshake failed.
@@ -30,7 +30,7 @@ pub enum FetchError {
     /// The connection ended before the end of the response, or the response is not HTTP.
     #[error("no valid response: {0}")]
     Http(#[source] hyper::Error),
-    /// The response body is longer than allowed.
+    /// The response body is longer than the maximum.
     #[error("the response is longer than {0} bytes")]
     TooLarge(usize),
 }
@@ -40,8 +40,8 @@ pub fn host(uri: &Uri) -> &str {
     uri.host().unwrap_or_default().trim_matches(['[', ']'])
 }
 
-/// Send a request to the server of its URL and return the response with its whole body. `tls` is required for
-/// `https://`. The connection is closed afterwards. The caller limits the time.
+/// Send a request to the server in its URL, and return the response with its whole body. `tls` is required for
+/// `https://` URLs. The connection is closed after the response. The caller must limit the time.
 ///
 /// # Errors
 /// See [`FetchError`]. A response body longer than `max_body` bytes is an error.
@@ -60,8 +60,8 @@ pub async fn send(
     }
 }
 
-/// Connect to the server of a URL, with a TLS handshake for `https://`, and close the connection. The caller limits the
-/// time.
+/// Connect to the server in a URL, with a TLS handshake for `https://`, and close the connection. The caller must limit
+/// the time.
 ///
 /// # Errors
 /// See [`FetchError`].
@@ -88,7 +88,7 @@ async fn send_over(
     max_body: usize,
 ) -> Result<Response<Bytes>, FetchError> {
     let (mut sender, connection) = handshake(stream).await.map_err(FetchError::Http)?;
-    // A connection error also fails the request. The task ends with this future, even if the server sends on.
+    // A connection error also fails the request. The task ends with this future, even if the server continues to send.
     let _connection = AbortOnDrop(tokio::spawn(connection).abort_handle());
     let authority = request.uri().authority().map_or("", |authority| authority.as_str());
     // An authority is a valid header value.
@@ -101,7 +101,7 @@ async fn send_over(
     Ok(Response::from_parts(parts, body))
 }
 
-/// A connection task that ends with its exchange.
+/// A connection task that ends together with its exchange.
 struct AbortOnDrop(AbortHandle);
 
 impl Drop for AbortOnDrop {
@@ -113,7 +113,7 @@ impl Drop for AbortOnDrop {
 fn body_error(error: Box<dyn Error + Send + Sync>, max_body: usize) -> FetchError {
     match error.downcast::<hyper::Error>() {
         Ok(error) => FetchError::Http(*error),
-        // The only other error is the error of `Limited`.
+        // The only other error comes from `Limited`.
         Err(_) => FetchError::TooLarge(max_body),
     }
 }

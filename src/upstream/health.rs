@@ -1,4 +1,4 @@
-//! Active health checks and ejection of endpoints, once for all workers.
+//! Active health checks and ejection of endpoints, performed once for all workers.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -30,11 +30,11 @@ pub struct HealthSettings {
     pub expected_statuses: Vec<StatusCode>,
     /// Time between two checks of an endpoint, with a jitter of 10 %.
     pub interval: Duration,
-    /// Maximum duration of a check, connecting included.
+    /// Maximum duration of a check, including the connection.
     pub timeout: Duration,
     /// Consecutive failed checks that mark an endpoint unhealthy.
     pub unhealthy_after: u32,
-    /// Consecutive passed checks that mark it healthy.
+    /// Consecutive passed checks that mark an endpoint healthy.
     pub healthy_after: u32,
 }
 
@@ -65,9 +65,9 @@ pub async fn run_checks(cluster: Arc<UpstreamCluster>) {
 }
 
 async fn check_endpoint(cluster: Arc<UpstreamCluster>, health: HealthSettings, endpoint: Arc<Endpoint>, rng: Arc<Rng>) {
-    // Bounds in thousandths of the interval.
+    // Bounds of the jitter in thousandths of the interval.
     let part = |from: u32, to: u32| health.interval * (from + (rng.next_u64() % u64::from(to - from)) as u32) / 1000;
-    // Spread the first checks over one interval.
+    // Distribute the first checks over one interval.
     sleep(part(0, 1000)).await;
     loop {
         let result = timeout(health.timeout, check_once(&cluster, &health, &endpoint)).await;
@@ -77,7 +77,7 @@ async fn check_endpoint(cluster: Arc<UpstreamCluster>, health: HealthSettings, e
     }
 }
 
-/// Perform one check on a new connection: accepting connections is part of the check.
+/// Perform one check on a new connection, because accepting connections is part of the check.
 async fn check_once(
     cluster: &UpstreamCluster,
     health: &HealthSettings,
@@ -115,7 +115,7 @@ fn check_request(
     request.body(RequestBody::empty())
 }
 
-// Health state of an endpoint. Pure: the current time is an argument.
+// Health state of an endpoint. The functions are pure: the current time is an argument.
 
 /// Time without requests after a failed connect, if other endpoints are reachable.
 const CONNECT_BACKOFF: Duration = Duration::from_secs(1);
@@ -132,7 +132,7 @@ const SLOW_START_FIRST_STEP: u32 = 2;
 pub struct EjectionSettings {
     /// Consecutive errors that eject an endpoint.
     pub consecutive_errors: u32,
-    /// Duration of the first ejection. The n-th consecutive ejection lasts n times as long, at most ten times.
+    /// Duration of the first ejection. The n-th consecutive ejection lasts n times as long, and at most ten times.
     pub base_ejection_time: Duration,
 }
 
@@ -143,7 +143,7 @@ pub(super) enum Health {
     Healthy,
     /// Ejected after failed requests.
     Ejected,
-    /// Unhealthy by failed health checks.
+    /// The endpoint is unhealthy because of failed health checks.
     Unhealthy,
 }
 
@@ -151,16 +151,16 @@ pub(super) enum Health {
 #[derive(Debug, Default)]
 pub(super) struct HealthState {
     is_unhealthy: bool,
-    /// Consecutive checks that contradict `is_unhealthy`.
+    /// Number of consecutive checks whose result contradicts `is_unhealthy`.
     contrary_checks: u32,
     /// End of the current ejection.
     ejected_until: Option<Instant>,
-    /// Number of ejections in short succession. It decays with time.
+    /// Number of recent ejections. The number decreases with time.
     consecutive_ejections: u32,
     /// End of the last ejection.
     ejection_ended_at: Option<Instant>,
     connect_backoff_until: Option<Instant>,
-    /// Start of slow start: when the endpoint was added or recovered.
+    /// Start of slow start: the time at which the endpoint was added or recovered.
     recovered_at: Option<Instant>,
 }
 
@@ -175,7 +175,7 @@ impl HealthState {
         (self.is_unhealthy, self.contrary_checks) = (false, 0);
     }
 
-    /// Record a health check. Return the new health if it changes: `true` for healthy.
+    /// Record a health check. If the health changes, return the new health: `true` for healthy.
     pub(super) fn record_check(
         &mut self,
         passed: bool,
@@ -199,13 +199,13 @@ impl HealthState {
         Some(!self.is_unhealthy)
     }
 
-    /// Eject the endpoint for a multiple of `time`. Return the duration, or `None` if it is already ejected.
+    /// Eject the endpoint for a multiple of `time`. Return the duration, or `None` if the endpoint is already ejected.
     pub(super) fn eject(&mut self, now: Instant, time: Duration) -> Option<Duration> {
         if self.ejected_until.is_some_and(|until| until > now) {
             return None;
         }
         self.end_ejection_if_due(now);
-        // One ejection is forgotten per base ejection time since the last one ended.
+        // The number decreases by one for each base ejection time since the last ejection ended.
         let time_since_ejection =
             self.ejection_ended_at.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
         let forgotten =
@@ -226,7 +226,7 @@ impl HealthState {
         due.is_some()
     }
 
-    /// Start the connect backoff or extend it. Return whether it is new.
+    /// Start the connect backoff or extend it. Return whether the connect backoff is new.
     pub(super) fn start_connect_backoff(&mut self, now: Instant) -> bool {
         let is_new = !self.is_in_connect_backoff(now);
         self.connect_backoff_until = Some(now + CONNECT_BACKOFF);
@@ -252,11 +252,11 @@ impl HealthState {
         SLOW_START_FIRST_STEP + (part.min(1.0) * f64::from(SLOW_START_STEPS - SLOW_START_FIRST_STEP)) as u32
     }
 
-    /// Return when health or weight will change if no event comes first.
+    /// Return when health or weight will change if no event happens before.
     pub(super) fn next_change(&self, now: Instant, slow_start: Duration) -> Option<Instant> {
         let steps = self.weight_steps(now, slow_start);
         let step = self.recovered_at.filter(|_| steps < SLOW_START_STEPS).map(|back| {
-            // One millisecond late, so that the step has certainly been reached.
+            // The time is one millisecond later, so that the step has certainly been reached.
             back + slow_start * (steps - SLOW_START_FIRST_STEP + 1) / (SLOW_START_STEPS - SLOW_START_FIRST_STEP)
                 + Duration::from_millis(1)
         });
@@ -308,7 +308,7 @@ mod health_state_tests {
             now += time;
         }
         assert!(health_state.end_ejection_if_due(now) && !health_state.end_ejection_if_due(now));
-        // Three of ten ejections are forgotten, then this one counts.
+        // Three of ten ejections are no longer counted, and then this one is counted.
         assert_eq!(health_state.eject(now + 35 * S, 10 * S), Some(80 * S));
         assert_eq!(health_state.eject(now + 10_000 * S, 10 * S), Some(10 * S), "all ejections are forgotten");
     }

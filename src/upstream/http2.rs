@@ -1,4 +1,4 @@
-//! HTTP/2 connections to an endpoint (RFC 9113), shared by all requests of a worker.
+//! HTTP/2 connections to an endpoint (RFC 9113), which all requests of a worker share.
 
 use std::error::Error;
 use std::future::Future;
@@ -22,8 +22,7 @@ use crate::upstream::endpoint::Endpoint;
 /// Stream window for responses and send buffer for request bodies, in bytes per stream.
 const STREAM_BUFFER: u32 = 128 << 10;
 
-/// Connection window in bytes. Streams with slow readers cannot exhaust it, so that they do not block other
-/// streams.
+/// Connection window in bytes. Streams with slow readers cannot use up this window, so they do not block other streams.
 const CONNECTION_WINDOW: u32 = 1 << 30;
 
 /// Maximum size of the response headers in bytes, as for HTTP/1.1.
@@ -32,12 +31,12 @@ const MAX_HEADER_LIST_SIZE: u32 = 64 << 10;
 /// The shared connection of a pool.
 #[derive(Debug)]
 pub(super) struct SharedConnection {
-    // Held while connecting: concurrent requests wait for the new connection.
+    // The lock is held while connecting, so that concurrent requests wait for the new connection.
     current: Mutex<Option<Http2Connection>>,
     idle_timeout: Duration,
 }
 
-/// An HTTP/2 connection. It serves many requests concurrently.
+/// An HTTP/2 connection. The connection serves many requests concurrently.
 #[derive(Debug, Clone)]
 pub(super) struct Http2Connection {
     sender: SendRequest<RequestBody>,
@@ -65,7 +64,8 @@ impl SharedConnection {
         Some(connection.clone())
     }
 
-    /// Return the connection if it is usable, otherwise connect. The second value says whether it was reused.
+    /// If the connection is usable, return it; otherwise connect. The second value is true if the connection was
+    /// reused.
     pub(super) async fn get_or_connect(&self, endpoint: &Endpoint) -> io::Result<(Http2Connection, bool)> {
         let mut current = self.current.lock().await;
         if let Some(connection) = self.usable(&mut current) {
@@ -119,20 +119,20 @@ impl Http2Connection {
     }
 }
 
-/// State of a request whose stream ended with an error.
+/// What is known about a request whose stream ended with an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StreamOutcome {
-    /// The server has not processed it (RFC 9113 §8.7): REFUSED_STREAM or GOAWAY.
+    /// The server has not processed the request (RFC 9113 §8.7): REFUSED_STREAM or GOAWAY.
     NotProcessed,
     /// The server reset the stream, or sent invalid frames.
     PeerError,
-    /// The gateway reset the stream because the client aborted the request.
+    /// The gateway reset the stream, because the client aborted the request.
     LocalReset,
-    /// Unknown: the connection is lost.
+    /// Nothing is known, because the connection is lost.
     Unknown,
 }
 
-/// Classify an error. The second value says whether the connection is still usable.
+/// Classify an error. The second value is true if the connection is still usable.
 pub(super) fn classify_error(error: &hyper::Error) -> (StreamOutcome, bool) {
     let Some(cause) = error.source().and_then(|source| source.downcast_ref::<h2::Error>()) else {
         return (StreamOutcome::Unknown, false);

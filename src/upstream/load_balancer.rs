@@ -1,5 +1,5 @@
-//! Load balancing: tables of usable endpoints, built when the health or the addresses of a cluster change, and
-//! endpoint selection.
+//! Load balancing: endpoint selection, with tables of usable endpoints that are built when the health or the addresses
+//! of a cluster change.
 
 use std::hash::Hasher;
 use std::sync::Arc;
@@ -15,20 +15,21 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::endpoint::RequestPermit;
 use crate::upstream::health::Health;
 
-/// Maximum number of draws by the policy. Afterwards all usable endpoints are tried in order.
+/// Maximum number of endpoints that the policy draws for one request. After this, all usable endpoints are tried in
+/// order.
 const MAX_DRAWS: u32 = 8;
 
-/// Factor of all weights, so that the weight of a server can be divided among its addresses. It is divisible by 1
-/// to 12.
+/// Factor of all weights, so that the weight of a server can be divided among its addresses. The factor is divisible by
+/// 1 to 12.
 const WEIGHT_UNIT: u64 = 55_440;
 
-/// Endpoints of a cluster with their health at the time of construction.
+/// Endpoints of a cluster, with their health at the time of construction.
 #[derive(Debug)]
 pub(super) struct LoadBalancer {
     pub(super) endpoints: Arc<Vec<Arc<Endpoint>>>,
-    /// Indexes of endpoints that get requests.
+    /// Indices of the endpoints that get requests.
     pub(super) usable: Box<[usize]>,
-    /// Indexes of endpoints in connect backoff. They serve retries if no usable endpoint is left.
+    /// Indices of the endpoints in connect backoff. These endpoints serve retries if no usable endpoint is left.
     backup: Box<[usize]>,
     weighted_slots: WeightedSlots,
     pub(super) rendezvous: Option<Arc<RendezvousTable>>,
@@ -49,8 +50,8 @@ pub(super) struct PickContext<'a> {
 }
 
 impl LoadBalancer {
-    /// Build the tables from the current health of the endpoints. Also return when they become outdated if no event
-    /// comes first.
+    /// Build the tables from the current health of the endpoints. Also return when the tables become outdated if no
+    /// event happens before.
     pub(super) fn new(
         settings: &UpstreamSettings,
         endpoints: Arc<Vec<Arc<Endpoint>>>,
@@ -73,7 +74,7 @@ impl LoadBalancer {
         };
         let ejected = counts(&|health| health == Health::Ejected);
         let is_in_panic_mode = ejected > 0 && counts(&|health| health != Health::Healthy) * 2 > counts(&|_| true);
-        // Failed health checks are honored even for the last endpoint. An ejection is only inferred from traffic.
+        // Failed health checks are respected even for the last endpoint. An ejection is only inferred from requests.
         let is_eligible = |health| health == Health::Healthy || (is_in_panic_mode && health == Health::Ejected);
         let any_reachable = healths
             .iter()
@@ -103,8 +104,8 @@ impl LoadBalancer {
         )
     }
 
-    /// Pick an endpoint and acquire a request permit. Return `None` if no endpoint is usable or all are at their
-    /// limit.
+    /// Pick an endpoint and acquire a request permit. Return `None` if no endpoint is usable or all have `max_requests`
+    /// in flight.
     pub(super) fn pick(&self, context: &PickContext<'_>) -> Option<(usize, RequestPermit)> {
         let try_acquire = |index: usize| {
             let endpoint = &self.endpoints[index];
@@ -134,8 +135,8 @@ impl LoadBalancer {
             }
             (LoadBalancingPolicy::Random, ..) => self.weighted_slots.endpoint_at(context.rng.next_u64()),
             (LoadBalancingPolicy::Hash(_), Some(rendezvous), Some(key)) => {
-                // The key also selects the replacement of an unhealthy owner, so that keys return to the owner when
-                // it recovers.
+                // The key also selects the replacement of an unhealthy owner, so that keys return to the owner when it
+                // recovers.
                 let mut usable = (0..2 * MAX_DRAWS)
                     .map(|draw| rendezvous.lookup(key, draw))
                     .filter(|owner| self.weighted_slots.share(*owner) > 0);
@@ -147,8 +148,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Power of two choices (Mitzenmacher 2001): draw two endpoints by weight and take the less loaded for its
-    /// weight, the first if equal.
+    /// Power of two choices (Mitzenmacher 2001): draw two endpoints by weight, and take the one with the lower load for
+    /// its weight, or the first if they are equal.
     fn less_loaded_of_two(&self, rng: &Rng) -> Option<usize> {
         let one = self.weighted_slots.endpoint_at(rng.next_u64())?;
         let mut others = (0..4).filter_map(|_| self.weighted_slots.endpoint_at(rng.next_u64()));
@@ -159,7 +160,7 @@ impl LoadBalancer {
         Some(if of_one <= of_other { one } else { other })
     }
 
-    /// Return a random usable endpoint, but not `one`. At least two endpoints are usable.
+    /// Return a random usable endpoint other than `one`. At least two endpoints are usable.
     fn any_other(&self, one: usize, rng: &Rng) -> usize {
         let position = rng.next_u64() as usize % self.usable.len();
         if self.usable[position] == one {
@@ -181,7 +182,7 @@ pub(super) fn endpoint_weights(endpoints: &[Arc<Endpoint>]) -> Vec<u64> {
         .collect()
 }
 
-// Policies and their tables. The cost of a pick does not depend on the number of endpoints.
+// Policies and their tables. The cost of a selection does not depend on the number of endpoints.
 
 /// Load balancing policy (`balance`).
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -196,11 +197,11 @@ pub enum LoadBalancingPolicy {
     Hash(HeaderName),
 }
 
-/// Maximum number of slots. Weights whose sum, after division by their greatest common divisor, is at most this are
-/// exact.
+/// Maximum number of slots. Weights are exact if their sum, after division by their greatest common divisor, is at most
+/// this number.
 const MAX_SLOTS: u64 = 16_384;
 
-/// Weighted schedule: each endpoint has slots in proportion to its weight, evenly spread.
+/// Weighted schedule: each endpoint has slots in proportion to its weight, evenly distributed.
 #[derive(Debug)]
 pub(super) struct WeightedSlots {
     slots: Box<[u32]>,
@@ -228,7 +229,7 @@ impl WeightedSlots {
         WeightedSlots { slots: turns.into_iter().map(|(_, index)| index).collect(), shares }
     }
 
-    /// Return the endpoint of slot `turn`, modulo the number of slots. `None` if all weights are 0.
+    /// Return the endpoint of slot `turn`, modulo the number of slots. Return `None` if all weights are 0.
     pub(super) fn endpoint_at(&self, turn: u64) -> Option<usize> {
         match self.slots.len() {
             0 => None,
@@ -246,19 +247,19 @@ fn gcd(one: u64, other: u64) -> u64 {
     if other == 0 { one } else { gcd(other, one % other) }
 }
 
-/// Number of slots that hash keys are mapped to.
+/// Number of slots to which hash keys are mapped.
 const HASH_SLOTS: usize = 16_384;
 
 /// Owner of each slot by weighted rendezvous hashing (highest random weight, Thaler and Ravishankar 1998). If an
-/// endpoint is removed, only its slots get new owners. A new endpoint takes only its share.
+/// endpoint is removed, only its slots get new owners. A new endpoint takes only its share of the slots.
 #[derive(Debug)]
 pub(super) struct RendezvousTable(Box<[u32]>);
 
 impl RendezvousTable {
-    /// Build the table from the name hash and the weight of each endpoint. At least one weight is not 0.
+    /// Build the table from the name hash and the weight of each endpoint. At least one weight must not be 0.
     pub(super) fn new(endpoints: &[(u64, f64)]) -> Self {
         let score = |slot: u64, name: u64, weight: f64| {
-            // Uniform in (0, 1] with 53 bits.
+            // The value is uniformly distributed in (0, 1] with 53 bits.
             let draw = ((mix(name ^ mix(slot)) >> 11) + 1) as f64 / (1_u64 << 53) as f64;
             -draw.ln() / weight
         };
@@ -270,14 +271,14 @@ impl RendezvousTable {
         RendezvousTable((0..HASH_SLOTS).map(owner).collect())
     }
 
-    /// Return the owner of `key`. `attempt` > 0 returns a replacement.
+    /// Return the owner of `key`. With `attempt` > 0, return a replacement of the owner.
     pub(super) fn lookup(&self, key: u64, attempt: u32) -> usize {
         let key = (0..attempt).fold(key, |key, _| mix(key));
         self.0[(key % HASH_SLOTS as u64) as usize] as usize
     }
 }
 
-/// Hash that is equal on all gateways.
+/// Return a hash that is equal on all gateways.
 pub(super) fn hash(bytes: &[u8]) -> u64 {
     let mut hasher = SipHasher13::new();
     hasher.write(bytes);
@@ -291,7 +292,7 @@ fn mix(mut value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// SplitMix64 random number generator. Not for cryptography.
+/// SplitMix64 random number generator. The generator is not suitable for cryptography.
 #[derive(Debug)]
 pub(super) struct Rng(AtomicU64);
 
@@ -300,7 +301,7 @@ impl Rng {
         Rng(AtomicU64::new(seed))
     }
 
-    /// Seed differently in each process and worker.
+    /// Use a different seed in each process and worker.
     pub(super) fn from_random_seed() -> Self {
         Rng::from_seed(Uuid::new_v4().as_u64_pair().0)
     }
@@ -326,7 +327,7 @@ mod tests {
         assert_eq!((0..6).map(|turn| slots.endpoint_at(turn).unwrap()).collect::<Vec<_>>(), [0, 1, 2, 0, 1, 2]);
         let slots = WeightedSlots::new(&[10, 0, 30, 20]);
         assert_eq!(counts(&slots, 4, 0..600), [100, 0, 300, 200]);
-        // In every interval each endpoint has its fair share, with a deviation of less than two.
+        // In every interval, each endpoint has its fair share, with a deviation of less than two requests.
         for (from, length) in (0..6).flat_map(|from| (1..30).map(move |length| (from, length))) {
             for (count, weight) in counts(&slots, 4, from..from + length).into_iter().zip([1.0, 0.0, 3.0, 2.0]) {
                 let fair = weight / 6.0 * length as f64;

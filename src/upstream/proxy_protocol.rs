@@ -1,13 +1,13 @@
-//! PROXY protocol, version 2, towards upstreams: the address of the client at the start of each connection
+//! PROXY protocol, version 2, for connections to upstreams: the address of the client at the start of each connection
 //! (<https://www.haproxy.org/download/3.2/doc/proxy-protocol.txt>).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use ppp::v2::PROTOCOL_PREFIX;
 
-/// Version 2, and a connection that the gateway makes for itself, such as a health check (`LOCAL`, §2.2).
+/// Version 2, for a connection that the gateway makes for itself, such as a health check (`LOCAL`, §2.2).
 const LOCAL: u8 = 0x20;
-/// Version 2, and a connection for a client (`PROXY`).
+/// Version 2, for a connection on behalf of a client (`PROXY`).
 const PROXY: u8 = 0x21;
 /// No addresses.
 const UNSPECIFIED: u8 = 0x00;
@@ -16,7 +16,7 @@ const TCP4: u8 = 0x11;
 /// TCP over IPv6.
 const TCP6: u8 = 0x21;
 
-/// The connection of a client, as sent to the upstream.
+/// The connection of a client in the form in which it is sent to the upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProxiedConnection {
     /// Address and port of the client. The port is 0 if it is unknown.
@@ -40,7 +40,7 @@ impl ProxiedConnection {
     }
 }
 
-/// Return the header of a connection for a client, or of a connection of the gateway itself.
+/// Return the PROXY header of a connection on behalf of a client, or of a connection of the gateway itself.
 pub(super) fn header(client: Option<&ProxiedConnection>) -> Vec<u8> {
     let mut addresses = Vec::new();
     let (command, family) = match client {
@@ -52,7 +52,7 @@ pub(super) fn header(client: Option<&ProxiedConnection>) -> Vec<u8> {
                     addresses.extend_from_slice(&destination.octets());
                     TCP4
                 }
-                // Both addresses must have the same family: an IPv4 address is mapped to IPv6, as HAProxy does.
+                // Both addresses must have the same family, so an IPv4 address is mapped to IPv6, as in HAProxy.
                 (source, destination) => {
                     addresses.extend_from_slice(&mapped(source).octets());
                     addresses.extend_from_slice(&mapped(destination).octets());
@@ -66,7 +66,7 @@ pub(super) fn header(client: Option<&ProxiedConnection>) -> Vec<u8> {
     };
     let mut header = PROTOCOL_PREFIX.to_vec();
     header.extend_from_slice(&[command, family]);
-    // At most 36 bytes.
+    // The header has at most 36 bytes.
     header.extend_from_slice(&(addresses.len() as u16).to_be_bytes());
     header.extend_from_slice(&addresses);
     header

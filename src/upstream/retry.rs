@@ -25,7 +25,7 @@ use crate::upstream::http2::{StreamOutcome, classify_error};
 use crate::upstream::proxy_protocol::ProxiedConnection;
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError, UpstreamSettings};
 
-/// The ways to send a request again that remain.
+/// The ways in which a request may still be sent again.
 struct RetryState {
     /// Whether the request may be sent once more to the same endpoint on another connection.
     can_reconnect: bool,
@@ -36,7 +36,7 @@ struct RetryState {
     is_http2: bool,
 }
 
-/// Where a request is sent after a failure.
+/// Where a request is sent again after a failure.
 enum RetryTarget {
     /// To the same endpoint, on another connection.
     SameEndpoint(Request<RequestBody>),
@@ -50,13 +50,13 @@ impl Upstream {
     /// Send a request and wait for the response headers. Dropping the future cancels the request.
     ///
     /// If no part of a request was written, it is sent on another connection or to other endpoints. Otherwise only
-    /// requests without a body are sent again: GET, HEAD and OPTIONS, and any method that an HTTP/2 server declares
-    /// unprocessed (RFC 9113 §8.7). They are sent once to the same endpoint if a reused connection was closed before
-    /// the response (RFC 9110 §9.2.2) or the HTTP/2 server did not process them, and to other endpoints within
-    /// `retries` and the retry budget.
+    /// requests without a body are sent again: GET, HEAD and OPTIONS, and requests with any method that an HTTP/2
+    /// server declares as not processed (RFC 9113 §8.7). Such a request is sent once more to the same endpoint if a
+    /// reused connection was closed before the response (RFC 9110 §9.2.2) or the HTTP/2 server did not process it. It
+    /// is sent to other endpoints within `retries` and the retry budget.
     ///
-    /// An upstream that is sent PROXY headers takes the connection of the client from the extensions of the request, as
-    /// a [`ProxiedConnection`].
+    /// For an upstream that gets PROXY headers, the connection of the client is taken from the extensions of the
+    /// request, as a [`ProxiedConnection`].
     ///
     /// # Errors
     /// See [`UpstreamError`].
@@ -112,7 +112,7 @@ impl Upstream {
             attempts.record_endpoint(permit.endpoint());
             let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
             let result = {
-                // Pinned here: otherwise each future that awaits it would hold a copy.
+                // The future is pinned here, because each future that awaits it would otherwise contain a copy.
                 let response = pin!(connection.send(*request, flow.reads(0)));
                 let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
                 match bounds.deadline {
@@ -146,7 +146,7 @@ impl Upstream {
             };
             let outcome = connection.classify_error(failure.error());
             let unsent = failure.take_message();
-            // A server may close an idle connection at any time: this is not a failure of the endpoint.
+            // A server may close an idle connection at any time, so this is not a failure of the endpoint.
             let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
                 || outcome == StreamOutcome::PeerError;
             let retry = retry_state.retry_target(unsent, copy, outcome, reused);
@@ -178,8 +178,8 @@ impl Upstream {
         }
     }
 
-    /// Await the response to one attempt. The response timeout runs only while the upload makes no progress, so
-    /// that a slow upload does not count against the upstream.
+    /// Await the response to one attempt. The response timeout runs only while the upload makes no progress, so that a
+    /// slow upload does not count as a delay of the upstream.
     async fn attempt(
         &self,
         mut response: Pin<&mut impl Future<Output = Result<Response<Incoming>, SendError>>>,
@@ -187,8 +187,8 @@ impl Upstream {
         progress: Option<&UploadProgress>,
     ) -> Result<Result<Response<Incoming>, SendError>, UpstreamError> {
         let mut last_frames = progress.map(UploadProgress::frame_count);
-        // With a request body, check its progress ten times per timeout, so that the timeout starts close to the
-        // end of the upload.
+        // With a request body, check its progress ten times per timeout, so that the timeout starts close to the end of
+        // the upload.
         let polls = if progress.is_some() { 10 } else { 1 };
         let mut silent_polls = 0;
         while silent_polls < polls {
@@ -209,8 +209,8 @@ impl Upstream {
         Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
     }
 
-    /// Return the error for the route timeout: caused by the client if it delayed the upload, otherwise by the
-    /// upstream.
+    /// Return the error for the route timeout. It was caused by the client if the client delayed the upload, otherwise
+    /// by the upstream.
     fn deadline_error(&self, progress: Option<&UploadProgress>) -> UpstreamError {
         if progress.is_some_and(UploadProgress::is_delayed_by_client) {
             return UpstreamError::ClientTimeout;
@@ -225,7 +225,7 @@ impl Upstream {
         if progress.is_some_and(UploadProgress::is_stalled) {
             return UpstreamError::ClientTimeout;
         }
-        // The body failed before its end: the client aborted it.
+        // The body failed before its end, because the client aborted it.
         let unfinished = progress.is_some_and(|progress| !progress.is_done());
         if unfinished && (error.is_user() || classify_error(&error).0 == StreamOutcome::LocalReset) {
             return UpstreamError::ClientAborted(error.into());
@@ -241,7 +241,7 @@ impl RetryState {
         may_repeat && (self.retries_left > 0 || self.can_reconnect && (reused || self.is_http2))
     }
 
-    /// Decide where to send a failed request again. Return `None` if it must not be sent again.
+    /// Decide where to send a failed request again. Return `None` if the request must not be sent again.
     fn retry_target(
         &self,
         unsent: Option<Request<RequestBody>>,
@@ -266,12 +266,12 @@ impl RetryState {
     }
 }
 
-// Retry budget: retries are a fraction of the requests, so that they do not overload a failing upstream.
+// Retry budget: retries are a fraction of the requests, so that they do not overload an upstream that fails.
 
-/// Requests per retry.
+/// Number of requests that allow one retry.
 const REQUESTS_PER_RETRY: u64 = 5;
 
-/// Maximum number of retries that the budget saves.
+/// Maximum number of retries that the budget can save.
 const MAX_SAVED_RETRIES: u64 = 100;
 
 /// Minimum number of retries per second, for upstreams with few requests.
@@ -280,7 +280,7 @@ const MIN_RETRIES_PER_SEC: f64 = 10.0;
 /// Retry budget of an upstream.
 #[derive(Debug)]
 pub(super) struct RetryBudget {
-    /// Requests that have not been spent on a retry.
+    /// Number of requests that have not been used for a retry.
     deposits: AtomicU64,
     /// Tokens of the minimum rate, and the time of their last refill.
     min_retries: Mutex<(f64, std::time::Instant)>,
@@ -299,7 +299,7 @@ impl RetryBudget {
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |saved| (saved < most).then_some(saved + 1));
     }
 
-    /// Withdraw a retry. Return whether the budget allows it.
+    /// Take a retry from the budget. Return whether the budget allows it.
     pub(super) fn withdraw(&self, now: std::time::Instant) -> bool {
         let pay = |saved: u64| saved.checked_sub(REQUESTS_PER_RETRY);
         if self.deposits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, pay).is_ok() {
@@ -319,12 +319,12 @@ impl RetryBudget {
 /// Reason why a request was sent again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RetryReason {
-    /// A reused connection was closed, or an HTTP/2 server did not process the request: sent again to the same
-    /// endpoint.
+    /// A reused connection was closed, or an HTTP/2 server did not process the request. The request is sent again to
+    /// the same endpoint.
     Reconnected,
-    /// No part of the request was written: sent to another endpoint.
+    /// No part of the request was written. The request is sent to another endpoint.
     Unwritten,
-    /// Safe to repeat and within the retry budget: sent to another endpoint.
+    /// The request is safe to repeat and within the retry budget. It is sent to another endpoint.
     Retried,
 }
 
@@ -347,20 +347,21 @@ impl RetryReason {
 pub struct AttemptLog {
     retries: [u64; 3],
     endpoint: Option<Arc<Endpoint>>,
-    /// Whether the endpoint is recorded. Disabled unless needed, because all workers share its reference count.
+    /// Whether the endpoint is recorded. The value is stored only if it is needed, because all workers share its
+    /// reference count.
     records_endpoint: bool,
     /// Whether the request is sent again only if no part of it was written.
     is_single_attempt: bool,
 }
 
 impl AttemptLog {
-    /// Create a log. It records the endpoint if `records_endpoint` is set.
+    /// Create a log. The log records the endpoint if `records_endpoint` is set.
     pub fn new(records_endpoint: bool) -> Self {
         AttemptLog { records_endpoint, ..AttemptLog::default() }
     }
 
-    /// Create the log of a request that is sent again only if nothing of it was written, or if an HTTP/2 server
-    /// declares it unprocessed.
+    /// Create the log of a request that is sent again only if no part of it was written, or if an HTTP/2 server
+    /// declares it as not processed.
     pub fn single_attempt() -> Self {
         AttemptLog { is_single_attempt: true, ..AttemptLog::default() }
     }
@@ -390,18 +391,18 @@ impl AttemptLog {
 
 /// A copy of a request without a body, for retries.
 ///
-/// Cloning a `HeaderMap` increments a reference count per value and allocates a table. Encoded headers cost less,
-/// and few requests need them.
+/// Cloning a `HeaderMap` increments a reference count for each value and allocates a table. Encoding the headers costs
+/// less, and few requests need them.
 pub(super) struct ReplayableRequest {
     method: Method,
     uri: Uri,
     version: Version,
-    /// For each header: length of the name (u32), twice the length of the value plus one if it is sensitive (u32),
-    /// name, value.
+    /// The encoding of each header is: length of the name (u32), twice the length of the value plus one if it is
+    /// sensitive (u32), name, value.
     encoded_headers: Vec<u8>,
 }
 
-/// Initial capacity in bytes per header. Most requests fit.
+/// Initial capacity in bytes per header, which is sufficient for most requests.
 const HEADER_CAPACITY: usize = 48;
 
 impl ReplayableRequest {
@@ -437,7 +438,7 @@ fn decode_headers(mut encoded: Bytes) -> HeaderMap {
         let (name, value) = (encoded.get_u32() as usize, encoded.get_u32() as usize);
         let secret = value % 2 == 1;
         let (name, value) = (encoded.split_to(name), encoded.split_to(value / 2));
-        // Both are valid: they were encoded from a `HeaderMap`.
+        // Name and value are valid, because they were encoded from a `HeaderMap`.
         if let (Ok(name), Ok(mut value)) = (HeaderName::from_bytes(&name), HeaderValue::from_maybe_shared(value)) {
             value.set_sensitive(secret);
             headers.append(name, value);
