@@ -1,4 +1,5 @@
-//! Listeners: accept, connection limits, PROXY protocol, TLS, HTTP version, and drain.
+//! Listeners: accepting connections, connection limits, the PROXY protocol, TLS, the choice of the HTTP version, and
+//! draining.
 
 pub mod connection_limit;
 mod handshake;
@@ -37,28 +38,28 @@ use crate::proxy::context::Peer;
 use crate::snapshot::{CompiledConfig, Listener};
 use crate::upstream::proxy_protocol::ProxiedConnection;
 
-/// Accept queue length (backlog) of each listening socket.
+/// Length of the accept queue (backlog) of each listening socket.
 pub const BACKLOG: usize = 4096;
 
-/// Delay after a failed accept. The usual cause, no free file descriptors, does not end at once.
+/// Delay after a failed accept. The usual cause is a lack of free file descriptors, which lasts for a while.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// At shutdown: maximum time to release permits, refund prefetched tokens and charge deferred costs.
+/// Maximum time at shutdown to release permits, refund prefetched tokens and charge deferred costs.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Logged once per process: clients that are not trusted proxies could fill the log.
+/// Logged once per process, because clients that are not trusted proxies could fill the log.
 static UNTRUSTED_PROXY_LOGGED: Once = Once::new();
 
 /// Minimum interval between log messages about `max_connections`.
 const FULL_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// One worker's server for all listeners.
+/// The server of one worker for all listeners.
 #[derive(Debug, Clone)]
 pub struct Server {
     gateway: Arc<Gateway>,
-    /// Cancelled when draining starts.
+    /// A token that is cancelled when draining starts.
     drain: CancellationToken,
-    /// Cancelled when `drain_timeout` expires.
+    /// A token that is cancelled when `drain_timeout` expires.
     force_close: CancellationToken,
     /// Tasks of open connections.
     tasks: TaskTracker,
@@ -80,8 +81,8 @@ impl Server {
         Server { gateway, drain, force_close, tasks, connection_limits, metrics }
     }
 
-    /// Serve each socket as the listener with its index until draining starts. Then wait for open connections, at
-    /// most `drain_timeout`, and close the rest.
+    /// Serve the connections of each socket until draining starts. The index of a socket is the index of its listener.
+    /// Then wait for open connections, at most `drain_timeout`, and close the rest.
     pub async fn run(self, sockets: Vec<(usize, TcpListener)>) {
         let accept = |(listener_index, socket)| tokio::spawn(self.clone().accept(socket, listener_index));
         let accept_tasks: Vec<_> = sockets.into_iter().map(accept).collect();
@@ -129,8 +130,8 @@ impl Server {
                 },
             }
         }
-        // The kernel resets connections in the accept queue when the socket closes: accept them first. At most
-        // `BACKLOG`, so that clients that keep connecting cannot delay the drain.
+        // The kernel resets connections in the accept queue when the socket closes, so the gateway accepts them first.
+        // At most `BACKLOG` connections, so that clients that keep connecting cannot delay the drain.
         let Ok(socket) = socket.into_std() else { return };
         let pending: Vec<_> = iter::from_fn(|| socket.accept().ok()).take(BACKLOG).collect();
         drop(socket);
@@ -141,14 +142,13 @@ impl Server {
         }
     }
 
-    /// Serve a connection once `max_connections` permits it. Until then further connections wait in the accept
-    /// queue.
+    /// Serve a connection once `max_connections` permits it. Until then, further connections wait in the accept queue.
     async fn spawn_connection(&self, stream: TcpStream, address: SocketAddr, listener_index: usize) {
-        // Acquired after the accept, so that no permit is held while waiting for a connection.
+        // The permit is acquired after the accept, so that no permit is held while the worker waits for a connection.
         let permit = tokio::select! {
             biased;
             permit = self.connection_limits.acquire(listener_index) => permit,
-            // While draining, a connection does not wait for a permit: it is closed.
+            // While draining, a connection does not wait for a permit but is closed.
             () = self.drain.cancelled() => None,
         };
         let Some(permit) = permit else { return };
@@ -177,7 +177,8 @@ impl Server {
         address: SocketAddr,
         listener_index: usize,
     ) -> Result<(), BoxError> {
-        // TCP_NODELAY: responses are written in one piece, so that Nagle's algorithm would only delay them.
+        // TCP_NODELAY is set because responses are written in one piece, so that Nagle's algorithm would only delay
+        // them.
         stream.set_nodelay(true)?;
         let gateway = self.gateway.clone();
         let config = gateway.config();
@@ -188,7 +189,7 @@ impl Server {
         let mut peer = timeout_at(deadline, self.identify_peer(&mut stream, address, listener, &config)).await??;
         peer.listener = listener_index;
         let connection_limits = self.connection_limits.clone();
-        // Trusted proxies are exempt: they carry the connections of many clients.
+        // Trusted proxies are exempt, because they carry the connections of many clients.
         let _permit = if connection_limits.has_per_ip_limit()
             && !peer.forwarded.trusted
             && !settings.is_exempt_from_per_ip(peer.address)
@@ -206,7 +207,7 @@ impl Server {
             None => Vec::new(),
         };
         if acceptor.is_some() && client_hello.is_empty() {
-            // Closed without a byte, as TCP health checks do.
+            // The client closed the connection without sending a byte, as TCP health checks do.
             return Ok(());
         }
         if acceptor.is_some() && handshake::is_plain_http(&client_hello) {
@@ -214,14 +215,14 @@ impl Server {
             return self.reject_plain_http(stream, peer.address, deadline).await;
         }
         let (mut stream, mut returned_stream) = ReclaimableStream::new(stream, self.metrics.clone());
-        // The connection may outlive the configuration snapshot: release it.
+        // The connection can live longer than the configuration snapshot, so the snapshot is released.
         drop(config);
         let drain_grace = settings.drain_grace();
         let buffer_budget = connection_limits.buffer_budget();
         let drain = self.drain.clone();
         let new_connection =
             |peer| HttpConnection { gateway, peer: Arc::new(peer), settings, activity, buffer_budget, drain };
-        // Boxed separately: a task reserves space for the largest of its futures.
+        // The future has its own box, because a task reserves space for the largest of its futures.
         let close_reason = match acceptor {
             None => {
                 let protocol = tokio::select! {
@@ -251,7 +252,7 @@ impl Server {
                         return Err(elapsed.into());
                     }
                 };
-                // A validation by the CA ends with its handshake (RFC 8737 §3).
+                // The connection of a CA that validates a name ends with its handshake (RFC 8737 §3).
                 let Some(stream) = accepted.map(Box::new) else { return Ok(()) };
                 drop(client_hello);
                 let session = stream.get_ref().1;
@@ -271,7 +272,7 @@ impl Server {
                 CloseReason::WriteStalled | CloseReason::TruncatedResponse => reset_on_close(&stream),
                 CloseReason::RequestUnread => {
                     if let Some(_permit) = connection_limits.try_acquire_lingering() {
-                        // Boxed: few connections are closed like this.
+                        // The future is boxed, because few connections are closed like this.
                         Box::pin(lingering_close(stream)).await;
                     }
                 }
@@ -303,22 +304,22 @@ impl Server {
         self.record_handshake_failure(HandshakeFailure::PlainHttp, None, client, &[]);
         timeout_at(deadline, stream.write_all(&handshake::plain_http_response())).await??;
         if let Some(_permit) = self.connection_limits.try_acquire_lingering() {
-            // Boxed: few connections are closed like this.
+            // The future is boxed, because few connections are closed like this.
             Box::pin(lingering_close(stream)).await;
         }
         Ok(())
     }
 
-    /// Return `grace` after draining started.
+    /// Return when draining has started and `grace` has passed since.
     async fn wait_for_drain(&self, grace: Duration) {
         self.drain.cancelled().await;
         sleep(grace).await;
     }
 
-    /// Identify the client: by the address of the socket, or by the PROXY header on listeners that expect it.
+    /// Identify the client by the address of the socket, or by the PROXY header on listeners that expect this header.
     ///
     /// # Errors
-    /// The peer is not a trusted proxy, or its PROXY header is missing or malformed.
+    /// An error if the peer is not a trusted proxy, or if its PROXY header is missing or malformed.
     async fn identify_peer(
         &self,
         stream: &mut TcpStream,
@@ -349,7 +350,7 @@ impl Server {
                     peer.set_connection(&connection);
                 }
                 ProxySource::Local => {}
-                // The proxy is trusted. Forwarding headers are not: they come from the unknown client.
+                // The proxy is trusted, but forwarding headers are not, because they come from the unknown client.
                 ProxySource::Unknown => peer.distrust(),
             }
         }

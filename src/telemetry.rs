@@ -1,4 +1,5 @@
-//! Telemetry: process log, access log, metrics exposition and traces. It takes plain values, no types of the limiter.
+//! Telemetry: process log, access log, the text of `/metrics`, and traces. This module takes plain values, not types of
+//! the limiter.
 
 pub mod access_log;
 pub mod batch_writer;

@@ -1,5 +1,5 @@
-//! Downstream TLS: certificates selected by server name (SNI, RFC 6066 §3), verification of client certificates, and
-//! trust roots. Certificates and verifier can be replaced while connections are open.
+//! TLS with clients: certificates selected by server name (SNI, RFC 6066 §3), verification of client certificates, and
+//! trust roots. Certificates and the verifier of client certificates can be replaced while connections are open.
 
 pub mod managed;
 
@@ -27,7 +27,7 @@ use x509_parser::time::ASN1Time;
 
 use crate::tls::managed::ManagedCertificates;
 
-/// Why a certificate, key or trust root cannot be used.
+/// The reason why a certificate, key or trust root cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// The PEM of the certificate is malformed.
@@ -48,10 +48,10 @@ pub enum TlsError {
     /// The private key does not belong to the certificate.
     #[error("certificate and key do not match: {0}")]
     KeyMismatch(#[source] rustls::Error),
-    /// The certificate expired at this time.
+    /// The certificate has expired. The field is the time of expiry.
     #[error("the certificate has expired on {0}")]
     Expired(ASN1Time),
-    /// The certificate is not valid before this time.
+    /// The certificate is not yet valid. The field is the time from which it is valid.
     #[error("the certificate is not valid before {0}")]
     NotYetValid(ASN1Time),
     /// The certificate cannot be used as a trust root.
@@ -60,10 +60,10 @@ pub enum TlsError {
     /// The system has no CA certificates.
     #[error("the system has no CA certificates")]
     NoSystemRoots,
-    /// rustls rejects the trust roots for client certificates.
+    /// rustls rejects the trust roots that verify client certificates.
     #[error("the CA certificates cannot be used: {0}")]
     InvalidTrustRoots(#[from] VerifierBuilderError),
-    /// rustls rejects the configuration.
+    /// rustls rejects the TLS configuration.
     #[error("TLS cannot be set up: {0}")]
     Setup(#[source] rustls::Error),
     /// A self-signed certificate cannot be generated.
@@ -80,7 +80,7 @@ pub enum ClientAuth {
     Required,
 }
 
-/// Verifier of client certificates.
+/// The verifier of client certificates.
 #[derive(Debug)]
 pub struct ClientVerifier(Arc<dyn ClientCertVerifier>);
 
@@ -89,26 +89,27 @@ pub struct ClientVerifier(Arc<dyn ClientCertVerifier>);
 pub struct DownstreamTls {
     certificates: Arc<SniResolver>,
     config: ArcSwap<ServerConfig>,
-    /// Whether `set_client_verifier` was called.
+    /// Whether `set_client_verifier` has been called.
     client_trust_changed: AtomicBool,
 }
 
 /// Where the certificates of a listener come from.
 #[derive(Debug)]
 pub enum CertificateSource {
-    /// Files, in the configured order.
+    /// From files, in the configured order.
     Files(Vec<Certificate>),
-    /// One certificate for each of these names, which are obtained while the gateway runs.
+    /// From the managed certificates, which are obtained while the gateway runs: one certificate for each of these
+    /// names.
     Managed(Vec<Box<str>>, Arc<ManagedCertificates>),
 }
 
 /// Selects the certificate for a connection by its server name.
 #[derive(Debug)]
 enum SniResolver {
-    /// The first certificate that is valid for the server name. Without a match or a server name, the first certificate
-    /// is used.
+    /// Select the first certificate that is valid for the server name. If no certificate matches, or if the client
+    /// sends no server name, use the first certificate.
     Files(Vec<ArcSwap<Certificate>>),
-    /// The certificate of the server name, if it is one of these names.
+    /// Select the certificate of the server name, if the server name is one of these names.
     Managed(Vec<Box<str>>, ArcSwap<ManagedCertificates>),
 }
 
@@ -128,10 +129,10 @@ impl ResolvesServerCert for SniResolver {
 }
 
 impl ClientVerifier {
-    /// Verify client certificates with these CA certificates (PEM).
+    /// Verify client certificates with these CA certificates, which are in PEM.
     ///
     /// # Errors
-    /// The PEM contains no certificate, or a certificate that cannot be used.
+    /// An error if the PEM contains no certificate, or a certificate that cannot be used.
     pub fn from_pem(ca_pem: &[u8], auth: ClientAuth) -> Result<Self, TlsError> {
         let TrustRoots(roots) = TrustRoots::from_pem(ca_pem)?;
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::new(default_provider()));
@@ -144,10 +145,10 @@ impl ClientVerifier {
 }
 
 impl DownstreamTls {
-    /// Create a configuration for TLS 1.2 and 1.3 that offers HTTP/2 and HTTP/1.1 by ALPN.
+    /// Create a TLS configuration for TLS 1.2 and 1.3 that offers HTTP/2 and HTTP/1.1 by ALPN.
     ///
     /// # Errors
-    /// rustls rejects the configuration.
+    /// An error if rustls rejects the TLS configuration.
     pub fn new(source: CertificateSource, client_verifier: Option<ClientVerifier>) -> Result<Self, TlsError> {
         let certificates = Arc::new(match source {
             CertificateSource::Files(certificates) => {
@@ -174,7 +175,7 @@ impl DownstreamTls {
         files.iter().map(ArcSwap::load_full)
     }
 
-    /// Return the names whose certificates are obtained while the gateway runs, and these certificates.
+    /// Return the names whose certificates are obtained while the gateway runs, and the certificates of these names.
     pub fn managed(&self) -> Option<(&[Box<str>], Arc<ManagedCertificates>)> {
         match &*self.certificates {
             SniResolver::Files(_) => None,
@@ -190,37 +191,37 @@ impl DownstreamTls {
         }
     }
 
-    /// Use the certificates of another configuration, if this listener has no files.
+    /// Take over the certificates of another configuration, if this listener has no certificate files.
     pub fn use_managed(&self, certificates: &Arc<ManagedCertificates>) {
         if let SniResolver::Managed(_, managed) = &*self.certificates {
             managed.store(certificates.clone());
         }
     }
 
-    /// Replace the certificate at `index`. Sessions can still be resumed.
+    /// Replace the certificate at `index`. Clients can still resume their sessions.
     pub fn replace_certificate(&self, index: usize, certificate: Certificate) {
         if let SniResolver::Files(certificates) = &*self.certificates {
             certificates[index].store(Arc::new(certificate));
         }
     }
 
-    /// Replace the verifier of client certificates. Older sessions cannot be resumed: resumption would skip
-    /// verification.
+    /// Replace the verifier of client certificates. Clients cannot resume older sessions, because resumption would skip
+    /// the verification.
     ///
     /// # Errors
-    /// rustls rejects the configuration.
+    /// An error if rustls rejects the TLS configuration.
     pub fn set_client_verifier(&self, client_verifier: ClientVerifier) -> Result<(), TlsError> {
         self.config.store(Arc::new(server_config(self.certificates.clone(), client_verifier)?));
         self.client_trust_changed.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Return whether the verifier of client certificates was ever replaced.
+    /// Return whether the verifier of client certificates has ever been replaced.
     pub fn has_client_trust_changed(&self) -> bool {
         self.client_trust_changed.load(Ordering::Relaxed)
     }
 
-    /// Accept session tickets of `other`, which must have an equal client verifier.
+    /// Accept the session tickets of `other`. Both must verify clients in the same way.
     pub fn use_ticketer_of(&self, other: &DownstreamTls) {
         let mut config = (*self.config.load_full()).clone();
         config.ticketer = other.config.load().ticketer.clone();
@@ -233,8 +234,8 @@ fn server_config(certificates: Arc<SniResolver>, client_verifier: ClientVerifier
     let builder = builder.with_safe_default_protocol_versions().map_err(TlsError::Setup)?;
     let mut config = builder.with_client_cert_verifier(client_verifier.0).with_cert_resolver(certificates);
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    // Sessions are stateless tickets (RFC 5077, RFC 8446 §4.6.1). Each configuration has its own ticket keys, so
-    // that a session from a listener without client certificates is not resumed where they are required.
+    // Sessions are stateless tickets (RFC 5077, RFC 8446 §4.6.1). Each configuration has separate ticket keys, so that
+    // a session from a listener without client certificates is not resumed where client certificates are required.
     config.ticketer = Ticketer::new().map_err(TlsError::Setup)?;
     Ok(config)
 }
@@ -249,7 +250,7 @@ impl TrustRoots {
     /// Read CA certificates from PEM.
     ///
     /// # Errors
-    /// The PEM contains no certificate, or a certificate that cannot be used.
+    /// An error if the PEM contains no certificate, or a certificate that cannot be used.
     pub fn from_pem(pem: &[u8]) -> Result<Self, TlsError> {
         let mut roots = RootCertStore::empty();
         for certificate in CertificateDer::pem_slice_iter(pem) {
@@ -261,10 +262,10 @@ impl TrustRoots {
         Ok(TrustRoots(Arc::new(roots)))
     }
 
-    /// Return the CA certificates of the system. Unreadable certificates are skipped.
+    /// Return the CA certificates of the system. Certificates that cannot be read are skipped.
     ///
     /// # Errors
-    /// The system has no CA certificate.
+    /// An error if the system has no CA certificate.
     pub fn from_system() -> Result<Self, TlsError> {
         let mut roots = RootCertStore::empty();
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
@@ -275,21 +276,21 @@ impl TrustRoots {
     }
 }
 
-// Certificate chains with their keys.
+// Certificate chains with their private keys.
 
 /// A certificate chain with its private key.
 #[derive(Debug)]
 pub struct Certificate {
-    /// Chain and key as rustls uses them.
+    /// Chain and key in the form that rustls uses.
     pub certified_key: Arc<CertifiedKey>,
     validity: Validity,
 }
 
 impl Certificate {
-    /// Read a chain and its key from PEM.
+    /// Read a chain and its private key from PEM.
     ///
     /// # Errors
-    /// The chain or the key is missing or cannot be read, or the key does not belong to the certificate.
+    /// An error if the chain or the key is missing or cannot be read, or if the key does not belong to the certificate.
     pub fn from_pem(chain: &[u8], key: &[u8]) -> Result<Self, TlsError> {
         let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>();
         let chain = chain.map_err(TlsError::UnreadableCertificate)?;
@@ -304,7 +305,7 @@ impl Certificate {
         Ok(Certificate { certified_key: Arc::new(chain), validity })
     }
 
-    /// Return the name of the certificate for people: the first of [`names`](Self::names).
+    /// Return the name by which messages call the certificate: the first of [`names`](Self::names).
     pub fn name(&self) -> String {
         self.names().into_iter().next().unwrap_or_default()
     }
@@ -315,10 +316,10 @@ impl Certificate {
     }
 
     /// Check that `now_s` (seconds since the Unix epoch) is within the validity of the certificate. The rest of the
-    /// chain is not checked: clients do so, and an expired cross-signature may be intentional.
+    /// chain is not checked, because clients check it, and an expired cross-signature may be intentional.
     ///
     /// # Errors
-    /// The certificate has expired or is not yet valid.
+    /// An error if the certificate has expired or is not yet valid.
     pub fn check_validity(&self, now_s: i64) -> Result<(), TlsError> {
         match &self.validity {
             validity if now_s > validity.not_after.timestamp() => Err(TlsError::Expired(validity.not_after)),
@@ -327,12 +328,13 @@ impl Certificate {
         }
     }
 
-    /// Return the start and the end of the validity, seconds since the Unix epoch.
+    /// Return the start and the end of the validity, in seconds since the Unix epoch.
     pub fn validity_s(&self) -> (i64, i64) {
         (self.validity.not_before.timestamp(), self.validity.not_after.timestamp())
     }
 
-    /// Return the DNS names and IP addresses of the certificate (RFC 5280 §4.2.1.6), or its subject if it has none.
+    /// Return the DNS names and IP addresses of the certificate (RFC 5280 §4.2.1.6). If the certificate has neither,
+    /// return its subject.
     pub fn names(&self) -> Vec<String> {
         let names = self.parsed(|certificate| {
             let names = certificate.subject_alternative_name().ok().flatten();

@@ -1,4 +1,4 @@
-//! The engines of the commands `check`, `doctor`, `explain` and `replay`, which never serve a request.
+//! The implementation of the commands `check`, `doctor`, `explain` and `replay`, which never serve a request.
 
 pub mod check;
 pub mod doctor;

@@ -287,7 +287,13 @@ impl AcmeClient {
             Ok(SuggestedRenewal { window, explanation_url, retry_after }) => {
                 if known_window != Some(window) {
                     let explanation = explanation_url.unwrap_or_default();
-                    info!(name, from_s = window.0, to_s = window.1, explanation, "read the renewal window that the CA suggests");
+                    info!(
+                        name,
+                        from_s = window.0,
+                        to_s = window.1,
+                        explanation,
+                        "read the renewal window that the CA suggests"
+                    );
                 }
                 record.window = Some(window);
                 retry_after.clamp(RENEWAL_INFO_BOUNDS.0, RENEWAL_INFO_BOUNDS.1)

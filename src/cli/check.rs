@@ -337,8 +337,8 @@ fn overrun(llm: &LlmCost) -> String {
     // A token has at least one byte, so a body has at most as many tokens as bytes.
     let max_input = *max_body as u64 - (*max_body as u64).div_ceil(estimate.bytes_per_token);
     let max_excess = u128::from(max_input) * u128::from(input_weight.unwrap_or(0)) / 1000;
-    let unread =
-        unread_cost.map_or(String::new(), |cost| format!(", the cost above {cost} of a request whose body cannot be read"));
+    let unread = unread_cost
+        .map_or(String::new(), |cost| format!(", the cost above {cost} of a request whose body cannot be read"));
     let cut = if *cuts { " (event streams are cut there)" } else { "" };
     format!(
         "exceeded only by what requests in flight use beyond their reservations: text with fewer than {} bytes per token \

@@ -34,7 +34,10 @@ pub(super) fn run(config_path: &Path, template: Template, force: bool) -> anyhow
     // Check all target files before the first one is written, so that no partial configuration remains.
     let existing: Vec<_> = files.iter().map(|(path, _)| path).filter(|path| path.symlink_metadata().is_ok()).collect();
     if let (Some(path), false) = (existing.first(), force) {
-        bail!("the file {} exists already: overwrite it with --force, or name another file with --config", path.display());
+        bail!(
+            "the file {} exists already: overwrite it with --force, or name another file with --config",
+            path.display()
+        );
     }
     for (path, text) in &files {
         write_file(path, text, force).with_context(|| format!("{} cannot be written", path.display()))?;

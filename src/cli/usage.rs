@@ -73,8 +73,9 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
             UsageReport::new(config, &query, &filter, rows, by)
         }
         (None, None) => {
-            let client = AdminClient::from_config(config_path, config)
-                .map_err(|error| anyhow!("cannot read the usage totals in the memory of the running gateway: {error}"))?;
+            let client = AdminClient::from_config(config_path, config).map_err(|error| {
+                anyhow!("cannot read the usage totals in the memory of the running gateway: {error}")
+            })?;
             arguments.request(&client)?
         }
         (Some(url), _) => arguments.request(&AdminClient::from_url(url)?)?,

@@ -201,7 +201,9 @@ fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
         let (Some(written), span) = (pattern.get_ref().as_str(), pattern.span()) else { continue };
         let Some(written) = substituted(written, environment) else {
             // The unset variable is reported as the error.
-            expansion.issues.push(Issue::new(span, "cannot find the included files, because an environment variable is not set"));
+            expansion
+                .issues
+                .push(Issue::new(span, "cannot find the included files, because an environment variable is not set"));
             continue;
         };
         let files = match matching_files(path, &written, &mut expansion.directories) {
@@ -339,7 +341,8 @@ pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &
                     ("an included file cannot include others".to_owned(), hint)
                 }
                 "consumer" => {
-                    let hint = format!("move the file to another directory, or change the pattern in {}", main.display());
+                    let hint =
+                        format!("move the file to another directory, or change the pattern in {}", main.display());
                     ("a consumers file cannot be included".to_owned(), hint)
                 }
                 _ => match closest_name(&name, INCLUDED_TABLES) {
@@ -358,7 +361,10 @@ pub(super) fn merge<'t>(all: &mut DeTable<'t>, included: DeTable<'t>, sources: &
             _ => matches!(value.get_ref(), DeValue::Table(_)),
         };
         if !is_expected {
-            issues.push(Issue::new(key.span(), format!("`{name}` is not written in the form that the configuration requires")).with_hint(TABLE_FORMS));
+            issues.push(
+                Issue::new(key.span(), format!("`{name}` is not written in the form that the configuration requires"))
+                    .with_hint(TABLE_FORMS),
+            );
             continue;
         }
         let Some(existing) = all.get_mut(name.as_str()) else {

@@ -267,7 +267,11 @@ impl Overrides {
             info!(records = written_count, "restored overrides that the store lost");
         }
         if dropped > 0 {
-            warn!(overrides = dropped, max = MAX_OVERRIDES, "too many overrides: some that the store lost are not restored");
+            warn!(
+                overrides = dropped,
+                max = MAX_OVERRIDES,
+                "too many overrides: some that the store lost are not restored"
+            );
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Connection limits: in total, per client network, and of connections in lingering close.
+//! Connection limits: for all connections, for each client network, and for connections in lingering close.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -11,36 +11,36 @@ use crate::http::body_limits::BufferBudget;
 use crate::metrics::Counter;
 use crate::snapshot::settings::ServerSettings;
 
-/// Maximum number of connections in lingering close. Beyond it, connections are closed at once.
+/// Maximum number of connections in lingering close. Further connections are closed without a lingering close.
 const MAX_LINGERING: usize = 1024;
 
-/// Connections of all workers and their limits.
+/// The connections of all workers, and the limits for them.
 #[derive(Debug)]
 pub struct ConnectionLimits {
     permits: Arc<Semaphore>,
     capacity: Mutex<Capacity>,
-    /// Open connections by listener.
+    /// Number of open connections of each listener.
     open_by_listener: Box<[AtomicUsize]>,
     lingering_permits: Arc<Semaphore>,
-    /// Networks with open connections, so at most one per connection. The std hasher is keyed: clients choose the
-    /// keys.
+    /// Networks with open connections, at most one network per connection. The hasher of std has a random key, because
+    /// clients choose the keys of this map.
     counts_by_network: Mutex<HashMap<IpAddr, usize>>,
     max_per_ip: AtomicUsize,
     /// Memory budget for the buffers of all connections.
     buffer_budget: Arc<BufferBudget>,
-    /// Number of connections so far, and of connections rejected by the limit per network.
+    /// Number of connections so far, and number of connections that the limit per network rejected.
     counter: Counter<2>,
 }
 
 #[derive(Debug)]
 struct Capacity {
     max: usize,
-    /// Number of open connections above `max` since it was lowered. As many must end before a permit becomes
-    /// available.
+    /// Number of open connections above `max` since `max` was lowered. This number of connections must end before a
+    /// permit becomes available.
     excess: usize,
 }
 
-/// Permit of a connection within `max_connections`. Dropping it releases it.
+/// Permit of a connection that counts against `max_connections`. Dropping the permit releases it.
 #[derive(Debug)]
 pub(super) struct ConnectionPermit {
     limits: Arc<ConnectionLimits>,
@@ -48,7 +48,7 @@ pub(super) struct ConnectionPermit {
     listener_index: usize,
 }
 
-/// Permit of a connection within `max_connections_per_ip`. Dropping it releases it.
+/// Permit of a connection that counts against `max_connections_per_ip`. Dropping the permit releases it.
 #[derive(Debug)]
 pub(super) struct PerIpPermit {
     limits: Arc<ConnectionLimits>,
@@ -56,7 +56,7 @@ pub(super) struct PerIpPermit {
 }
 
 impl ConnectionLimits {
-    /// Create limits without connections, for a number of listeners.
+    /// Create the limits for a number of listeners, without connections.
     pub fn new(settings: &ServerSettings, listeners: usize) -> Self {
         ConnectionLimits {
             permits: Arc::new(Semaphore::new(settings.max_connections)),
@@ -70,7 +70,8 @@ impl ConnectionLimits {
         }
     }
 
-    /// Wait for a permit for a connection to a listener. Always `Some`: the semaphore is never closed.
+    /// Wait for a permit for a connection to a listener. The result is always `Some`, because the semaphore is never
+    /// closed.
     pub(super) async fn acquire(self: &Arc<Self>, listener_index: usize) -> Option<ConnectionPermit> {
         let permit = self.permits.clone().acquire_owned().await.ok()?;
         self.counter.increment(0);
@@ -95,7 +96,7 @@ impl ConnectionLimits {
         }
     }
 
-    /// Return the number of open connections and its limit.
+    /// Return the number of open connections and the limit of this number.
     pub fn open_and_max(&self) -> (usize, usize) {
         let Capacity { max, excess } = *self.lock_capacity();
         (max + excess - self.permits.available_permits(), max)
@@ -106,7 +107,7 @@ impl ConnectionLimits {
         self.open_by_listener.iter().map(|open| open.load(Ordering::Relaxed))
     }
 
-    /// Return the number of connections so far, and of those rejected by the limit per network.
+    /// Return the number of connections so far, and the number that the limit per network rejected.
     pub fn totals(&self) -> [u64; 2] {
         self.counter.values()
     }

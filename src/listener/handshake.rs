@@ -1,4 +1,4 @@
-//! Protocol detection by ALPN or the HTTP/2 preface, and log messages for failed TLS handshakes.
+//! Detection of the HTTP version by ALPN or the HTTP/2 preface, and log messages for failed TLS handshakes.
 
 use std::io;
 use std::time::Duration;
@@ -18,20 +18,21 @@ use crate::listener::metrics::HandshakeFailure;
 use crate::listener::stream::ReclaimableStream;
 use crate::tls::managed::{ALPN_ACME_TLS, ManagedCertificates};
 
-/// Minimum interval between log messages of one kind: clients could fill the log.
+/// Minimum interval between log messages of one kind, because clients could fill the log.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Bytes of the ClientHello that are read for the log. With post-quantum key shares the ClientHello exceeds one packet,
-/// and the SNI extension can be anywhere in it.
+/// Number of bytes of the ClientHello that are read for the log. With post-quantum key shares the ClientHello does not
+/// fit into one packet, and the SNI extension can be anywhere in the ClientHello.
 const MAX_CLIENT_HELLO: usize = 4 << 10;
 
-/// One element for each [`HandshakeFailure`].
+/// This array has one element for each [`HandshakeFailure`].
 static LOG_THROTTLES: [LogThrottle; HandshakeFailure::ALL.len()] =
     [const { LogThrottle::new() }; HandshakeFailure::ALL.len()];
 
-/// Return the first bytes of a connection without consuming them. Empty if the client has closed the connection.
+/// Return the first bytes of a connection without consuming them. The result is empty if the client has closed the
+/// connection.
 pub(super) async fn peek_client_hello(stream: &TcpStream) -> io::Result<Vec<u8>> {
-    // Allocate only when the client sends.
+    // Allocate memory only when the client sends data.
     stream.readable().await?;
     let mut bytes = vec![0; MAX_CLIENT_HELLO];
     let count = stream.peek(&mut bytes).await?;
@@ -46,7 +47,7 @@ pub(super) fn is_plain_http(first_bytes: &[u8]) -> bool {
     !method.is_empty() && method.iter().all(u8::is_ascii_uppercase)
 }
 
-/// Return the response to HTTP without TLS.
+/// Return the response to an HTTP request without TLS.
 pub(super) fn plain_http_response() -> Vec<u8> {
     let detail = "the request was sent without TLS to a port that serves HTTPS: use https:// in the URL";
     let body = Problem::new(StatusCode::BAD_REQUEST, detail).to_json();
@@ -60,10 +61,11 @@ pub(super) fn plain_http_response() -> Vec<u8> {
     response
 }
 
-/// Accept a client, or complete the validation of a name by TLS-ALPN-01 (RFC 8737) and return `None`.
+/// Accept the handshake of a client. For a CA that validates a name by TLS-ALPN-01 (RFC 8737), complete the validation
+/// and return `None`.
 ///
 /// # Errors
-/// The handshake fails, or there is no challenge for the name.
+/// An error if the handshake fails, or if there is no challenge for the name.
 pub(super) async fn accept_or_validate<S: AsyncRead + AsyncWrite + Unpin>(
     acceptor: &TlsAcceptor,
     challenges: &ManagedCertificates,
@@ -82,8 +84,8 @@ pub(super) async fn accept_or_validate<S: AsyncRead + AsyncWrite + Unpin>(
     Ok(None)
 }
 
-/// Log a failed handshake, at most once per interval and failure. `network` is the client network, and `error` the
-/// error of rustls or of the socket.
+/// Log a failed handshake, at most once per interval for each kind of failure. `network` is the client network, and
+/// `error` the error of rustls or of the socket.
 pub(super) fn log_failure(failure: HandshakeFailure, error: Option<&io::Error>, network: &str, client_hello: &[u8]) {
     if !LOG_THROTTLES[failure as usize].should_log(LOG_INTERVAL) {
         return;
@@ -101,18 +103,21 @@ pub(super) fn log_failure(failure: HandshakeFailure, error: Option<&io::Error>, 
         return;
     }
     let error = error.map(tracing::field::display);
-    info!(network, reason, error, "a TLS handshake failed; further failures with this reason are not logged for a minute");
+    info!(
+        network,
+        reason, error, "a TLS handshake failed; further failures with this reason are not logged for a minute"
+    );
 }
 
 /// Return the server name of a ClientHello (RFC 8446 §4.1.2, RFC 6066 §3) if the first record contains it.
 fn server_name(record: &[u8]) -> Option<&[u8]> {
-    // Record type, version and length; handshake type and length; version and random.
+    // Skip record type, version and length, then handshake type and length, then version and random.
     let mut rest = record.get(5 + 4 + 2 + 32..)?;
-    // Session ID, cipher suites, compression methods.
+    // Skip the session ID, cipher suites and compression methods.
     for prefix in [1, 2, 1] {
         take_vector(&mut rest, prefix)?;
     }
-    // Extensions, which may be truncated.
+    // The extensions may be truncated.
     rest = rest.get(2..)?;
     loop {
         let kind = rest.get(..2)?;
@@ -120,7 +125,7 @@ fn server_name(record: &[u8]) -> Option<&[u8]> {
         let mut extension = take_vector(&mut rest, 2)?;
         if kind == [0, 0] {
             let mut names = take_vector(&mut extension, 2)?;
-            // Name type `host_name`.
+            // The name type is `host_name`.
             names = names.strip_prefix(&[0])?;
             return take_vector(&mut names, 2);
         }
@@ -136,7 +141,7 @@ fn take_vector<'a>(bytes: &mut &'a [u8], length_bytes: usize) -> Option<&'a [u8]
     Some(vector)
 }
 
-// HTTP version of a connection: by ALPN with TLS, otherwise by the first bytes.
+// The HTTP version of a connection: found by ALPN on a TLS connection, otherwise by the first bytes.
 
 /// Connection preface of HTTP/2 (RFC 9113 §3.4).
 pub(super) const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -159,7 +164,7 @@ impl Protocol {
         if alpn == Some(ALPN_H2) { Protocol::Http2 } else { Protocol::Http1 }
     }
 
-    /// Detect the version by the first bytes, and put them back into the stream.
+    /// Detect the version by the first bytes, and put these bytes back into the stream.
     pub(super) async fn from_preface(stream: &mut ReclaimableStream) -> io::Result<Self> {
         let mut first = [0; PREFACE.len()];
         let mut count = 0;

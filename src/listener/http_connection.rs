@@ -1,4 +1,4 @@
-//! HTTP on one downstream connection: requests, timeouts, drain, and how the connection is closed.
+//! HTTP on one client connection: requests, timeouts, drain, and how the connection is closed.
 
 use std::error::Error;
 use std::future::{Future, poll_fn};
@@ -33,27 +33,28 @@ use crate::proxy::Gateway;
 use crate::proxy::context::Peer;
 use crate::snapshot::settings::ServerSettings;
 
-/// hyper's default. hyper keeps these headers on the stack; an explicit maximum costs an allocation per request.
+/// The default of hyper. hyper keeps these headers on the stack. An explicit maximum costs an allocation per request.
 const HYPER_MAX_HEADERS: usize = 100;
 
-/// HTTP/2 stream window in bytes: what a stream buffers of a request while the upstream does not read it.
+/// Window of an HTTP/2 stream in bytes: how much of a request the stream buffers while the upstream does not read it.
 const HTTP2_WINDOW: u32 = 256 << 10;
 
-/// Bytes of a response that a stream buffers while the client does not read it. A single chunk may exceed this size.
+/// Number of bytes of a response that a stream buffers while the client does not read them. A single chunk may exceed
+/// this number.
 const HTTP2_SEND_BUFFER: usize = 128 << 10;
 
-/// Bytes of responses and buffered requests that all streams of a connection may hold. Beyond it, a stream
-/// continues only when all its data has been written.
+/// Number of bytes of responses and buffered requests that all streams of a connection may hold. Beyond this number, a
+/// stream continues only when all its data has been written.
 const HTTP2_CONNECTION_BUFFER: usize = 256 << 10;
 
-/// Error that ends a connection: of the socket, the TLS handshake or HTTP.
+/// An error that ends a connection: an error of the socket, of the TLS handshake or of HTTP.
 pub(super) type BoxError = Box<dyn Error + Send + Sync>;
 
 /// How a connection ended without an error.
 pub(super) enum CloseReason {
     /// All responses were sent and all requests read.
     Complete,
-    /// The client may still be sending a request that is not read.
+    /// The client may still be sending a request that the gateway does not read.
     RequestUnread,
     /// A header or idle timeout expired.
     Timeout,
@@ -65,11 +66,11 @@ pub(super) enum CloseReason {
 
 /// Event on a connection.
 enum ConnectionEvent {
-    /// The connection ended. `None`: the client does not read the response.
+    /// The connection ended. `None` if the client does not read the response.
     Closed(Option<hyper::Result<()>>),
     /// A request will not be read to its end, so that no other request can follow.
     RequestUnread,
-    /// Request headers after an earlier request have begun and are incomplete.
+    /// The headers of a request after the first request have begun and are incomplete.
     HeadersStarted(u64),
     /// Draining has started.
     Draining,
@@ -77,16 +78,16 @@ enum ConnectionEvent {
     TimerFired,
 }
 
-/// One downstream HTTP connection.
+/// One HTTP connection of a client.
 pub(super) struct HttpConnection {
     pub(super) gateway: Arc<Gateway>,
     pub(super) peer: Arc<Peer>,
-    /// Settings from when the connection was accepted.
+    /// The settings at the time when the connection was accepted.
     pub(super) settings: Arc<ServerSettings>,
     pub(super) activity: Arc<ConnectionActivity>,
     /// Memory budget of all connections.
     pub(super) buffer_budget: Arc<BufferBudget>,
-    /// Cancelled when draining starts.
+    /// A token that is cancelled when draining starts.
     pub(super) drain: CancellationToken,
 }
 
@@ -95,7 +96,7 @@ pub(super) struct HttpConnection {
 struct StreamExecutor {
     body_idle_timeout: Duration,
     budget: Arc<BufferBudget>,
-    /// The flow of the stream that is spawned next: hyper calls the service and then passes the future of the service
+    /// The flow of the stream that is spawned next. hyper calls the service and then passes the future of the service
     /// to the executor, both in the task of the connection.
     next_flow: Arc<Mutex<Option<Arc<StreamFlow>>>>,
 }
@@ -111,7 +112,8 @@ impl HttpConnection {
         let flow = StreamFlow::for_connection(self.buffer_budget.clone());
         match protocol {
             Protocol::Http1 => {
-                // The connection outlives its requests: they borrow instead of counting references.
+                // The connection lives longer than its requests, so requests borrow from the connection instead of
+                // counting references.
                 let service = service_fn(|request| {
                     let in_flight = self.activity.start_request(flow.clone());
                     serve_request(&*self.gateway, &*self.peer, in_flight, request)
@@ -122,22 +124,22 @@ impl HttpConnection {
             }
             Protocol::Http2 => {
                 let executor = StreamExecutor::new(settings.body_idle_timeout, self.buffer_budget.clone());
-                // hyper spawns each request as a task of its own.
+                // hyper spawns each request as a separate task.
                 let service = service_fn(|request| {
                     let in_flight = self.activity.start_request(executor.start_stream());
                     serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request)
                 });
                 let connection = http2_builder(settings, executor.clone()).serve_connection(io, service);
                 // GOAWAY tells the client which of its requests the gateway still answers (RFC 9113 §6.8), so no grace
-                // period is needed. On the heap: the future is twice as large as the future of HTTP/1.
+                // period is needed. The future is on the heap, because it is twice as large as the future of HTTP/1.
                 let graceful_shutdown = |connection: Pin<&mut _>| http2::Connection::graceful_shutdown(connection);
                 Box::pin(self.drive(connection, &flow, Duration::ZERO, graceful_shutdown)).await
             }
         }
     }
 
-    /// Drive the connection and its timeouts. When draining starts, HTTP/1 connections wait for `drain_grace`: a
-    /// request that is already on its way is served, and its response announces the close.
+    /// Drive the connection and its timeouts. When draining starts, HTTP/1 connections stay open for `drain_grace`. A
+    /// request that is already on its way is then served, and its response announces the close.
     async fn drive<C>(
         &self,
         connection: C,
@@ -153,11 +155,11 @@ impl HttpConnection {
         let mut watchdog = WriteWatchdog::new(settings.body_idle_timeout, flow.clone());
         let mut drain_started = pin!(self.drain.cancelled());
         let (mut graceful_shutdown, mut is_draining) = (Some(graceful_shutdown), false);
-        // One timer per connection. It is checked when it fires instead of being reset for each request.
+        // Each connection has one timer. The timer is checked when it fires instead of being reset for each request.
         let time_left = || self.activity.time_left(settings.header_timeout, settings.idle_timeout);
         let mut deadline = pin!(sleep(time_left().unwrap_or_default()));
         let mut waker = SelectiveWaker::new();
-        // Counter of the request headers that the timer is set for.
+        // The number of the request whose headers the timer is set for.
         let mut current_headers = 0;
         loop {
             let event = poll_fn(|cx| {
@@ -181,7 +183,8 @@ impl HttpConnection {
             match event.await {
                 ConnectionEvent::Closed(None) => return Ok(CloseReason::WriteStalled),
                 ConnectionEvent::Closed(Some(Ok(()))) => break,
-                // Invalid requests, such as too large headers, get a response before hyper returns the error.
+                // Invalid requests, such as requests with too large headers, get a response before hyper returns the
+                // error.
                 ConnectionEvent::Closed(Some(Err(error))) if error.is_parse() => {
                     let is_too_large = error.is_parse_too_large();
                     self.gateway.record_unparsed(if is_too_large {
@@ -232,7 +235,7 @@ impl HttpConnection {
             waker.mark_ready();
         }
         if let Some(tunnel) = self.activity.take_tunnel() {
-            // Boxed: few connections become tunnels.
+            // The future is boxed, because few connections become tunnels.
             Box::pin(tunnel.run_tunnel()).await;
         }
         Ok(if watchdog.flow().is_request_abandoned() { CloseReason::RequestUnread } else { CloseReason::Complete })
@@ -268,8 +271,8 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
     }
 }
 
-/// Serve a request. An error resets the stream. Boxed, like the request: an HTTP/1 connection would reserve space for
-/// it between requests.
+/// Serve a request. An error as the result resets the stream. The future is boxed, like the request, because an HTTP/1
+/// connection would otherwise reserve space for it between requests.
 fn serve_request(
     gateway: impl Deref<Target = Gateway>,
     peer: impl Deref<Target = Peer>,
@@ -277,12 +280,12 @@ fn serve_request(
     request: Request<Incoming>,
 ) -> Pin<Box<impl Future<Output = Result<Response<Body>, h2::Error>>>> {
     let http2 = request.version() == Version::HTTP_2;
-    // Determined before the body of this request starts.
+    // The result is determined before the body of this request starts.
     let unfinished_bodies = if http2 { None } else { in_flight.flow().unfinished_bodies() };
     let is_malformed = http2 && has_padding(request.headers());
     let request = Box::new(request.map(|body| RequestBody::new(body, http2, &in_flight)));
     Box::pin(async move {
-        // Malformed requests are stream errors (RFC 9113 §8.1.1). In HTTP/1, hyper rejects them.
+        // Malformed requests are stream errors (RFC 9113 §8.1.1). In HTTP/1, hyper rejects such requests.
         if is_malformed {
             return Err(h2::Reason::PROTOCOL_ERROR.into());
         }
@@ -299,9 +302,9 @@ fn serve_request(
 /// Return an HTTP/1 builder that limits the memory per connection.
 fn http1_builder(settings: &ServerSettings) -> http1::Builder {
     let mut builder = http1::Builder::new();
-    // Headers and a small body are copied into one write, which costs less than a vectored write.
+    // Headers and a small body are copied into one write, because this costs less than a vectored write.
     builder.writev(false);
-    // hyper fills buffers to their capacity, which can exceed `max_buf_size`: both limits are needed.
+    // hyper fills buffers to their capacity, which can exceed `max_buf_size`, so both limits are needed.
     builder.max_buf_size(settings.max_header_size).max_header_size(settings.max_header_size);
     if settings.max_headers != HYPER_MAX_HEADERS {
         builder.max_headers(settings.max_headers);
@@ -320,32 +323,32 @@ fn http2_builder(settings: &ServerSettings, executor: StreamExecutor) -> http2::
     builder
 }
 
-// Lingering close, so that the client can read the last response.
+// The lingering close of a connection, so that the client can read the last response.
 //
-// If a socket is closed while data arrives, the kernel sends a reset, which discards what the client has not read.
-// So the gateway sends FIN, and reads and discards data until the client closes, too.
+// If a socket is closed while data arrives, the kernel sends a reset, and the client then loses what it has not read.
+// So the gateway sends FIN, and then reads and discards data until the client also closes the connection.
 
-/// Maximum time to read from a client that keeps sending, as nginx's `lingering_time`.
+/// Maximum time to read from a client that keeps sending, like nginx's `lingering_time`.
 const LINGERING_TIME: Duration = Duration::from_secs(30);
 
-/// Maximum time to wait for more data, as nginx's `lingering_timeout`.
+/// Maximum time to wait for more data, like nginx's `lingering_timeout`.
 const LINGERING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Size of the buffer for discarded data in bytes.
 const LINGERING_BUFFER_SIZE: usize = 16 << 10;
 
-/// Send FIN, then read and discard data until the client closes or a timeout expires.
+/// Send FIN, then read and discard data until the client closes the connection or a timeout expires.
 pub(super) async fn lingering_close(mut stream: TcpStream) {
-    // Fails if FIN was already sent.
+    // This fails if FIN was already sent.
     let _ = stream.shutdown().await;
     let mut buffer = vec![0; LINGERING_BUFFER_SIZE];
     let discard = async { while let Ok(Ok(1..)) = timeout(LINGERING_TIMEOUT, stream.read(&mut buffer)).await {} };
     let _ = timeout(LINGERING_TIME, discard).await;
 }
 
-/// Close with a reset (RST), so that a truncated response does not look complete, and the kernel does not keep data
-/// for a client that does not read.
+/// Close the connection with a reset (RST). A truncated response then does not look complete, and the kernel keeps no
+/// data for a client that does not read.
 pub(super) fn reset_on_close(stream: &TcpStream) {
-    // Fails only if the connection is already closed.
+    // This fails only if the connection is already closed.
     let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
 }

@@ -1,4 +1,4 @@
-//! Listener metrics of a worker: TLS handshakes, and bytes of client connections.
+//! Listener metrics of a worker: TLS handshakes, and the bytes of client connections.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +7,7 @@ use rustls::{Error, PeerMisbehaved, ProtocolVersion};
 
 use crate::metrics::Counter;
 
-/// Why a TLS handshake failed.
+/// The reason why a TLS handshake failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HandshakeFailure {
     /// The client sent HTTP without TLS.
@@ -16,7 +16,7 @@ pub enum HandshakeFailure {
     NotTls,
     /// The server name (SNI) is not a DNS name, for example because it has a port (RFC 6066 §3).
     InvalidServerName,
-    /// Client and gateway have no TLS version, cipher suite, group or application protocol in common.
+    /// Client and gateway have no common TLS version, cipher suite, group or application protocol.
     NothingInCommon,
     /// The client sent no certificate, and the listener requires one.
     ClientCertificateMissing,
@@ -63,7 +63,7 @@ impl HandshakeFailure {
         }
     }
 
-    /// Return why a handshake failed with this error of tokio-rustls.
+    /// Return the reason why a handshake failed with this error of tokio-rustls.
     pub(super) fn from_error(error: &io::Error) -> Self {
         let Some(reason) = error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) else {
             return HandshakeFailure::Closed;
@@ -82,18 +82,18 @@ impl HandshakeFailure {
     }
 }
 
-/// TLS versions, as metric labels.
+/// The TLS versions as values of the metric label.
 pub const TLS_VERSIONS: [&str; 2] = ["1.2", "1.3"];
 
-/// Application protocols (ALPN), as metric labels. `none`: the client offered none.
+/// The application protocols (ALPN) as values of the metric label. `none` means that the client offered no protocol.
 pub const APPLICATION_PROTOCOLS: [&str; 3] = ["h2", "http/1.1", "none"];
 
 /// Listener metrics of a worker.
 #[derive(Debug, Default)]
 pub struct ListenerMetrics {
-    /// Completed handshakes by the indices of [`TLS_VERSIONS`] and [`APPLICATION_PROTOCOLS`].
+    /// Completed handshakes, indexed by the position in [`TLS_VERSIONS`] and in [`APPLICATION_PROTOCOLS`].
     pub handshakes: [Counter<{ APPLICATION_PROTOCOLS.len() }>; TLS_VERSIONS.len()],
-    /// Failed handshakes by [`HandshakeFailure`].
+    /// Failed handshakes, counted for each [`HandshakeFailure`].
     pub handshake_failures: Counter<{ HandshakeFailure::ALL.len() }>,
     received_bytes: AtomicU64,
     sent_bytes: AtomicU64,
@@ -123,7 +123,7 @@ impl ListenerMetrics {
         self.sent_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Return the bytes from and to clients.
+    /// Return the number of bytes from clients and the number of bytes to clients.
     pub fn bytes(&self) -> [u64; 2] {
         [&self.received_bytes, &self.sent_bytes].map(|bytes| bytes.load(Ordering::Relaxed))
     }

@@ -1,4 +1,4 @@
-//! PROXY protocol, versions 1 and 2: client addresses from TCP proxies
+//! The PROXY protocol, versions 1 and 2, by which TCP proxies send client addresses
 //! (<https://www.haproxy.org/download/3.2/doc/proxy-protocol.txt>).
 
 use std::io;
@@ -16,22 +16,22 @@ const V2_FIXED_LENGTH: usize = 16;
 /// Maximum length of a version 1 header in bytes (§2.1).
 const MAX_V1_LENGTH: usize = 107;
 
-/// Maximum length of a version 2 header in bytes. Addresses take up to 216, and extensions (TLVs: names, TLS
-/// details) some hundred more.
+/// Maximum length of a version 2 header in bytes. Addresses take up to 216 bytes. Extensions (TLVs such as names and
+/// TLS details) take some hundred bytes more.
 const MAX_V2_LENGTH: usize = 4096;
 
 /// Source of a proxied connection.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ProxySource {
-    /// A client with this connection to the proxy.
+    /// A client that has a connection with these addresses to the proxy.
     Proxied(ProxiedConnection),
-    /// The proxy itself, such as a health check (`LOCAL`).
+    /// The proxy itself, for example with a health check (`LOCAL`).
     Local,
-    /// A client whose address is not given (`UNKNOWN`), or not an IP address.
+    /// A client whose address is not given (`UNKNOWN`) or is not an IP address.
     Unknown,
 }
 
-/// Why the PROXY header was rejected.
+/// The reason why the PROXY header was rejected.
 #[derive(Debug, thiserror::Error)]
 pub enum ProxyError {
     /// The connection failed or ended within the header.
@@ -46,7 +46,7 @@ pub enum ProxyError {
     /// The version 1 header is malformed.
     #[error("the PROXY header is malformed: {0}")]
     Version1(#[from] v1::BinaryParseError),
-    /// The version 1 header deviates from the specification in a way that `ppp` accepts.
+    /// The version 1 header deviates from the specification, but the library `ppp` accepts it.
     #[error("the PROXY header is malformed")]
     Malformed,
     /// The version 2 header is malformed.
@@ -54,7 +54,7 @@ pub enum ProxyError {
     Version2(#[from] v2::ParseError),
 }
 
-/// Read the header, and no byte after it.
+/// Read the header, and no byte after the header.
 pub(super) async fn read_header(stream: &mut TcpStream) -> Result<ProxySource, ProxyError> {
     // Headers of both versions are longer than this prefix.
     let mut header = vec![0; v2::PROTOCOL_PREFIX.len()];
@@ -91,7 +91,7 @@ async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
     Ok(())
 }
 
-/// Read the length that the fixed part declares.
+/// Read as many bytes as the fixed part of the header declares.
 async fn read_v2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     let start = header.len();
     header.resize(V2_FIXED_LENGTH, 0);
@@ -108,11 +108,12 @@ async fn read_v2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
 /// Parse a complete header.
 ///
 /// # Errors
-/// The header is malformed.
+/// An error if the header is malformed.
 pub fn parse(header: &[u8]) -> Result<ProxySource, ProxyError> {
     if !header.starts_with(v2::PROTOCOL_PREFIX) {
         let header = v1::Header::try_from(header)?;
-        // `ppp` also accepts a lone LF within an `UNKNOWN` header. §2.1 requires CRLF at the end only.
+        // `ppp` also accepts a lone LF within an `UNKNOWN` header. §2.1 allows line ends only as CRLF and only at the
+        // end.
         let line =
             header.header.strip_suffix("\r\n").filter(|line| !line.contains('\n')).ok_or(ProxyError::Malformed)?;
         let client = match header.addresses {
@@ -139,7 +140,7 @@ pub fn parse(header: &[u8]) -> Result<ProxySource, ProxyError> {
             (tcp.source_address, tcp.source_port),
             (tcp.destination_address, tcp.destination_port),
         )),
-        // Not a TCP connection over IP: the address must be ignored (§2.2).
+        // The connection is not TCP over IP, so the address must be ignored (§2.2).
         (v2::Command::Proxy, _, _) => ProxySource::Unknown,
     })
 }

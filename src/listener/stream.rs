@@ -19,8 +19,8 @@ use crate::limiter::clock::monotonic;
 use crate::listener::handshake::{PREFACE, Protocol};
 use crate::listener::metrics::ListenerMetrics;
 
-/// Maximum number of bytes that a connection reads before it yields to other tasks. tokio's coop budget counts
-/// reads, and a few reads can contain thousands of HTTP/2 frames.
+/// Maximum number of bytes that a connection reads before it yields to other tasks. tokio's coop budget counts reads,
+/// but a few reads can contain thousands of HTTP/2 frames.
 const READ_BUDGET: usize = 64 << 10;
 
 /// A TCP stream that is returned to its owner when the wrapper is dropped.
@@ -29,9 +29,9 @@ pub(super) struct ReclaimableStream {
     /// `Some` until the wrapper is dropped.
     stream: Option<TcpStream>,
     return_sender: Option<Sender<TcpStream>>,
-    /// Bytes that are read again before the bytes of the socket.
+    /// Bytes that are delivered again, before the bytes of the socket.
     prefix: Bytes,
-    /// Bytes read since the last yield.
+    /// Number of bytes read since the last yield.
     bytes_read: usize,
     metrics: Arc<ListenerMetrics>,
 }
@@ -51,7 +51,7 @@ impl ReclaimableStream {
         )
     }
 
-    /// Put bytes back that were read.
+    /// Put bytes back that were already read.
     pub(super) fn rewind(&mut self, bytes: Bytes) {
         self.prefix = bytes;
     }
@@ -64,7 +64,7 @@ impl ReclaimableStream {
 impl Drop for ReclaimableStream {
     fn drop(&mut self) {
         if let (Some(stream), Some(return_sender)) = (self.stream.take(), self.return_sender.take()) {
-            // Fails if the receiver was dropped, which then does not need the stream.
+            // This fails if the receiver was dropped, which then does not need the stream.
             let _ = return_sender.send(stream);
         }
     }
@@ -82,8 +82,8 @@ impl AsyncRead for ReclaimableStream {
             let count = self.prefix.len().min(buffer.remaining());
             buffer.put_slice(&self.prefix.split_to(count));
             let read_before = buffer.filled().len();
-            // Read on in the same call: hyper allocates a larger buffer if headers arrive in pieces. The next read
-            // reports an error or the end.
+            // Continue to read in the same call, because hyper allocates a larger buffer if headers arrive in pieces.
+            // The next read reports an error or the end.
             let _ = self.stream()?.poll_read(cx, buffer);
             self.metrics.record_received(buffer.filled().len() - read_before);
             self.bytes_read += buffer.filled().len() - before;
@@ -136,14 +136,14 @@ impl AsyncWrite for ReclaimableStream {
     }
 }
 
-// Waker for futures that are rarely ready: they are polled only when they have woken the task.
+// A waker for futures that are rarely ready. The futures are polled only after they have woken the task.
 
-/// Wakes a task, and records that it did.
+/// A waker that wakes a task and records that it did.
 #[derive(Debug)]
 pub(super) struct SelectiveWaker {
     state: Arc<WakeState>,
     waker: Waker,
-    /// Waker of the task.
+    /// The waker of the task.
     task: Option<Waker>,
 }
 
@@ -154,7 +154,7 @@ struct WakeState {
 }
 
 impl SelectiveWaker {
-    /// Create a waker that is ready, so that the futures are polled a first time.
+    /// Create a waker that is ready, so that the futures are polled for the first time.
     pub(super) fn new() -> Self {
         let state = Arc::new(WakeState { woken: AtomicBool::new(true), task: Mutex::default() });
         SelectiveWaker { waker: state.clone().into(), state, task: None }
@@ -164,15 +164,15 @@ impl SelectiveWaker {
     pub(super) fn take_context(&mut self, cx: &Context<'_>) -> Option<Context<'_>> {
         if !self.task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
             self.task = Some(cx.waker().clone());
-            // Stored before the flag is read, so that every later wake reaches this task.
+            // The waker is stored before the flag is read, so that every later wake reaches this task.
             self.state.lock_task().clone_from(&self.task);
         }
-        // Usually not woken: a plain load avoids the write to a shared cache line.
+        // In most calls no future has woken the task, so a plain load first avoids the write to a shared cache line.
         let woken = &self.state.woken;
         (woken.load(Ordering::Relaxed) && woken.swap(false, Ordering::AcqRel)).then(|| Context::from_waker(&self.waker))
     }
 
-    /// Return a context at the next call, because other futures are awaited from now on.
+    /// Return a context at the next call, because the task awaits other futures from now on.
     pub(super) fn mark_ready(&self) {
         self.state.woken.store(true, Ordering::Release);
     }
@@ -199,26 +199,26 @@ impl Wake for WakeState {
 
 // === Frame limits: what a client may send on an HTTP/1.1 or HTTP/2 connection ===
 
-/// Control frames that a connection may send at once. `MAX_CREDIT` is the maximum after requests and large
-/// responses: a client acknowledges each part of a response with WINDOW_UPDATE.
+/// Number of control frames that a connection may send at once. `MAX_CREDIT` is the maximum after requests and large
+/// responses, because a client acknowledges each part of a response with WINDOW_UPDATE.
 const INITIAL_CREDIT: u32 = 1000;
 const MAX_CREDIT: u32 = 10_000;
 
-/// Control frames per second.
+/// Control frames that a connection may send per second.
 const FRAMES_PER_SECOND: u32 = 200;
 
-/// Control frames per request: PRIORITY, WINDOW_UPDATE and RST_STREAM.
+/// Control frames that a connection may send for each request: PRIORITY, WINDOW_UPDATE and RST_STREAM.
 const FRAMES_PER_REQUEST: u32 = 4;
 
-/// Bytes to the client that add the credit for one control frame, and bytes of DATA from the client that add the credit
-/// for one short DATA frame.
+/// Two numbers in one: bytes to the client that add the credit for one control frame, and bytes of DATA from the client
+/// that add the credit for one short DATA frame.
 const BYTES_PER_FRAME: u32 = 256;
 
-/// Maximum of received DATA bytes that are saved for short frames.
+/// Maximum number of received DATA bytes that are saved as credit for short frames.
 const MOST_RECEIVED: u32 = MAX_CREDIT * BYTES_PER_FRAME;
 
 /// Size of the shortest gRPC message. DATA frames with fewer bytes count as control frames, unless longer DATA frames
-/// have added credit for them.
+/// have added credit for short frames.
 const SHORT: u32 = 5;
 
 const DATA: u8 = 0;
@@ -227,13 +227,13 @@ const CONTINUATION: u8 = 9;
 const END_HEADERS: u8 = 4;
 const PADDED: u32 = 8;
 
-/// Maximum padding of a padded frame: the length byte and up to 255 bytes (RFC 9113 §6.1).
+/// Maximum padding of a frame: the length byte and up to 255 bytes (RFC 9113 §6.1).
 const PADDING: u32 = 256;
 
-/// GOAWAY with ENHANCE_YOUR_CALM and the highest stream ID (RFC 9113 §6.8, §7).
+/// The GOAWAY frame with ENHANCE_YOUR_CALM and the highest stream ID (RFC 9113 §6.8, §7).
 const GOAWAY_ENHANCE_YOUR_CALM: &[u8; 17] = b"\0\0\x08\x07\0\0\0\0\0\x7f\xff\xff\xff\0\0\0\x0b";
 
-/// A stream whose input is watched.
+/// A stream that counts the HTTP/2 frames of its input.
 #[derive(Debug)]
 pub(super) struct MonitoredStream<S> {
     stream: S,
@@ -250,9 +250,9 @@ struct FrameMonitor {
     in_header_block: bool,
     credit: u32,
     refilled_at: Instant,
-    /// Bytes to the client that have not been converted to credit.
+    /// Number of bytes to the client that have not been converted to credit.
     uncredited_bytes: u32,
-    /// Bytes of DATA whose credit for short frames is unused.
+    /// Number of DATA bytes whose credit for short frames is unused.
     received: u32,
     is_exceeded: bool,
 }
@@ -295,7 +295,7 @@ impl<S> MonitoredStream<S> {
 }
 
 impl FrameMonitor {
-    /// Count received frames. Return whether the limit is exceeded.
+    /// Count received frames. Return whether the frames exceed the limit.
     fn record_received(&mut self, bytes: &[u8]) -> bool {
         let (mut control, mut requests, mut in_header_block, mut received) =
             (0, 0, self.in_header_block, self.received);
@@ -304,7 +304,7 @@ impl FrameMonitor {
                 requests += u32::from(kind == HEADERS);
                 in_header_block = flags & u32::from(END_HEADERS) == 0;
             }
-            // Clients split uploads at buffer and window boundaries, which also yields short frames.
+            // Clients split uploads at buffer and window boundaries, which also produces short frames.
             DATA if length > 0 => match length.saturating_sub(if flags & PADDED == 0 { 0 } else { PADDING }) {
                 data @ SHORT.. => received = MOST_RECEIVED.min(received.saturating_add(data)),
                 _ if received >= BYTES_PER_FRAME => received -= BYTES_PER_FRAME,
@@ -339,7 +339,7 @@ impl FrameMonitor {
 }
 
 impl FrameParser {
-    /// Parse bytes. Call `on_frame` with the type, and with length and flags, of each frame.
+    /// Parse bytes. Call `on_frame` with the type, the length and the flags of each frame.
     fn feed(&mut self, mut bytes: &[u8], mut on_frame: impl FnMut(u8, [u32; 2])) {
         loop {
             let skipped = self.remaining_payload.min(bytes.len());
@@ -365,16 +365,16 @@ impl FrameParser {
         self.header_bytes == 0 && self.remaining_payload == 0
     }
 
-    /// Return whether a frame of this type is incomplete. The type of a frame is known when four bytes of its header
-    /// have arrived.
+    /// Return whether a frame of this type is incomplete. The type of a frame is known as soon as four bytes of the
+    /// frame header have arrived.
     fn is_in_frame(&self, kind: u8) -> bool {
         (self.header_bytes > 3 || self.remaining_payload > 0) && self.header[3] == kind
     }
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> MonitoredStream<S> {
-    /// Send GOAWAY if the output is at a frame boundary and the socket takes it at once. Return the error that ends
-    /// the connection.
+    /// Send GOAWAY if the output is at a frame boundary and the socket takes the whole GOAWAY frame at once. Return the
+    /// error that ends the connection.
     fn send_goaway(&mut self, cx: &mut Context<'_>) -> io::Error {
         if self.frames.as_ref().is_some_and(|frames| frames.output.is_between_frames()) {
             let written = Pin::new(&mut self.stream).poll_write(cx, GOAWAY_ENHANCE_YOUR_CALM);

@@ -63,7 +63,10 @@ impl NetworkFiles {
     /// Return a file. It is read only if no earlier rule has named it.
     fn file(&mut self, name: &str, text: &Text, reader: &mut Validator<'_>) -> Option<Arc<NetworkFile>> {
         if reader.is_unresolved(text) {
-            reader.push_issue(Issue::new(text.span(), "cannot find the file of networks, because an environment variable is not set"));
+            reader.push_issue(Issue::new(
+                text.span(),
+                "cannot find the file of networks, because an environment variable is not set",
+            ));
             return None;
         }
         let path = reader.resolve_relative(name, text.span());

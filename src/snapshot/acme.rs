@@ -156,7 +156,8 @@ impl AcmeListeners {
             }
         };
         if compiled.is_empty() && names.is_none_or(<[_]>::is_empty) {
-            let issue = Issue::new(acme.span(), "`names` is missing, and no route has a host to obtain a certificate for");
+            let issue =
+                Issue::new(acme.span(), "`names` is missing, and no route has a host to obtain a certificate for");
             reader.push_issue(issue.with_hint("tls = { acme = true, names = [\"api.example.com\"] }"));
             return None;
         }

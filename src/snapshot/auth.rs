@@ -370,7 +370,8 @@ fn jwt(
     };
     match KeySet::parse(&file.content) {
         Ok(keys) => verifier.keys.store(Some(Arc::new(keys))),
-        Err(error) => reader.push_issue(Issue::new(text.span(), format!("the key set {} cannot be used: {error}", path.display()))),
+        Err(error) => reader
+            .push_issue(Issue::new(text.span(), format!("the key set {} cannot be used: {error}", path.display()))),
     }
     compiled.jwks_files.push((compiled.providers.len(), file));
     verifier
@@ -490,7 +491,11 @@ fn report_shared_places(
             let span = route.require.as_ref().map(|list| list.span());
             let span = span.or_else(|| Some(route.identify.as_ref()?.first()?.span()));
             let issue = Issue { span, message, hint: None };
-            reader.push_issue(issue.with_hint("configure one provider with the consumers of both, or give one of them another `header`"));
+            reader.push_issue(
+                issue.with_hint(
+                    "configure one provider with the consumers of both, or give one of them another `header`",
+                ),
+            );
         }
     }
 }

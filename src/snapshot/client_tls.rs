@@ -201,7 +201,8 @@ fn parse_server_name(text: &str, span: Range<usize>, reader: &mut Validator<'_>)
     let name = ServerName::try_from(text.to_owned()).ok();
     if name.is_none() {
         let issue = Issue::new(span, format!("`{text}` is not a valid server name"));
-        reader.push_issue(issue.with_hint("write a host name or an address, such as tls.server_name = \"api.internal\""));
+        reader
+            .push_issue(issue.with_hint("write a host name or an address, such as tls.server_name = \"api.internal\""));
     }
     name
 }

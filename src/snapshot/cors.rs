@@ -32,7 +32,10 @@ pub(super) fn policy(route: &Route, limits: &mut RouteLimits, reader: &mut Valid
         reader.push_issue(issue.with_hint("origins = [\"https://app.example.com\"]"));
     }
     if let (AllowedOrigins::Any, Some(value)) = (&origins, cors.credentials.as_ref().filter(|_| credentials)) {
-        let issue = Issue::new(value.span(), "`credentials` cannot be combined with all origins: browsers reject this combination");
+        let issue = Issue::new(
+            value.span(),
+            "`credentials` cannot be combined with all origins: browsers reject this combination",
+        );
         reader
             .push_issue(issue.with_hint("list the origins: [\"https://app.example.com\", \"https://*.example.com\"]"));
     }

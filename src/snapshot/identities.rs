@@ -105,7 +105,8 @@ fn exemptions(
             None => {
                 let examples: Vec<_> =
                     descriptors.iter().map(|descriptor| format!("\"{}={written}\"", descriptor.label())).collect();
-                let issue = Issue::new(text.span(), format!("`{written}` does not begin with a source that `by` lists"));
+                let issue =
+                    Issue::new(text.span(), format!("`{written}` does not begin with a source that `by` lists"));
                 let hint = match &*examples {
                     [] => "SOURCE=VALUE, the source as in `by`".to_owned(),
                     words => format!("SOURCE=VALUE, the source as in `by`: {}", words.join(" or ")),
@@ -238,7 +239,10 @@ pub(super) fn load(
     reader: &mut Validator<'_>,
 ) -> (Consumers, Option<FileSnapshot>) {
     if reader.is_unresolved(text) {
-        reader.push_issue(Issue::new(text.span(), "cannot find the consumers file, because an environment variable is not set"));
+        reader.push_issue(Issue::new(
+            text.span(),
+            "cannot find the consumers file, because an environment variable is not set",
+        ));
         return (Consumers::default(), None);
     }
     let path = reader.resolve_path(text);
@@ -352,15 +356,18 @@ const KEY_HASH_HINT: &str = "\"sha256:\" and 64 lower-case hex digits: printf %s
 
 /// Compile the restrictions of a key.
 fn key_terms(table: &KeyTable, names: &KnownNames<'_>, issues: &mut Vec<Issue>) -> Option<Box<KeyTerms>> {
-    let mut instant = |written: &Option<Spanned<Datetime>>| {
-        let written = written.as_ref()?;
-        let instant = datetime_us(written.get_ref());
-        if instant.is_none() {
-            let issue = Issue::new(written.span(), format!("`{}` is not a valid time", written.get_ref()));
-            issues.push(issue.with_hint("write a time with an offset, such as 2026-12-31T23:00:00Z, or a day, such as 2026-12-31"));
-        }
-        instant
-    };
+    let mut instant =
+        |written: &Option<Spanned<Datetime>>| {
+            let written = written.as_ref()?;
+            let instant = datetime_us(written.get_ref());
+            if instant.is_none() {
+                let issue = Issue::new(written.span(), format!("`{}` is not a valid time", written.get_ref()));
+                issues.push(issue.with_hint(
+                    "write a time with an offset, such as 2026-12-31T23:00:00Z, or a day, such as 2026-12-31",
+                ));
+            }
+            instant
+        };
     instant(&table.created);
     let expires_us = instant(&table.expires);
     let routes = table.routes.as_ref().map(|routes| {

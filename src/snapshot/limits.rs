@@ -140,8 +140,9 @@ pub(super) fn check_cost_fits(cost: u64, limit: &LimitSpec, span: Range<usize>, 
             let message = format!(
                 "a request costs {cost}, but `{name}` never has more than {capacity}{tier}: all would be denied"
             );
-            reader
-                .push_issue(Issue::new(span.clone(), message).with_hint("set a smaller cost, or a larger burst or quota"));
+            reader.push_issue(
+                Issue::new(span.clone(), message).with_hint("set a smaller cost, or a larger burst or quota"),
+            );
         }
     }
 }
@@ -175,7 +176,9 @@ fn cost(
         LimitCost::Fixed(cost) => {
             if !(1..EXACT_INTEGER_LIMIT as i64).contains(cost) {
                 let issue = Issue::new(written.span(), format!("a cost of {cost} is out of range"));
-                reader.push_issue(issue.with_hint("set a cost of 1 or more; a request that costs nothing needs no limit"));
+                reader.push_issue(
+                    issue.with_hint("set a cost of 1 or more; a request that costs nothing needs no limit"),
+                );
             }
             return Some(Cost::Fixed(*cost as u64));
         }
@@ -533,7 +536,9 @@ fn timed_rule(
             let time_zone = limit.time_zone.as_ref().filter(|_| !counts_usage(limit));
             if let (Some(zone), WindowStart::Aligned { .. } | WindowStart::FirstRequest) = (time_zone, &start) {
                 let issue = Issue::new(zone.span(), "`time_zone` is valid only for calendar windows and for `usage`");
-                reader.push_issue(issue.with_hint("set an aligned quota per day, week, month or year, or set usage = true"));
+                reader.push_issue(
+                    issue.with_hint("set an aligned quota per day, week, month or year, or set usage = true"),
+                );
             }
             Rule::FixedWindow(FixedWindow::new(quota, start)?)
         }

@@ -52,9 +52,10 @@ pub(super) fn mirror(
     let (span, mirror) = (written.span(), written.get_ref());
     if route.upstream.is_none() {
         let issue = Issue::new(span.clone(), "`mirror` requires an upstream");
-        reader.push_issue(
-            issue.with_hint("only forwarded requests are mirrored: leave out `mirror`, or give the route an `upstream`"),
-        );
+        reader
+            .push_issue(issue.with_hint(
+                "only forwarded requests are mirrored: leave out `mirror`, or give the route an `upstream`",
+            ));
     }
     let percent = reader.fraction(mirror.percent.as_ref(), 0..=100, 100.0);
     let max_body = reader.size_or_off(mirror.max_body.as_ref(), 64 << 10);

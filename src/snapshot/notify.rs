@@ -187,8 +187,9 @@ fn stream(
         && key.bytes().all(|byte| byte.is_ascii_graphic() && !matches!(byte, b'{' | b'}'));
     if !is_valid && !reader.is_unresolved(text) {
         let issue = Issue::new(text.span(), format!("`{key}` is not a valid key of a stream"));
-        reader
-            .push_issue(issue.with_hint("use 1 to 256 ASCII characters without spaces and braces: \"sluicegate:events\""));
+        reader.push_issue(
+            issue.with_hint("use 1 to 256 ASCII characters without spaces and braces: \"sluicegate:events\""),
+        );
     }
     is_valid.then(|| EventStream { key: key.into(), max_length })
 }

@@ -105,8 +105,9 @@ fn listener_indices(
             Some(index) => indices.push(index),
             None if listeners.iter().all(|listener| name_of(listener).is_none()) => {
                 let issue = Issue::new(text.span(), format!("unknown listener `{}`", text.get_ref()));
-                reader
-                    .push_issue(issue.with_hint(format!("no [[listener]] has a name; add name = \"{}\"", text.get_ref())));
+                reader.push_issue(
+                    issue.with_hint(format!("no [[listener]] has a name; add name = \"{}\"", text.get_ref())),
+                );
             }
             None => {
                 reader.unknown_name(text.span(), "listener", text.get_ref(), listeners.iter().filter_map(name_of));

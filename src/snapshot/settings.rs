@@ -249,7 +249,9 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
         Some(sample) if *sample.get_ref() > 0.0 && *sample.get_ref() <= 1.0 => *sample.get_ref(),
         Some(sample) => {
             let issue = Issue::new(sample.span(), format!("{} is out of range", sample.get_ref()));
-            reader.push_issue(issue.with_hint("write a share above 0 and up to 1, such as 0.01 for 1 % of the successes"));
+            reader.push_issue(
+                issue.with_hint("write a share above 0 and up to 1, such as 0.01 for 1 % of the successes"),
+            );
             1.0
         }
         None => 1.0,

@@ -120,7 +120,8 @@ impl<'a> Validator<'a> {
             None => {
                 let message = format!("`{}` is not a duration", text.get_ref());
                 self.push_issue(
-                    Issue::new(text.span(), message).with_hint("write a number with ms, s, m, h or d, such as \"250ms\""),
+                    Issue::new(text.span(), message)
+                        .with_hint("write a number with ms, s, m, h or d, such as \"250ms\""),
                 );
                 default
             }

@@ -1,4 +1,4 @@
-//! The access log: one record per request, written in batches by a thread of its own.
+//! The access log: one record per request, written in batches by a separate thread.
 
 use std::cell::RefCell;
 use std::io;
@@ -24,24 +24,24 @@ use crate::telemetry::trace::{TraceContext, TraceExporter, TraceParent};
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "access log", delay: Duration::from_millis(5), capacity: 8 << 20 };
 
-/// Status of a request that the client closed before the response, as nginx logs it.
+/// Status of a request whose client closed the connection before the response, the same number as in nginx.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
-/// Maximum time to write the last records at shutdown.
+/// Maximum time at shutdown to write the last records.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The fractional part of the golden ratio times 2^64. Its multiples are evenly distributed, also every n-th one (Weyl,
-/// 1916), so that periodic traffic does not bias a sample.
+/// The fractional part of the golden ratio, multiplied by 2^64. The multiples of this number are evenly distributed,
+/// also every n-th of them (Weyl, 1916), so that periodic traffic does not distort a sample.
 const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The access log record of a request. It never contains an API key, a token or a query string. Programs read the
-/// fields: `docs/reference/access-log.md` defines them.
+/// The record of a request in the access log. A record never contains an API key, a token or a query string. Programs
+/// read the fields of a record: `docs/reference/access-log.md` defines them.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct AccessRecord<'a> {
-    /// Arrival of the request, µs since the Unix epoch. Written in seconds.
+    /// Time when the request arrived, µs since the Unix epoch. The log has this time in seconds.
     #[serde(serialize_with = "seconds")]
     pub time: u64,
-    /// Client IP address.
+    /// IP address of the client.
     pub client: IpAddr,
     /// Request method.
     pub method: &'a str,
@@ -49,17 +49,17 @@ pub struct AccessRecord<'a> {
     pub path: &'a str,
     /// Response status.
     pub status: u16,
-    /// Bytes of the response body that were sent.
+    /// Number of bytes of the response body that were sent.
     pub bytes: u64,
-    /// Whether the complete body was sent.
+    /// Whether the whole body was sent.
     pub complete: bool,
-    /// Time from the request to the end of its response. Written in ms.
+    /// Time from the start of the request to the end of its response. The log has this time in ms.
     #[serde(serialize_with = "milliseconds")]
     pub duration_ms: Duration,
     /// Name of the route.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub route: Option<&'a str>,
-    /// Outcome of the request: `ok`, `rate-limited`, …
+    /// Outcome of the request, such as `ok` or `rate-limited`.
     pub outcome: &'a str,
     /// The rate limit check, if the route has limits.
     #[serde(flatten)]
@@ -67,15 +67,15 @@ pub struct AccessRecord<'a> {
     /// Model of an LLM request whose tokens a limit counts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<&'a str>,
-    /// The upstream request, if the request was forwarded.
+    /// The request to the upstream, if the request was forwarded.
     #[serde(flatten)]
     pub upstream: Option<&'a UpstreamInfo>,
-    /// Request id, or `-`.
+    /// Id of the request, or `-`.
     pub request_id: &'a str,
-    /// Id of the trace. Written as 32 hexadecimal digits.
+    /// Id of the trace. The log has this id as 32 hexadecimal digits.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "trace_id")]
     pub trace_id: Option<u128>,
-    /// Share of the records of successes that are written, if this is one of them and not all are.
+    /// Share of the records of successes that are written, if this record is of a success and the share is below 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sample_rate: Option<f64>,
 }
@@ -83,19 +83,19 @@ pub struct AccessRecord<'a> {
 /// Result of the rate limit check of a request.
 #[derive(Debug, Serialize)]
 pub struct DecisionInfo {
-    /// The decision of the limits together: the most relevant decision of a single limit.
+    /// The decision of the limits together, which is the most relevant decision of a single limit.
     pub decision: &'static str,
-    /// The component that decided: `store`, `denial-cache` or `local`. `None` if the check failed.
+    /// The component that made the decision: `store`, `denial-cache` or `local`. `None` if the check failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decided_by: Option<&'static str>,
-    /// The limit that denied the request, or otherwise the limit that is nearest to a denial.
+    /// The limit that denied the request. Without a denial, the limit that is nearest to a denial.
     #[serde(flatten)]
     pub effective_limit: Option<EffectiveLimit>,
-    /// Duration of the check, including the wait queue. Written in ms.
+    /// Duration of the check, including the wait queue. The log has this time in ms.
     #[serde(rename = "decision_ms", serialize_with = "milliseconds")]
     pub duration: Duration,
-    /// Time of the decision by the clock of the store that decided, µs since the Unix epoch. Written in seconds.
-    /// `replay` decides at the same time.
+    /// Time of the decision by the clock of the store that decided, µs since the Unix epoch. The log has this time in
+    /// seconds. `replay` makes its decision at the same time.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "seconds_if_any")]
     pub decided_at: Option<u64>,
     /// Limits in shadow mode that would have denied the request.
@@ -103,7 +103,7 @@ pub struct DecisionInfo {
     pub shadow_denied: Vec<Box<str>>,
     /// All checked limits, in the order of the route.
     pub limits: Vec<LimitInfo>,
-    /// Time from the start of the request to the start of the check. Only in traces.
+    /// Time from the start of the request to the start of the check. This time is only in traces.
     #[serde(skip)]
     pub start_offset: Duration,
 }
@@ -115,7 +115,7 @@ pub struct EffectiveLimit {
     pub limit: Box<str>,
     /// Remaining quota after the decision.
     pub remaining: u64,
-    /// Keyed hash of the identity. Written as 32 hexadecimal digits.
+    /// Keyed hash of the identity. The log has this hash as 32 hexadecimal digits.
     #[serde(serialize_with = "hex")]
     pub identity: u128,
 }
@@ -125,12 +125,12 @@ pub struct EffectiveLimit {
 pub struct LimitInfo {
     /// Name of the limit.
     pub limit: Box<str>,
-    /// Keyed hash of the identity. Written as 32 hexadecimal digits.
+    /// Keyed hash of the identity. The log has this hash as 32 hexadecimal digits.
     #[serde(serialize_with = "hex")]
     pub identity: u128,
-    /// Cost of the request. If it depends on the response, the cost that the response reports.
+    /// Cost of the request. If the cost depends on the response, the cost that the response reports.
     pub cost: u64,
-    /// Decision of this limit, as in the metric `limit_decisions_total`. `None` if other limits denied the request.
+    /// Decision of this limit, as in the metric `limit_decisions_total`. `None` if another limit denied the request.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decision: Option<&'static str>,
     /// Remaining quota after the decision, if the store returned it.
@@ -139,7 +139,7 @@ pub struct LimitInfo {
     /// Cost that was reserved before the request, if the limit counts the tokens of an LLM API.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reserved: Option<u64>,
-    /// Cost after the response, if it was settled. `cost` is the same.
+    /// Cost after the response, if it was settled. `cost` has the same value.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub settled: Option<u64>,
     /// Whether the settled cost is estimated, because the response did not report its usage.
@@ -155,19 +155,19 @@ pub struct LimitInfo {
 pub struct UpstreamInfo {
     /// Name of the upstream.
     pub upstream: Box<str>,
-    /// The endpoint of the last attempt.
+    /// The server of the last attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub server: Option<Box<str>>,
     /// Status of the upstream response. `None` without a response.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub upstream_status: Option<u16>,
-    /// Time from the first attempt to the response headers. Written in ms.
+    /// Time from the start of the first attempt to the response headers. The log has this time in ms.
     #[serde(rename = "upstream_ms", serialize_with = "milliseconds")]
     pub duration: Duration,
     /// Number of retries.
     #[serde(skip_serializing_if = "is_zero")]
     pub retries: u64,
-    /// Time from the start of the request to the first attempt. Only in traces.
+    /// Time from the start of the request to the first attempt. This time is only in traces.
     #[serde(skip)]
     pub start_offset: Duration,
 }
@@ -182,7 +182,7 @@ pub enum LogDestination {
     Journald(Journald),
 }
 
-/// Queue of access log records for the writer thread. Clones share the queue.
+/// Queue of access log records for the thread that writes them. Clones share the queue.
 #[derive(Debug, Clone)]
 pub struct AccessLog {
     writer: BatchWriter<u8>,
@@ -198,14 +198,14 @@ enum Encoding {
     Line(LogFormat),
     /// Framed syslog messages.
     Syslog(LogFormat, Arc<SyslogHeader>),
-    /// Framed JSON. The writer thread makes journal entries of it.
+    /// Framed JSON. The writer thread converts this JSON to journal entries.
     Journald,
 }
 
-/// Selects the records of successes that are written.
+/// Selects those records of successes that are written.
 #[derive(Debug)]
 struct Sampler {
-    /// Share of the records, above 0 and below 1.
+    /// Share of the records that are written, above 0 and below 1.
     rate: f64,
     counter: AtomicU64,
 }
@@ -213,18 +213,18 @@ struct Sampler {
 impl Sampler {
     /// Return whether the next record is written. The written records are evenly distributed.
     fn picks_next(&self) -> bool {
-        // The multiplication by a power of two is exact.
+        // A multiplication by a power of two is exact.
         let share = (self.rate * 2.0_f64.powi(64)) as u64;
         self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO) < share
     }
 }
 
 impl AccessLog {
-    /// Start the writer thread. `sample` is the share of the records of successes that are written, above 0; 1 = all.
-    /// `format` does not apply to journald.
+    /// Start the writer thread. `sample` is the share of the records of successes that are written: above 0, and 1
+    /// means all. `format` does not apply to journald.
     ///
     /// # Errors
-    /// The destination cannot be used, or the thread cannot be started.
+    /// An error if the destination cannot be used, or if the thread cannot be started.
     pub fn start(format: LogFormat, sample: f64, destination: LogDestination) -> io::Result<Self> {
         let (encoding, writer) = match destination {
             LogDestination::Stream(mut out) => {
@@ -245,10 +245,10 @@ impl AccessLog {
         Ok(AccessLog { writer, encoding, sampler })
     }
 
-    /// Queue a record, unless it is that of a success that is left out of the sample.
+    /// Queue a record, unless it is the record of a success and the sample leaves it out.
     pub fn write(&self, record: &AccessRecord<'_>) {
         thread_local! {
-            // Format before `push` takes the lock that workers share.
+            // Format the record before `push` takes the lock that the workers share.
             static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
         let mut record = *record;
@@ -267,7 +267,7 @@ impl AccessLog {
                 }
                 Encoding::Syslog(format, header) => push_framed(text, |text| {
                     let written_at_us = record.time.saturating_add(record.duration_ms.as_micros() as u64);
-                    // Writing to a `Vec` does not fail.
+                    // Writing to a `Vec` cannot fail.
                     let _ = header.write(text, record.status, written_at_us);
                     record.write(*format, text);
                 }),
@@ -293,15 +293,15 @@ fn socket_writer(mut socket: LogSocket) -> io::Result<BatchWriter<u8>> {
 }
 
 impl AccessRecord<'_> {
-    /// Return whether the record may be left out of a sample: the whole response was sent, it is not an error, and no
-    /// limit denied the request, not even in shadow mode.
+    /// Return whether the sample may leave out the record. This is so if the whole response was sent, the outcome is
+    /// not an error, and no limit denied the request, not even in shadow mode.
     fn is_success(&self) -> bool {
         let is_ok = self.status < 400 && self.complete && matches!(self.outcome, "ok" | "preflight");
         is_ok && self.decision.is_none_or(|decision| decision.shadow_denied.is_empty())
     }
 
     fn write(&self, format: LogFormat, out: &mut Vec<u8>) {
-        // Writing to a `Vec` does not fail.
+        // Writing to a `Vec` cannot fail.
         let _ = match format {
             LogFormat::Json => serde_json::to_writer(out, self).map_err(io::Error::from),
             LogFormat::Text => self.write_text(out),
@@ -310,7 +310,7 @@ impl AccessRecord<'_> {
 
     fn write_text(&self, out: &mut Vec<u8>) -> io::Result<()> {
         let AccessRecord { client, method, path, status, bytes, outcome, request_id, .. } = self;
-        // µs in an `i64` reach about 290,000 years; a time out of range becomes the epoch.
+        // An `i64` of µs reaches about 290,000 years. A time out of this range becomes the epoch.
         let time = Timestamp::from_microsecond(self.time as i64).unwrap_or_default();
         let route = self.route.unwrap_or("-");
         write!(
@@ -346,7 +346,7 @@ impl AccessRecord<'_> {
             }
         }
         if let Some(model) = self.model {
-            // A client chose it: without spaces and line breaks, the record stays one line of fields.
+            // The client chose this value. Without spaces and line breaks, the record stays one line of fields.
             write!(out, " model={}", model.replace(|c: char| c.is_whitespace() || c.is_control(), "_"))?;
         }
         if let Some(UpstreamInfo { upstream, server, upstream_status, duration, retries, .. }) = self.upstream {
@@ -384,7 +384,7 @@ fn milliseconds<S: Serializer>(time: &Duration, out: S) -> Result<S::Ok, S::Erro
     out.serialize_f64(to_milliseconds(*time))
 }
 
-/// Serialize µs as seconds. An `f64` is exact to the µs until the year 2255.
+/// Serialize a time in µs as seconds. An `f64` is exact to the µs until the year 2255.
 fn seconds<S: Serializer>(us: &u64, out: S) -> Result<S::Ok, S::Error> {
     out.serialize_f64(*us as f64 / 1e6)
 }
@@ -398,7 +398,7 @@ fn hex<S: Serializer>(id: &u128, out: S) -> Result<S::Ok, S::Error> {
 }
 
 fn trace_id<S: Serializer>(id: &Option<u128>, out: S) -> Result<S::Ok, S::Error> {
-    // `None` is skipped by `skip_serializing_if`.
+    // `skip_serializing_if` skips a field that is `None`.
     hex(&id.unwrap_or_default(), out)
 }
 
@@ -408,7 +408,7 @@ fn is_zero(count: &u64) -> bool {
 
 // === Request record: collected during a request, written to the access log and the trace exporter at its end ===
 
-/// Destinations of request records.
+/// Destinations of the records of requests.
 #[derive(Debug, Clone, Default)]
 pub struct TelemetrySinks {
     /// The access log, unless it is off.
@@ -417,12 +417,12 @@ pub struct TelemetrySinks {
     pub trace_exporter: Option<TraceExporter>,
 }
 
-/// A request at its arrival.
+/// A request at the time when it arrives.
 #[derive(Debug)]
 pub struct RequestStart<'a> {
-    /// Arrival.
+    /// Time when the request arrived.
     pub instant: Instant,
-    /// IP address of the connection's peer.
+    /// IP address of the peer of the connection.
     pub peer: IpAddr,
     /// `http` or `https`.
     pub scheme: &'static str,
@@ -443,17 +443,17 @@ pub struct RequestRecord {
     scheme: &'static str,
     method: Method,
     path: Box<str>,
-    /// Status of the response.
+    /// Status of the response to the request.
     pub status: u16,
-    /// How the request ended: `ok`, `rate-limited`, …
+    /// How the request ended, such as `ok` or `rate-limited`.
     pub outcome: &'static str,
     /// Id of the trace, even if this gateway does not record it.
     trace_id: Option<u128>,
-    /// Client IP address. The address of the peer until the route is known.
+    /// Client IP address. Until the route is known, the address of the peer.
     pub client: IpAddr,
     /// Name of the route.
     pub route: Option<Arc<str>>,
-    /// Path pattern of the route, as configured. Only in traces.
+    /// Path pattern of the route, as configured. This path is only in traces.
     pub path_template: Option<Box<str>>,
     /// Result of the rate limit check.
     pub decision: Option<DecisionInfo>,
@@ -461,9 +461,9 @@ pub struct RequestRecord {
     pub model: Option<Box<str>>,
     /// Result of the upstream request.
     pub upstream: Option<UpstreamInfo>,
-    /// Ids of the spans, if the request is traced.
+    /// Ids of the spans, if the gateway traces the request.
     pub trace: Option<TraceContext>,
-    /// Request id, which the upstream also receives.
+    /// Id of the request, which the upstream also receives.
     pub request_id: Box<str>,
 }
 
@@ -523,8 +523,8 @@ impl RequestRecord {
         self.write(0, false);
     }
 
-    /// Write the record to the access log, and its spans. `bytes_sent` bytes of the response body were sent; `complete`
-    /// says whether that is the whole body.
+    /// Write the record to the access log, and export its spans. `bytes_sent` is the number of bytes of the response
+    /// body that were sent, and `complete` says whether they are the whole body.
     pub fn write(self: Box<Self>, bytes_sent: u64, complete: bool) {
         let duration = self.started_at.elapsed();
         let record = AccessRecord {
@@ -677,7 +677,7 @@ mod tests {
             (AccessRecord { status: 400, ..ok }, false),
             (AccessRecord { complete: false, ..ok }, false),
             (AccessRecord { decision: Some(&shadow_denied), ..ok }, false),
-            // gRPC has its own status.
+            // gRPC has a separate status.
             (AccessRecord { outcome: "rate-limited", ..ok }, false),
         ] {
             assert_eq!(record.is_success(), expected, "{record:?}");

@@ -1,4 +1,4 @@
-//! A background writer: workers queue items without blocking, and a thread delivers them in batches.
+//! A background writer: workers queue items without waiting, and a thread delivers the items in batches.
 
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,22 +12,22 @@ use crate::limiter::clock::LogThrottle;
 /// Minimum interval between two warnings about lost records.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Maximum capacity, in items, that an empty batch keeps for the next one.
+/// Maximum capacity, in items, that an empty batch keeps for reuse.
 const RETAINED_CAPACITY: usize = 64 << 10;
 
 /// Settings of a [`BatchWriter`].
 #[derive(Debug, Clone, Copy)]
 pub struct BatchConfig {
-    /// Name in the log, and of the thread (with hyphens).
+    /// Name of the writer in the log, and of the thread (with hyphens).
     pub name: &'static str,
-    /// Delay from the first item of a batch to its delivery. Waking the thread for each item would cost more than the
-    /// item.
+    /// Delay from the first item of a batch to its delivery. Waking the thread for each item would cost more than
+    /// writing the item.
     pub delay: Duration,
-    /// Maximum number of queued items. Beyond it, records are dropped and counted.
+    /// Maximum number of queued items. Further records are dropped and counted.
     pub capacity: usize,
 }
 
-/// A queue of items for the delivery thread. Clones share the queue.
+/// A queue of items for the thread that delivers them. Clones share the queue.
 #[derive(Debug)]
 pub struct BatchWriter<T> {
     inner: Arc<Inner<T>>,
@@ -44,7 +44,7 @@ struct Inner<T> {
 #[derive(Debug)]
 struct PendingItems<T> {
     items: Vec<T>,
-    /// Total number of records that were dropped or not delivered.
+    /// Total number of records that were dropped or could not be delivered.
     dropped: u64,
 }
 
@@ -60,10 +60,11 @@ impl<T> Clone for BatchWriter<T> {
 }
 
 impl<T: Send + 'static> BatchWriter<T> {
-    /// Start the thread. It calls `deliver` with each batch; the result is the number of records that it lost.
+    /// Start the thread. The thread calls `deliver` with each batch. The result of `deliver` is the number of records
+    /// that were lost.
     ///
     /// # Errors
-    /// The thread cannot be started.
+    /// An error if the thread cannot be started.
     pub fn start(
         config: BatchConfig,
         mut deliver: impl FnMut(&mut Vec<T>) -> u64 + Send + 'static,
@@ -86,7 +87,7 @@ impl<T: Send + 'static> BatchWriter<T> {
                 batch.clear();
                 batch.shrink_to(RETAINED_CAPACITY);
                 if let Command::Flush(done) = command {
-                    // The receiver may have timed out.
+                    // The receiver may already have stopped waiting.
                     let _ = done.send(());
                 }
             }
@@ -94,7 +95,7 @@ impl<T: Send + 'static> BatchWriter<T> {
         Ok(BatchWriter { inner, commands })
     }
 
-    /// Queue what `add` appends: one record, of one or more items. If the queue is full, drop the record and count it.
+    /// Queue the items that `add` appends. They are one record. If the queue is full, drop the record and count it.
     pub fn push(&self, add: impl FnOnce(&mut Vec<T>)) {
         let Inner { config, throttle, .. } = &*self.inner;
         let mut pending = self.inner.lock_pending();
@@ -111,7 +112,7 @@ impl<T: Send + 'static> BatchWriter<T> {
         add(&mut pending.items);
         drop(pending);
         if was_empty {
-            // Does not fail: the thread runs as long as a sender exists.
+            // This does not fail, because the thread runs as long as a sender exists.
             let _ = self.commands.send(Command::Deliver);
         }
     }
@@ -121,7 +122,7 @@ impl<T: Send + 'static> BatchWriter<T> {
         self.inner.lock_pending().dropped
     }
 
-    /// Wait until all queued items are delivered, at most `timeout`.
+    /// Wait until all queued items are delivered, but at most for `timeout`.
     pub fn flush(&self, timeout: Duration) {
         let (done, delivered) = channel();
         if self.commands.send(Command::Flush(done)).is_ok() {

@@ -21,7 +21,7 @@ use crate::limiter::clock::{LogThrottle, monotonic};
 /// Maximum number of lines queued for standard error. Further lines are dropped and counted.
 const QUEUE_CAPACITY: usize = 1024;
 
-/// Maximum time that a thread waits until its line is written. While standard error is stalled, threads do not wait.
+/// Maximum time that a thread waits until its line is written. While nothing reads standard error, threads do not wait.
 const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Format of log lines.
@@ -33,10 +33,10 @@ pub enum LogFormat {
     Json,
 }
 
-/// Install the process log. A second call has no effect.
+/// Set up the process log. A second call has no effect.
 ///
 /// # Errors
-/// The writer thread cannot be started.
+/// An error if the writer thread cannot be started.
 pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
     let writer = LogWriter::start(stderr())?;
     let filter = EnvFilter::new(format!("sluicegate={level},warn"));
@@ -45,13 +45,13 @@ pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
         LogFormat::Text => layer.with_ansi(stderr().is_terminal()).boxed(),
         LogFormat::Json => layer.json().flatten_event(true).boxed(),
     };
-    // Fails if a subscriber is already installed, as in tests. Keep the installed subscriber.
+    // This fails if a subscriber is already installed, as in tests. Keep the subscriber that is installed.
     let _ = tracing_subscriber::registry().with(filter).with(lines).with(DependencyLogThrottle::default()).try_init();
     Ok(())
 }
 
-/// Writer of log lines on a thread of its own. A stopped terminal or an unread pipe blocks that thread only. Clones
-/// share the queue.
+/// A writer that writes log lines on a separate thread. A stopped terminal or an unread pipe blocks only that thread.
+/// Clones share the queue.
 #[derive(Debug, Clone)]
 struct LogWriter {
     sender: SyncSender<QueuedLine>,
@@ -60,9 +60,9 @@ struct LogWriter {
 
 #[derive(Debug, Default)]
 struct WriterState {
-    /// A line was not written within [`WRITE_TIMEOUT`], and no line has been written since.
+    /// Whether a line was not written within [`WRITE_TIMEOUT`] and no line has been written since then.
     is_stalled: AtomicBool,
-    /// Lines dropped because the queue was full.
+    /// Number of lines dropped because the queue was full.
     dropped: AtomicU64,
 }
 
@@ -79,10 +79,11 @@ impl LogWriter {
         let writer = LogWriter { sender: layer, state: state.clone() };
         thread::Builder::new().name("log".to_owned()).spawn(move || {
             while let Some(QueuedLine { bytes, written_sender }) = next_line(&receiver, &state) {
-                // Ignore errors: a closed terminal does not reopen, and there is no other place to report them.
+                // Ignore errors, because a closed terminal does not reopen and there is no other place to report them.
                 let _ = out.write_all(&bytes).and_then(|()| out.flush());
                 state.is_stalled.store(false, Ordering::Relaxed);
-                // Fails if the thread has timed out. It has set `is_stalled`, and the next line clears it.
+                // This fails if the waiting thread has timed out. The waiting thread has then set `is_stalled`, and the
+                // next written line clears the flag.
                 let _ = written_sender.send(());
             }
         })?;
@@ -90,7 +91,7 @@ impl LogWriter {
     }
 }
 
-/// Return the next line. When the queue is empty again, first log how many lines were dropped.
+/// Return the next line. When the queue is empty again, log how many lines were dropped before the next line.
 fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<QueuedLine> {
     match receiver.try_recv() {
         Ok(line) => return Some(line),
@@ -99,15 +100,15 @@ fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<Que
     }
     let lost = state.dropped.swap(0, Ordering::Relaxed);
     if lost > 0 {
-        // `is_stalled` keeps this thread from waiting for itself in the `warn!` below.
+        // `is_stalled` keeps this thread from waiting for its own line of the `warn!` below.
         state.is_stalled.store(true, Ordering::Relaxed);
         warn!(dropped = lost, "standard error is not read in time: log lines are lost");
     }
     receiver.recv().ok()
 }
 
-/// One call is one formatted event. It never fails: the subscriber would report an error with `eprintln!`, which panics
-/// if standard error is closed.
+/// One call of `write` is one formatted event. `write` never fails, because the subscriber would report an error with
+/// `eprintln!`, which panics if standard error is closed.
 impl Write for LogWriter {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         let (written_sender, written) = sync_channel(1);
@@ -144,14 +145,15 @@ impl LogFile {
     /// Open or create the file for appending.
     ///
     /// # Errors
-    /// The file cannot be opened or created.
+    /// An error if the file cannot be opened or created.
     pub fn open(path: PathBuf) -> io::Result<Self> {
         let file = open_for_append(&path)?;
         let file_id = file_id(&file.metadata()?);
         Ok(LogFile { path, file, file_id, throttle: LogThrottle::new() })
     }
 
-    /// Reopen the path if the file was moved or replaced. If that fails, keep writing to the open file.
+    /// Reopen the path if the file was moved or replaced. If the path cannot be reopened, keep writing to the open
+    /// file.
     fn reopen_if_rotated(&mut self) {
         if self.path.metadata().is_ok_and(|metadata| file_id(&metadata) == self.file_id) {
             return;
@@ -176,7 +178,7 @@ impl Write for LogFile {
         self.file.write(lines)
     }
 
-    /// Write whole lines, to one file.
+    /// Write whole lines, all to one file.
     fn write_all(&mut self, lines: &[u8]) -> io::Result<()> {
         self.reopen_if_rotated();
         self.file.write_all(lines)
@@ -197,13 +199,13 @@ fn file_id(metadata: &Metadata) -> (u64, u64) {
 
 // === Rate limit for log lines of dependencies: a library that logs each client action would fill the log ===
 
-/// Maximum number of lines per library and [`PERIOD`].
+/// Maximum number of lines of each library within [`PERIOD`].
 const MAX_LINES_PER_PERIOD: u64 = 10;
 
 /// Length of a period.
 const PERIOD: Duration = Duration::from_secs(60);
 
-/// Filter that admits all lines of the gateway, and [`MAX_LINES_PER_PERIOD`] of each library.
+/// A filter that admits all lines of the gateway, and at most [`MAX_LINES_PER_PERIOD`] of each library.
 #[derive(Debug, Default)]
 pub(super) struct DependencyLogThrottle(Mutex<HashMap<&'static str, Period>>);
 
@@ -214,7 +216,8 @@ struct Period {
 }
 
 impl DependencyLogThrottle {
-    /// Return whether a line is admitted, and, at the start of a period, how many lines the previous one suppressed.
+    /// Return whether a line is admitted. At the start of a period, also return how many lines were suppressed in the
+    /// previous period.
     fn admit(&self, library: &'static str) -> (bool, u64) {
         let mut periods = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = monotonic();
@@ -269,7 +272,8 @@ mod tests {
         let (permits, permit_receiver) = channel();
         let (sink, written) = channel();
         let log = LogWriter::start(BlockedWriter(permit_receiver, sink)).unwrap();
-        // One line is being written, the others are queued or dropped. Only the first write waits for its line.
+        // One line is being written. The other lines are queued or dropped. Only the first write waits until its line
+        // is written.
         for number in 0..QUEUE_CAPACITY + 10 {
             log.clone().write_all(format!("{number}").as_bytes()).unwrap();
         }

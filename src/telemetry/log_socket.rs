@@ -1,5 +1,5 @@
-//! Log sockets: each record is a datagram to a syslog daemon (RFC 5424 or RFC 3164) or to journald (its native
-//! protocol, <https://systemd.io/JOURNAL_NATIVE_PROTOCOL/>).
+//! Log sockets: each record is a datagram to a syslog daemon (RFC 5424 or RFC 3164) or to journald in its native
+//! protocol (<https://systemd.io/JOURNAL_NATIVE_PROTOCOL/>).
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -21,7 +21,8 @@ use tracing::{info, warn};
 
 use crate::limiter::clock::LogThrottle;
 
-/// Facilities (RFC 5424 §6.2.1) by the names of syslog(3). `kern` belongs to the kernel.
+/// Facilities (RFC 5424 §6.2.1) with the names that syslog(3) uses. `kern` is missing, because only the kernel may use
+/// it.
 pub const FACILITIES: [(&str, u8); 19] = [
     ("user", 1),
     ("mail", 2),
@@ -48,25 +49,25 @@ pub const FACILITIES: [(&str, u8); 19] = [
 const WARNING: u8 = 4;
 const INFORMATIONAL: u8 = 6;
 
-/// MSGID of all records (RFC 5424 §6.2.7).
+/// MSGID of all records (RFC 5424 §6.2.7), a field of the syslog header.
 const MESSAGE_ID: &str = "access";
 
-/// Minimum interval between two warnings about a socket that takes no records.
+/// Minimum interval between two warnings about a socket that accepts no records.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Bytes of the length before each record of a batch.
+/// Number of bytes for the length before each record of a batch.
 const LENGTH_BYTES: usize = size_of::<u32>();
 
-/// A syslog daemon, and the header of the messages for it.
+/// A syslog daemon, and the header of the messages to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Syslog {
-    /// Path of its socket.
+    /// Path of the socket of the daemon.
     pub socket: PathBuf,
     /// Form of the header.
     pub protocol: SyslogProtocol,
     /// Code of the facility.
     pub facility: u8,
-    /// APP-NAME of RFC 5424, TAG of RFC 3164.
+    /// The field APP-NAME of RFC 5424, or TAG of RFC 3164.
     pub tag: Box<str>,
 }
 
@@ -75,14 +76,14 @@ pub struct Syslog {
 pub enum SyslogProtocol {
     /// RFC 5424.
     Rfc5424,
-    /// RFC 3164 without the host name, as syslog(3) writes it.
+    /// RFC 3164 without the host name, the form that syslog(3) writes.
     Rfc3164,
 }
 
 /// The journal of systemd.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Journald {
-    /// Path of its socket.
+    /// Path of the socket of journald.
     pub socket: PathBuf,
     /// `SYSLOG_IDENTIFIER` of the entries.
     pub tag: Box<str>,
@@ -99,9 +100,9 @@ fn severity(status: u64) -> u8 {
 pub(super) struct SyslogHeader {
     protocol: SyslogProtocol,
     facility: u8,
-    /// What follows the timestamp.
+    /// The part of the header after the timestamp.
     suffix: String,
-    /// Times of RFC 3164 are local.
+    /// Times of RFC 3164 are in the local time zone.
     time_zone: TimeZone,
 }
 
@@ -109,7 +110,7 @@ impl SyslogHeader {
     pub(super) fn new(Syslog { protocol, facility, tag, .. }: &Syslog) -> Self {
         let pid = process::id();
         let suffix = match protocol {
-            // Empty structured data: the message has the fields.
+            // The structured data is empty, because the message has the fields.
             SyslogProtocol::Rfc5424 => format!(" {} {tag} {pid} {MESSAGE_ID} - ", host_name()),
             SyslogProtocol::Rfc3164 => format!(" {tag}[{pid}]: "),
         };
@@ -118,7 +119,7 @@ impl SyslogHeader {
 
     /// Write the header of a record that was written at `time_us`, µs since the Unix epoch.
     pub(super) fn write(&self, out: &mut Vec<u8>, status: u16, time_us: u64) -> io::Result<()> {
-        // µs in an `i64` reach about 290,000 years; a time out of range becomes the epoch.
+        // An `i64` of µs reaches about 290,000 years. A time out of this range becomes the epoch.
         let time = Timestamp::from_microsecond(time_us as i64).unwrap_or_default();
         let priority = self.facility * 8 + severity(status.into());
         match self.protocol {
@@ -142,7 +143,7 @@ fn host_name() -> String {
 
 // === journald ===
 
-/// Write a journal entry with the fields of a record in JSON.
+/// Write a journal entry whose fields are those of a record in JSON.
 fn write_journal_entry(record: &[u8], tag: &str, out: &mut Vec<u8>) -> serde_json::Result<()> {
     let fields: Map<String, Value> = serde_json::from_slice(record)?;
     let status = fields.get("status").and_then(Value::as_u64).unwrap_or(0);
@@ -157,7 +158,7 @@ fn write_journal_entry(record: &[u8], tag: &str, out: &mut Vec<u8>) -> serde_jso
     Ok(())
 }
 
-/// Return a value as in the text format: a list of strings is separated by commas. Objects stay JSON.
+/// Return a value as the text format shows it: the strings of a list are separated by commas. Objects remain JSON.
 fn journal_text(value: &Value) -> Cow<'_, str> {
     match value {
         Value::String(text) => text.into(),
@@ -184,13 +185,13 @@ fn write_field(out: &mut Vec<u8>, name: &str, value: &str) {
 fn send_as_file(socket: &UnixDatagram, entry: &[u8]) -> io::Result<()> {
     let mut file = File::from(memfd_create("journal-entry", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?);
     file.write_all(entry)?;
-    // journald maps the file, and refuses one that could change.
+    // journald maps the file into memory, and refuses a file that could change.
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL)?;
     let descriptors = [file.as_fd()];
     retry_on_intr(|| {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        // The space is that of one descriptor.
+        // The space is enough for one descriptor.
         control.push(SendAncillaryMessage::ScmRights(&descriptors));
         sendmsg(socket, &[IoSlice::new(&[])], &mut control, SendFlags::NOSIGNAL)
     })?;
@@ -199,7 +200,7 @@ fn send_as_file(socket: &UnixDatagram, entry: &[u8]) -> io::Result<()> {
 
 // === The socket ===
 
-/// Append a record that `write` appends to a batch of datagrams, with its length before it.
+/// Append the record that `write` produces to a batch of datagrams, with the length of the record before it.
 pub(super) fn push_framed(batch: &mut Vec<u8>, write: impl FnOnce(&mut Vec<u8>)) {
     let start = batch.len();
     batch.extend_from_slice(&[0; LENGTH_BYTES]);
@@ -208,31 +209,32 @@ pub(super) fn push_framed(batch: &mut Vec<u8>, write: impl FnOnce(&mut Vec<u8>))
     batch[start..start + LENGTH_BYTES].copy_from_slice(&length.to_le_bytes());
 }
 
-/// A connection to a log socket, which is made again when the daemon has restarted.
+/// A connection to a log socket. The gateway connects again when the daemon has restarted.
 #[derive(Debug)]
 pub(super) struct LogSocket {
     path: PathBuf,
     socket: Option<UnixDatagram>,
-    /// For journald: `SYSLOG_IDENTIFIER`.
+    /// For journald, the value of `SYSLOG_IDENTIFIER`.
     journal_tag: Option<Box<str>>,
-    /// The last record was lost because no daemon had the socket.
+    /// Whether the last record was lost because no daemon listened on the socket.
     is_failing: bool,
     throttle: LogThrottle,
 }
 
 impl LogSocket {
-    /// Connect to the socket of a syslog daemon. A daemon that does not run is only a warning: it may start later.
+    /// Connect to the socket of a syslog daemon. If the daemon does not run, this is only a warning, because the daemon
+    /// may start later.
     ///
     /// # Errors
-    /// The path is no socket for datagrams, or the permission is missing.
+    /// An error if the path is not a datagram socket, or if the permission is missing.
     pub(super) fn syslog(syslog: &Syslog) -> io::Result<Self> {
         LogSocket::open(&syslog.socket, None)
     }
 
-    /// Connect to the socket of journald, as [`LogSocket::syslog`] does.
+    /// Connect to the socket of journald, in the same way as [`LogSocket::syslog`].
     ///
     /// # Errors
-    /// As for [`LogSocket::syslog`].
+    /// The errors are those of [`LogSocket::syslog`].
     pub(super) fn journald(journald: &Journald) -> io::Result<Self> {
         LogSocket::open(&journald.socket, Some(journald.tag.clone()))
     }
@@ -250,7 +252,7 @@ impl LogSocket {
         Ok(LogSocket { path: path.to_owned(), socket, journal_tag, is_failing, throttle: LogThrottle::new() })
     }
 
-    /// Send the records of a batch that was written with [`push_framed`]. Return how many were lost.
+    /// Send the records of a batch that [`push_framed`] has built. Return how many records were lost.
     pub(super) fn deliver(&mut self, batch: &[u8]) -> u64 {
         let mut lost = 0;
         let mut entry = Vec::new();
@@ -260,7 +262,7 @@ impl LogSocket {
                 None => record,
                 Some(tag) => {
                     entry.clear();
-                    // A record of ours is valid JSON.
+                    // A record of the gateway is valid JSON.
                     if write_journal_entry(record, tag, &mut entry).is_err() {
                         lost += 1;
                         continue;
@@ -268,7 +270,7 @@ impl LogSocket {
                     &entry
                 }
             };
-            // After a failure, the rest of the batch does not try again.
+            // After a failure, the remaining records of the batch are not tried.
             let result = if is_reachable { self.send(datagram) } else { Err(ErrorKind::NotConnected.into()) };
             let Err(error) = result else { continue };
             lost += 1;
@@ -280,7 +282,7 @@ impl LogSocket {
         lost
     }
 
-    /// Send a datagram. If no daemon has the socket any more, connect again once.
+    /// Send a datagram. If no daemon listens on the socket any more, connect again once.
     fn send(&mut self, datagram: &[u8]) -> io::Result<()> {
         if let Some(socket) = &self.socket {
             match self.send_over(socket, datagram) {
@@ -316,7 +318,7 @@ fn connect(path: &Path) -> io::Result<UnixDatagram> {
     Ok(socket)
 }
 
-/// Return whether one record was too large, and others are not affected.
+/// Return whether a single record was too large, which does not affect other records.
 fn is_too_large(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::MSGSIZE.raw_os_error())
 }

@@ -1,4 +1,4 @@
-//! Metrics exposition in the Prometheus text format and in OpenMetrics, from plain names and numbers.
+//! The output of metrics in the Prometheus text format and in OpenMetrics, from plain names and numbers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,22 +11,22 @@ use prometheus_client::registry::{Registry, Unit};
 /// Label names and values, in the order of the output.
 pub type Labels<'a> = &'a [(&'static str, &'a str)];
 
-/// A source of metrics, read anew for each scrape.
+/// A source of metrics, which is read again for each scrape.
 pub trait MetricSource: fmt::Debug + Send + Sync + 'static {
     /// Write all metrics.
     ///
     /// # Errors
-    /// Formatting fails.
+    /// An error if formatting fails.
     fn write(&self, page: &mut Exposition<'_>) -> fmt::Result;
 
-    /// Write the metrics whose names have no prefix: the metrics of the process.
+    /// Write the metrics whose names have no prefix, which are the metrics of the process.
     ///
     /// # Errors
-    /// Formatting fails.
+    /// An error if formatting fails.
     fn write_process(&self, page: &mut Exposition<'_>) -> fmt::Result;
 }
 
-/// Exposition format.
+/// Format of the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpositionFormat {
     /// Prometheus text format 0.0.4.
@@ -36,7 +36,7 @@ pub enum ExpositionFormat {
 }
 
 impl ExpositionFormat {
-    /// Choose the format by the `Accept` header: OpenMetrics if it is listed.
+    /// Choose the format by the `Accept` header: OpenMetrics if the header lists OpenMetrics.
     pub fn from_accept(accept_header: &str) -> Self {
         if accept_header.contains("application/openmetrics-text") {
             ExpositionFormat::OpenMetrics
@@ -54,7 +54,7 @@ impl ExpositionFormat {
     }
 }
 
-/// Writer of a whole exposition.
+/// Writer of the output for all metrics.
 #[derive(Debug)]
 pub struct Exposition<'a>(DescriptorEncoder<'a>);
 
@@ -62,10 +62,10 @@ pub struct Exposition<'a>(DescriptorEncoder<'a>);
 pub struct MetricWriter<'a>(MetricEncoder<'a>);
 
 impl Exposition<'_> {
-    /// Start a counter. Its samples get the suffix `_total`.
+    /// Start a counter. The names of its samples get the suffix `_total`.
     ///
     /// # Errors
-    /// Formatting fails.
+    /// An error if formatting fails.
     pub fn counter(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, None, MetricType::Counter).map(MetricWriter)
     }
@@ -73,7 +73,7 @@ impl Exposition<'_> {
     /// Start a gauge.
     ///
     /// # Errors
-    /// Formatting fails.
+    /// An error if formatting fails.
     pub fn gauge(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, None, MetricType::Gauge).map(MetricWriter)
     }
@@ -81,7 +81,7 @@ impl Exposition<'_> {
     /// Start a histogram of durations. Its name gets the suffix `_seconds`.
     ///
     /// # Errors
-    /// Formatting fails.
+    /// An error if formatting fails.
     pub fn histogram(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram).map(MetricWriter)
     }
@@ -100,7 +100,7 @@ impl MetricWriter<'_> {
     /// Write a counter sample.
     ///
     /// # Errors
-    /// Formatting fails.
+    /// An error if formatting fails.
     pub fn write_counter(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
         self.encode(labels, |line| line.encode_counter::<NoLabelSet, _, u64>(&value, None))
     }
@@ -108,7 +108,7 @@ impl MetricWriter<'_> {
     /// Write a gauge sample.
     ///
     /// # Errors
-    /// Formatting fails.
+    /// An error if formatting fails.
     pub fn write_gauge(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
         self.encode(labels, |line| line.encode_gauge(&(value as i64)))
     }
@@ -116,16 +116,16 @@ impl MetricWriter<'_> {
     /// Write a sample of a counter of seconds.
     ///
     /// # Errors
-    /// Formatting fails.
+    /// An error if formatting fails.
     pub fn write_seconds(&mut self, labels: Labels<'_>, seconds: f64) -> fmt::Result {
         self.encode(labels, |line| line.encode_counter::<NoLabelSet, _, u64>(&seconds, None))
     }
 
-    /// Write a histogram sample: upper bounds in µs, and the count of each bucket (not cumulative). The last bucket has
-    /// no bound.
+    /// Write a sample of a histogram: upper bounds in µs, and the count of each bucket (not cumulative). The last
+    /// bucket has no upper bound.
     ///
     /// # Errors
-    /// Formatting fails.
+    /// An error if formatting fails.
     pub fn write_histogram(
         &mut self,
         labels: Labels<'_>,
@@ -158,10 +158,10 @@ impl<S: MetricSource> Collector for CollectorAdapter<S> {
     }
 }
 
-/// Render the current metrics of a source.
+/// Write the current metrics of a source as text.
 ///
 /// # Errors
-/// Formatting fails, for example because the source returns an error.
+/// An error if formatting fails, for example because the source returns an error.
 pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(ProcessAdapter(source.clone())));
@@ -177,7 +177,7 @@ pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Res
 /// Convert OpenMetrics to the Prometheus text format 0.0.4, in which the name of a counter includes `_total`.
 fn to_prometheus_text(page: &str) -> String {
     let mut text = String::with_capacity(page.len());
-    // The HELP line precedes the TYPE line, and only the TYPE line identifies a counter.
+    // The HELP line is before the TYPE line, and only the TYPE line shows that a metric is a counter.
     let mut lines = page.lines().peekable();
     while let Some(line) = lines.next() {
         let counter = |line: &str| line.starts_with("# TYPE ") && line.ends_with(" counter");

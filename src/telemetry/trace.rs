@@ -14,28 +14,28 @@ use uuid::Uuid;
 use crate::telemetry::access_log::{AccessRecord, DecisionInfo, UpstreamInfo};
 use crate::telemetry::batch_writer::{BatchConfig, BatchWriter};
 
-/// Trace Context, section 3.2.
+/// The header of Trace Context, section 3.2.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-/// Trace Context, section 3.3.
+/// The header of Trace Context, section 3.3.
 const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
-/// Length of a version 00 header, in bytes: version, trace id, parent id and flags, hexadecimal, separated by hyphens.
+/// Length in bytes of a version 00 header: version, trace id, parent id and flags in hexadecimal, separated by hyphens.
 const TRACEPARENT_LENGTH: usize = 55;
 
-/// The `traceparent` of a request.
+/// The `traceparent` header of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceParent {
     /// Id of the trace.
     pub trace_id: u128,
     /// Id of the caller's span.
     pub span_id: u64,
-    /// The sampled flag.
+    /// The flag that says whether the trace is sampled.
     pub is_sampled: bool,
 }
 
 impl TraceParent {
-    /// Parse the `traceparent` header. Return `None` if it is absent, invalid (section 3.2.2) or present more than
-    /// once.
+    /// Parse the `traceparent` header. Return `None` if the header is absent, invalid (section 3.2.2) or present more
+    /// than once.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
         let mut values = headers.get_all(&TRACEPARENT).iter();
         let only = values.next()?;
@@ -45,7 +45,7 @@ impl TraceParent {
 
     fn parse(text: &[u8]) -> Option<Self> {
         let (fixed, extra) = text.split_at_checked(TRACEPARENT_LENGTH)?;
-        // Later versions may append data after another hyphen. Version ff is invalid (section 3.2.2.1).
+        // Later versions of the format may append data after another hyphen. Version ff is invalid (section 3.2.2.1).
         let version = parse_hex(&fixed[..2])?;
         if version == 0xff || (version == 0 && !extra.is_empty()) || extra.first().is_some_and(|byte| *byte != b'-') {
             return None;
@@ -94,7 +94,7 @@ impl TraceContext {
         if parent.is_some_and(|parent| !parent.is_sampled) {
             return None;
         }
-        // Ids are never 0: each half of a version 4 UUID has bits that are always set.
+        // Ids are never 0, because each half of a version 4 UUID has bits that are always set.
         let (request_span_id, decision_span_id) = Uuid::new_v4().as_u64_pair();
         let (upstream_span_id, _) = Uuid::new_v4().as_u64_pair();
         let trace_id = parent.map_or_else(|| Uuid::new_v4().as_u128(), |parent| parent.trace_id);
@@ -110,32 +110,32 @@ impl TraceContext {
     /// Set `traceparent` for the upstream.
     pub fn inject(&self, headers: &mut HeaderMap) {
         let text = format!("00-{:032x}-{:016x}-01", self.trace_id, self.upstream_span_id);
-        // Digits and hyphens are a valid header value.
+        // Digits and hyphens form a valid header value.
         if let Ok(value) = HeaderValue::from_str(&text) {
             headers.insert(TRACEPARENT, value);
         }
         if self.parent_span_id.is_none() {
-            // Without a valid `traceparent` the `tracestate` must not be forwarded (section 3.3).
+            // If `traceparent` is missing or invalid, `tracestate` must not be forwarded (section 3.3).
             headers.remove(TRACESTATE);
         }
     }
 }
 
 // === Spans, with the attributes of the OpenTelemetry semantic conventions for HTTP ===
-// <https://opentelemetry.io/docs/specs/semconv/http/http-spans/>
+// The span attributes follow <https://opentelemetry.io/docs/specs/semconv/http/http-spans/>.
 
-/// Batch delay, and maximum number of queued spans (some megabytes).
+/// Batch delay, and maximum number of queued spans (which take some megabytes).
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "trace exporter", delay: Duration::from_millis(500), capacity: 16_384 };
 
-/// Maximum time to export the last spans at shutdown.
+/// Maximum time at shutdown to export the last spans.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Instrumentation scope of all spans.
+/// Instrumentation scope (an OpenTelemetry field) of all spans.
 static INSTRUMENTATION_SCOPE: LazyLock<InstrumentationScope> =
     LazyLock::new(|| InstrumentationScope::builder("sluicegate").with_version(env!("CARGO_PKG_VERSION")).build());
 
-/// Queue of spans for the exporter thread. Clones share the queue.
+/// Queue of spans for the thread that exports them. Clones share the queue.
 #[derive(Debug, Clone)]
 pub struct TraceExporter(BatchWriter<SpanData>);
 
@@ -150,7 +150,7 @@ pub struct RequestTrace<'a> {
     pub path_template: Option<&'a str>,
     /// `http` or `https`.
     pub scheme: &'static str,
-    /// IP address of the connection's peer.
+    /// IP address of the peer of the connection.
     pub peer: IpAddr,
 }
 
@@ -158,7 +158,7 @@ impl TraceExporter {
     /// Start the exporter thread. `export` returns the number of spans that it lost.
     ///
     /// # Errors
-    /// The thread cannot be started.
+    /// An error if the thread cannot be started.
     pub fn start(mut export: impl FnMut(Vec<SpanData>) -> u64 + Send + 'static) -> io::Result<Self> {
         BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<SpanData>| export(batch.split_off(0))).map(TraceExporter)
     }
@@ -187,7 +187,7 @@ impl TraceExporter {
 }
 
 impl RequestTrace<'_> {
-    /// The server span: from the request to the end of its response.
+    /// The server span, which lasts from the request to the end of its response.
     fn server_span(&self) -> SpanData {
         let AccessRecord { method, path, status, client, outcome, request_id, .. } = *self.record;
         let mut attributes = vec![
@@ -202,7 +202,7 @@ impl RequestTrace<'_> {
         ];
         attributes.extend(self.path_template.map(|template| string_attribute("http.route", template)));
         attributes.extend(self.record.route.map(|route| string_attribute("sluicegate.route", route)));
-        // For server spans 4xx is not an error (semantic conventions).
+        // On server spans a 4xx status is not an error (semantic conventions of OpenTelemetry).
         let error = (status >= 500).then(|| if outcome == "ok" { status.to_string() } else { outcome.to_owned() });
         let name = self.path_template.map_or_else(|| method.to_owned(), |template| format!("{method} {template}"));
         let ids = (self.trace.request_span_id, self.trace.parent_span_id);
@@ -216,7 +216,7 @@ impl RequestTrace<'_> {
         )
     }
 
-    /// The internal span of the rate limit check.
+    /// The internal span, which covers the rate limit check.
     fn decision_span(&self, decision: &DecisionInfo) -> SpanData {
         let mut attributes = vec![string_attribute("sluicegate.decision", decision.decision)];
         attributes.extend(decision.decided_by.map(|decided_by| string_attribute("sluicegate.decided_by", decided_by)));
@@ -236,7 +236,7 @@ impl RequestTrace<'_> {
         )
     }
 
-    /// The client span: from the upstream request to the response headers.
+    /// The client span, which lasts from the upstream request to the response headers.
     fn upstream_span(&self, upstream: &UpstreamInfo) -> SpanData {
         let mut attributes = vec![
             string_attribute("http.request.method", self.record.method),

@@ -1,5 +1,5 @@
-//! Certificates that are obtained and renewed while the gateway runs (ACME, RFC 8555), and the pending challenges of
-//! their orders.
+//! Managed certificates, which are obtained and renewed while the gateway runs (ACME, RFC 8555), and the pending
+//! challenges of their orders.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,35 +19,35 @@ use crate::tls::{Certificate, TlsError};
 /// ALPN protocol ID of TLS-ALPN-01 (RFC 8737 §6.2).
 pub const ALPN_ACME_TLS: &[u8] = b"acme-tls/1";
 
-/// Common name of the certificate that is served before the first one of the CA.
+/// Common name of the certificate that is served until the CA has issued the first certificate.
 const SELF_SIGNED_NAME: &str = "sluicegate: no certificate yet";
 
-/// The certificates of all names, and the pending challenges. They outlive configurations.
+/// The certificates of all names, and the pending challenges. They are kept when the configuration is reloaded.
 #[derive(Debug)]
 pub struct ManagedCertificates {
-    /// By server name in lower case.
+    /// The keys of this map are server names in lower case.
     entries: ArcSwap<BTreeMap<Box<str>, ManagedCertificate>>,
     challenges: ArcSwap<Vec<Challenge>>,
-    /// Served while there is no other certificate.
+    /// The certificate that is served while there is no other certificate.
     self_signed: Arc<CertifiedKey>,
     /// Names whose renewal an administrator has requested.
     renewal_requests: Mutex<BTreeSet<Box<str>>>,
-    /// Notified when there is a renewal request.
+    /// Notified when an administrator requests a renewal.
     wake: Notify,
-    /// Certificates obtained, and attempts that failed.
+    /// Number of certificates obtained, and number of attempts that failed.
     results: [AtomicU64; 2],
 }
 
-/// The certificate of one name, and its renewal.
+/// The certificate of one name, and the state of its renewal.
 #[derive(Debug, Clone, Default)]
 pub struct ManagedCertificate {
-    /// The certificate in use. `None` before the first certificate.
+    /// The certificate that is served. `None` until the first certificate is obtained.
     pub certificate: Option<Arc<Certificate>>,
-    /// When the next order is planned, seconds since the Unix epoch. `None` before the first plan.
+    /// Time of the next planned order, in seconds since the Unix epoch. `None` until the first order is planned.
     pub next_order_s: Option<u64>,
     /// Number of failed attempts since the last success.
     pub failures: u32,
-    /// Why the last attempt failed. `None` after a success.
+    /// The reason why the last attempt failed. `None` after a success.
     pub last_error: Option<Box<str>>,
 }
 
@@ -67,14 +67,14 @@ pub struct Challenge {
     pub name: Box<str>,
     /// The token of the CA.
     pub token: Box<str>,
-    /// Token and thumbprint of the account key (RFC 8555 §8.1).
+    /// The token and the thumbprint of the account key (RFC 8555 §8.1).
     pub key_authorization: Box<str>,
-    /// TLS configuration for TLS-ALPN-01. `None` for HTTP-01.
+    /// TLS configuration that answers a TLS-ALPN-01 challenge. `None` if the challenge is HTTP-01.
     tls: Option<Arc<ServerConfig>>,
 }
 
 impl ChallengeKind {
-    /// Return the name of RFC 8555 and RFC 8737.
+    /// Return the name of the challenge in RFC 8555 and RFC 8737.
     pub fn name(self) -> &'static str {
         match self {
             ChallengeKind::Http01 => "http-01",
@@ -84,10 +84,10 @@ impl ChallengeKind {
 }
 
 impl Challenge {
-    /// Create a challenge, for TLS-ALPN-01 with its certificate (RFC 8737 §3).
+    /// Create a challenge. For TLS-ALPN-01, also create its certificate (RFC 8737 §3).
     ///
     /// # Errors
-    /// The name is not a DNS name, or rustls rejects the configuration.
+    /// An error if the name is not a DNS name, or if rustls rejects the TLS configuration.
     pub fn new(kind: ChallengeKind, name: &str, token: &str, key_authorization: &str) -> Result<Self, TlsError> {
         let tls = match kind {
             ChallengeKind::Http01 => None,
@@ -97,7 +97,8 @@ impl Challenge {
     }
 }
 
-/// Return the TLS configuration for the validation of `name`. It requests no client certificate and resumes no session.
+/// Return the TLS configuration for the validation of `name` by the CA. This TLS configuration requests no client
+/// certificate and resumes no session.
 fn challenge_config(name: &str, key_authorization: &str) -> Result<ServerConfig, TlsError> {
     let mut params = CertificateParams::new([name.to_owned()]).map_err(TlsError::Generate)?;
     let authorization = digest(&SHA256, key_authorization.as_bytes());
@@ -117,7 +118,7 @@ fn self_sign(params: &CertificateParams) -> Result<Arc<CertifiedKey>, TlsError> 
     let certificate = params.self_signed(&key).map_err(TlsError::Generate)?;
     let key = PrivateKeyDer::Pkcs8(key.serialize_der().into());
     let key = default_provider().key_provider.load_private_key(key).map_err(TlsError::UnusableKey)?;
-    // `from_der` would reject the critical extension of TLS-ALPN-01.
+    // `from_der` would reject the critical extension of a TLS-ALPN-01 certificate.
     Ok(Arc::new(CertifiedKey::new(vec![certificate.der().clone()], key)))
 }
 
@@ -126,7 +127,7 @@ impl ManagedCertificates {
     /// obtained.
     ///
     /// # Errors
-    /// The self-signed certificate cannot be generated.
+    /// An error if the self-signed certificate cannot be generated.
     pub fn new() -> Result<Self, TlsError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
@@ -141,8 +142,8 @@ impl ManagedCertificates {
         })
     }
 
-    /// Return the certificate for a server name: the certificate of this name if it is one of `names`, otherwise the
-    /// certificate of the first of `names` that has one, otherwise the self-signed certificate.
+    /// Return the certificate for a server name. If it is one of `names`, this is its own certificate. Otherwise, this
+    /// is the certificate of the first of `names` that has one. If there is none, this is the self-signed certificate.
     pub(super) fn resolve(&self, server_name: Option<&str>, names: &[Box<str>]) -> Arc<CertifiedKey> {
         let entries = self.entries.load();
         let find = |name: &str| entries.get(name)?.certificate.as_ref().map(|found| found.certified_key.clone());
@@ -153,12 +154,12 @@ impl ManagedCertificates {
             .unwrap_or_else(|| self.self_signed.clone())
     }
 
-    /// Return the certificate and renewal of a name.
+    /// Return the certificate of a name and the state of its renewal.
     pub fn get(&self, name: &str) -> ManagedCertificate {
         self.entries.load().get(name).cloned().unwrap_or_default()
     }
 
-    /// Change the certificate or renewal of a name.
+    /// Change the certificate of a name or the state of its renewal.
     pub fn update(&self, name: &str, change: impl Fn(&mut ManagedCertificate)) {
         self.entries.rcu(|entries| {
             let mut entries = BTreeMap::clone(entries);
@@ -172,7 +173,7 @@ impl ManagedCertificates {
         self.challenges.store(Arc::new(challenges));
     }
 
-    /// Return the key authorization for the token of a pending HTTP-01 challenge.
+    /// Return the key authorization that belongs to the token of a pending HTTP-01 challenge.
     pub fn http_response(&self, token: &str) -> Option<Box<str>> {
         let challenges = self.challenges.load();
         let found = challenges.iter().find(|challenge| challenge.tls.is_none() && *challenge.token == *token);
@@ -196,12 +197,12 @@ impl ManagedCertificates {
         self.wake.notify_one();
     }
 
-    /// Take all renewal requests.
+    /// Take all requests for renewals.
     pub fn take_renewal_requests(&self) -> BTreeSet<Box<str>> {
         std::mem::take(&mut *self.renewal_requests.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Wait for a renewal request.
+    /// Wait for a request for a renewal.
     pub async fn renewal_requested(&self) {
         self.wake.notified().await;
     }
@@ -211,7 +212,7 @@ impl ManagedCertificates {
         self.results[usize::from(!succeeded)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Return the number of certificates obtained and of attempts that failed.
+    /// Return the number of certificates obtained and the number of attempts that failed.
     pub fn results(&self) -> [u64; 2] {
         [&self.results[0], &self.results[1]].map(|count| count.load(Ordering::Relaxed))
     }

@@ -1,5 +1,5 @@
-//! Lints of a valid configuration: settings that probably do not have the intended effect, each with its span in the
-//! file.
+//! Warnings about a valid configuration: settings that probably do not have the intended effect, each with its position
+//! in the file.
 
 mod routes;
 
@@ -35,13 +35,14 @@ use crate::snapshot::routes::{Route, RouteAction};
 use crate::snapshot::{CompiledConfig, CompiledLimit, Listener};
 use crate::upstream::UpstreamSettings;
 
-/// A configuration as parsed and as compiled.
+/// A configuration in its parsed and in its compiled form.
 struct LintInput<'a> {
     parsed: &'a Config,
     config: &'a CompiledConfig,
 }
 
-/// Return all warnings, unsorted. `now` is the time since the Unix epoch, for the expiry of certificates.
+/// Return all warnings, unsorted. `now` is the time since the Unix epoch, which decides whether certificates have
+/// expired.
 pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<Issue> {
     let input = LintInput { parsed, config };
     let mut issues: Vec<_> =
@@ -57,7 +58,7 @@ pub fn warnings(parsed: &Config, config: &CompiledConfig, now: Duration) -> Vec<
     issues
 }
 
-/// Return errors that only binding the listeners would show: listeners whose addresses conflict.
+/// Return errors that otherwise only the start of the gateway would show: listeners whose addresses conflict.
 pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> {
     let address = |index: usize| file.value.listener.get(index).and_then(|each| each.get_ref().address.as_ref());
     let issue = |(earlier, later): (usize, usize)| {
@@ -72,7 +73,8 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
     config.address_conflicts().filter_map(issue).collect()
 }
 
-/// Warn of servers whose URL has the default port of the other scheme: TLS on port 80, or none on port 443.
+/// Warn of servers whose URL has the default port of the other scheme: an `https` URL with port 80, or an `http` URL
+/// with port 443.
 fn port_of_other_scheme<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let servers = input.parsed.upstream.values().flat_map(|upstream| upstream.get_ref().servers.iter());
     servers.filter_map(|server| {
@@ -88,7 +90,7 @@ fn port_of_other_scheme<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
     })
 }
 
-/// Return notes: properties of a correct configuration that operators should know.
+/// Return notes, which are properties of a correct configuration that operators should know.
 pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
     let mut notes = route_notes(&LintInput { parsed, config });
     if let (Some(socket), Some(access)) = (config.log.access_log.socket(), &parsed.log.access)
@@ -112,8 +114,8 @@ pub fn notes(parsed: &Config, config: &CompiledConfig) -> Vec<Issue> {
 }
 
 /// Resolve the names that certificates are requested for. Return warnings for names without an address. Return notes
-/// for names with addresses that this machine does not have, which is correct behind a load balancer. This may take
-/// seconds.
+/// for names with addresses that this machine does not have, which is correct behind a load balancer. The resolution of
+/// names may take seconds.
 pub fn resolve_names(parsed: &Config, config: &CompiledConfig) -> (Vec<Issue>, Vec<Issue>) {
     let (mut warnings, mut notes) = (Vec::new(), Vec::new());
     let (Some(acme), Some(table)) = (&config.acme, &parsed.acme) else { return (warnings, notes) };
@@ -134,7 +136,7 @@ pub fn resolve_names(parsed: &Config, config: &CompiledConfig) -> (Vec<Issue>, V
             }
             Err(_) => continue,
         };
-        // Only addresses of this machine can be bound.
+        // A listener can be bound only to addresses of this machine.
         let other = addresses.iter().find(|address| UdpSocket::bind((**address, 0)).is_err());
         let message = match other {
             Some(other) => format!(
@@ -148,7 +150,7 @@ pub fn resolve_names(parsed: &Config, config: &CompiledConfig) -> (Vec<Issue>, V
     (warnings, notes)
 }
 
-/// The span of a name in `names` of a listener, or in `hosts` of a route.
+/// Return the position of a name in `names` of a listener, or in `hosts` of a route.
 fn name_span(parsed: &Config, name: &str) -> Option<Range<usize>> {
     let tls = parsed.listener.iter().filter_map(|listener| listener.get_ref().tls.as_ref());
     let names = tls.flat_map(|tls| tls.get_ref().names.iter().flatten());
@@ -162,12 +164,13 @@ impl<'a> LintInput<'a> {
         limits.get(name)
     }
 
-    /// The parsed route at `index`. Compiling drops no route, so parsed and compiled routes have the same indices.
+    /// Return the parsed route at `index`. Compiling drops no route, so a parsed route and its compiled route have the
+    /// same index.
     fn route(&self, index: usize) -> Option<&'a Spanned<config::tables::Route>> {
         self.parsed.route.get(index)
     }
 
-    /// The span of a value of a limit; the span of the limit if the value is not set.
+    /// Return the position of a value of a limit, or the position of the limit if the value is not set.
     fn span_of<T>(&self, name: &str, value: impl Fn(&config::tables::Limit) -> Option<&Spanned<T>>) -> Range<usize> {
         let Some(limit) = self.limit(name) else { return 0..0 };
         value(limit.get_ref()).map_or(limit.span(), |value| value.span())
@@ -194,10 +197,10 @@ impl<'a> LintInput<'a> {
     }
 }
 
-// Client identification: trusted proxies, client addresses and the secret of the store.
+// Warnings about client identification: trusted proxies, client addresses and the secret of the store.
 
-/// Shortest prefix (IPv4, IPv6) that a network of proxies plausibly has: 10.0.0.0/8 and fc00::/7 are the widest
-/// private networks.
+/// The shortest prefixes (IPv4, IPv6) that a network of proxies plausibly has. The widest private networks are
+/// 10.0.0.0/8 and fc00::/7.
 const MIN_PREFIX_LENGTHS: (u8, u8) = (8, 7);
 
 fn client_warnings(input: &LintInput<'_>) -> Vec<Issue> {
@@ -207,7 +210,7 @@ fn client_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Trusted proxies whose networks include public clients.
+/// Warn of trusted proxies whose networks include public clients.
 fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let proxies = input.parsed.client_ip.trusted_proxies.iter().flatten();
     proxies.zip(&input.config.client_ip.trusted_proxies).filter_map(|(proxy, network)| {
@@ -228,8 +231,9 @@ fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
     })
 }
 
-/// A limit by `ip` behind an unconfigured proxy. If every listener has a private address, clients reach it through a
-/// proxy only, and without `trusted_proxies` all requests have the address of that proxy.
+/// Warn of a limit by `ip` behind a proxy that `trusted_proxies` lacks. If every listener has a private address,
+/// clients reach the listeners only through a proxy. Without `trusted_proxies`, all requests then have the address of
+/// that proxy.
 fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
     let all_private = input.config.listeners.iter().all(|listener| is_private(listener.address.ip()));
     if !all_private || input.parsed.client_ip.trusted_proxies.is_some() {
@@ -237,7 +241,7 @@ fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
     }
     let used = input.config.routes.iter().flat_map(|route| &route.rate_limits.limits);
     let used: Vec<_> = used.map(|metered| &*metered.limit.name).collect();
-    // Report the first such limit of the file.
+    // Report only the first such limit of the file.
     let by_address =
         input.config.limits.values().filter(|compiled| compiled.identity_spec.descriptors.contains(&Descriptor::Ip));
     let by_address = by_address.filter(|compiled| used.contains(&&*compiled.limit.name));
@@ -258,7 +262,8 @@ fn is_private(address: IpAddr) -> bool {
     }
 }
 
-/// A Redis store without `secret`: an attacker who reads the keys can recover client addresses by hashing guesses.
+/// Warn of a Redis store without `secret`, because an attacker who reads the keys can recover client addresses by
+/// hashing guesses.
 fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     let store = &input.parsed.store;
     let is_empty = store.secret.as_ref().is_none_or(|secret| secret.get_ref().is_empty());
@@ -270,7 +275,7 @@ fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     ))
 }
 
-// Routes: conditions that no request meets, and retries without time for them.
+// Warnings about routes: conditions that no request meets, and retries that have no time.
 
 fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unreachable_methods(input).collect();
@@ -290,15 +295,15 @@ fn route_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Methods whose requests usually have no body.
+/// The methods whose requests usually have no body.
 const METHODS_WITHOUT_BODY: [Method; 4] = [Method::GET, Method::HEAD, Method::OPTIONS, Method::DELETE];
 
-/// Return whether all of these methods have no body. Empty = all methods.
+/// Return whether requests with these methods have no body. An empty list means all methods.
 fn have_no_body(methods: &[Method]) -> bool {
     !methods.is_empty() && methods.iter().all(|method| METHODS_WITHOUT_BODY.contains(method))
 }
 
-/// A condition on a JSON body on a route for methods without a body.
+/// Warn of a condition on a JSON body in a route for methods without a body.
 fn json_without_body(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let (uri, headers) = (Uri::default(), HeaderMap::new());
     let body = RouteBody::Unknown;
@@ -313,7 +318,7 @@ fn json_without_body(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     Some(Issue::new(span, message).with_hint("methods = [\"POST\"]"))
 }
 
-/// Bodies that are read may be larger than the memory for all of them.
+/// Warn if the bodies that are read may need more memory than their budget.
 fn inspection_beyond_buffers(input: &LintInput<'_>) -> Option<Issue> {
     let server = &input.config.server;
     let written = input.parsed.server.inspect_body.as_ref()?;
@@ -330,9 +335,9 @@ fn inspection_beyond_buffers(input: &LintInput<'_>) -> Option<Issue> {
     Some(Issue::new(written.span(), message).with_hint(hint))
 }
 
-/// Routes that never get some methods because another route takes precedence.
+/// Warn of routes that never get requests with some of their methods, because another route takes precedence.
 fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
-    // A route with several hosts is returned once for each.
+    // A route with several hosts is in the result once for each host.
     let mut seen = HashSet::new();
     let unreachable = input.config.table.unreachable_routes();
     let unreachable = unreachable.filter(move |(route, other, _)| seen.insert((route.index, other.index)));
@@ -353,15 +358,16 @@ fn unreachable_methods<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Iss
     })
 }
 
-/// Routes with conditions that no request meets: CONNECT and TRACE, which the gateway rejects, and header values with
-/// leading or trailing whitespace, which the HTTP parser strips.
+/// Warn of routes with conditions that no request meets. CONNECT and TRACE are rejected by the gateway, and the HTTP
+/// parser strips leading and trailing whitespace of header values.
 fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
     let mut issues = Vec::new();
     let is_refused = |text: &str| matches!(text, "CONNECT" | "TRACE");
     let methods = parsed.methods.iter().flatten().filter(|text| is_refused(text.get_ref()));
     for text in methods {
-        let message = format!("`{}` never gets the method {}: the gateway rejects it on all routes", route.name, text.get_ref());
+        let message =
+            format!("`{}` never gets the method {}: the gateway rejects it on all routes", route.name, text.get_ref());
         issues.push(Issue::new(text.span(), message).with_hint("remove it"));
     }
     for (name, value) in exact_headers(parsed) {
@@ -374,7 +380,8 @@ fn unmatchable_conditions(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     issues
 }
 
-/// Header values with `*`, which matches only itself. Some headers have values with it (RFC 9110 §12.5, §13.1).
+/// Warn of header values with `*`, because `*` matches only itself. The values of some headers contain `*` (RFC 9110
+/// §12.5, §13.1).
 fn literal_wildcards(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
     let has_wildcards = |name: &str| {
@@ -390,13 +397,13 @@ fn literal_wildcards(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     values.map(issue).collect()
 }
 
-/// The headers that a route requires with an exact value.
+/// Return the headers that a route requires with an exact value.
 fn exact_headers(route: &config::tables::Route) -> impl Iterator<Item = (&String, &Text)> {
     let headers = route.conditions.iter().flat_map(|rules| &rules.get_ref().headers);
     headers.filter_map(|(name, rule)| Some((name, rule.get_ref().exact.as_ref()?)))
 }
 
-/// Paths in the syntax of other programs that are valid here, and match their characters literally.
+/// Warn of paths in the syntax of other programs. They are valid here, but their characters match literally.
 fn foreign_path(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let path = input.route(route.index)?.get_ref().path.as_ref()?;
     let suggestion = pattern::suggestion(path.get_ref())?;
@@ -404,7 +411,8 @@ fn foreign_path(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     Some(Issue::new(path.span(), message).with_hint(foreign_path_hint(&suggestion)))
 }
 
-/// Retries that a slow first attempt leaves no time for: `response_timeout` is at least the `timeout` of the route.
+/// Warn of retries that have no time after a slow first attempt, because `response_timeout` is at least the `timeout`
+/// of the route.
 fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let (timeout, RouteAction::Forward(weighted_upstreams)) = (route.timeout?, &route.action) else { return None };
     let is_slow = |upstream: &&UpstreamSettings| upstream.retries > 0 && upstream.response_timeout >= timeout;
@@ -422,7 +430,7 @@ fn retries_without_time(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     )))
 }
 
-/// Upstreams with `client_cert_header`, if no listener requests client certificates.
+/// Warn of upstreams with `client_cert_header` if no listener requests client certificates.
 fn certificate_of_no_client<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let has_client_ca = |listener: &Listener| listener.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
     let is_unused = !input.config.listeners.iter().any(has_client_ca);
@@ -435,7 +443,7 @@ fn certificate_of_no_client<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item 
     })
 }
 
-/// A mirror to an upstream that the route forwards to: it gets these requests twice.
+/// Warn of a mirror to an upstream that the route also forwards to, because this upstream gets the requests twice.
 fn mirror_to_same_upstream(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let (mirror, RouteAction::Forward(weighted_upstreams)) = (route.mirror.as_ref()?, &route.action) else {
         return None;
@@ -448,7 +456,8 @@ fn mirror_to_same_upstream(input: &LintInput<'_>, route: &Route) -> Option<Issue
     Some(Issue::new(parsed.upstream.as_ref()?.span(), message).with_hint("name another upstream"))
 }
 
-/// A `max_body` of a mirror that no budget for copies covers: requests with such a body are never copied.
+/// Warn of a `max_body` of a mirror that is larger than the budget for copies, because requests with such a body are
+/// never copied.
 fn mirror_beyond_buffers(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let max_body = route.mirror.as_ref()?.max_body;
     let budget = input.config.server.max_buffered / BUFFER_DIVISOR;
@@ -461,7 +470,8 @@ fn mirror_beyond_buffers(input: &LintInput<'_>, route: &Route) -> Option<Issue> 
     Some(Issue::new(span, message).with_hint(format!("set max_body to \"{budget}B\" or less, or raise `max_buffered`")))
 }
 
-/// `{consumer}` in a header rule of a route that identifies no consumers: the header is always removed.
+/// Warn of `{consumer}` in a header rule of a route that identifies no consumers, because this header is always
+/// removed.
 fn consumer_without_identity(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let is_api_key = |index: &usize| matches!(input.config.auth.providers[*index].kind, ProviderKind::ApiKey(_));
     let identifies_consumers = route.auth.as_ref().is_some_and(|auth| auth.providers.iter().any(is_api_key));
@@ -488,7 +498,8 @@ fn consumer_without_identity(input: &LintInput<'_>, route: &Route) -> Vec<Issue>
     issues
 }
 
-/// Routes with several identities on a Redis Cluster: a check is one call per master, not one atomic call.
+/// Note routes with several identities on a Redis Cluster, where a check is one call for each master instead of one
+/// atomic call.
 fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
     let is_cluster = input
         .config
@@ -510,7 +521,7 @@ fn route_notes(input: &LintInput<'_>) -> Vec<Issue> {
     notes.collect()
 }
 
-// Access rules and CORS: entries without effect, and routes that no client may use.
+// Warnings about access rules and CORS: entries without effect, and routes that no client may use.
 
 fn access_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues = Vec::new();
@@ -532,8 +543,8 @@ fn access_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Networks with bits after the prefix, networks of `allow` that `deny` covers or that `allow` lacks in `deny`, and an
-/// `allow` without a network.
+/// Warn of networks with bits after the prefix, of networks in `allow` that `deny` covers, of networks in `deny` that
+/// `allow` lacks, and of an `allow` without a network.
 fn rule_warnings(allow: Option<&[Text]>, deny: Option<&[Text]>, rules: &AccessRules) -> Vec<Issue> {
     let networks = |items: Option<&[Text]>| {
         let items = items.unwrap_or_default().iter();
@@ -562,7 +573,7 @@ fn rule_warnings(allow: Option<&[Text]>, deny: Option<&[Text]>, rules: &AccessRu
     issues
 }
 
-/// Methods of `cors` that the route does not serve: no preflight for them reaches it.
+/// Warn of methods in `cors` that the route does not serve, because no preflight for them reaches the route.
 fn unserved_cors_methods(parsed: &config::tables::Route, route: &Route) -> Vec<Issue> {
     let Some(served) = &parsed.methods else { return Vec::new() };
     let listed = parsed.cors.iter().flat_map(|cors| cors.get_ref().methods.iter().flatten());
@@ -576,8 +587,8 @@ fn unserved_cors_methods(parsed: &config::tables::Route, route: &Route) -> Vec<I
     listed.filter(is_unserved).map(issue).collect()
 }
 
-/// `cors` of a route that requires headers: a preflight does not have these headers, so it matches another route or
-/// none.
+/// Warn of `cors` in a route that requires headers, because a preflight does not have these headers and matches another
+/// route or none.
 fn unreachable_preflights(input: &LintInput<'_>, parsed: &config::tables::Route, route: &Route) -> Option<Issue> {
     let cors = parsed.cors.as_ref().filter(|_| requires_headers(parsed))?;
     let is_for_preflights = |other: &&Arc<Route>| {
@@ -598,15 +609,15 @@ fn requires_headers(parsed: &config::tables::Route) -> bool {
     parsed.conditions.as_ref().is_some_and(|conditions| !conditions.get_ref().headers.is_empty())
 }
 
-/// `expose_headers` next to `cors`, which exposes the same headers.
+/// Warn of `expose_headers` beside `cors`, which exposes the same headers.
 fn redundant_expose(parsed: &config::tables::Route, route: &Route) -> Option<Issue> {
     let cors = parsed.cors.as_ref().filter(|_| parsed.expose_headers)?;
     let message = format!("`expose_headers` of `{}` has no effect: `cors` exposes the same headers", route.name);
     Some(Issue::new(cors.span(), message).with_hint("remove `expose_headers`"))
 }
 
-// Authentication: credentials in plaintext, routes without authentication beside routes with it, and limits that reject
-// requests that `require` admits.
+// Warnings about authentication: credentials in plaintext, routes without authentication beside routes with
+// authentication, and limits that reject requests that `require` admits.
 
 fn auth_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = unused_providers(input).chain(plaintext_credentials(input)).collect();
@@ -617,7 +628,7 @@ fn auth_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Providers that no route names.
+/// Warn of authentication providers that no route names.
 fn unused_providers<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let routes = || input.config.routes.iter().filter_map(|route| route.auth.as_ref());
     input.config.auth.providers.iter().enumerate().filter_map(move |(index, provider)| {
@@ -633,8 +644,8 @@ fn unused_providers<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue>
     })
 }
 
-/// Plaintext listeners that other hosts can reach, where clients send keys or tokens. Behind trusted proxies these
-/// terminate TLS.
+/// Warn of listeners without TLS that other hosts can reach and where clients send keys or tokens. If there are trusted
+/// proxies, they terminate TLS, so nothing is reported.
 fn plaintext_credentials<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
     let sends_secret = |index: &usize| !matches!(input.config.auth.providers[*index].kind, ProviderKind::ClientCert);
     let routes = input.config.routes.iter().filter_map(|route| route.auth.as_ref());
@@ -652,7 +663,8 @@ fn plaintext_credentials<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = I
     })
 }
 
-/// Routes without authentication to an upstream, below the path of a route that requires a credential for it.
+/// Warn of routes without authentication whose path is below the path of a route that requires a credential for the
+/// same upstream.
 fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>) -> Option<Issue> {
     let RouteAction::Forward(upstreams) = &route.action else { return None };
     if route.auth.is_some() {
@@ -684,18 +696,19 @@ fn unprotected_route(input: &LintInput<'_>, route: &Arc<Route>) -> Option<Issue>
     Some(Issue::new(span, message).with_hint(hint))
 }
 
-/// Return the hosts of a route. Empty = all.
+/// Return the hosts of a route. An empty list means all hosts.
 fn hosts(parsed: &config::tables::Route) -> Vec<&str> {
     parsed.hosts.iter().flatten().map(|host| host.get_ref().as_str()).collect()
 }
 
-/// Return whether a path pattern is below the fixed segments of another one that ends with `{*rest}`.
+/// Return whether a path pattern is below the fixed segments of another path pattern that ends with `{*rest}`.
 fn is_below(path: &str, other: &str) -> bool {
     let Some((prefix, _)) = other.split_once("{*") else { return false };
     path != other && !prefix.contains('{') && path.starts_with(prefix)
 }
 
-/// Limits by a credential that reject requests without it, where `require` also admits other credentials.
+/// Warn of limits by a credential that reject requests without this credential although `require` also admits other
+/// credentials.
 fn limits_of_another_kind(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     let Some(auth) = route.auth.as_ref().filter(|auth| !auth.required.is_empty()) else { return Vec::new() };
     let Some(parsed) = input.route(route.index).map(|parsed| parsed.get_ref()) else { return Vec::new() };
@@ -733,9 +746,10 @@ fn limits_of_another_kind(input: &LintInput<'_>, route: &Route) -> Vec<Issue> {
     issues
 }
 
-// Limits: without effect, too small for the cost of a request, or failing open on credential routes.
+// Warnings about limits: limits without effect, limits too small for the cost of a request, and limits on login routes
+// that admit requests during an outage.
 
-/// Words in names and paths of routes on which a limit protects credentials against guessing.
+/// Words in names and paths of routes where a limit protects credentials against guessing.
 const CREDENTIAL_WORDS: &[&str] = &[
     "login",
     "logon",
@@ -779,7 +793,8 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     issues
 }
 
-/// Limits whose `prefetch` has no effect: with the memory store, or next to a limit without `prefetch`.
+/// Warn of limits whose `prefetch` has no effect, because the store is in memory or another limit of the route has no
+/// `prefetch`.
 fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue> {
     let limit = &compiled.limit;
     if limit.prefetch == 0 {
@@ -802,7 +817,7 @@ fn unused_prefetch(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue
     issues.collect()
 }
 
-/// Usage totals in the memory store, which a restart loses.
+/// Note usage totals in the memory store, because a restart loses them.
 fn volatile_usage(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Issue> {
     let limit = &compiled.limit;
     limit.usage.as_ref().filter(|_| input.config.store.redis.is_none())?;
@@ -812,7 +827,7 @@ fn volatile_usage(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Iss
     Some(Issue::new(span, message).with_hint("[store] with url = \"redis://…\""))
 }
 
-/// Limits with quota events whose period is so short that an identity may cause an event each few seconds.
+/// Warn of limits with quota events whose period is so short that an identity may cause an event every few seconds.
 fn frequent_events(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Issue> {
     let limit = &compiled.limit;
     limit.notify.as_ref()?;
@@ -830,10 +845,10 @@ fn frequent_events(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Is
     Some(Issue::new(span, message).with_hint("`notify` is meant for quotas by the hour, day or month"))
 }
 
-/// Period of quota events below which `check` warns, µs: a minute.
+/// The shortest period of quota events without a warning, in µs: one minute.
 const MIN_EVENT_PERIOD_US: u64 = 60_000_000;
 
-/// Destinations of quota events that no limit names.
+/// Warn of destinations of quota events that no limit names.
 fn unused_destinations(input: &LintInput<'_>) -> impl Iterator<Item = Issue> {
     let is_used = |name: &str| {
         let mut notify = input.config.limits.values().filter_map(|compiled| compiled.limit.notify.as_ref());
@@ -846,7 +861,7 @@ fn unused_destinations(input: &LintInput<'_>) -> impl Iterator<Item = Issue> {
     })
 }
 
-/// A limit by a value of the body for methods without a body.
+/// Warn of a limit by a value of the body in a route for methods without a body.
 fn body_of_no_method(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<Issue> {
     let spec = &compiled.identity_spec;
     if !spec.reads_body() || !have_no_body(&spec.methods) {
@@ -860,8 +875,8 @@ fn body_of_no_method(input: &LintInput<'_>, compiled: &CompiledLimit) -> Option<
     Some(Issue::new(span, message).with_hint("methods = [\"POST\"]"))
 }
 
-/// Quotas whose capacity is below the maximum cost of a request. A cost that always exceeds the capacity is an error
-/// at compile time.
+/// Warn of quotas whose capacity is below the maximum cost of a request. If the cost always exceeds the capacity,
+/// compiling the configuration already fails.
 fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec<Issue> {
     let limit = &compiled.limit;
     let uses = input.config.routes.iter().flat_map(|route| &route.rate_limits.limits);
@@ -896,7 +911,7 @@ fn cost_exceeds_capacity(input: &LintInput<'_>, compiled: &CompiledLimit) -> Vec
     issues.collect()
 }
 
-/// A configured `burst` that is unreachable because every route has a stricter limit for the same requests.
+/// Warn of a configured `burst` that is unreachable, because every route has a stricter limit for the same requests.
 fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &compiled.limit;
     let parsed_burst = input.limit(&limit.name)?.get_ref().burst.as_ref()?;
@@ -924,13 +939,13 @@ fn unreachable_burst(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[
         other.name,
         other.default_variant.rule.capacity()
     );
-    Some(
-        Issue::new(parsed_burst.span(), message)
-            .with_hint(format!("set a burst below {} here, or a larger burst of the other limit", other.default_variant.rule.capacity())),
-    )
+    Some(Issue::new(parsed_burst.span(), message).with_hint(format!(
+        "set a burst below {} here, or a larger burst of the other limit",
+        other.default_variant.rule.capacity()
+    )))
 }
 
-/// A limit that protects credentials against guessing, and fails open while the store is unavailable.
+/// Warn of a limit that protects credentials against guessing but admits requests while the store is unavailable.
 fn login_fails_open(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &compiled.limit;
     if limit.on_store_error != OnStoreError::Allow || limit.shadow {
@@ -956,7 +971,7 @@ fn login_fails_open(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&
     )
 }
 
-/// A `max_wait` that is at least the `timeout` of a route: the request times out in the wait queue.
+/// Warn of a `max_wait` that is at least the `timeout` of a route, because the request times out in the wait queue.
 fn wait_exceeds_timeout(input: &LintInput<'_>, compiled: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let queue_policy = compiled.limit.queue_policy?;
     let route = routes.iter().find(|route| route.timeout.is_some_and(|timeout| timeout <= queue_policy.max_wait))?;

@@ -1,4 +1,5 @@
-//! Diagnostics of the Redis servers of a configuration: whether they can decide limits, and which settings are risky.
+//! Diagnostics of the Redis servers of a configuration: whether they can decide limits, and which of their settings are
+//! risky.
 
 mod permissions;
 mod server;
@@ -20,21 +21,21 @@ use crate::limiter::redis::server::{ConnectError, RedisEndpoint as Target};
 use crate::telemetry::pluralize;
 use crate::tools::doctor::server::database_key_count;
 
-/// A Redis server that holds counters.
+/// A Redis server that stores counters.
 #[derive(Debug)]
 pub struct RedisServer {
-    /// Name in the report: the address.
+    /// Name of the server in the report, which is its address.
     pub name: String,
-    /// Client with the address and credentials.
+    /// A Redis client with the address and credentials of the server.
     pub client: Client,
     /// The same server as an endpoint of the store.
     pub endpoint: Target,
-    /// Identity whose keys this server owns and that no client has.
+    /// An identity that no client has. This server owns its keys.
     pub probe_identity: Identity,
 }
 
 impl RedisServer {
-    /// A key in a slot of this server that does not exist.
+    /// A key that does not exist, in a slot of this server.
     fn probe_key(&self, prefix: &str) -> Vec<u8> {
         let state_name = StateName::new(&IdentityHasher::new(""), "doctor", "none");
         let mut key = Vec::new();
@@ -43,10 +44,10 @@ impl RedisServer {
     }
 }
 
-/// Return all masters that decide limits in this deployment.
+/// Return all masters of this deployment that decide limits.
 ///
 /// # Errors
-/// No seed node of the cluster returns its slots, or a server has no usable address.
+/// An error if no seed node of the cluster returns its slots, or if a server has no usable address.
 pub async fn resolve_servers(deployment: &RedisDeployment) -> Result<Vec<RedisServer>, ConnectError> {
     let mut redis_servers = Vec::new();
     for (server, identity) in deployment.masters(CALL_TIMEOUT).await? {
@@ -65,31 +66,31 @@ impl ServerReport {
     }
 }
 
-/// The requirements of the configuration on its servers.
+/// What the configuration requires of its servers.
 #[derive(Debug)]
 pub struct Requirements {
-    /// First part of every key (`store.prefix`).
+    /// The first part of every key (`store.prefix`).
     pub prefix: String,
     /// Maximum time of a check (`store.timeout`).
     pub timeout: Duration,
     /// The algorithms that the scripts contain.
     pub algorithms: AlgorithmSet,
-    /// The rules of the limits.
+    /// The rules of all limits.
     pub rules: Vec<Rule>,
-    /// Whether operators can set overrides: the admin listener has a token.
+    /// Whether operators can set overrides, which needs a token of the admin listener.
     pub can_set_overrides: bool,
     /// Whether limits send quota events.
     pub sends_events: bool,
-    /// The streams that quota events are added to.
+    /// The Redis streams that receive quota events.
     pub streams: Vec<String>,
 }
 
-/// The results for one server.
+/// The results of the checks for one server.
 #[derive(Debug, Serialize)]
 pub struct ServerReport {
     /// Name of the server.
     pub address: String,
-    /// Results in the order of the checks. The first connection failure ends the examination.
+    /// Results in the order of the checks. After the first connection failure, no further checks are made.
     pub checks: Vec<Check>,
 }
 
@@ -100,9 +101,9 @@ pub struct Check {
     pub name: &'static str,
     /// The status.
     pub status: Status,
-    /// The finding, with units.
+    /// What the check has found, with units.
     pub message: String,
-    /// The advice to the operator. None: nothing.
+    /// The advice to the operator, or `None` if there is nothing to do.
     pub advice: Option<String>,
 }
 
@@ -112,13 +113,13 @@ pub enum Status {
     /// There is nothing to do.
     #[serde(rename = "ok")]
     Ok,
-    /// Works now, but is at risk.
+    /// The gateway works now, but is at risk.
     #[serde(rename = "warning")]
     Warning,
-    /// Limits cannot be decided, or are decided wrongly.
+    /// The gateway cannot decide limits, or decides them wrongly.
     #[serde(rename = "failed")]
     Failed,
-    /// Not checked: the Redis user lacks a permission, or the server lacks the command.
+    /// The check was not made, because the Redis user lacks a permission or the server lacks the command.
     #[serde(rename = "skipped")]
     Skipped,
 }
@@ -132,7 +133,7 @@ impl Check {
         Check { name, status: Status::Skipped, message: found.into(), advice: None }
     }
 
-    /// Classify an error reply: skipped without permission or command, failed otherwise.
+    /// Return the status for an error reply: skipped if the permission or the command is missing, otherwise failed.
     fn from_redis_error(name: &'static str, error: &RedisError) -> Self {
         if let Some(permission) = missing_permission(error) {
             return Check::skipped(name, format!("the user lacks the permission {permission}"))
@@ -156,7 +157,7 @@ impl Check {
 }
 
 impl ServerReport {
-    /// Add the result of a check. `Abort` if the connection is lost.
+    /// Add the result of a check. An error (`Abort`) if the connection is lost.
     fn record(&mut self, name: &'static str, result: Result<Check, CallError>) -> Result<(), Abort> {
         let (check, outcome) = match result {
             Ok(check) => (check, Ok(())),
@@ -170,22 +171,22 @@ impl ServerReport {
     }
 }
 
-/// The connection is lost: run no further checks.
+/// The connection is lost, so no further checks can run.
 struct Abort;
 
-/// Run all checks on one server. Every call is bounded by [`CALL_TIMEOUT`], and the first timeout ends the examination.
+/// Run all checks on one server. Every call may take [`CALL_TIMEOUT`], and no check follows the first timeout.
 pub async fn examine(server: &RedisServer, requirements: &Requirements) -> ServerReport {
     let mut report = ServerReport { address: server.name.clone(), checks: Vec::new() };
-    // The report has the cause of an abort.
+    // The report already contains the cause of an abort.
     let _ = run_checks(server, requirements, &mut report).await;
     report
 }
 
-/// Check a server for `sluicegate check`: round trip, persistence of overrides and cluster coverage. Return the checks
-/// that warn or fail. A check whose command Redis rejects is omitted.
+/// Check a server on behalf of `sluicegate check`: round trip, persistence of overrides and cluster coverage. Return
+/// those checks that warn or fail. If Redis rejects the command of a check, the result omits this check.
 ///
 /// # Errors
-/// The server cannot be reached.
+/// An error if the server cannot be reached.
 pub async fn check_basics(server: &Target, requirements: &Requirements) -> Result<Vec<Check>, ConnectError> {
     let client = server.client(CALL_TIMEOUT).await?;
     let mut connection = DiagnosticConnection::open(&client).await.map_err(|error| ConnectError::new(&error))?;
@@ -220,7 +221,7 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     let connection: &mut DiagnosticConnection = &mut connection;
     report.record("version", server::check_version(connection, hello.as_ref()).await)?;
     if let Some(found) = hello.as_ref().and_then(|hello| hello.mismatch(server.endpoint.mode(), address)) {
-        // The results of the other checks are meaningless for a server of the wrong kind.
+        // On a server of the wrong kind, the results of the other checks mean nothing.
         report.checks.push(Check { name: "role", status: Status::Failed, message: found, advice: None });
         return Err(Abort);
     }
@@ -244,10 +245,10 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     report.record("decisions", permissions::check_decisions(server, requirements).await)
 }
 
-// Diagnostic connection: every call has a timeout, and errors say whether the connection is lost.
+// A Redis connection for diagnosis: every call has a timeout, and errors say whether the connection is lost.
 
-/// Timeout of connecting and of each reply. Much longer than `store.timeout`, to distinguish a slow server from a dead
-/// server.
+/// Maximum time to connect and to wait for each reply. This time is much longer than `store.timeout`, to tell a slow
+/// server from a dead server.
 pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A connection that runs one command at a time.
@@ -256,11 +257,11 @@ pub(crate) struct DiagnosticConnection {
     pub(crate) address: ConnectionAddr,
 }
 
-/// Why a call failed.
+/// The reason why a call failed.
 pub(crate) enum CallError {
     /// The server replied with an error. Other calls may succeed.
     ErrorReply(RedisError),
-    /// The connection is lost or timed out, with the diagnosis for operators.
+    /// The connection is lost or a reply is late. The field is the diagnosis for operators.
     ConnectionLost(String),
 }
 
@@ -283,7 +284,7 @@ impl DiagnosticConnection {
         redis::from_redis_value(reply).map_err(|error| CallError::ErrorReply(error.into()))
     }
 
-    /// Distinguish lost connections from error replies.
+    /// Tell lost connections from error replies.
     pub(crate) fn classify_error(&self, error: RedisError) -> CallError {
         if error.is_timeout() {
             CallError::ConnectionLost(diagnose_timeout(&self.address))
@@ -313,15 +314,16 @@ impl InfoSection {
     }
 }
 
-// Keys of the limits: each must have a TTL. The scan is bounded; the message says how much of the database it covered.
+// Check the keys of the limits: each key must have a TTL. The scan ends after a number of calls or a time. The message
+// says how much of the database it covered.
 
-/// `COUNT` of each SCAN call: keys that Redis examines per call.
+/// `COUNT` of each SCAN call, which is the number of keys that Redis examines per call.
 const SCAN_COUNT: u64 = 1000;
-/// Maximum number of SCAN calls, thus about 100,000 keys.
+/// Maximum number of SCAN calls, which covers about 100,000 keys.
 const MAX_SCAN_CALLS: u64 = 100;
 /// Maximum duration of the scan.
 const SCAN_TIMEOUT: Duration = Duration::from_secs(3);
-/// Number of keys whose size is read.
+/// Number of keys whose size the check reads.
 const SIZE_SAMPLE_KEYS: usize = 50;
 /// Maximum number of keys without TTL that the report names.
 const MAX_NAMED_KEYS: usize = 3;
@@ -340,7 +342,7 @@ pub(crate) async fn check_keys(
     prefix: &str,
 ) -> Result<Check, CallError> {
     let pattern = format!("{}:*", escape_glob(prefix));
-    // An error of the pipeline below does not name the missing permission: try PTTL alone first.
+    // An error of the pipeline below does not name the missing permission, so try a single PTTL first.
     connection.call::<Value>(redis::cmd("PTTL").arg(server.probe_key(prefix))).await?;
     let started_at = monotonic();
     let (mut cursor, mut steps, mut statistics) = (0, 0, KeyStatistics::default());
@@ -407,7 +409,7 @@ async fn inspect_keys(
     for key in keys.iter().take(SIZE_SAMPLE_KEYS.saturating_sub(statistics.sizes_bytes.len())) {
         match connection.call::<Option<u64>>(redis::cmd("MEMORY").arg("USAGE").arg(key)).await {
             Ok(bytes) => statistics.sizes_bytes.extend(bytes),
-            // MEMORY USAGE is not permitted: omit the size.
+            // If MEMORY USAGE is not permitted, omit the size.
             Err(CallError::ErrorReply(_)) => break,
             Err(error) => return Err(error),
         }

@@ -1,4 +1,4 @@
-//! Explanation of a request: calls the functions of the request path, but sends nothing and charges nothing.
+//! The explanation of a request. It calls the functions that serve requests, but sends nothing and charges nothing.
 
 mod access;
 mod authentication;
@@ -34,16 +34,16 @@ use crate::snapshot::routes::{Route, RouteAction, RouteLimits};
 use crate::tools::explain::limits::{Counters, CountersUnavailable};
 use crate::tools::explain::report::{ClientReport, Explanation, ResponseReport};
 
-/// A configuration and its counters.
+/// A configuration and the counters of its limits.
 #[derive(Debug)]
 pub struct Explainer<'a, C: ?Sized> {
     /// The configuration.
     pub config: &'a CompiledConfig,
     /// Read access to the counters of the limits.
     pub counters: &'a C,
-    /// The body of the request. Empty: it has none.
+    /// The body of the request. An empty body means that the request has none.
     pub body: &'a [u8],
-    /// Maximum number of other routes to explain, closest match first.
+    /// Maximum number of other routes to explain. The closest match is first.
     pub max_other_routes: usize,
 }
 
@@ -53,11 +53,11 @@ struct Found<'c> {
     route: Option<&'c Route>,
     cors: Option<CorsDecision<'c>>,
     credentials: Credentials<'c>,
-    /// The id of the JSON-RPC message that the request is.
+    /// The id of the JSON-RPC message in the body of the request.
     rpc_id: Option<Value>,
 }
 
-/// Return the content of variables in header rules.
+/// Return the values of the variables in header rules.
 fn variables<'v>(
     route: &'v Route,
     request: &'v Request<()>,
@@ -69,7 +69,7 @@ fn variables<'v>(
 }
 
 impl<C: Counters + ?Sized> Explainer<'_, C> {
-    /// Explain how the gateway would handle a request from this peer.
+    /// Explain how the gateway would handle a request from this peer address.
     pub fn explain(&self, request: &Request<()>, peer: &Peer) -> Explanation {
         let client = peer.client_address(request.headers());
         let mut explanation = Explanation {
@@ -111,7 +111,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         explanation
     }
 
-    /// Run the steps of the request path and record each result in `explanation` and `found`.
+    /// Do what the gateway does with a request, and record each result in `explanation` and `found`.
     fn evaluate<'c>(
         &'c self,
         request: &Request<()>,
@@ -256,13 +256,13 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         routing::admitted_response(&variables, target.forwarded_path(), decision.as_ref(), cors)
     }
 
-    /// Return why a body with a content coding cannot be read.
+    /// Return the reason why a body with a content coding cannot be read.
     fn content_coding(&self, request: &Request<()>) -> Option<UnreadBody> {
         (!self.body.is_empty() && inspection::has_content_coding(request.headers()))
             .then_some(UnreadBody::ContentCoding)
     }
 
-    /// Return the name of a listener, or its address if it has none. `None` if no listener has a name.
+    /// Return the name of a listener, or its address if the listener has no name. `None` if no listener has a name.
     fn listener_name(&self, index: usize) -> Option<String> {
         let listeners = &self.config.listeners;
         let listener = listeners.get(index).filter(|_| listeners.iter().any(|listener| listener.name.is_some()))?;
@@ -274,7 +274,8 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
     }
 }
 
-/// The length of the body in bytes, by Content-Length. None if it is unknown (Transfer-Encoding) or invalid.
+/// Return the length of the body in bytes, which Content-Length states. Return `None` if the length is unknown
+/// (Transfer-Encoding) or invalid.
 fn body_length(headers: &HeaderMap) -> Option<u64> {
     if headers.contains_key(http::header::TRANSFER_ENCODING) {
         return None;

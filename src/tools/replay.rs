@@ -1,4 +1,4 @@
-//! Replay of access logs against limits: each logged request is decided in virtual time, with the route table, the
+//! Replay of access logs against limits. Each logged request is decided in virtual time, with the route table, the
 //! identities, the memory store and the algorithms of the gateway.
 
 pub mod format;
@@ -18,27 +18,27 @@ use crate::tools::replay::resolve::{
 };
 use crate::tools::replay::simulator::{LimitStats, ReplayDecision, RequestMeta, Simulation};
 
-/// Why logs cannot be replayed.
+/// The reason why logs cannot be replayed.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplayError {
-    /// `--format` is neither a name nor a valid `log_format`.
+    /// The value of `--format` is neither a name nor a valid `log_format`.
     #[error(transparent)]
     Format(#[from] FormatError),
     /// No format matches the first lines of this log.
     #[error("{0}: the format of the lines is unknown; name it with --format")]
     UnknownFormat(String),
-    /// This log is one of the gateway in the text format, which is for people.
+    /// This log is an access log of the gateway in the text format, which is for people.
     #[error("{0}: this is the text format of Sluicegate, which omits what a replay needs; set log.format = \"json\"")]
     TextFormat(String),
-    /// The options do not fit the configuration.
+    /// The options contradict the configuration.
     #[error(transparent)]
     Config(#[from] ReplayConfigError),
     /// The log lacks a field that `--identity` names.
     #[error("the log has no field `{field}`; it has {}", all.join(", "))]
     UnknownField {
-        /// The name of the field.
+        /// The name of the missing field.
         field: String,
-        /// The fields of the log.
+        /// The fields that the log has.
         all: Vec<String>,
     },
 }
@@ -46,53 +46,53 @@ pub enum ReplayError {
 /// Options of a replay.
 #[derive(Debug, Default)]
 pub struct ReplayOptions {
-    /// The format of the logs. None: detect it from the first lines.
+    /// The format of the logs. `None` means that the first lines show the format.
     pub format: Option<String>,
-    /// Quotas to use instead of the configured ones.
+    /// Quotas that replace the configured quotas.
     pub proposals: Vec<QuotaProposal>,
-    /// Log fields that identify clients for a limit.
+    /// Log fields that are used as the identity of a limit.
     pub identity_fields: Vec<IdentityField>,
 }
 
 /// A prepared replay: the configuration and the format of the logs.
 #[derive(Debug)]
 pub struct Replay {
-    /// The configuration.
+    /// The configuration for the replay.
     pub config: ReplayConfig,
-    /// Name of the format.
+    /// Name of the format of the logs.
     pub format_name: &'static str,
     line_format: Format,
     capabilities: FormatCapabilities,
 }
 
-/// The result of a replay. The vectors have one element per limit, in the order of [`ReplayConfig::limits`].
+/// The result of a replay. Each vector has one element per limit, in the order of [`ReplayConfig::limits`].
 #[derive(Debug)]
 pub struct ReplayResult {
     /// Statistics about the lines of the logs.
     pub statistics: LogStatistics,
     /// Number of lines from trusted proxies without the client address header.
     pub missing_client_count: u64,
-    /// Decisions by limit.
+    /// Decisions of each limit.
     pub limit_stats: Vec<LimitStats>,
-    /// Top denied identities by limit: label, requests, denials.
+    /// The identities with the most denials, for each limit: label, requests, denials.
     pub top_denied: Vec<Vec<(String, u32, u32)>>,
-    /// Suggested quota by limit. None: not requested, or the limit has no requests.
+    /// The suggested quota of each limit. `None` if no quota was requested, or if the limit has no requests.
     pub suggestions: Vec<Option<Suggestion>>,
 }
 
 /// Callbacks during a replay.
 pub trait ReplayObserver {
-    /// Called every 4096 requests.
+    /// Called after every 4096 requests.
     fn on_progress(&mut self) {}
 
-    /// Called for each decided request, in the order of decisions.
+    /// Called for each decided request, in the order of the decisions.
     fn on_decision(&mut self, _event: &ReplayRequest, _said: &[ReplayDecision]) {}
 
-    /// Called before the search for a quota of this limit.
+    /// Called before the search for a quota of this limit starts.
     fn on_quota_search(&mut self, _limit: &str) {}
 }
 
-/// No callbacks.
+/// An observer that ignores all callbacks.
 impl ReplayObserver for () {}
 
 /// Return whether a line is a record of the gateway's access log in the text format.
@@ -106,10 +106,10 @@ fn is_text_record(line: &[u8]) -> bool {
 const PROGRESS_INTERVAL_REQUESTS: u64 = 4096;
 
 impl Replay {
-    /// Prepare a replay of these logs.
+    /// Prepare the replay of these logs.
     ///
     /// # Errors
-    /// See [`ReplayError`].
+    /// The errors are described at [`ReplayError`].
     pub fn new(compiled: CompiledConfig, inputs: &[LogInput], options: &ReplayOptions) -> Result<Replay, ReplayError> {
         let samples: Vec<_> = inputs.iter().map(LogInput::sample_lines).collect();
         let sample = samples.iter().find(|sample| !sample.is_empty()).cloned().unwrap_or_default();
@@ -118,7 +118,7 @@ impl Replay {
                 let builtin_name = format::FORMAT_NAMES.into_iter().find(|name| name == text);
                 (builtin_name.unwrap_or("log_format"), Format::from_name(text)?)
             }
-            // All logs are empty: any format fits.
+            // If all logs are empty, any format fits.
             None if sample.is_empty() => ("combined", Format::from_name("combined")?),
             None => Format::detect(&sample).ok_or_else(|| {
                 let unknown = inputs.iter().find(|source| !source.sample_lines().is_empty());
@@ -136,8 +136,8 @@ impl Replay {
         Ok(Replay { config, format_name: name, line_format: format, capabilities })
     }
 
-    /// Replay the logs that this replay was prepared for. With `target`, suggest for each limit the smallest quota that
-    /// denies less than this share of its requests.
+    /// Replay the logs that this replay was prepared for. If `target` is set, suggest for each limit the smallest quota
+    /// that denies less than this share of the requests.
     pub fn run(&self, inputs: Vec<LogInput>, target: Option<f64>, observer: &mut impl ReplayObserver) -> ReplayResult {
         let mut resolver = LineResolver::new(&self.config);
         let mut merge = KWayMerge::new(inputs, &self.line_format);
@@ -178,7 +178,7 @@ impl Replay {
         }
     }
 
-    /// The parts of requests that the logs contain.
+    /// Return the parts of requests that the logs contain.
     pub fn capabilities(&self) -> &FormatCapabilities {
         &self.capabilities
     }

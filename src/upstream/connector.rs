@@ -475,7 +475,9 @@ fn describe_alert(alert: AlertDescription) -> String {
         | AlertDescription::UnknownCA
         | AlertDescription::AccessDenied
         | AlertDescription::DecryptError => {
-            format!("the server rejected the client certificate ({alert:?}); set tls.cert to a certificate that the server trusts")
+            format!(
+                "the server rejected the client certificate ({alert:?}); set tls.cert to a certificate that the server trusts"
+            )
         }
         AlertDescription::UnrecognisedName => {
             "the server does not know the server name (SNI); set tls.server_name to a name that it serves".to_owned()

@@ -50,7 +50,10 @@ fn init_overwrites_files_with_force_only() {
         let mine = directory.path().join(there);
         std::fs::write(&mine, "# mine\n").unwrap();
         let (code, said) = init(directory.path(), &["--template", situation]);
-        assert!(code == Some(1) && said.contains(&format!("the file {there} exists already: overwrite it with --force")), "{said}");
+        assert!(
+            code == Some(1) && said.contains(&format!("the file {there} exists already: overwrite it with --force")),
+            "{said}"
+        );
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "nothing is written");
         assert_eq!(std::fs::read_to_string(&mine).unwrap(), "# mine\n");
         assert_eq!(init(directory.path(), &["--template", situation, "--force"]).0, Some(0));

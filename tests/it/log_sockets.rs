@@ -165,7 +165,11 @@ fn missing_daemon_is_a_warning_at_the_start() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("log");
     let gateway = Gateway::start(&to_socket("syslog", &socket, ""));
-    assert!(gateway.log().contains("no daemon listens on the log socket: access log records are lost"), "{}", gateway.log());
+    assert!(
+        gateway.log().contains("no daemon listens on the log socket: access log records are lost"),
+        "{}",
+        gateway.log()
+    );
     assert_eq!(gateway.get("/r/1").status, 200);
     eventually("it is counted", || metric(&gateway, DROPPED) == 1.0);
     let listener = listen(&socket);

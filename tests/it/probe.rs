@@ -64,7 +64,9 @@ fn probe_succeeds_while_the_gateway_is_ready() {
     }
 
     gateway.terminate();
-    eventually("it stops", || probe(&config, &[]) == (1, format!("sluicegate: the gateway at {url} is not ready: stopping")));
+    eventually("it stops", || {
+        probe(&config, &[]) == (1, format!("sluicegate: the gateway at {url} is not ready: stopping"))
+    });
     assert_eq!(probe(&config, &["--live"]), (0, format!("{url}: ok")), "a gateway that stops is not restarted");
     gateway.terminate();
     assert!(gateway.wait().success(), "{}", gateway.log());

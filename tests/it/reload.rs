@@ -298,7 +298,10 @@ fn check_skips_the_comparison_if_no_gateway_answers() {
     let (code, out) = checked(&gateway, &other, &["--strict", "--offline"]);
     assert!(code == Some(0) && !out.contains(REFUSED), "{out}");
     let (code, out) = checked(&gateway, &other.replace("sesame", "open"), &["--strict"]);
-    assert!(code == Some(0) && out.contains("note: the configuration was not compared with the running gateway"), "another token: {out}");
+    assert!(
+        code == Some(0) && out.contains("note: the configuration was not compared with the running gateway"),
+        "another token: {out}"
+    );
     let differences = Client::connect(gateway.admin()).request("GET", "/api/differences?salt=a", &[HERE], b"");
     assert_eq!(differences.status, 401);
     gateway.terminate();

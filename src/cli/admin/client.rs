@@ -102,7 +102,9 @@ impl AdminClient {
             (Some(scheme), Some(authority), "/") if *scheme == Scheme::HTTP => {
                 Ok(AdminClient { authority: authority.clone(), token: auth_header(None)?, socket: None })
             }
-            _ => bail!("{option} must be a URL such as http://127.0.0.1:9180, or a path such as /run/sluicegate/admin.sock"),
+            _ => bail!(
+                "{option} must be a URL such as http://127.0.0.1:9180, or a path such as /run/sluicegate/admin.sock"
+            ),
         }
     }
 
@@ -219,7 +221,10 @@ impl AdminClient {
         let AdminClient { authority, socket, .. } = self;
         if let Some(path) = socket {
             let stream = UnixStream::connect(path).await.with_context(|| {
-                format!("cannot connect to {}: is the gateway running, and may this user open the socket?", path.display())
+                format!(
+                    "cannot connect to {}: is the gateway running, and may this user open the socket?",
+                    path.display()
+                )
             })?;
             return self.exchange_on(stream, method, target, body).await;
         }
@@ -256,7 +261,8 @@ impl AdminClient {
             }
             None => Bytes::new(),
         };
-        let connection_error = || format!("the gateway at {self} closed the connection: is this the port of its admin listener?");
+        let connection_error =
+            || format!("the gateway at {self} closed the connection: is this the port of its admin listener?");
         let response = sender.send_request(request.body(Full::new(body))?).await.with_context(connection_error)?;
         let status = response.status();
         let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect().await;

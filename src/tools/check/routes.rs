@@ -1,4 +1,5 @@
-//! Lints that look up sample requests: redirects that lead to themselves, and spellings of a path that evade its limits.
+//! Warnings that need the lookup of sample requests: redirects that lead to themselves, and spellings of a path that
+//! evade its limits.
 
 use http::header::{HOST, LOCATION};
 use http::{HeaderMap, HeaderValue, Method, Request, Uri};
@@ -13,12 +14,12 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{RedirectTarget, Route, RouteAction};
 use crate::tools::check::LintInput;
 
-/// Host of sample requests for routes that match any host. No such name exists (RFC 6761 §6.4).
+/// The host of sample requests for routes without `hosts`. A host with this name cannot exist (RFC 6761 §6.4).
 const ANY_HOST: &str = "host.invalid";
 
 type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
-/// Redirects that lead to the same route again.
+/// Warn of redirects that lead to the same route again.
 pub(super) fn redirect_loops(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues = Vec::new();
     for candidates in candidates_by_route(input.config) {
@@ -61,14 +62,14 @@ fn loop_issue(route: &Route) -> (String, String) {
     (message, hint.to_owned())
 }
 
-/// Return whether all clients seem to come through a proxy, on listeners without TLS.
+/// Return whether all clients seem to come through a proxy. This is assumed if no listener has TLS.
 fn is_behind_tls_proxy(input: &LintInput<'_>, candidate: &RouteCandidate<'_>) -> bool {
     let has_proxies = !input.config.client_ip.trusted_proxies.is_empty();
     let no_tls = input.config.listeners.iter().all(|listener| listener.tls.is_none());
     has_proxies && no_tls && candidate.conditions.is_empty() && candidate.listeners.is_empty()
 }
 
-/// Return whether following the redirect leads to the same route.
+/// Return whether a client that follows the redirect reaches the same route.
 fn leads_to_itself(config: &CompiledConfig, candidate: &RouteCandidate<'_>) -> bool {
     let route = candidate.target;
     let (Some(sample), Some(path)) = (Sample::new(candidate), route.path_pattern.sample("x")) else { return false };
@@ -80,7 +81,7 @@ fn leads_to_itself(config: &CompiledConfig, candidate: &RouteCandidate<'_>) -> b
             find(config, host, request, listener).is_some_and(|found| found.index == route.index)
         };
         if !is_found(&sample.host, &request, listener) {
-            // Another route takes precedence.
+            // Another route takes precedence for this request.
             return false;
         }
         let Ok(response) = redirect.response(&request, &route.path_pattern, &path) else { return false };
@@ -102,15 +103,15 @@ fn next_listeners(config: &CompiledConfig, location: &Uri, current: usize) -> Ve
     let of_scheme = |index: &usize| config.listeners[*index].tls.is_some() == (scheme == "https");
     let mut listeners: Vec<_> = (0..config.listeners.len()).filter(of_scheme).collect();
     let has_port = |index: &usize| config.listeners[*index].address.port() == port;
-    // Without a listener on the default port, another port is probably mapped to it.
+    // If no listener has the default port, another port is probably mapped to the default port.
     if location.port().is_some() || listeners.iter().any(has_port) {
         listeners.retain(has_port);
     }
     listeners
 }
 
-/// Routes with limits or `require` and a literal path, of which other spellings match a route to the same upstream
-/// without it.
+/// Warn of routes with limits or `require` and a literal path, if another spelling of the path matches a route to the
+/// same upstream without the limits or `require`.
 pub(super) fn unlimited_spellings(input: &LintInput<'_>) -> Vec<Issue> {
     candidates_by_route(input.config).filter_map(|candidates| unlimited_spelling(input, &candidates)).collect()
 }
@@ -151,7 +152,8 @@ fn unlimited_spelling(input: &LintInput<'_>, candidates: &[RouteCandidate<'_>]) 
     Some(Issue::new(written.span(), message).with_hint(hint))
 }
 
-/// Return the routes that requests with another path but all other properties of a route match, one for each listener.
+/// Return the routes that match requests with another path, one for each listener. All other properties of the requests
+/// are those that the given route demands.
 fn found_routes<'r>(config: &'r CompiledConfig, candidate: &RouteCandidate<'_>, path: &str) -> Vec<&'r Route> {
     let Some(sample) = Sample::new(candidate) else { return Vec::new() };
     let Some(request) = sample.with_path(path) else { return Vec::new() };
@@ -159,12 +161,12 @@ fn found_routes<'r>(config: &'r CompiledConfig, candidate: &RouteCandidate<'_>, 
     listeners.filter_map(|listener| find(config, &sample.host, &request, listener)).collect()
 }
 
-/// The protection of the upstream by a route.
+/// What a route does to protect its upstream.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Protection<'r> {
-    /// A limit that denies.
+    /// The route has a limit that denies requests.
     Limit(&'r str),
-    /// `require`.
+    /// The route has `require`.
     Credential,
 }
 
@@ -175,7 +177,7 @@ fn protections(route: &Route) -> impl Iterator<Item = Protection<'_>> {
     requires_credential.then_some(Protection::Credential).into_iter().chain(limits)
 }
 
-/// Return a protection of `route` that `other` does not have although both lead to the same upstream.
+/// Return a protection that `route` has and `other` lacks, if both lead to the same upstream.
 fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<Protection<'r>> {
     let (RouteAction::Forward(upstreams), RouteAction::Forward(others)) = (&route.action, &other.action) else {
         return None;
@@ -188,7 +190,8 @@ fn unprotected_by<'r>(route: &'r Route, other: &Route) -> Option<Protection<'r>>
 
 // Sample requests.
 
-/// Return the candidates of each route, by route. A route has one candidate for each host and trailing slash.
+/// Return the candidates of each route. The result is indexed by route. A route has one candidate for each combination
+/// of host and trailing slash.
 fn candidates_by_route(config: &CompiledConfig) -> impl Iterator<Item = Vec<RouteCandidate<'_>>> {
     let (uri, headers) = (Uri::default(), HeaderMap::new());
     let request = RouteRequest {
@@ -202,7 +205,7 @@ fn candidates_by_route(config: &CompiledConfig) -> impl Iterator<Item = Vec<Rout
     };
     let mut by_route: Vec<Vec<RouteCandidate<'_>>> = config.routes.iter().map(|_| Vec::new()).collect();
     for candidate in config.table.candidates(&request) {
-        // Not the redirects to the other trailing slash, which have the index of their route.
+        // Leave out the redirects to the other form of the trailing slash, which have the index of their route.
         if std::sync::Arc::ptr_eq(candidate.target, &config.routes[candidate.target.index]) {
             by_route[candidate.target.index].push(candidate);
         }
@@ -230,7 +233,7 @@ fn find<'r>(config: &'r CompiledConfig, host: &str, request: &Request<JsonBody>,
     config.table.find(&parts).ok().map(|route| &**route)
 }
 
-/// A request that meets all conditions of a route but that on the path.
+/// Build a request that meets all conditions of a route except the condition on the path.
 struct Sample {
     host: String,
     method: Method,
@@ -240,7 +243,7 @@ struct Sample {
 }
 
 impl Sample {
-    /// Return `None` if a value for a regular expression would be needed.
+    /// Return `None` if the request would need a value that matches a regular expression.
     fn new(candidate: &RouteCandidate<'_>) -> Option<Self> {
         let host = match candidate.host.as_deref() {
             None => ANY_HOST.to_owned(),

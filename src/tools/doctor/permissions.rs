@@ -1,5 +1,5 @@
-//! Checks of permissions, scripts and decisions: whether the Redis user may run the commands that these limits need,
-//! and whether they work.
+//! Checks of permissions, scripts and decisions: whether the Redis user may run the commands that the limits need, and
+//! whether the commands work.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ use crate::telemetry::pluralize;
 use crate::tools::doctor::server::format_elapsed;
 use crate::tools::doctor::{CALL_TIMEOUT, CallError, Check, DiagnosticConnection, RedisServer, Requirements, Status};
 
-/// Return the indices of the commands in ARGV that the user may not call; KEY is a placeholder for KEYS[1]. False if
-/// the server lacks `redis.acl_check_cmd`, which needs Redis 7.0.
+/// A script that returns the indices of those commands in ARGV that the user may not call. KEY is a placeholder for
+/// KEYS[1]. The result is false if the server lacks `redis.acl_check_cmd`, which needs Redis 7.0.
 const ACL_CHECK_SCRIPT: &str = "if not redis.acl_check_cmd then return false end
 local refused = {}
 for i = 1, #ARGV do
@@ -29,7 +29,8 @@ for i = 1, #ARGV do
 end
 return refused";
 
-/// The commands that the gateway calls for every limit. The commands that the scripts call are in the lists below.
+/// The commands that the gateway itself calls for every limit. The commands that the scripts call are in the lists
+/// below.
 const BASE_COMMANDS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
 /// The commands for overrides.
 const OVERRIDE_COMMANDS: &[&str] = &["hgetall KEY", "hset KEY x x", "hdel KEY x", "pexpire KEY 1", "del KEY"];
@@ -75,7 +76,7 @@ pub(super) async fn check_permissions(
     eval.arg(ACL_CHECK_SCRIPT).arg(1).arg(server.probe_key(&requirements.prefix)).arg(&commands);
     let refused = match connection.call::<Value>(&eval).await {
         Err(CallError::ErrorReply(error)) => {
-            // Failed, not skipped: the gateway needs EVAL as well.
+            // The status is failed instead of skipped, because the gateway also needs EVAL.
             return Ok(Check::from_redis_error("permissions", &error)
                 .with_status(Status::Failed)
                 .with_advice(ACL_ADVICE));
@@ -130,20 +131,20 @@ fn required_commands(rules: &[Rule], counts_usage: bool) -> Vec<&'static str> {
     commands
 }
 
-/// Format a command as a rule of `ACL SETUSER`.
+/// Write a command in the form of a rule of `ACL SETUSER`.
 fn acl_rule(command_words: &str) -> String {
     let mut command_words = command_words.split(' ');
     match (command_words.next().unwrap_or_default(), command_words.next()) {
         ("script", Some(subcommand)) => format!("+script|{subcommand}"),
-        // The user may lack the command or the key.
+        // The user may lack the permission for the command or for the key.
         ("xadd", Some(stream)) => format!("+xadd ~{stream}"),
         (command, _) => format!("+{command}"),
     }
 }
 
-// Scripts and decisions: run the same commands as the gateway for a request, on keys that expire.
+// Check scripts and decisions: run the commands that the gateway runs for a request, on keys that expire.
 
-/// A SHA-1 that no script has.
+/// A SHA-1 digest that no script has.
 const UNKNOWN_SCRIPT_SHA: &str = "0000000000000000000000000000000000000000";
 
 /// Check that the scripts load and run, and that EVALSHA with an unknown digest returns NOSCRIPT.
@@ -160,7 +161,7 @@ pub(super) async fn check_scripts(
                 .with_status(Status::Failed)
                 .with_advice("the server is not Redis, or does not use SHA-1"));
         }
-        // Called without keys, each script replies with the error RLARG and does nothing.
+        // A script that is called without keys replies with the error RLARG and changes nothing.
         match connection.call::<Value>(redis::cmd("EVALSHA").arg(&sha).arg(0)).await {
             Err(CallError::ErrorReply(error)) if error.code() == Some("RLARG") => {}
             Err(failure) => return Err(failure),
@@ -188,7 +189,8 @@ pub(super) async fn check_scripts(
     ))
 }
 
-/// Make one decision with each algorithm of the configuration, and refund it. The keys expire in any case.
+/// Make one decision with each algorithm of the configuration, and refund it. The keys expire, whether the refund
+/// succeeds or not.
 pub(super) async fn check_decisions(server: &RedisServer, requirements: &Requirements) -> Result<Check, CallError> {
     let settings = RedisSettings {
         prefix: requirements.prefix.clone(),
@@ -244,8 +246,8 @@ fn decision_failed(error: &StoreError) -> Check {
     Check::ok("decisions", found).with_status(Status::Failed)
 }
 
-/// The rule with a window of one second, so that its key expires soon if the refund fails. Calendar windows and permits
-/// keep their own times.
+/// The rule has a window of one second, so that its key expires soon if the refund fails. Calendar windows and permits
+/// expire at their usual times.
 fn with_short_window(rule: &Rule) -> Rule {
     let quota = rule.parse_quota(if let Rule::Concurrency(_) = rule { "1" } else { "1/s" });
     quota.and_then(|quota| rule.with_quota(quota, None)).unwrap_or_else(|_| rule.clone())

@@ -1,4 +1,4 @@
-//! Checks of the server: reachability, version, role, latency, clock, memory, persistence and cluster coverage.
+//! Checks of a Redis server: reachability, version, role, latency, clock, memory, persistence and cluster coverage.
 
 use std::time::Duration;
 
@@ -11,32 +11,34 @@ use crate::limiter::redis::overrides;
 use crate::telemetry::pluralize;
 use crate::tools::doctor::{CALL_TIMEOUT, CallError, Check, DiagnosticConnection, InfoSection, Status};
 
-/// Oldest version with all commands and options that the scripts use.
+/// The oldest version that has all commands and options that the scripts use.
 const MIN_VERSION: (u32, u32) = (6, 2);
-/// Releases that `make test-stores` runs.
+/// The Redis releases with which `make test-stores` runs the tests.
 const TESTED_RELEASES: [(&str, (u32, u32)); 4] =
     [("redis", (6, 2)), ("redis", (7, 0)), ("redis", (8, 2)), ("valkey", (9, 1))];
-/// While a script runs for longer than the server's limit, the server replies BUSY to all clients. The scripts take less
-/// than 1 ms; a limit below this value leaves no room for a busy machine.
+/// If a script runs for longer than the limit of the server, the server replies BUSY to all clients. The scripts take
+/// less than 1 ms, but a limit below this value is too short on a busy machine.
 const SHORT_SCRIPT_LIMIT_MS: u64 = 100;
 const PING_COUNT: usize = 50;
 const CLOCK_READINGS: usize = 5;
-/// `store.timeout` must be at least this many median round trips: a call may wait for another call and for the script.
+/// `store.timeout` must be at least this many median round trips, because a call may wait for another call and for the
+/// script.
 const TIMEOUT_HEADROOM: u32 = 4;
 /// The default of `store.timeout`.
 const MIN_TIMEOUT: Duration = Duration::from_millis(50);
-/// Connect time that causes a warning: half of the default of `store.connect_timeout`.
+/// The time to connect above which the check warns: half of the default of `store.connect_timeout`.
 const SLOW_CONNECT: Duration = Duration::from_millis(500);
 
-/// Connect and send HELLO.
+/// Connect to the server and send HELLO.
 ///
 /// # Errors
-/// The diagnosis if the connection or the authentication fails.
+/// The error is the diagnosis if the connection or the authentication fails.
 pub(super) async fn connect(client: &Client) -> Result<(DiagnosticConnection, Option<HelloReply>, Check), String> {
     let started_at = monotonic();
     let mut connection = DiagnosticConnection::open(client).await?;
     let elapsed = started_at.elapsed();
-    // Connecting alone does not prove that the server is Redis: without a password nothing has been exchanged.
+    // A successful connection does not prove that the server is Redis, because without a password nothing has been
+    // exchanged.
     let hello: Result<Value, _> = connection.call(&redis::cmd("HELLO")).await;
     let hello = match hello {
         Ok(reply) => HelloReply::read(&reply),
@@ -84,7 +86,7 @@ pub(super) async fn check_role(
     let reply_fields = match (reply, hello) {
         (Ok(Value::Array(fields)), _) => fields,
         (Err(CallError::ConnectionLost(error)), _) => return Err(CallError::ConnectionLost(error)),
-        // Without permission for ROLE, use the role of the HELLO reply, which has no number of replicas.
+        // If ROLE is not permitted, use the role of the HELLO reply, which does not contain the number of replicas.
         (_, Some(hello)) => {
             let role = if hello.role == Some(ServerRole::Master) { "master" } else { "not a master" };
             return Ok(Check::ok("role", role));
@@ -125,8 +127,10 @@ pub(super) async fn check_round_trip(
         format_elapsed(store_timeout)
     );
     let check = Check::ok("round trip", found);
-    let advised_timeout =
-        format!("set store.timeout to at least {}, or run Redis closer to the gateway", config_duration(required_timeout(median)));
+    let advised_timeout = format!(
+        "set store.timeout to at least {}, or run Redis closer to the gateway",
+        config_duration(required_timeout(median))
+    );
     Ok(if median >= store_timeout {
         check.with_status(Status::Failed).with_advice(format!(
             "Redis answers, but later than store.timeout: most checks follow on_store_error; {advised_timeout}"
@@ -143,17 +147,19 @@ pub(super) async fn check_round_trip(
     })
 }
 
-/// The `store.timeout` for a median round trip: [`TIMEOUT_HEADROOM`] times as long, at least [`MIN_TIMEOUT`].
+/// Return the `store.timeout` that fits a median round trip: [`TIMEOUT_HEADROOM`] times as long, but at least
+/// [`MIN_TIMEOUT`].
 fn required_timeout(round_trip: Duration) -> Duration {
     (round_trip * TIMEOUT_HEADROOM).max(MIN_TIMEOUT)
 }
 
-/// Format a duration for the configuration, in milliseconds, rounded up.
+/// Format a duration in the syntax of the configuration, in milliseconds, rounded up.
 fn config_duration(duration: Duration) -> String {
     format!("{}ms", duration.as_micros().div_ceil(1000))
 }
 
-/// Compare the clock of Redis with the local clock. Never a warning: limits use the time of Redis only.
+/// Compare the clock of Redis with the local clock. The result is never a warning, because limits use only the time of
+/// Redis.
 pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let mut best: Option<(Duration, i64)> = None;
     for _ in 0..CLOCK_READINGS {
@@ -195,7 +201,7 @@ pub(super) fn format_elapsed(duration: Duration) -> String {
     }
 }
 
-// Memory: usage, eviction policy and past evictions.
+// Check the memory: usage, eviction policy and past evictions.
 
 pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let info = connection.info("memory").await?;
@@ -218,7 +224,7 @@ pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Resul
     })
 }
 
-/// Check the eviction policy. Every limit's state has a TTL, so each policy except `noeviction` may evict it.
+/// Check the eviction policy. The state of every limit has a TTL, so every policy except `noeviction` may evict it.
 pub(super) async fn check_policy(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let info = match connection.info("memory").await {
         Err(CallError::ErrorReply(_)) => return policy_from_config(connection).await,
@@ -275,7 +281,7 @@ pub(super) async fn check_evictions(connection: &mut DiagnosticConnection) -> Re
     })
 }
 
-/// Number of keys of a database, from the `keyspace` section of `INFO`.
+/// Return the number of keys of a database, from the `keyspace` section of `INFO`.
 pub(super) fn database_key_count(info: &InfoSection, database: i64) -> u64 {
     let counted = info.text(&format!("db{database}")).and_then(|figures| figures.strip_prefix("keys="));
     counted.and_then(|figures| figures.split(',').next()?.parse().ok()).unwrap_or(0)
@@ -285,13 +291,13 @@ fn format_mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-// Restarts and outages: overrides without persistence, and the slots of a failed master.
+// Checks for restarts and outages: overrides without persistence, and the slots of a failed master.
 
 const PERSISTENCE_ADVICE: &str = "after a restart the gateways write back the overrides that they know; overrides are \
                                   lost if no gateway is running then, or all gateways restart as well: CONFIG SET \
                                   appendonly yes";
 
-/// Check whether overrides survive a restart of Redis. A warning only if overrides exist or can be set.
+/// Check whether overrides survive a restart of Redis. This is a warning only if overrides exist or can be set.
 pub(super) async fn check_persistence(
     connection: &mut DiagnosticConnection,
     prefix: &str,
@@ -307,7 +313,10 @@ pub(super) async fn check_persistence(
     }
     let snapshots = config_value(connection, "save").await?;
     if !snapshots.is_empty() {
-        return Ok(Check::ok("persistence", format!("Redis writes snapshots (save {snapshots}), but no append-only file")));
+        return Ok(Check::ok(
+            "persistence",
+            format!("Redis writes snapshots (save {snapshots}), but no append-only file"),
+        ));
     }
     let Some(overrides) = override_count(connection, prefix).await? else {
         return Ok(Check::ok("persistence", "not needed: the overrides are on another node"));
@@ -320,7 +329,7 @@ pub(super) async fn check_persistence(
     })
 }
 
-/// The number of overrides in force. None if another node owns the hash.
+/// Return the number of overrides that are in force. Return `None` if another node owns the hash of the overrides.
 async fn override_count(connection: &mut DiagnosticConnection, prefix: &str) -> Result<Option<u64>, CallError> {
     let time: Value = connection.call(&overrides::time_command()).await?;
     let entries: Value = match connection.call(&overrides::read_command(&overrides::hash_key(prefix))).await {
@@ -335,11 +344,13 @@ async fn override_count(connection: &mut DiagnosticConnection, prefix: &str) -> 
 
 /// Check the time after which the server replies BUSY while a script runs.
 pub(super) async fn check_script_time_limit(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
-    // The name since Redis 7.0 is busy-reply-threshold; all versions know this one.
+    // Since Redis 7.0 the setting is called busy-reply-threshold, but all versions know the name used here.
     let limit = config_value(connection, "lua-time-limit").await?;
     Ok(match limit.parse() {
         Ok(limit_ms @ 1..SHORT_SCRIPT_LIMIT_MS) => {
-            let found = format!("lua-time-limit is {limit_ms} ms: after a longer delay of a script, Redis rejects the calls of all clients");
+            let found = format!(
+                "lua-time-limit is {limit_ms} ms: after a longer delay of a script, Redis rejects the calls of all clients"
+            );
             Check::ok("script time", found)
                 .with_status(Status::Warning)
                 .with_advice("use the default of 5 s: CONFIG SET lua-time-limit 5000")
@@ -349,7 +360,7 @@ pub(super) async fn check_script_time_limit(connection: &mut DiagnosticConnectio
     })
 }
 
-/// Whether a cluster serves the slots of the other masters while one master is down.
+/// Check whether a cluster still serves the slots of the other masters while one master is down.
 pub(super) async fn check_full_coverage(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let required = config_value(connection, "cluster-require-full-coverage").await?;
     let check = Check::ok("full coverage", format!("cluster-require-full-coverage {required}"));

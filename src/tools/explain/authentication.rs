@@ -1,4 +1,4 @@
-//! The authentication of a request: the result of each provider of the route.
+//! The authentication of a request, with the result of each provider of the route.
 
 use http::HeaderMap;
 use tokio::runtime::Builder;
@@ -13,8 +13,8 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::tools::explain::report::AuthReport;
 
-/// Verify the credentials of a request as a gateway does. Passwords are hashed. Keys of issuers are not fetched, and
-/// authentication servers are not called: the error is then [`AuthError::Pending`].
+/// Verify the credentials of a request as a gateway does. Passwords are compared with their hashes. The keys of issuers
+/// are not fetched, and authentication servers are not called. The error in these cases is [`AuthError::Pending`].
 pub(super) fn verify<'a>(
     config: &'a CompiledConfig,
     route: &'a Route,
@@ -43,7 +43,7 @@ fn hash_password(basic: &BasicProvider, headers: &HeaderMap) -> Verification {
     }
 }
 
-/// Report the providers of a route in the order of their checks, then those that were not checked.
+/// Report the providers of a route in the order of their checks, followed by the providers that were not checked.
 pub(super) fn steps(config: &CompiledConfig, route: &Route, credentials: &Credentials<'_>) -> Vec<AuthReport> {
     let Some(auth) = &route.auth else { return Vec::new() };
     let mut reports: Vec<AuthReport> =

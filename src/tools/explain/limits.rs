@@ -1,4 +1,5 @@
-//! The limits of a route for a request: identities, quotas and usage, read from the counters without a charge.
+//! The limits of a route for a request: identities, quotas and usage, which are read from the counters without a
+//! charge.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,7 +27,8 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::tools::explain::report::{EffectiveQuota, IdentityPartReport, LimitReport, LimitUsage};
 
-/// Turn the verdict of a peek into the decision of a check: if admitted, the cost is subtracted from `remaining`.
+/// Turn the verdict of a peek into the decision of a check. If the request is admitted, the cost is subtracted from
+/// `remaining`.
 pub(super) fn simulated_decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, '_>]) -> Decision<'a> {
     let admitted = verdict.granted > 0;
     let after_charge =
@@ -40,17 +42,17 @@ pub(super) fn simulated_decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, 
 
 fn remaining_after(check: &LimitCheck<'_, '_>, outcome: &Outcome) -> u64 {
     let tokens = match check.deferred {
-        // Charged after the response.
+        // The cost is charged after the response.
         Deferred::Charge => 0,
-        // A charge is one concurrency permit, whatever its cost.
+        // A charge is one concurrency permit, whatever the cost is.
         Deferred::Nothing | Deferred::Refund | Deferred::Settle if check.is_concurrency() => check.cost.min(1),
         Deferred::Nothing | Deferred::Refund | Deferred::Settle => check.cost,
     };
     outcome.remaining.saturating_sub(tokens)
 }
 
-/// Report each limit of a route. `checks` are the checks of the limits that apply; empty if the request is rejected
-/// before they are built.
+/// Report each limit of a route. `checks` are the checks of the limits that apply. The list is empty if the request is
+/// rejected before the checks are built.
 pub(super) fn limit_reports(
     config: &CompiledConfig,
     route: &Route,
@@ -102,7 +104,7 @@ pub(super) fn limit_reports(
     reports.collect()
 }
 
-/// Report the limits whose identity is missing as skipped, since the request is rejected for its credential.
+/// Report the limits whose identity is missing as skipped, because the request is rejected for its credential.
 pub(super) fn skip_without_credential(reports: &mut [LimitReport]) {
     for report in reports.iter_mut().filter(|report| report.error.is_some()) {
         report.error = None;
@@ -148,7 +150,7 @@ fn identity_part_reports(
     identity_spec.descriptors.iter().zip(&*name.0).map(to_report).collect()
 }
 
-/// The header that the API key was read from.
+/// Return the header that contained the API key.
 fn api_key_source(attributes: &RequestAttributes<'_>) -> String {
     match attributes.credentials.api_key_header() {
         Some(header) => format!("the header `{header}`"),
@@ -156,7 +158,7 @@ fn api_key_source(attributes: &RequestAttributes<'_>) -> String {
     }
 }
 
-/// The quota that applies to a check, and the source of the quota.
+/// Return the quota that applies to a check, and the source of the quota.
 fn effective_quota(check: &LimitCheck<'_, '_>, attributes: &RequestAttributes<'_>) -> EffectiveQuota {
     let LimitCheck { limit, variant, .. } = check;
     let caller = attributes.credentials.caller();
@@ -196,29 +198,29 @@ fn limit_usage(
     }
 }
 
-// Counters: read access to the usage of identities.
+// Counters of limits, which give read access to the usage of identities.
 
-/// Timeout of a read. An interactive command can wait longer than `store.timeout`.
+/// Maximum time of a read. An interactive command can wait for longer than `store.timeout`.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Read access to the counters of the limits.
 pub trait Counters {
-    /// The overrides in force. None: unknown, or there are none.
+    /// The overrides that are in force. `None` if they are unknown or if there are none.
     fn overrides(&self) -> Option<Arc<OverrideTable>>;
 
-    /// Decide checks without charging them.
+    /// Decide checks without a charge.
     ///
     /// # Errors
-    /// The counters cannot be read.
+    /// An error if the counters cannot be read.
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable>;
 }
 
-/// Why the counters cannot be read.
+/// The reason why the counters cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CountersUnavailable(pub String);
 
-/// Counters that are never read: each peek returns this reason.
+/// Counters that are never read, so each peek returns this reason.
 impl Counters for CountersUnavailable {
     fn overrides(&self) -> Option<Arc<OverrideTable>> {
         None
@@ -229,14 +231,14 @@ impl Counters for CountersUnavailable {
     }
 }
 
-/// An empty set of overrides for the limits of a configuration.
+/// Create an empty set of overrides for the limits of a configuration.
 pub fn empty_overrides(config: &CompiledConfig) -> Overrides {
     let limits = config.limits.iter().map(|(name, compiled)| (name.clone(), compiled.limit.clone()));
     let limits: BTreeMap<_, _> = limits.collect();
     Overrides::new(config.hasher.clone(), move |name| limits.get(name).cloned(), None)
 }
 
-/// The counters in the Redis of a configuration.
+/// The counters in the Redis store of a configuration.
 #[derive(Debug)]
 pub struct RedisCounters {
     tokio_runtime: Reactor,
@@ -245,10 +247,11 @@ pub struct RedisCounters {
 }
 
 impl RedisCounters {
-    /// Open the Redis of the configuration and read its overrides. None if the configuration has no Redis.
+    /// Connect to the Redis store of the configuration and read its overrides. Return `None` if the configuration has
+    /// no Redis store.
     ///
     /// # Errors
-    /// The tokio runtime cannot be created.
+    /// An error if the tokio runtime cannot be created.
     pub fn open(config: &CompiledConfig) -> io::Result<Option<Self>> {
         let Some((servers, settings)) = &config.store.redis else { return Ok(None) };
         let key = overrides::hash_key(&settings.prefix);
@@ -271,7 +274,7 @@ impl Counters for RedisCounters {
     }
 
     fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {
-        // Limits that are charged after the response require one available token.
+        // Limits that are charged after the response require one available token before it.
         let charge = |check| Charge { cost: LimitCheck::required(check), ..check.charge(DecidedBy::Store, 0) };
         let charges: Vec<_> = checks.iter().map(charge).collect();
         let deadline = monotonic() + self.store.timeout();

@@ -1,4 +1,4 @@
-//! The matched route, the mismatches of the other routes, and the requests and responses that the route produces.
+//! The matching route, the reasons against the other routes, and the requests and responses that the route produces.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -30,19 +30,19 @@ use crate::tools::explain::report::{
 
 type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
-/// All routes compared with a request.
+/// The comparison of all routes with a request.
 pub(super) struct Comparison<'r> {
     config: &'r CompiledConfig,
     /// The chosen route, if there is one.
     winner: Option<RouteCandidate<'r>>,
-    /// The other routes, closest match first.
+    /// The other routes, the closest match first.
     others: Vec<RouteCandidate<'r>>,
-    /// The hosts of each route, by index.
+    /// The hosts of each route, indexed by route.
     hosts: HashMap<usize, BTreeSet<String>>,
 }
 
 impl<'r> Comparison<'r> {
-    /// Compare all routes with a request. `chosen` is the index of the route that the lookup returned.
+    /// Compare all routes with a request. `chosen` is the index of the route that the request matches.
     pub(super) fn new(config: &'r CompiledConfig, request: &RouteRequest<'_>, chosen: Option<usize>) -> Self {
         let mut all = config.table.candidates(request);
         let mut hosts: HashMap<usize, BTreeSet<String>> = HashMap::new();
@@ -50,7 +50,7 @@ impl<'r> Comparison<'r> {
             hosts.entry(candidate.target.index).or_default().extend(candidate.host.clone());
         }
         all.sort_by_key(|candidate| (candidate.distance(), candidate.target.index));
-        // A route has a candidate for each host and trailing slash: keep the closest one.
+        // A route has a candidate for each combination of host and trailing slash. Keep the closest of them.
         let mut seen = HashSet::new();
         all.retain(|candidate| seen.insert(candidate.target.index));
         let (mut winner, others): (Vec<_>, Vec<_>) =
@@ -71,7 +71,7 @@ impl<'r> Comparison<'r> {
         }
     }
 
-    /// Report at most `max` of the other routes, closest match first. Return the number of further ones as well.
+    /// Report at most `max` of the other routes, the closest match first. Also return the number of further routes.
     pub(super) fn other_routes(&self, max: usize) -> (Vec<OtherRoute>, usize) {
         let other = |other: &RouteCandidate<'_>| {
             let (mismatch, reason) = self.mismatch_reason(other);
@@ -85,7 +85,7 @@ impl<'r> Comparison<'r> {
         listeners.filter_map(|listener| listener.name.as_deref()).map(str::to_owned).collect()
     }
 
-    /// The condition that does not match, and the explanation.
+    /// Return the condition that does not match, and an explanation.
     fn mismatch_reason(&self, other: &RouteCandidate<'_>) -> (&'static str, String) {
         match other.mismatch {
             Some(MismatchReason::Host) => {
@@ -124,7 +124,8 @@ fn noun(one: &str, count: usize) -> String {
     if count == 1 { one.to_owned() } else { format!("{one}s") }
 }
 
-/// Why `winner` is more specific than `other`, which matches as well: by host, path, listeners, methods, conditions.
+/// Explain why `winner` is more specific than `other`, which also matches: by host, path, listeners, methods or
+/// conditions.
 fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -> String {
     let better = &winner.target.name;
     let (path, better_path) = (&other.target.path_pattern, &winner.target.path_pattern);
@@ -146,9 +147,9 @@ fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -
     format!("the route matches, but {better} has more conditions")
 }
 
-// The forwarded request.
+// Functions for the forwarded request.
 
-/// Placeholder for a request id that the gateway would generate.
+/// Placeholder for a request id, which the gateway would generate.
 const GENERATED_ID_PLACEHOLDER: HeaderValue = HeaderValue::from_static("(a new one for each request)");
 
 /// Return the request id: a placeholder if the gateway would generate it.
@@ -169,11 +170,12 @@ pub(super) fn upstream_report(
     let RequestVariables { route, peer, credentials, request, .. } = *variables;
     let request_id = variables.request_id.clone();
     let upstreams = || weighted_upstreams.upstreams().map(|index| &config.upstreams[index]);
-    // A request without a host gets the authority of its server as `Host`. The report shows that of the first server.
+    // If a request has no host, the gateway sends the authority of the server as `Host`. The report shows the authority
+    // of the first server.
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
     let mut forwarded_request = request.clone();
     let header_values = &route.request_headers.render_without_literals(|variable| variables.content(variable));
-    // No certificate is known here: the report shows that those of clients are removed.
+    // The certificate of the client is unknown here, so the report only shows that headers from clients are removed.
     let client_cert = upstreams().any(|upstream| upstream.client_cert_header).then_some(ForwardedCertificate(None));
     let request_info = UpstreamRequestInfo {
         credentials,
@@ -227,14 +229,15 @@ pub(super) fn upstream_report(
     }
 }
 
-// The response.
+// Functions for the response.
 
-/// Return whether the changes set a header to a value of the configuration, which may be secret.
+/// Return whether the header changes set a header to a value of the configuration, which may be a secret.
 fn is_configured(mutations: &HeaderMutations, name: &str) -> bool {
     mutations.set.iter().any(|(set, _)| *set == *name)
 }
 
-/// Report the response to a rejected request. `variables` are the variables of the matching route, if there is one.
+/// Report the response to a rejected request. `variables` are the variables of the matching route, if the request
+/// matches a route.
 pub(super) fn rejection_response(
     rejection: Rejection<'_>,
     variables: Option<&RequestVariables<'_, ()>>,
@@ -257,7 +260,7 @@ pub(super) fn rejection_response(
     })
 }
 
-/// Report the response to an admitted request.
+/// Report the response to a request that the limits admit.
 ///
 /// # Errors
 /// The action of the route rejects the request.
@@ -308,7 +311,7 @@ fn gateway_response(
     is_configured: impl Fn(&str) -> bool,
 ) -> ResponseReport {
     let (parts, body) = response.into_parts();
-    // Bodies that the gateway generates are complete at once: one poll suffices.
+    // Bodies that the gateway generates are complete at once, so one poll suffices.
     let body = body.collect().now_or_never().and_then(Result::ok).map(|body| body.to_bytes());
     ResponseReport {
         source: "gateway",
@@ -320,7 +323,7 @@ fn gateway_response(
     }
 }
 
-/// Report headers, without the values that the configuration sets.
+/// Report headers, but leave out the values that the configuration sets.
 pub(super) fn header_reports(headers: &HeaderMap, is_configured: impl Fn(&str) -> bool) -> Vec<HeaderReport> {
     let to_report = |(name, value): (&http::HeaderName, &http::HeaderValue)| HeaderReport {
         name: name.to_string(),

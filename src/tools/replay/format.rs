@@ -16,60 +16,60 @@ use crate::tools::replay::format::cloudfront::CloudFrontFormat;
 use crate::tools::replay::format::native::NativeFormat;
 use crate::tools::replay::format::nginx::{FormatError, NginxFormat};
 
-/// A parsed log line. Parts that the line lacks are empty.
+/// A parsed log line. Parts that are missing in the line are empty.
 #[derive(Debug, Default, PartialEq)]
 pub struct LogEntry<'l> {
-    /// Start of the request or time of its decision, µs since the Unix epoch.
+    /// Time when the request started or when it was decided, µs since the Unix epoch.
     pub time_us: u64,
-    /// Duration, µs.
+    /// Duration of the request in µs.
     pub duration_us: Option<u64>,
-    /// Address of the client or of the last proxy.
+    /// Address of the client, or of the last proxy before the gateway.
     pub client: Option<IpAddr>,
-    /// The method.
+    /// The request method.
     pub method: &'l [u8],
-    /// The request target.
+    /// The request target (path and query).
     pub target: Cow<'l, [u8]>,
-    /// The requested host.
+    /// The host that the client requested.
     pub host: Option<Cow<'l, [u8]>>,
     /// The status of the response.
     pub status: Option<u16>,
-    /// The subject of the client certificate.
+    /// The subject of the client certificate, if there is one.
     pub certificate_subject: Option<Cow<'l, [u8]>>,
     /// Request headers, and the headers of [`FieldMapping`]s.
     pub headers: Vec<(HeaderName, Cow<'l, [u8]>)>,
-    /// Whether `client` is the resolved client address rather than the peer address.
+    /// Whether `client` is the address of the client instead of the address of the peer.
     pub is_client_resolved: bool,
-    /// The logged route.
+    /// The name of the route, if the log has it.
     pub route: Option<Cow<'l, str>>,
-    /// The logged costs by limit.
+    /// The costs in the log, for each limit.
     pub costs: Vec<(Cow<'l, str>, u64)>,
     /// Whether the gateway responded without a check of limits.
     pub is_unchecked: bool,
-    /// Share of such requests that were logged. `None`: all.
+    /// Share of such requests that the gateway logged. `None` means all requests.
     pub sample_rate: Option<f64>,
 }
 
-/// A log field that becomes a header of the replayed request.
+/// A log field that is used as a header of the replayed request.
 #[derive(Debug, Clone)]
 pub struct FieldMapping {
-    /// The name of the field in the log.
+    /// The name of the log field.
     pub field: String,
-    /// The header.
+    /// The header with the value of the field.
     pub header: HeaderName,
 }
 
 /// The parts of a request that a log contains.
 #[derive(Debug, Clone)]
 pub struct FormatCapabilities {
-    /// The address of the client or of the last proxy.
+    /// The address of the client, or of the last proxy before the gateway.
     pub client: bool,
-    /// The requested host.
+    /// The host that the client requested.
     pub host: bool,
     /// The query string.
     pub query: bool,
     /// The subject of the client certificate.
     pub certificate_subject: bool,
-    /// The duration.
+    /// The duration of the request.
     pub duration: bool,
     /// The status of the response.
     pub status: bool,
@@ -77,11 +77,11 @@ pub struct FormatCapabilities {
     pub headers: LoggedHeaders,
     /// The matched route.
     pub route: bool,
-    /// The identity hashes of the limits.
+    /// The identity hashes of each limit.
     pub identity_hashes: bool,
 }
 
-/// The request headers that a log contains.
+/// The request headers that a log may contain.
 #[derive(Debug, Clone)]
 pub enum LoggedHeaders {
     /// Only these headers.
@@ -91,7 +91,7 @@ pub enum LoggedHeaders {
 }
 
 impl LoggedHeaders {
-    /// Whether the log has this header if the client sent it.
+    /// Return whether the log has this header if the client sent the header.
     pub fn contains(&self, name: &HeaderName) -> bool {
         match self {
             LoggedHeaders::Listed(names) => names.contains(name),
@@ -100,10 +100,10 @@ impl LoggedHeaders {
     }
 }
 
-/// Headers that Caddy logs as REDACTED unless `log_credentials` is set.
+/// Headers whose values Caddy logs as REDACTED unless `log_credentials` is set.
 const SECRET_HEADERS: [&str; 4] = ["authorization", "cookie", "proxy-authorization", "set-cookie"];
 
-/// Why a line cannot be parsed.
+/// The reason why a line cannot be parsed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum LineError {
     /// The line does not match the format.
@@ -112,7 +112,7 @@ pub enum LineError {
     /// The time is missing or invalid.
     #[error("missing or invalid time")]
     InvalidTime,
-    /// A CloudFront line before the `#Fields` line.
+    /// A line of a CloudFront log before the `#Fields` line.
     #[error("a `#Fields` line is missing before it")]
     MissingFieldsLine,
     /// The line is longer than 1 MiB.
@@ -120,7 +120,7 @@ pub enum LineError {
     TooLong,
 }
 
-/// A format, with the state of its parser.
+/// A log format, with the state of its parser.
 #[derive(Debug, Clone)]
 pub enum Format {
     /// Common, combined, ALB, or an nginx `log_format`.
@@ -129,18 +129,18 @@ pub enum Format {
     CloudFront(CloudFrontFormat),
     /// Caddy JSON logs.
     Caddy(CaddyFormat),
-    /// JSON logs of this gateway.
+    /// JSON access logs of this gateway.
     Native(NativeFormat),
 }
 
-/// The names of formats that `--format` accepts.
+/// The names that `--format` accepts.
 pub const FORMAT_NAMES: [&str; 6] = ["common", "combined", "caddy", "alb", "cloudfront", "sluicegate"];
 
 impl Format {
-    /// Return the format of this name, or parse an nginx `log_format`.
+    /// Return the format with this name, or parse the text as an nginx `log_format`.
     ///
     /// # Errors
-    /// The text is neither, or the `log_format` lacks the time or the request.
+    /// An error if the text is neither, or if the `log_format` lacks the time or the request.
     pub fn from_name(name: &str) -> Result<Format, FormatError> {
         let template = |text| NginxFormat::new(text).map(|template| Format::Template(Box::new(template)));
         match name {
@@ -155,10 +155,10 @@ impl Format {
         }
     }
 
-    /// Detect the format: the format that parses most of these lines, but at least more than half of them. Return its
-    /// name as well.
+    /// Detect the format, which is the format that parses most of these lines and at least more than half of them. Also
+    /// return the name of the format.
     pub fn detect(lines: &[&[u8]]) -> Option<(&'static str, Format)> {
-        // Combined before common, which parses combined lines as well.
+        // `combined` is before `common`, which also parses combined lines.
         let order = ["sluicegate", "caddy", "cloudfront", "alb", "combined", "common"];
         let try_format = |name: &'static str| {
             let mut format = Format::from_name(name).ok()?;
@@ -172,20 +172,20 @@ impl Format {
             }
             (read_count * 2 > total).then_some((read_count, name, format))
         };
-        // `max_by_key` returns the last maximum: reversed, that is the first format of the order.
+        // `max_by_key` returns the last maximum. In the reversed order, this is the first format.
         let best = order.into_iter().rev().filter_map(try_format).max_by_key(|(read_count, _, _)| *read_count);
         best.map(|(_, name, format)| (name, format))
     }
 
-    /// Map log fields to headers. `sample` is the first lines of the log.
+    /// Map log fields to request headers. `sample` is the first lines of the log.
     ///
     /// # Errors
-    /// The log has no field of this name: the name, and the fields of the log.
+    /// An error if the log has no field of this name. The error contains the name and the fields of the log.
     pub fn map_fields(&mut self, mappings: &[FieldMapping], sample: &[&[u8]]) -> Result<(), (String, Vec<String>)> {
         match self {
             Format::Template(template) => template.map_fields(mappings),
             Format::CloudFront(cloudfront) => cloudfront.map_fields(mappings, sample),
-            // Lines of JSON logs may have different fields: look up the fields in each line.
+            // The lines of JSON logs may have different fields, so look up the fields in each line.
             Format::Caddy(CaddyFormat { mappings: own_mappings, .. })
             | Format::Native(NativeFormat { mappings: own_mappings, .. }) => {
                 own_mappings.extend_from_slice(mappings);
@@ -194,7 +194,7 @@ impl Format {
         }
     }
 
-    /// The parts of requests that the log contains. `sample` is the first lines of the log.
+    /// Return the parts of requests that the log contains. `sample` is the first lines of the log.
     pub fn capabilities(&self, sample: &[&[u8]]) -> FormatCapabilities {
         match self {
             Format::Template(template) => template.capabilities(),
@@ -204,10 +204,10 @@ impl Format {
         }
     }
 
-    /// Parse a line without its line ending. None if it is a comment.
+    /// Parse a line without its line ending. Return `None` if the line is a comment.
     ///
     /// # Errors
-    /// The line does not match the format.
+    /// An error if the line does not match the format.
     pub fn parse<'l>(&mut self, line: &'l [u8]) -> Result<Option<LogEntry<'l>>, LineError> {
         match self {
             Format::Template(template) => template.parse(line).map(Some),
@@ -219,7 +219,7 @@ impl Format {
 }
 
 impl<'l> LogEntry<'l> {
-    /// Split a request line `GET /path HTTP/1.1`. Method and target stay empty if the line is invalid.
+    /// Split a request line such as `GET /path HTTP/1.1`. Method and target stay empty if the line is invalid.
     fn set_request_line(&mut self, line: Cow<'l, [u8]>) {
         let Some((method, target)) = split_request_line(&line) else { return };
         match line {
@@ -228,7 +228,8 @@ impl<'l> LogEntry<'l> {
                 self.target = Cow::Borrowed(&line[target]);
             }
             Cow::Owned(mut line) => {
-                // Only the target can have escapes. Methods must outlive `line`, so only known methods are returned.
+                // Only the request target can contain escapes. The method must live longer than `line`, so only known
+                // methods are returned.
                 let Some(method) = known_method(&line[..method]) else { return };
                 self.method = method;
                 line.truncate(target.end);
@@ -239,7 +240,8 @@ impl<'l> LogEntry<'l> {
     }
 }
 
-/// The end of the method and the range of the target. None without a version: HTTP/0.9 or invalid.
+/// Return the end of the method and the range of the request target. Return `None` if there is no version, because the
+/// request is HTTP/0.9 or invalid.
 fn split_request_line(line: &[u8]) -> Option<(usize, std::ops::Range<usize>)> {
     let method = memchr::memchr(b' ', line)?;
     let version = memchr::memrchr(b' ', line)?;
@@ -252,7 +254,7 @@ fn known_method(text: &[u8]) -> Option<&'static [u8]> {
     KNOWN_METHODS.into_iter().find(|method| *method == text)
 }
 
-/// Parse an address with an optional port. IPv4-mapped addresses become IPv4.
+/// Parse an address that may have a port. Convert IPv4-mapped addresses to IPv4.
 fn parse_address(text: &[u8]) -> Option<IpAddr> {
     let text = std::str::from_utf8(text).ok()?;
     let plain = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
@@ -265,9 +267,9 @@ fn parse_status(text: &[u8]) -> Option<u16> {
     text.parse().ok().filter(|status| (100..1000).contains(status))
 }
 
-// Quoting and escapes of text logs.
+// Quotes and escapes in text logs.
 
-/// The position of the next quote that is not escaped.
+/// Return the position of the next quote that is not escaped.
 pub(crate) fn closing_quote(text: &[u8]) -> Option<usize> {
     let mut from = 0;
     loop {
@@ -282,7 +284,7 @@ pub(crate) fn closing_quote(text: &[u8]) -> Option<usize> {
     }
 }
 
-/// Decode escapes: `\"`, `\\`, `\n`, `\t`, `\xHH` of nginx and Apache, `\uHHHH` of JSON.
+/// Decode the escapes `\"`, `\\`, `\n`, `\t`, `\xHH` of nginx and Apache and `\uHHHH` of JSON.
 pub(crate) fn unescape(text: &[u8]) -> Cow<'_, [u8]> {
     let Some(first) = memchr::memchr(b'\\', text) else { return Cow::Borrowed(text) };
     let mut out = text[..first].to_vec();
@@ -322,7 +324,7 @@ fn parse_hex(text: &[u8], digits: usize) -> Option<u32> {
     text.iter().try_fold(0, |number, digit| Some(number * 16 + char::from(*digit).to_digit(16)?))
 }
 
-/// The value of a field. None if it is empty or `-`.
+/// Return the value of a field. Return `None` if the field is empty or `-`.
 pub(crate) fn non_empty(text: &[u8]) -> Option<&[u8]> {
     (!text.is_empty() && text != b"-").then_some(text)
 }

@@ -1,4 +1,4 @@
-//! Log input: lines of files and standard input, gzipped or plain, merged in the order of time.
+//! Input of logs: lines of files and standard input, gzipped or plain, merged in the order of time.
 
 use std::cell::Cell;
 use std::cmp::Reverse;
@@ -20,15 +20,15 @@ const MAX_LINE_BYTES: u64 = 1 << 20;
 /// Size of a read buffer, and of the sample for format detection, in bytes.
 const READ_BUFFER_BYTES: usize = 64 << 10;
 
-/// The first bytes of a gzip stream (RFC 1952 §2.3.1).
+/// The first bytes of each gzip stream (RFC 1952 §2.3.1).
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 
-/// Bytes read so far from all logs, before decompression.
+/// Number of bytes read so far from all logs, before decompression.
 #[derive(Debug, Clone, Default)]
 pub struct ReadProgress(Rc<Cell<u64>>);
 
 impl ReadProgress {
-    /// The number of bytes read so far.
+    /// Return the number of bytes read so far.
     pub fn bytes(&self) -> u64 {
         self.0.get()
     }
@@ -48,21 +48,21 @@ impl<R: Read> Read for CountingReader<R> {
 pub struct LogInput {
     name: String,
     reader: Box<dyn BufRead>,
-    /// The beginning of the log, for format detection.
+    /// The beginning of the log, which shows its format.
     sample: Vec<u8>,
     line_number: u64,
     line: Vec<u8>,
     error: Option<io::Error>,
 }
 
-/// The next line of a log.
+/// The result of reading the next line of a log.
 #[derive(Debug, PartialEq, Eq)]
 pub enum NextLine<'a> {
     /// A line without its line ending.
     Line(&'a [u8]),
     /// A line longer than 1 MiB, which was skipped.
     TooLong,
-    /// End of the log, or a read error: see [`LogInput::error`].
+    /// The end of the log, or a read error: see [`LogInput::error`].
     End,
 }
 
@@ -73,10 +73,10 @@ impl std::fmt::Debug for LogInput {
 }
 
 impl LogInput {
-    /// Open a log file; `-` is standard input.
+    /// Open a log file. The path `-` is standard input.
     ///
     /// # Errors
-    /// The file cannot be opened or read.
+    /// An error if the file cannot be opened or read.
     pub fn open(path: &Path, progress: &ReadProgress) -> io::Result<LogInput> {
         if path.as_os_str() == "-" {
             return LogInput::from_reader("stdin", Box::new(io::stdin().lock()), progress);
@@ -84,41 +84,41 @@ impl LogInput {
         LogInput::from_reader(&path.display().to_string(), Box::new(File::open(path)?), progress)
     }
 
-    /// Read a log from an open reader. Detect gzip by its magic bytes.
+    /// Read a log from an open reader. Detect gzip by the first bytes.
     ///
     /// # Errors
-    /// The first read fails.
+    /// An error if the first read fails.
     pub fn from_reader(name: &str, input: Box<dyn Read>, progress: &ReadProgress) -> io::Result<LogInput> {
         let mut raw = BufReader::with_capacity(READ_BUFFER_BYTES, CountingReader(input, progress.clone()));
         let compressed = raw.fill_buf()?.starts_with(&GZIP_MAGIC);
         let input: Box<dyn Read> = if compressed { Box::new(MultiGzDecoder::new(raw)) } else { Box::new(raw) };
         let mut rest = BufReader::with_capacity(READ_BUFFER_BYTES, input);
         let mut sample = Vec::new();
-        // After an error, the lines before it are still read.
+        // If a later read fails, the lines before the error are still read.
         let failure = (&mut rest).take(READ_BUFFER_BYTES as u64).read_to_end(&mut sample).err();
         let reader = Box::new(Cursor::new(sample.clone()).chain(rest));
         Ok(LogInput { name: name.to_owned(), reader, sample, line_number: 0, line: Vec::new(), error: failure })
     }
 
-    /// The name of the log: its path, or `stdin`.
+    /// Return the name of the log: its path, or `stdin`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The number of the last line that was read, from 1.
+    /// Return the number of the last line that was read. The first line is number 1.
     pub fn line_number(&self) -> u64 {
         self.line_number
     }
 
-    /// The read error that ended the log early.
+    /// Return the read error that ended the log early.
     pub fn error(&self) -> Option<&io::Error> {
         self.error.as_ref()
     }
 
-    /// The first non-empty lines of the log, without line endings.
+    /// Return the first non-empty lines of the log, without line endings.
     pub fn sample_lines(&self) -> Vec<&[u8]> {
         let mut lines: Vec<_> = self.sample.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii_end).collect();
-        // The sample may end within a line.
+        // The sample may end in the middle of a line.
         if lines.len() > 1 {
             lines.pop();
         }
@@ -152,7 +152,7 @@ impl LogInput {
     }
 }
 
-/// The size of a regular file in bytes. None for anything else.
+/// Return the size of a regular file in bytes. Return `None` if the path is not a regular file.
 pub fn file_size(path: &Path) -> Option<u64> {
     std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file).map(|file| file.len())
 }

@@ -1,4 +1,4 @@
-//! Quota search: replays recorded requests with different quotas, to find the smallest quota that denies less than a
+//! The quota search replays recorded requests with different quotas, to find the smallest quota that denies less than a
 //! given share.
 
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::tools::replay::resolve::{LineResolver, ReplayCheck, ReplayConfig, ReplayLimit};
 use crate::tools::replay::simulator::{LimitStats, ReplayDecision, RequestMeta, Simulation};
 
-/// The limited requests of the logs, recorded for the search.
+/// The requests of the logs that limits apply to, recorded for the search.
 #[derive(Debug, Default)]
 pub struct Recording {
-    /// Each request with the end index of its checks in `checks`.
+    /// For each request, the end index of its checks in `checks`.
     pub requests: Vec<(RequestMeta, usize)>,
     /// The checks of all requests.
     pub checks: Vec<ReplayCheck>,
@@ -25,24 +25,24 @@ pub struct Recording {
 pub enum Suggestion {
     /// The smallest quota below the target, with all other limits unchanged.
     Smallest {
-        /// The quota.
+        /// The quota in the syntax of the configuration.
         quota: String,
         /// The burst, if it differs from the count of the quota.
         burst: Option<u64>,
-        /// Requests that it denies.
+        /// Number of requests that the quota denies.
         denied: u64,
     },
-    /// No quota of this kind is below the target.
+    /// Every quota of this kind denies at least the target share.
     None,
 }
 
-/// Counts below this are tried exactly; larger ones with three significant digits.
+/// Counts below this number are tried exactly. Larger counts are tried with three significant digits.
 const MAX_EXACT_COUNT: u64 = 1000;
 
-/// The index of the largest count to try; larger counts exceed the exact integers.
+/// The index of the largest count to try. Larger counts cannot be represented exactly.
 const MAX_COUNT_INDEX: u64 = MAX_EXACT_COUNT + 900 * 13;
 
-/// The count with this index: 1, 2, … 999, 1000, 1010, … 9990, 10000, 10100, …
+/// Return the count with this index: 1, 2, … 999, 1000, 1010, … 9990, 10000, 10100, …
 fn count_at(number: u64) -> u64 {
     match number.checked_sub(MAX_EXACT_COUNT) {
         None => number,
@@ -50,7 +50,7 @@ fn count_at(number: u64) -> u64 {
     }
 }
 
-/// The index of the smallest such count that is at least `min_count`.
+/// Return the index of the smallest such count that is at least `min_count`.
 fn index_of_count(min_count: u64) -> u64 {
     let (mut below, mut above) = (0, MAX_COUNT_INDEX);
     while above - below > 1 {
@@ -61,8 +61,8 @@ fn index_of_count(min_count: u64) -> u64 {
 }
 
 impl Recording {
-    /// Find the smallest quota of a limit that denies less than the share `target` of its requests, to three
-    /// significant digits: exponential search from the configured quota, then binary search.
+    /// Find the smallest quota of a limit that denies less than the share `target` of its requests, with three
+    /// significant digits. The search is exponential from the configured quota, and then binary.
     pub(super) fn suggest(
         &self,
         config: &ReplayConfig,
@@ -105,7 +105,8 @@ impl Recording {
         Suggestion::Smallest { quota: variant.quota.to_string(), burst, denied }
     }
 
-    /// A variant of the limit with another count, and the burst in proportion. None if it is invalid.
+    /// Return a variant of the limit with another count, and with a burst in proportion to it. Return `None` if the
+    /// variant is invalid.
     fn variant_with_count(config: &ReplayConfig, limit_index: usize, count: u64) -> Option<Arc<LimitVariant>> {
         let ReplayLimit { limit, variant: configured, .. } = &config.limits[limit_index];
         let burst = match &configured.rule {
@@ -118,7 +119,8 @@ impl Recording {
         resized_variant(&config.compiled, limit, configured.quota, count, burst)
     }
 
-    /// Count the requests that a limit denies with this variant. None if more than `max_denied` requests are denied.
+    /// Count the requests that a limit denies with this variant. Return `None` if more than `max_denied` requests are
+    /// denied.
     fn count_denied(
         &self,
         config: &ReplayConfig,
@@ -146,41 +148,41 @@ impl Recording {
     }
 }
 
-// Variants of limits: the proposed variants, and the variants of the search.
+// Variants of limits, which come from proposed quotas and from the search.
 
-/// Permit TTL in a replay: ten years. The gateway renews permits until a request ends, so they must not expire.
+/// Permit TTL in a replay: ten years. The gateway renews permits until a request ends, so permits must not expire.
 const REPLAY_PERMIT_TTL_US: u64 = 3650 * 86_400 * 1_000_000;
 
-/// A proposed quota for a limit (`--limit`).
+/// A quota that the user proposes for a limit (`--limit`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QuotaProposal {
-    /// The limit.
+    /// The name of the limit.
     pub limit: String,
     /// The quota in the syntax of the configuration.
     pub quota: String,
-    /// The burst. None: the configured burst, or the count of the quota if no burst is configured.
+    /// The proposed burst. `None` means the configured burst, or the count of the quota if no burst is configured.
     pub burst: Option<u64>,
 }
 
-/// Why a proposed quota is invalid.
+/// The reason why a proposed quota is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProposalError {
-    /// The quota does not parse, or does not fit the algorithm.
+    /// The quota is not valid syntax, or does not fit the algorithm.
     #[error("`{name}={quota}`: {error}")]
     Quota {
         /// The name of the limit.
         name: String,
         /// The proposed quota.
         quota: String,
-        /// The cause.
+        /// The cause of the error.
         error: QuotaError,
     },
-    /// A burst for a limit that is not a token bucket.
+    /// A burst was given for a limit that is not a token bucket.
     #[error("`{0}` has no burst: only token-bucket limits have one")]
     NoBurst(String),
 }
 
-/// Build the variant of a proposal.
+/// Build the variant of a limit for a proposed quota.
 pub(super) fn proposed_variant(
     config: &CompiledConfig,
     compiled: &CompiledLimit,
@@ -189,7 +191,7 @@ pub(super) fn proposed_variant(
     let QuotaProposal { limit: name, quota: text, burst } = proposal;
     let standard = &compiled.limit.default_variant;
     let burst = match (&standard.rule, burst) {
-        // Keep a configured burst. A burst equal to the count of the quota follows the new quota.
+        // Keep a burst that is configured. If the burst equals the count of the quota, it follows the new quota.
         (Rule::TokenBucket(bucket), None) => Some(bucket.burst).filter(|burst| *burst != standard.quota.count),
         (Rule::TokenBucket(_), Some(burst)) => Some(*burst),
         (_, Some(_)) => return Err(ProposalError::NoBurst(name.clone())),
@@ -200,7 +202,8 @@ pub(super) fn proposed_variant(
     variant.map(Arc::new).map_err(|error| ProposalError::Quota { name: name.clone(), quota: text.clone(), error })
 }
 
-/// The variant with a permit TTL that no request exceeds; unchanged if it is not a concurrency limit.
+/// Return the variant with a permit TTL that no request exceeds. A variant that is not a concurrency limit stays
+/// unchanged.
 pub(super) fn with_unbounded_permit_ttl(
     config: &CompiledConfig,
     limit: &LimitSpec,
@@ -212,7 +215,8 @@ pub(super) fn with_unbounded_permit_ttl(
     long_variant.map_or(variant, Arc::new)
 }
 
-/// Build a variant with the window of `quota`, another count and another burst. None if it is invalid.
+/// Build a variant with the window of `quota`, another count and another burst. Return `None` if the variant is
+/// invalid.
 pub(super) fn resized_variant(
     config: &CompiledConfig,
     limit: &LimitSpec,

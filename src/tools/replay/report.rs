@@ -15,55 +15,55 @@ use crate::tools::replay::quota_search::Suggestion;
 use crate::tools::replay::resolve::RejectReason;
 use crate::tools::replay::{Replay, ReplayResult};
 
-/// The report of a replay. The fields are those of `replay --json`.
+/// The report of a replay. The fields are those that `replay --json` prints.
 #[derive(Debug, Serialize)]
 pub struct ReplayReport {
     /// The names of the logs.
     pub logs: Vec<String>,
-    /// The name of their format.
+    /// The name of the format of the logs.
     pub format: &'static str,
-    /// Time of the first request, RFC 3339.
+    /// Time of the first request, in the format of RFC 3339.
     pub from: Option<String>,
-    /// Time of the last request, RFC 3339.
+    /// Time of the last request, in the format of RFC 3339.
     pub to: Option<String>,
     /// Counts of lines.
     pub lines: LineCounts,
     /// Notes about the whole replay.
     pub notes: Vec<String>,
-    /// The share of denials that suggested quotas stay below. None: no suggestions.
+    /// The share of denied requests that suggested quotas stay below. `None` if no quotas are suggested.
     pub target: Option<f64>,
-    /// The limits.
+    /// The results of the limits.
     pub limits: LimitSummaries,
 }
 
 /// Counts of lines by their result.
 #[derive(Debug, Serialize)]
 pub struct LineCounts {
-    /// Lines with a request.
+    /// Number of lines with a request.
     pub requests: u64,
-    /// Requests that limits apply to.
+    /// Number of requests that limits apply to.
     pub limited: u64,
-    /// Requests that no limit applies to.
+    /// Number of requests that no limit applies to.
     pub unlimited: u64,
-    /// Requests that no route matches.
+    /// Number of requests that no route matches.
     pub no_route: u64,
-    /// Requests whose route depends on the body.
+    /// Number of requests whose route depends on the body.
     pub route_by_body: u64,
-    /// Requests without the identity of a limit.
+    /// Number of requests without the identity of a limit.
     pub no_identity: u64,
-    /// Requests of clients that an access rule denies.
+    /// Number of requests of clients that an access rule denies.
     pub forbidden: u64,
-    /// Requests with an invalid path, host, method or cost.
+    /// Number of requests with an invalid path, host, method or cost.
     pub malformed: u64,
-    /// Lines that are not valid HTTP requests.
+    /// Number of lines that are not valid HTTP requests.
     pub not_http: u64,
-    /// Lines that cannot be parsed.
+    /// Number of lines that cannot be parsed.
     pub unreadable: u64,
-    /// Requests that are out of order by more than the reorder window.
+    /// Number of requests that are out of order by more than the reorder window.
     pub late: u64,
 }
 
-/// Limits in the order of their names, serialized as a map.
+/// Limits in the order of their names, which are serialized as a map.
 #[derive(Debug)]
 pub struct LimitSummaries(pub Vec<LimitSummary>);
 
@@ -76,29 +76,29 @@ impl Serialize for LimitSummaries {
 /// The results of one limit.
 #[derive(Debug, Serialize)]
 pub struct LimitSummary {
-    /// The name.
+    /// The name of the limit.
     #[serde(skip)]
     pub name: String,
-    /// The replayed quota.
+    /// The quota in the replay.
     pub quota: String,
     /// The burst, if it differs from the count of the quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
-    /// The configured quota, if another quota is proposed.
+    /// The configured quota, if the replay uses a proposed quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub configured_quota: Option<String>,
     /// Whether the limit runs in shadow mode.
     pub shadow: bool,
-    /// The information that the log lacks, so that the limit was not replayed.
+    /// The information that is missing in the log, so that the limit was not replayed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
-    /// Checked requests.
+    /// Number of requests that this limit checked.
     pub requests: u64,
-    /// Allowed requests.
+    /// Number of requests that this limit allowed.
     pub allowed: u64,
-    /// Requests that this limit denied, or would have denied in shadow mode.
+    /// Number of requests that this limit denied, or would have denied in shadow mode.
     pub denied: u64,
-    /// Requests that only other limits denied.
+    /// Number of requests that only other limits denied.
     pub denied_by_others: u64,
     /// Number of identities.
     pub identities: usize,
@@ -106,11 +106,11 @@ pub struct LimitSummary {
     pub identities_denied: usize,
     /// The identities with the most denials.
     pub top_denied: Vec<TopIdentity>,
-    /// Length of a step of `series`, seconds.
+    /// Length of a step of `series` in seconds.
     pub step_seconds: u64,
-    /// Requests and denials over time.
+    /// Number of requests and denials over time.
     pub series: Vec<SeriesPoint>,
-    /// The smallest quota that denies less than the target; null if there is no such quota.
+    /// The smallest quota that denies less than the target share. null if there is no such quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub suggestion: Option<Option<SuggestedQuota>>,
     /// Notes about this limit.
@@ -122,35 +122,35 @@ pub struct LimitSummary {
 pub struct TopIdentity {
     /// The label of the identity.
     pub identity: String,
-    /// Its requests.
+    /// Number of requests of the identity.
     pub requests: u32,
-    /// Its denied requests.
+    /// Number of denied requests of the identity.
     pub denied: u32,
 }
 
 /// A step of a time series.
 #[derive(Debug, Serialize)]
 pub struct SeriesPoint {
-    /// Start of the step, RFC 3339.
+    /// Start of the step, in the format of RFC 3339.
     pub time: String,
-    /// Start of the step, seconds since the Unix epoch.
+    /// Start of the step, in seconds since the Unix epoch.
     #[serde(skip)]
     pub second: u64,
-    /// Requests in the step.
+    /// Number of requests in the step.
     pub requests: u64,
-    /// Denied requests in the step.
+    /// Number of denied requests in the step.
     pub denied: u64,
 }
 
-/// A suggested quota.
+/// A quota that the replay suggests.
 #[derive(Debug, Serialize)]
 pub struct SuggestedQuota {
-    /// The quota.
+    /// The quota in the syntax of the configuration.
     pub quota: String,
     /// The burst, if it differs from the count of the quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
-    /// Requests that it denies.
+    /// Number of requests that the quota denies.
     pub denied: u64,
 }
 
@@ -230,12 +230,12 @@ impl LimitSummary {
         }
     }
 
-    /// The share of denied requests in percent.
+    /// Return the share of denied requests in percent.
     pub fn denied_percent(&self) -> f64 {
         100.0 * self.denied as f64 / self.requests.max(1) as f64
     }
 
-    /// The quota, with the burst if it differs from the count.
+    /// Return the quota, with the burst if the burst differs from the count.
     pub fn quota_text(&self) -> String {
         format_quota(&self.quota, self.burst)
     }
@@ -248,12 +248,12 @@ fn format_quota(quota: &str, burst: Option<u64>) -> String {
 /// Serialize a report as JSON.
 ///
 /// # Errors
-/// Never: a report has only strings and numbers.
+/// This cannot fail, because a report has only strings and numbers.
 pub fn to_json(report: &ReplayReport) -> serde_json::Result<String> {
     serde_json::to_string_pretty(report)
 }
 
-/// Format a count with commas between thousands.
+/// Format a count with commas as thousands separators.
 pub fn group_digits(count: u64) -> String {
     let digits = count.to_string();
     let mut out = String::new();
@@ -266,7 +266,7 @@ pub fn group_digits(count: u64) -> String {
     out
 }
 
-/// Format a share given in percent, with significant digits only.
+/// Format a share in percent, with significant digits only.
 pub fn format_percent(share: f64) -> String {
     let digits = match share {
         0.0 => 0,
@@ -279,12 +279,12 @@ pub fn format_percent(share: f64) -> String {
     format!("{text} %")
 }
 
-/// Format a count with its noun: `1 request`, `2,000 requests`.
+/// Format a count with its noun, such as `1 request` or `2,000 requests`.
 pub fn format_count(count: u64, one: &str, many: &str) -> String {
     format!("{} {}", group_digits(count), if count == 1 { one } else { many })
 }
 
-/// Format a number of seconds: `5 min`, `2 h`.
+/// Format a number of seconds, such as `5 min` or `2 h`.
 pub fn format_span(seconds: u64) -> String {
     let units = [("weeks", 604_800), ("days", 86_400), ("h", 3600), ("min", 60)];
     let large = units.into_iter().find(|(_, unit)| seconds >= 2 * unit || seconds == *unit);
@@ -294,9 +294,9 @@ pub fn format_span(seconds: u64) -> String {
     }
 }
 
-// Notes: properties of the logs that make the results less accurate.
+// Notes name properties of the logs that make the results less accurate.
 
-/// Limits with a window below this are inaccurate if log times are whole seconds. 60 s.
+/// If log times are whole seconds, limits with a window below this value (60 s) are inaccurate.
 const COARSE_WINDOW_US: u64 = 60_000_000;
 
 /// Return the notes about a replay.
@@ -333,7 +333,9 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
     if result.missing_client_count > 0 {
         let (requests, header) =
             (format_count(result.missing_client_count, "request", "requests"), &config.compiled.client_ip.header);
-        notes.push(format!("{requests} from trusted proxies have no `{header}` header: the proxies count as the clients"));
+        notes.push(format!(
+            "{requests} from trusted proxies have no `{header}` header: the proxies count as the clients"
+        ));
     }
     let has_short_window = config.limits.iter().any(|limit| {
         limit.skip_reason.is_none() && limit.variant.quota.window_us.is_some_and(|window| window < COARSE_WINDOW_US)
@@ -347,24 +349,24 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
     notes
 }
 
-// Terminal output, at most 80 columns wide.
+// The terminal output, at most 80 columns wide.
 
 /// Maximum width of a line.
 const TERMINAL_WIDTH: usize = 80;
 
-/// Width of a chart.
+/// Width of a chart in columns.
 const CHART_COLUMNS: usize = TERMINAL_WIDTH - 4;
 
-/// Bars of a chart by height.
+/// Characters for the bars of a chart, in the order of their height.
 const CHART_BARS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
 /// Maximum number of identities to list.
 const MAX_NAMED_IDENTITIES: usize = 5;
 
-/// Write a report for the terminal.
+/// Write a report to the terminal.
 ///
 /// # Errors
-/// `out` cannot be written.
+/// An error if nothing can be written to `out`.
 pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()> {
     let logs = match &report.logs[..] {
         [one] => one.clone(),
@@ -485,12 +487,12 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut impl Write
 
 /// Write a chart of denials over time.
 fn write_chart(limit: &LimitSummary, out: &mut impl Write) -> io::Result<()> {
-    // Combine steps into one column if there are more steps than columns.
+    // If there are more steps than columns, combine several steps into one column.
     let steps_per_column = limit.series.len().div_ceil(CHART_COLUMNS).max(1);
     let columns: Vec<u64> =
         limit.series.chunks(steps_per_column).map(|steps| steps.iter().map(|step| step.denied).sum()).collect();
     let highest = columns.iter().copied().max().unwrap_or(1).max(1);
-    // Round up, so that every count above 0 is visible.
+    // Round up, so that every bar for a count above 0 is visible.
     let bar = |denied: &u64| CHART_BARS[(denied * 8).div_ceil(highest) as usize];
     let step = format_span(limit.step_seconds * steps_per_column as u64);
     writeln!(
@@ -511,7 +513,8 @@ fn shorten(text: &str, width: usize) -> String {
     printable.chars().take(width - 1).chain(['…']).collect()
 }
 
-/// Write a text wrapped at [`TERMINAL_WIDTH`]. Indent further lines by the width of `mark`, at least 2.
+/// Write a text wrapped at [`TERMINAL_WIDTH`]. Indent the lines after the first by the width of `mark`, but at least by
+/// 2.
 fn write_wrapped(out: &mut impl Write, mark: &str, text: &str) -> io::Result<()> {
     let mut line = mark.to_owned();
     let mut is_empty = true;

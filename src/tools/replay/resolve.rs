@@ -1,4 +1,5 @@
-//! From a log line to the checks of its limits: with the route table, the identities and the costs of the gateway.
+//! The step from a log line to the checks of its limits, with the route table, the identities and the costs of the
+//! gateway.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -28,14 +29,14 @@ use crate::tools::replay::format::native::identity_hash_field;
 use crate::tools::replay::format::{FieldMapping, FormatCapabilities, LogEntry};
 use crate::tools::replay::quota_search::{ProposalError, QuotaProposal, proposed_variant, with_unbounded_permit_ttl};
 
-/// The check of one limit.
+/// The check of one limit for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReplayCheck {
-    /// Index into [`ReplayConfig::limits`].
+    /// The index of the limit in [`ReplayConfig::limits`].
     pub limit_index: u16,
-    /// Index of the variant of the limit; 0 is the default variant.
+    /// The index of the variant of the limit. Variant 0 is the default.
     pub variant_index: u16,
-    /// Index of the identity, in the order of first appearance.
+    /// The index of the identity, in the order in which identities first appear.
     pub identity_index: u32,
     /// The cost of the request.
     pub cost: u64,
@@ -46,31 +47,31 @@ pub struct ReplayCheck {
 pub struct ReplayRequest {
     /// Start of the request, µs since the Unix epoch.
     pub time_us: u64,
-    /// Duration, µs. 0 if unknown.
+    /// Duration of the request in µs, or 0 if it is unknown.
     pub duration_us: u64,
-    /// The logged status. 0 if unknown.
+    /// The status in the log, or 0 if it is unknown.
     pub status: u16,
-    /// The checks of its limits.
+    /// The checks of the limits for this request.
     pub checks: Box<[ReplayCheck]>,
 }
 
-/// The result of resolving a line.
+/// What a log line means for the limits.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ResolvedLine {
-    /// At least one limit applies.
+    /// At least one limit applies to the request.
     Limited(ReplayRequest),
-    /// No limit applies.
+    /// No limit applies to the request.
     Unlimited,
     /// The gateway would reject the request before it checks limits.
     Rejected(RejectReason),
 }
 
-/// Why the gateway would reject a request before it checks limits.
+/// The reason why the gateway would reject a request before it checks limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RejectReason {
-    /// The line is not a request of HTTP/1.0 or later.
+    /// The line is not a request of HTTP/1.0 or a later version.
     NotHttp,
-    /// No route matches.
+    /// No route matches the request.
     NoRoute,
     /// The route depends on the body, which logs do not have.
     RouteByBody,
@@ -82,40 +83,40 @@ pub enum RejectReason {
     Forbidden,
 }
 
-/// The identities of one limit in the log.
+/// The identities of one limit that appear in the log.
 #[derive(Debug, Default)]
 pub struct SeenIdentities {
     indices: HashMap<Identity, u32>,
-    /// The identities by index.
+    /// The identities, by index.
     pub identities: Vec<Identity>,
-    /// Their labels by index.
+    /// The labels of the identities, by index.
     pub labels: Vec<IdentityLabel>,
 }
 
-/// The label of an identity in the report.
+/// The label of an identity, which the report shows.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum IdentityLabel {
     /// The client network.
     Network(IpAddr),
-    /// The parts of the identity, the value of the mapped log field, or a hash.
+    /// The label is the parts of the identity, the value of the mapped log field, or a hash.
     Text(Box<str>),
 }
 
-/// Turns log entries into checks and keeps an index of identities.
+/// Turns log entries into checks, and keeps an index of the identities.
 #[derive(Debug)]
 pub struct LineResolver<'v> {
     config: &'v ReplayConfig,
-    /// The request of the current line. Its allocations are reused.
+    /// The request of the current line, whose allocations are reused.
     request: Request<()>,
-    /// Identities by limit.
+    /// Identities of each limit.
     pub seen: Vec<SeenIdentities>,
-    /// Variants by limit.
+    /// Variants of each limit.
     pub variants: Vec<Vec<Arc<LimitVariant>>>,
     host_cache: (Vec<u8>, Option<HeaderValue>),
-    /// The listener of requests whose log does not name the route: the first listener with TLS, otherwise the first
-    /// listener.
+    /// The listener of requests whose log does not name the route. This is the first listener with TLS, or the first
+    /// listener if none has TLS.
     listener: usize,
-    /// Number of lines from trusted proxies without the client address header.
+    /// Number of lines from trusted proxies that lack the header with the client address.
     pub missing_client_count: u64,
 }
 
@@ -155,14 +156,15 @@ impl<'v> LineResolver<'v> {
                 Err(NoMatch::NotFound | NoMatch::MethodNotAllowed(_)) => {
                     return ResolvedLine::Rejected(RejectReason::NoRoute);
                 }
-                // Logs have no bodies.
+                // Logs contain no bodies.
                 Err(NoMatch::NeedsBody | NoMatch::Ambiguous(_)) => {
                     return ResolvedLine::Rejected(RejectReason::RouteByBody);
                 }
             },
         };
         let replay_route = &self.config.routes[route.index];
-        // Logs of other programs have no `Origin`: OPTIONS requests of a route with CORS are nearly always preflights.
+        // Logs of other programs contain no `Origin`, but OPTIONS requests of a route with CORS are nearly always
+        // preflights.
         let is_preflight = entry.route.is_none() && *self.request.method() == Method::OPTIONS && route.cors.is_some();
         if is_preflight || replay_route.limits.is_empty() {
             return ResolvedLine::Unlimited;
@@ -233,7 +235,7 @@ impl<'v> LineResolver<'v> {
                     variants.len() - 1
                 })
             });
-            // A cost that is not fixed depends on the request or its response: use the logged one.
+            // A cost that is not fixed depends on the request or its response, so use the cost in the log.
             let logged_cost = entry.costs.iter().find(|(name, _)| **name == *check.limit.name).map(|(_, cost)| *cost);
             let is_from_request = !matches!(replay_route.limits[check.limit_index].cost, Cost::Fixed(_));
             let cost = logged_cost.filter(|_| is_from_request).unwrap_or(check.cost);
@@ -247,12 +249,12 @@ impl<'v> LineResolver<'v> {
         })
     }
 
-    /// Build `self.request` from a log entry. Return whether it is a valid request.
+    /// Build `self.request` from a log entry. Return whether the request is valid.
     fn build_request(&mut self, entry: &LogEntry<'_>) -> bool {
         let Ok(method) = Method::from_bytes(entry.method) else { return false };
         let Ok(uri) = Uri::try_from(&*entry.target) else { return false };
         let host = entry.host.as_deref().or_else(|| uri.authority().map(|authority| authority.as_str().as_bytes()));
-        // Without a host, route it like an HTTP/1.0 request: HTTP/1.1 requires a host.
+        // If the log has no host, route the request like an HTTP/1.0 request, because HTTP/1.1 requires a host.
         *self.request.version_mut() = if host.is_some() { Version::HTTP_11 } else { Version::HTTP_10 };
         let value = host.map(|host| {
             if self.host_cache.1.is_none() || self.host_cache.0 != host {
@@ -297,24 +299,24 @@ impl SeenIdentities {
     }
 }
 
-// The configuration of a replay: which limits a log can be replayed against, and with which quotas.
+// The configuration of a replay: the limits that a log can be replayed against, and their quotas.
 
-/// A log field to use as the identity of a limit (`--identity`).
+/// A log field that is used as the identity of a limit (`--identity`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IdentityField {
-    /// The limit.
+    /// The name of the limit.
     pub limit: String,
     /// The name of the field in the log.
     pub field: String,
 }
 
-/// Why the options do not fit the configuration.
+/// The reason why the options contradict the configuration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayConfigError {
-    /// An option names a limit that the configuration does not have.
+    /// An option names a limit that does not exist in the configuration.
     #[error("there is no limit `{name}`; there are {}", all.join(", "))]
     UnknownLimit {
-        /// The name.
+        /// The name in the option.
         name: String,
         /// The names of the configured limits.
         all: Vec<String>,
@@ -327,28 +329,28 @@ pub enum ReplayConfigError {
 /// A limit in a replay.
 #[derive(Debug)]
 pub struct ReplayLimit {
-    /// The limit.
+    /// The limit in the configuration.
     pub limit: Arc<LimitSpec>,
-    /// The default variant: the proposed quota, or the configured one.
+    /// The default variant, which has the proposed or the configured quota.
     pub variant: Arc<LimitVariant>,
-    /// The configured quota, if another quota is proposed.
+    /// The configured quota, if the replay uses a proposed quota.
     pub configured_quota: Option<Quota>,
-    /// The information that the log lacks, so that the limit is not replayed. None: replayed.
+    /// The information that is missing in the log, so that the limit is not replayed. `None` if the limit is replayed.
     pub skip_reason: Option<String>,
-    /// Notes for the report.
+    /// Notes on the limit for the report.
     pub notes: Vec<String>,
-    /// Whether responses charge or refund.
+    /// Whether responses change the charge (by a cost or a refund).
     pub deferred: Deferred,
-    /// Variants of consumers other than the default variant, by the value of the mapped log field: the name of the
-    /// consumer, or the hash of its identity.
+    /// Variants of consumers that do not use the default variant, by the value of the mapped log field. The value is
+    /// the name of the consumer or the hash of its identity.
     pub consumer_variants: HashMap<Box<[u8]>, Arc<LimitVariant>>,
-    /// Whether the mapped log field may contain secrets, so that the report shows hashes.
+    /// Whether the mapped log field may contain secrets. If so, the report shows hashes.
     pub is_secret: bool,
     refund_on: RefundOn,
 }
 
 impl ReplayLimit {
-    /// Whether a response with this status refunds the charge.
+    /// Return whether a response with this status refunds the charge.
     pub fn is_refunded(&self, status: u16) -> bool {
         StatusCode::from_u16(status).is_ok_and(|status| self.refund_on.contains(status))
     }
@@ -357,33 +359,33 @@ impl ReplayLimit {
 /// The limits of a route that can be replayed.
 #[derive(Debug)]
 pub struct ReplayRoute {
-    /// The identities of the limits.
+    /// The identities of the limits of this route.
     pub identity_specs: Vec<IdentitySpec>,
-    /// The limits.
+    /// The limits of this route.
     pub limits: Vec<RouteLimit>,
-    /// For each of them, the index into [`ReplayConfig::limits`].
+    /// For each limit of this route, the index into [`ReplayConfig::limits`].
     pub limit_indices: Vec<usize>,
-    /// The API key providers of the route, if a limit is by API key. Logs have no other credentials, so a replay does
-    /// not require them.
+    /// The API key providers of the route, if a limit of the route is by API key. Logs have no other credentials, so a
+    /// replay requires only API keys.
     pub auth: Option<RouteAuth>,
 }
 
 /// The configuration of a replay.
 #[derive(Debug)]
 pub struct ReplayConfig {
-    /// The configuration.
+    /// The configuration of the gateway.
     pub compiled: CompiledConfig,
-    /// All limits, in the order of their names.
+    /// All limits, sorted by name.
     pub limits: Vec<ReplayLimit>,
-    /// The replayed limits of each route, by the index of the route.
+    /// The limits of each route that are replayed, indexed by route.
     pub routes: Vec<ReplayRoute>,
 }
 
-/// Map log fields to the identities of limits: the fields of `identity_fields`, and the identity hashes of the log if
-/// it lacks the parts of an identity. Each field is mapped to its own header (see `mapped_header`).
+/// Map log fields to the identities of limits. The fields are those of `identity_fields`, and the identity hashes of
+/// the log if the log lacks the parts of an identity. Each field is mapped to a separate header (see `mapped_header`).
 ///
 /// # Errors
-/// An option names an unknown limit.
+/// An error if an option names an unknown limit.
 pub fn field_mappings(
     compiled: &CompiledConfig,
     identity_fields: &[IdentityField],
@@ -410,9 +412,9 @@ pub fn field_mappings(
     Ok(mappings.collect())
 }
 
-/// The synthetic header that carries the mapped log field of a limit.
+/// Return the artificial header that carries the mapped log field of a limit.
 pub(super) fn mapped_header(index: usize) -> HeaderName {
-    // The conversion cannot fail: the name has only lowercase letters, digits and hyphens.
+    // The conversion cannot fail, because the name has only lowercase letters, digits and hyphens.
     HeaderName::try_from(format!("x-sluicegate-replay-{index}")).unwrap_or(http::header::FROM)
 }
 
@@ -421,10 +423,10 @@ fn unknown_limit(compiled: &CompiledConfig, name: &str) -> ReplayConfigError {
 }
 
 impl ReplayConfig {
-    /// Apply the proposals and the mapped log fields to a configuration.
+    /// Apply the proposed quotas and the mapped log fields to a configuration.
     ///
     /// # Errors
-    /// A proposal names an unknown limit or has an invalid quota.
+    /// An error if a proposal names an unknown limit or has an invalid quota.
     pub fn new(
         compiled: CompiledConfig,
         proposals: &[QuotaProposal],
@@ -456,7 +458,7 @@ impl ReplayConfig {
             let configured_quota =
                 proposal.map(|_| compiled_limit.limit.default_variant.quota).filter(|quota| *quota != variant.quota);
             let notes = limit_notes(compiled_limit, is_mapped, capabilities);
-            // The mapped field may contain the API key or the token itself.
+            // The mapped field may contain the API key or the token as plain text.
             let has_secret = |descriptor: &Descriptor| {
                 matches!(descriptor, Descriptor::ApiKey | Descriptor::Jwt(_)) || !descriptor.is_public()
             };
@@ -511,9 +513,9 @@ impl ReplayConfig {
     }
 }
 
-// Which information a log has for the limits of a configuration.
+// Functions that find out which information a log has for the limits of a configuration.
 
-/// The first part of a limit's identity that the log lacks. None if the log has all parts.
+/// Return the first part of the identity of a limit that the log lacks. Return `None` if the log has all parts.
 pub(super) fn missing_identity_input(
     compiled: &CompiledLimit,
     config: &CompiledConfig,
@@ -530,7 +532,7 @@ pub(super) fn missing_identity_input(
         Descriptor::ClientCert => {
             (!capabilities.certificate_subject).then(|| "the subject of the client's certificate".to_owned())
         }
-        // Never from the log: tokens expire, and logs should not contain them.
+        // Tokens are never read from the log, because they expire and logs should not contain them.
         Descriptor::Jwt(name) => Some(format!("the claim `{name}` of the token")),
         Descriptor::Basic => Some("the name of the user".to_owned()),
         Descriptor::Forward(name) => Some(format!("the header `{name}` of the authentication server")),
@@ -540,7 +542,8 @@ pub(super) fn missing_identity_input(
     compiled.identity_spec.descriptors.iter().find_map(missing_input)
 }
 
-/// The headers that may contain the API keys of a limit: the headers that the providers of its routes read.
+/// Return the headers that may contain the API keys of a limit. These are the headers that the providers of its routes
+/// read.
 fn api_key_headers<'c>(
     config: &'c CompiledConfig,
     compiled: &'c CompiledLimit,
@@ -555,7 +558,7 @@ fn api_key_providers<'c>(config: &'c CompiledConfig, route: &'c Route) -> impl I
     providers.filter(|index| matches!(config.auth.providers[*index].kind, ProviderKind::ApiKey(_)))
 }
 
-/// Return the API key providers of a route, without requiring a credential.
+/// Return the API key providers of a route, changed so that they require no credential.
 fn identify_by_api_key(config: &CompiledConfig, route: &Route) -> RouteAuth {
     let identify: Vec<_> = api_key_providers(config, route).collect();
     RouteAuth {
@@ -567,7 +570,8 @@ fn identify_by_api_key(config: &CompiledConfig, route: &Route) -> RouteAuth {
     }
 }
 
-/// Notes about deviations of the replay from the gateway. `is_mapped`: a log field is the identity of the limit.
+/// Return notes on differences between the replay and the gateway. `is_mapped` says whether a log field is the identity
+/// of the limit.
 pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilities: &FormatCapabilities) -> Vec<String> {
     let mut notes = Vec::new();
     let is_logged = |name: &HeaderName| capabilities.headers.contains(name) || capabilities.identity_hashes;
@@ -601,7 +605,7 @@ pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilitie
     notes
 }
 
-/// Variants of consumers other than the default variant, by consumer name and by identity hash.
+/// Return the variants of consumers that do not use the default variant, by consumer name and by identity hash.
 pub(super) fn consumer_variants(
     config: &CompiledConfig,
     compiled: &CompiledLimit,

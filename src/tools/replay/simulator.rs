@@ -1,4 +1,4 @@
-//! Simulation: decides logged requests in virtual time, with the memory store and the algorithms of the gateway.
+//! The simulation decides logged requests in virtual time, with the memory store and the algorithms of the gateway.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -15,7 +15,7 @@ use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation};
 use crate::tools::replay::resolve::{ReplayCheck, ReplayConfig, SeenIdentities};
 
-/// Capacity of the store: unlimited, so that the simulation evicts no state.
+/// The capacity of the store is unlimited, so that the simulation evicts no state.
 const MAX_STATES: usize = 1 << 40;
 
 /// The decision of one limit for a request.
@@ -29,14 +29,14 @@ pub enum ReplayDecision {
     DeniedByOther,
 }
 
-/// Time, duration and status of a request.
+/// The time, duration and status of a request.
 #[derive(Debug, Clone, Copy)]
 pub struct RequestMeta {
-    /// Start, µs since the Unix epoch.
+    /// Start of the request, µs since the Unix epoch.
     pub time_us: u64,
-    /// Duration, µs. 0 if unknown.
+    /// Duration of the request in µs, or 0 if it is unknown.
     pub duration_us: u64,
-    /// The logged status. 0 if unknown.
+    /// The status in the log, or 0 if it is unknown.
     pub status: u16,
 }
 
@@ -44,7 +44,7 @@ pub struct RequestMeta {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Scheduled {
     due_at_us: u64,
-    /// Sequence number of the request: operations that are due at the same time run in this order.
+    /// Sequence number of the request. Operations that are due at the same time run in this order.
     sequence: u64,
     limit_index: u16,
     variant_index: u16,
@@ -91,7 +91,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Append variants that the resolver has added. The first variant of each limit is its default.
+    /// Append the variants that the resolver has added. The first variant of each limit is its default.
     pub fn add_variants(&mut self, variants: &[Vec<Arc<LimitVariant>>]) {
         for (own_variants, all_variants) in self.variants.iter_mut().zip(variants) {
             own_variants.extend_from_slice(&all_variants[own_variants.len().min(all_variants.len())..]);
@@ -114,7 +114,7 @@ impl<'a> Simulation<'a> {
         self.run_scheduled(now_us);
         self.advance_clock(now_us);
         self.sequence += 1;
-        // A permit id is `first_permit_id` plus the index of the limit; 8 bits are reserved for the index.
+        // A permit id is `first_permit_id` plus the index of the limit. The lowest 8 bits are reserved for this index.
         let first_permit_id = self.sequence << 8;
         let checks: Vec<_> = replay_checks
             .iter()
@@ -132,7 +132,7 @@ impl<'a> Simulation<'a> {
             })
             .collect();
         let charges = checks.iter().map(|check| check.charge(DecidedBy::Store, first_permit_id));
-        // Usage totals decide nothing.
+        // Usage totals do not influence any decision.
         let charges: Vec<_> = charges.map(|charge| Charge { usage: None, ..charge }).collect();
         let verdict = self.store.decide(Operation::Check, &charges);
         let decision = Decision::new(verdict, DecidedBy::Store, checks.iter());
@@ -220,35 +220,35 @@ impl<'a> Simulation<'a> {
     }
 }
 
-// Statistics of the decisions of a limit.
+// Statistics about the decisions of a limit.
 
-/// Step lengths of a time series, seconds. Each step is a multiple of the previous step.
+/// The possible lengths of a step of a time series, in seconds. Each length is a multiple of the previous length.
 const STEP_SECONDS: [u64; 13] = [1, 5, 15, 60, 300, 900, 3600, 10_800, 21_600, 43_200, 86_400, 604_800, 31_449_600];
 
-/// Maximum number of steps of a time series.
+/// Maximum number of steps in a time series.
 const MAX_STEPS: u64 = 120;
 
-/// Maximum number of top denied identities.
+/// Maximum number of identities in the list of those with the most denials.
 pub const MAX_TOP_DENIED: usize = 10;
 
-/// Decisions of a limit: totals, by identity and over time.
+/// Decisions of a limit, counted in total, by identity and over time.
 #[derive(Debug, Clone, Default)]
 pub struct LimitStats {
-    /// Checked requests.
+    /// Number of requests that this limit checked.
     pub requests: u64,
-    /// Allowed requests.
+    /// Number of requests that this limit allowed.
     pub allowed: u64,
-    /// Requests that this limit denied.
+    /// Number of requests that this limit denied.
     pub denied: u64,
-    /// Requests that only other limits denied.
+    /// Number of requests that only other limits denied.
     pub denied_by_others: u64,
-    /// Requests and denials by identity index.
+    /// Requests and denials, indexed by identity.
     by_identity: Vec<(u32, u32)>,
     /// Requests and denials over time.
     pub series: TimeSeries,
 }
 
-/// Requests and denials per step. Steps become wider when there are more than `MAX_STEPS`.
+/// Numbers of requests and denials in each step. Steps become longer when there are more than `MAX_STEPS`.
 #[derive(Debug, Clone, Default)]
 pub struct TimeSeries {
     step_index: usize,
@@ -275,22 +275,22 @@ impl LimitStats {
         self.series.record(time_us / 1_000_000, denied);
     }
 
-    /// The share of denied requests, 0 to 1.
+    /// Return the share of denied requests, from 0 to 1.
     pub fn denied_ratio(&self) -> f64 {
         self.denied as f64 / self.requests.max(1) as f64
     }
 
-    /// The number of identities with requests.
+    /// Return the number of identities with requests.
     pub fn identities(&self) -> usize {
         self.by_identity.iter().filter(|(requests, _)| *requests > 0).count()
     }
 
-    /// The number of identities with denials.
+    /// Return the number of identities with denials.
     pub fn denied_identities(&self) -> usize {
         self.by_identity.iter().filter(|(_, denied)| *denied > 0).count()
     }
 
-    /// The identities with the most denials: label, requests, denials.
+    /// Return the identities with the most denials: label, requests, denials.
     pub fn top_denied(&self, seen: &SeenIdentities) -> Vec<(String, u32, u32)> {
         let mut indices: Vec<_> = (0..self.by_identity.len()).filter(|index| self.by_identity[*index].1 > 0).collect();
         indices.sort_by(|left, right| {
@@ -326,16 +326,18 @@ impl TimeSeries {
             && ends.is_some_and(|((first, _), (last, _))| last - first >= MAX_STEPS)
     }
 
-    /// Length of a step, seconds.
+    /// Return the length of a step in seconds.
     pub fn step_seconds(&self) -> u64 {
         STEP_SECONDS[self.step_index]
     }
 
-    /// All steps from the first to the last: start in seconds since the Unix epoch, requests, denials.
+    /// Return all steps from the first to the last. Each has its start in seconds since the Unix epoch, requests and
+    /// denials.
     pub fn points(&self) -> Vec<(u64, u64, u64)> {
         let ends = self.steps.first_key_value().zip(self.steps.last_key_value());
         let Some(((first, _), (last, _))) = ends else { return Vec::new() };
-        // At the widest step the length is not limited by `MAX_STEPS`: log times may span centuries.
+        // With steps of the greatest length, `MAX_STEPS` does not limit their number, because log times may span
+        // centuries.
         let steps = (*first..=*last).take(2 * MAX_STEPS as usize);
         let point = |step: u64| {
             let (requests, denied) = self.steps.get(&step).copied().unwrap_or_default();

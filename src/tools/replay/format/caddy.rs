@@ -32,7 +32,7 @@ struct CaddyLine<'l> {
     status: Option<u16>,
 }
 
-/// Seconds or text, depending on `time_format` and `duration_format` of Caddy.
+/// Seconds or text, which depends on `time_format` and `duration_format` of Caddy.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum CaddyTime<'l> {
@@ -87,7 +87,7 @@ impl CaddyFormat {
         if !self.mappings.is_empty() {
             extract_mapped_fields(&self.mappings, line, &mut headers);
         }
-        // Caddy writes the line at the end of the request.
+        // Caddy writes a line at the end of its request.
         let at_us = end_us.ok_or(LineError::InvalidTime)?.saturating_sub(duration_us.unwrap_or(0));
         Ok(Some(LogEntry {
             time_us: at_us,

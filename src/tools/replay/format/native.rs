@@ -1,4 +1,4 @@
-//! The gateway's own access log in JSON (docs/reference/access-log.md).
+//! The JSON access log of the gateway itself (docs/reference/access-log.md).
 
 use std::borrow::Cow;
 
@@ -19,7 +19,7 @@ pub struct NativeFormat {
 
 #[derive(Deserialize)]
 struct NativeLine<'l> {
-    /// Receipt of the request, seconds since the Unix epoch.
+    /// Time when the request arrived, seconds since the Unix epoch.
     time: f64,
     /// Time of the rate limit check, seconds since the Unix epoch.
     decided_at: Option<f64>,
@@ -37,7 +37,7 @@ struct NativeLine<'l> {
     outcome: Option<Cow<'l, str>>,
     #[serde(borrow, default)]
     limits: Vec<NativeLimit<'l>>,
-    /// Share of such requests that were logged. `None`: all.
+    /// Share of such requests that the gateway logged. `None` means all requests.
     sample_rate: Option<f64>,
 }
 
@@ -50,10 +50,10 @@ struct NativeLimit<'l> {
     cost: Option<u64>,
 }
 
-/// Prefix of a mapped field that means the identity hash of a limit.
+/// Prefix in the name of a mapped field, which selects the identity hash of a limit.
 pub(super) const HASH_FIELD_PREFIX: &str = "limits.";
 
-/// Outcomes of requests that have a route and may be answered without a check of its limits.
+/// Outcomes of requests that have a route but may be answered without a check of its limits.
 const UNCHECKED_OUTCOMES: [&str; 2] = ["forbidden", "preflight"];
 
 impl NativeFormat {
@@ -125,7 +125,7 @@ pub(super) fn capabilities(sample: &[&[u8]]) -> FormatCapabilities {
     }
 }
 
-/// The mapped field that means the identity hash of a limit.
+/// Return the limit whose identity hash a mapped field selects.
 pub(in crate::tools::replay) fn identity_hash_field(limit: &str) -> String {
     format!("{HASH_FIELD_PREFIX}{limit}")
 }

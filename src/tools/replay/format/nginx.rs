@@ -17,11 +17,11 @@ pub(super) const COMMON: &str = r#"$remote_addr $ident $remote_user [$time_local
 pub(super) const COMBINED: &str = r#"$remote_addr $ident $remote_user [$time_local] "$request" $status $body_bytes_sent "$http_referer" "$http_user_agent""#;
 
 /// Access logs of AWS Application Load Balancers:
-/// <https://docs.aws.amazon.com/elasticloadbalancing/latest/application/load-balancer-access-logs.html>.
-/// `$rest` takes the remaining fields: AWS adds new fields at the end.
+/// <https://docs.aws.amazon.com/elasticloadbalancing/latest/application/load-balancer-access-logs.html>. `$rest` takes
+/// the remaining fields, because AWS adds new fields at the end.
 pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_port $request_processing_time $target_processing_time $response_processing_time $elb_status_code $target_status_code $received_bytes $sent_bytes "$request" "$http_user_agent" $ssl_cipher $ssl_protocol $target_group_arn "$trace_id" "$domain_name" "$chosen_cert_arn" $matched_rule_priority $request_creation_time $rest"#;
 
-/// Why a text is not a format.
+/// The reason why a text is not a format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
     /// The text is neither the name of a format nor a template with variables.
@@ -30,13 +30,13 @@ pub enum FormatError {
         names = crate::tools::replay::format::FORMAT_NAMES.join(", ")
     )]
     Unknown(String),
-    /// Two variables without text between them.
+    /// The template has two variables without text between them.
     #[error("`{0}` and `{1}` are adjacent: separate them by text")]
     Adjacent(String, String),
-    /// No variable with the time of the request.
+    /// The template has no variable with the time of the request.
     #[error("the format has no time: $time_local, $time_iso8601 or $msec")]
     NoTime,
-    /// No variable with the request line, or with method and target.
+    /// The template has no variable with the request line, and none with method and target.
     #[error("the format has no request: $request, or $request_method and $request_uri")]
     NoRequest,
 }
@@ -47,7 +47,7 @@ enum FieldRole {
     Other,
     Client,
     Time(TimestampFormat),
-    /// Start of the request; [`FieldRole::Time`] is its end.
+    /// The time when the request starts. [`FieldRole::Time`] is the time when it ends.
     StartTime,
     Duration,
     Request,
@@ -63,11 +63,11 @@ enum FieldRole {
 struct Variable {
     name: String,
     role: FieldRole,
-    /// The name of the cookie that it contains.
+    /// The name of the cookie that the variable contains.
     cookie: Option<String>,
-    /// The headers that it becomes in the replayed request.
+    /// The headers that get the value of the variable in the replayed request.
     headers: Vec<HeaderName>,
-    /// The text between this variable and the next one.
+    /// The fixed text between this variable and the next variable.
     delimiter: Vec<u8>,
 }
 
@@ -76,7 +76,7 @@ struct Variable {
 pub struct NginxFormat {
     prefix: Vec<u8>,
     variables: Vec<Variable>,
-    /// The most precise time format of the template; only variables of this format are read.
+    /// The most precise time format of the template. Only variables of this time format are read.
     time_format: TimestampFormat,
     timestamp_cache: TimestampCache,
 }
@@ -130,7 +130,7 @@ impl NginxFormat {
         let headers = self.variables.iter().flat_map(|variable| &variable.headers).cloned().collect();
         FormatCapabilities {
             client: self.has(FieldRole::Client),
-            // ALB logs absolute URLs.
+            // ALB logs contain absolute URLs.
             host: self.has(FieldRole::Host) || self.variables.iter().any(|variable| variable.name == "elb"),
             query: self.has(FieldRole::Request) || self.has(FieldRole::Target) || self.has(FieldRole::Query),
             certificate_subject: self.has(FieldRole::Subject),
@@ -187,7 +187,7 @@ impl NginxFormat {
             (Some(start_time_us), _) => {
                 (entry.time_us, entry.duration_us) = (start_time_us, Some(at.saturating_sub(start_time_us)))
             }
-            // Servers write the line at the end of the request.
+            // Servers write a line at the end of its request.
             (None, Some(duration_us)) => entry.time_us = at.saturating_sub(duration_us),
             (None, None) => entry.time_us = at,
         }
@@ -227,7 +227,7 @@ impl Variable {
         Variable { name: name.to_owned(), role, cookie, headers, delimiter: delimiter.as_bytes().to_vec() }
     }
 
-    /// Split `rest` into the value of this variable and the text after the delimiter.
+    /// Split `rest` into the value of this variable and the text after the fixed text.
     fn split_value<'l>(&self, rest: &'l [u8], is_quoted: bool) -> Option<(&'l [u8], &'l [u8])> {
         if self.delimiter.is_empty() {
             return Some((rest, &[]));

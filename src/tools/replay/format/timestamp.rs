@@ -3,18 +3,18 @@
 use jiff::Timestamp;
 use jiff::civil::DateTime;
 
-/// Format of a time, from the least to the most precise.
+/// Formats of times, from the least to the most precise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum TimestampFormat {
-    /// `10/Oct/2000:13:55:36 -0700`
+    /// For example `10/Oct/2000:13:55:36 -0700`.
     Local,
-    /// `2000-10-10T13:55:36.123-07:00`
+    /// For example `2000-10-10T13:55:36.123-07:00`.
     Iso8601,
-    /// `971211336.123`
+    /// For example `971211336.123`.
     Unix,
 }
 
-/// The last parsed time. Consecutive lines usually have the same date.
+/// The time that was parsed last. Consecutive lines usually have the same date.
 #[derive(Debug, Clone, Default)]
 pub(super) struct TimestampCache {
     text: Vec<u8>,
@@ -22,7 +22,7 @@ pub(super) struct TimestampCache {
 }
 
 impl TimestampCache {
-    /// Parse a time, µs since the Unix epoch.
+    /// Parse a time. The result is in µs since the Unix epoch.
     pub(super) fn parse(&mut self, format: TimestampFormat, text: &[u8]) -> Option<u64> {
         if format == TimestampFormat::Unix {
             return parse_unix(text);
@@ -41,7 +41,7 @@ impl TimestampCache {
 const MONTHS: [&[u8]; 12] =
     [b"Jan", b"Feb", b"Mar", b"Apr", b"May", b"Jun", b"Jul", b"Aug", b"Sep", b"Oct", b"Nov", b"Dec"];
 
-/// Parse `10/Oct/2000:13:55:36 -0700`, µs since the Unix epoch.
+/// Parse a time such as `10/Oct/2000:13:55:36 -0700`. The result is in µs since the Unix epoch.
 fn parse_local(text: &[u8]) -> Option<u64> {
     let [d0, d1, b'/', month @ .., b'/', _, _, _, _, b':', _, _, b':', _, _, b':', _, _, b' ', sign, _, _, _, _] = text
     else {
@@ -58,7 +58,7 @@ fn parse_local(text: &[u8]) -> Option<u64> {
     let (zone_hours, zone_minutes) =
         (parse_digits(&text[text.len() - 4..][..2])?, parse_digits(&text[text.len() - 2..])?);
     let day = parse_digits(&[*d0, *d1])?;
-    // jiff rejects second 60: a leap second becomes second 59.
+    // jiff rejects second 60, so a leap second becomes second 59.
     let second = second.min(59);
     let civil = DateTime::new(year as i16, month as i8, day as i8, hour as i8, minute as i8, second as i8, 0).ok()?;
     let utc = civil.to_zoned(jiff::tz::TimeZone::UTC).ok()?.timestamp().as_second();
@@ -71,13 +71,14 @@ fn parse_local(text: &[u8]) -> Option<u64> {
     u64::try_from(seconds).ok()?.checked_mul(1_000_000)
 }
 
-/// Parse an RFC 3339 time, with `T` or a space; µs since the Unix epoch.
+/// Parse an RFC 3339 time with `T` or a space. The result is in µs since the Unix epoch.
 pub(super) fn parse_iso8601(text: &[u8]) -> Option<u64> {
     let timestamp: Timestamp = std::str::from_utf8(text).ok()?.parse().ok()?;
     u64::try_from(timestamp.as_microsecond()).ok()
 }
 
-/// Parse decimal seconds with an optional fraction, as µs. Ignore digits after the sixth.
+/// Parse seconds in decimal notation with an optional fraction. The result is in µs. Ignore digits after the sixth
+/// digit.
 pub(super) fn parse_unix(text: &[u8]) -> Option<u64> {
     let (whole, fraction) = match memchr::memchr(b'.', text) {
         Some(dot) => (&text[..dot], &text[dot + 1..]),
@@ -96,7 +97,7 @@ pub(super) fn parse_unix(text: &[u8]) -> Option<u64> {
     (us < 253_402_300_800_000_000).then_some(us)
 }
 
-/// Convert seconds of a JSON number to µs. None if negative, not finite or after the year 9999.
+/// Convert a JSON number of seconds to µs. Return `None` if the number is negative, not finite or after the year 9999.
 pub(super) fn seconds_to_us(number: f64) -> Option<u64> {
     (0.0..253_402_300_800.0).contains(&number).then(|| (number * 1e6).round() as u64)
 }

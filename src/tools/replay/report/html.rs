@@ -1,4 +1,4 @@
-//! The report as one self-contained HTML page: no scripts, no external resources, dark and light mode.
+//! The report as one self-contained HTML page, without scripts and external resources, in dark and light mode.
 
 use std::fmt;
 use std::fmt::Write;
@@ -14,7 +14,7 @@ const CHART_WIDTH: f64 = 720.0;
 /// Height of a chart in units of its SVG view box.
 const CHART_HEIGHT: f64 = 160.0;
 
-/// Text with HTML metacharacters escaped and control characters replaced.
+/// Return the text with HTML metacharacters escaped and control characters replaced.
 struct Escaped<'a>(&'a str);
 
 impl fmt::Display for Escaped<'_> {
@@ -149,7 +149,7 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut String) ->
     writeln!(out, "</table></div>")
 }
 
-/// Write a chart of requests over time: one bar per step, with the denied part on top of it.
+/// Write a chart of requests over time. Each step has one bar, and the upper part of the bar shows the denied requests.
 fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
     let highest = limit.series.iter().map(|step| step.requests).max().unwrap_or(0).max(1);
     let width = CHART_WIDTH / limit.series.len().max(1) as f64;
@@ -166,7 +166,7 @@ fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
         }
         let height = |count: u64| CHART_HEIGHT * count as f64 / highest as f64;
         let (all, denied) = (height(point.requests), height(point.denied));
-        // Bars that are too narrow for a gap have no gap.
+        // Bars that are too narrow for a gap have no gap between them.
         let (left, bar_width) = (index as f64 * width, if width > 4.0 { width - 1.0 } else { width });
         writeln!(
             out,
