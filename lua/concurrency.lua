@@ -3,11 +3,11 @@
 -- b ttl        permit TTL in microseconds
 -- d permit_id  8 bytes
 -- A charge takes one permit if its cost is at least 1, and none if its cost is 0. R releases the permit. N renews the
--- permit, which then expires one TTL from now. If the permit is missing, N adds it.
+-- permit, which then expires one TTL after the current time. If the permit is missing, N adds the permit.
 -- State: a ZSET of permit ids. The score of a permit is the time at which it expires. If a permit expires later than a
 -- new permit would, the clock was set back: the permit gets the expiry of a new permit.
--- It is unknown when requests release their permits. A denial therefore has status 3, and retry_us is the time until
--- enough permits expire.
+-- The script cannot know when requests will release their permits. A denial therefore has status 3, and retry_us is the
+-- time until enough permits expire.
 local call, ceil, format = redis.call, math.ceil, string.format
 local KEY_SLACK_MS
 local key, operation, op, cost, a, b, d, now
@@ -31,9 +31,9 @@ remaining, reset_us = free, free_reset_us
 if op == 'R' then
   commit = function() call('ZREM', key, permit_id) end
 elseif op == 'N' then
-  -- After a command that deletes, Redis accepts ZADD even beyond `maxmemory`. If Redis rejected ZADD, the permit would
-  -- expire before its request ends. A permit that Redis has lost is added even if that exceeds the limit, because its
-  -- request is in flight.
+  -- If a script begins with a command that deletes, Redis accepts its ZADD even beyond `maxmemory`. If Redis rejected
+  -- ZADD, the permit would expire before its request ends. A permit that Redis has lost is added again even if the
+  -- number of permits then exceeds the limit, because the request of the permit is in flight.
   reset_us = ttl
   commit = function()
     remove_expired()
@@ -48,7 +48,8 @@ elseif op ~= 'A' and live + cost > limit then
   if clock_went_back then commit = repair_and_expire end
 elseif cost > 0 then
   remaining, reset_us = free - 1, ttl
-  -- ZADD comes first, so that Redis can reject it beyond `maxmemory`. After a command that deletes, Redis accepts it.
+  -- ZADD is the first command, so that Redis can reject ZADD beyond `maxmemory`. After a command that deletes, Redis
+  -- would accept ZADD.
   commit = function()
     call('ZADD', key, expires_at, permit_id)
     remove_expired()

@@ -1,5 +1,5 @@
--- Claims a quota event, so that one of several gateways sends it. With a stream, the event is added in the same call. A
--- call that is sent again has the same reply and adds nothing.
+-- Claims a quota event, so that only one of several gateways sends the event. If the destination is a Redis stream, the
+-- same call adds the event to the stream. If a call is sent again, its reply is the same and it adds nothing.
 --
 -- KEYS[1]  The claim: the id of the event, for the period in which there is one event.
 -- KEYS[2]  Optional: the stream, in the slot of the claim.

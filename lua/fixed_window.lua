@@ -35,7 +35,7 @@ free, free_reset_us = limit - count, count == 0 and idle_reset_us or window_end 
 
 local charged = count + cost
 if op == 'R' then
-  -- Refund only a charge of the current window: the count does not include other charges.
+  -- Refund a charge only if it was made in the current window, because the count contains no charges of other windows.
   charged = charged_at >= start and charged_at < window_end and count - cost or count
   if charged < 0 then charged = 0 end
 end

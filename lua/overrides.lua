@@ -16,8 +16,9 @@
 -- The value of a field is `EXPIRES_AT REVISION KEEP_UNTIL TEXT`, with times in microseconds. A value of the form
 -- `EXPIRES_AT TEXT` has revision 0.
 -- The revision of a record is the time at which it is written, but always greater than the revision that it replaces.
--- A record is kept until it and all records that it replaced have expired, even if it is removed. Otherwise a gateway
--- that missed the change could restore a replaced record. So if a field that a gateway knows is missing, Redis lost it.
+-- A record is kept until this record and all records that it replaced have expired, even if an administrator removes
+-- it. Otherwise a gateway that missed the change could restore a replaced record. So if the hash lacks a field that a
+-- gateway knows, Redis has lost the field.
 local call, floor, max, tonumber = redis.call, math.floor, math.max, tonumber
 local match, format = string.match, string.format
 local key, operation, max_records = KEYS[1], ARGV[1], tonumber(ARGV[2])
@@ -87,7 +88,8 @@ for i = 3, #ARGV, 5 do
     keep_until = max(keep_until, old and old.keep_until or 0)
     local status, written = 0, nil
     if operation == 'remove' then
-      -- Redis may have lost an override that is in force in the gateway. Write its removal nevertheless.
+      -- Redis may have lost an override that is in force in the gateway. Write the removal of the override
+      -- nevertheless.
       local is_lost = number > 0 and (not old or old.revision < known_revision)
       if is_lost or (old and old.expires_at > now) then written = write(field, 0, revision, keep_until, '') end
     elseif is_full(field) then
@@ -104,13 +106,13 @@ for i = 3, #ARGV, 5 do
   end
 end
 
--- Delete after the writes, so that Redis can reject the writes beyond `maxmemory`. After a command that deletes, Redis
--- accepts all writes of a script.
+-- Delete records only after the writes, so that Redis can reject the writes beyond `maxmemory`. After a command that
+-- deletes, Redis accepts all writes of a script.
 for i = 1, #outdated_fields do
-  -- Keep the field if it was written above.
+  -- Keep the field if the code above has written it.
   if not records[outdated_fields[i]] then call('HDEL', key, outdated_fields[i]) end
 end
--- Keep at most `max_records` removed or expired records: delete the oldest.
+-- Keep at most `max_records` records that are removed or expired. If there are more, delete the oldest.
 if (counts.removed or 0) > max_records then
   local removed = {}
   for field, record in pairs(records) do

@@ -1,20 +1,23 @@
--- Driver for the most common calls. Each request has one limit, of kind B, F, X or W, without a flag. The operation is
--- C, or T with a cost of at least 1. The contract is in generic.lua. This driver creates no tables or functions for its
--- groups. In a large batch, a check therefore costs a quarter less than with generic.lua. A single check saves more.
--- Commands are called with redis.pcall, so that an error of one request does not fail the other requests.
+-- The driver (script without algorithms) for the most common calls. Each request has one limit of the kind B, F, X or
+-- W, without a flag. The operation is C, or T with a cost of at least 1. The header of generic.lua describes the
+-- arguments and replies. This driver creates no Lua tables or functions for its groups. In a large batch, a check
+-- therefore costs a quarter less CPU than with generic.lua. A call with a single check saves more than a quarter. Redis
+-- commands are called with redis.pcall, so that the other requests succeed even if one request has an error.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
--- Size in bytes of a group with its one limit (format: generic.lua, ARGV[1]), and of a state with three fields.
+-- Sizes in bytes: of a group with its single limit (generic.lua describes the format at ARGV[1]), and of a state with
+-- three fields.
 local GROUP_BYTES, STATE_BYTES = 67, 32
--- The maximum value in a state, 2^52. The bound below which doubles hold all integers, 2^53.
+-- The maximum value of a number in a state: 2^52. Doubles represent all integers below this number exactly: 2^53.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- If the key outlives the new state by MIN_ to MAX_KEY_SLACK_US, SETRANGE writes the fields and keeps the TTL;
--- otherwise SET writes a new TTL.
+-- SETRANGE writes the fields and keeps the TTL of the key. This is enough if the key expires later than the new state
+-- by MIN_KEY_SLACK_US to MAX_KEY_SLACK_US. Otherwise SET writes a new TTL.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
 local args, keys, charged_at, argument_count = ARGV[1], KEYS, 0, 1
 --@usage
--- Bytes of the usage of a limit. For how long a month is kept after the first charge of its last day: 400 days.
+-- Number of bytes of the usage arguments of a limit. Time for which the totals of a month are kept after the first
+-- charge of its last day: 400 days.
 local USAGE_BYTES, USAGE_TTL_MS = 24, '34560000000'
 local usage_args, usage_key_count, type = ARGV[2], 0, type
 argument_count = 2
@@ -22,7 +25,8 @@ argument_count = 2
 if #ARGV ~= argument_count or #args < 8 or (#args - 8) % GROUP_BYTES ~= 0 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
--- Validate all groups before the first request is decided. The values of a single group are not unpacked again below.
+-- Check that all groups are well-formed before the first request is decided. If there is a single group, the code below
+-- does not unpack its values again.
 local now, position = unpack('<d', args)
 local groups, key_count = (#args - 8) / GROUP_BYTES, 0
 local requests, operation, _, limits, kind, flag, requested, a, b, c, d
@@ -86,26 +90,27 @@ for group = 1, groups do
       failure = redis.error_reply(format('RLSTALE the day of the usage is not that of %d', now))
     end
     --@end usage
-    -- T takes two passes: the first reads how many tokens remain, and the second charges them.
+    -- The operation T runs the algorithm twice: the first run reads how many tokens remain, and the second run charges
+    -- them.
     if operation == 'T' then op, cost = 'P', 0 end
     repeat
       local is_last_pass = op == 'C'
       if failure then
-        -- The end of the loop adds the error to the reply.
+        -- The code at the end of the loop adds the error to the reply.
       --@algorithms
       else
         failure = redis.error_reply('RLARG unknown kind')
       end
       if not is_last_pass then
         granted = free < requested and free or requested
-        -- If no token remains, the second pass requests one token, so that the algorithm returns retry_us.
+        -- If no token remains, the second run requests one token, so that the algorithm returns retry_us.
         op, cost, ttl_us = 'C', granted < 1 and 1 or granted, nil
       end
     until is_last_pass
     --@usage
     if day > 0 then
       usage_index = usage_index + 1
-      -- Before the state: a write that Redis rejects here leaves nothing behind.
+      -- The totals are written before the state. If Redis rejects the write of the totals, nothing has changed.
       if status == 0 and cost > 0 and not failure then
         local total = call('HINCRBY', keys[usage_index], field, format('%d', cost))
         if type(total) == 'table' then failure, ttl_us = total, nil

@@ -1,10 +1,10 @@
 -- Sliding buckets, kind S: the window is divided into buckets. The oldest bucket is only partly in the window, but all
--- its tokens count. Therefore no window has more than `limit` tokens, at whatever time it begins.
+-- its tokens count. Therefore no window has more than `limit` tokens, whatever the time at which the window begins.
 -- a limit    tokens in any window
 -- b window   length in microseconds
 -- c buckets  number of buckets; divides the window
 -- State: the text `index:n0,n1,...`. `index` is the number of the newest bucket, counted from the Unix epoch. n0 is the
--- number of tokens in this bucket, n1 in the bucket before it, and so on. Zeros at the end are left out.
+-- number of tokens in this bucket, n1 in the bucket before it, and so on. The text omits zeros at its end.
 local call, floor, match, format = redis.call, math.floor, string.match, string.format
 local MAX_STATE
 local key, op, cost, a, b, c, now, charged_at
@@ -45,7 +45,8 @@ if total + cost > limit and (op == 'C' or op == 'P') then
   remaining, reset_us = free, free_reset_us
   if cost > limit then status, retry_us = 2, -1
   else
-    -- Drop the oldest buckets until the cost fits. The loop ends, because the cost alone is at most the limit.
+    -- Drop the oldest buckets until the cost fits into the limit. The loop ends, because the cost alone is at most the
+    -- limit.
     local excess, age = total + cost - limit, buckets
     while excess > counts[age] do excess, age = excess - counts[age], age - 1 end
     status, retry_us = 1, dropped_after_us(age)

@@ -1,9 +1,9 @@
--- Sliding log, kind L: stores the time of each admitted token. No window has more than `limit` tokens, at whatever time
--- it begins.
+-- Sliding log, kind L: stores the time of each admitted token. No window has more than `limit` tokens, whatever the
+-- time at which the window begins.
 -- a limit   tokens in any window
 -- b window  length in microseconds
--- State: a LIST of times, one per token, oldest first. If a time is in the future, the clock was set back: it counts as
--- the current time.
+-- State: a LIST of times, one per token, oldest first. If a time is in the future because the clock was set back, it
+-- counts as the current time.
 local call, floor, ceil, format = redis.call, math.floor, math.ceil, string.format
 local KEY_SLACK_MS
 local key, op, cost, a, b, now, charged_at
@@ -16,7 +16,7 @@ local function time_at(index)
   if time > now then return now end
   return time
 end
--- Find the first entry in the window by binary search.
+-- Find the first entry of the window by binary search.
 local first_active, high = 0, length
 while first_active < high do
   local middle = floor((first_active + high) / 2)
@@ -29,8 +29,8 @@ if active > 0 then
 end
 free, free_reset_us = limit - active, newest and newest + window - now or 0
 local function expire() call('PEXPIRE', key, format('%d', ceil(window / 1000) + KEY_SLACK_MS)) end
--- Repairs and charges begin with RPUSH, so that Redis can reject them beyond `maxmemory`. After a command that deletes,
--- Redis accepts RPUSH.
+-- The first command of a repair or charge is RPUSH, so that Redis can reject RPUSH beyond `maxmemory`. After a command
+-- that deletes, Redis would accept RPUSH.
 local function repair()
   local times = call('LRANGE', key, '0', '-1')
   for i = 1, #times do

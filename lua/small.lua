@@ -1,23 +1,25 @@
--- Driver for checks of few limits. Each request has the operation C and one to four limits, of kind B, F, X or W,
--- without flags. The contract is in generic.lua. This driver creates no tables or functions for its groups, so that a
--- check costs a quarter less than with generic.lua.
--- Commands are called with redis.pcall, so that an error of one request does not fail the other requests.
--- This source is written for one limit. The gateway repeats each block from `each limit` to `end` for each limit, and
--- replaces the suffix _1 by the number of the limit. If a request has fewer limits, the unused kinds are nil.
+-- The driver (script without algorithms) for requests with few limits. Each request has the operation C and one to four
+-- limits of the kinds B, F, X or W, without flags. The header of generic.lua describes the arguments and replies. This
+-- driver creates no Lua tables or functions for its groups, so a check costs a quarter less CPU than with generic.lua.
+-- Redis commands are called with redis.pcall, so that the other requests succeed even if one request has an error. This
+-- source file is written for one limit. The gateway repeats each block from `each limit` to `end` for each limit, and
+-- replaces the suffix _1 by the number of the limit. If a request has fewer limits than the script, the kinds of the
+-- missing limits are nil.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
--- Size in bytes of a group without its limits, of a limit (format: generic.lua, ARGV[1]), and of a state with three
--- fields.
+-- Sizes in bytes: of a group without its limits, of a limit (generic.lua describes the format of both at ARGV[1]), and
+-- of a state with three fields.
 local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
--- The maximum value in a state, 2^52. The bound below which doubles hold all integers, 2^53.
+-- The maximum value of a number in a state: 2^52. Doubles represent all integers below this number exactly: 2^53.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- If the key outlives the new state by MIN_ to MAX_KEY_SLACK_US, SETRANGE writes the fields and keeps the TTL;
--- otherwise SET writes a new TTL.
+-- SETRANGE writes the fields and keeps the TTL of the key. This is enough if the key expires later than the new state
+-- by MIN_KEY_SLACK_US to MAX_KEY_SLACK_US. Otherwise SET writes a new TTL.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
 local args, keys, op, charged_at, argument_count = ARGV[1], KEYS, 'C', 0, 1
 --@usage
--- Bytes of the usage of a limit. For how long a month is kept after the first charge of its last day: 400 days.
+-- Number of bytes of the usage arguments of a limit. Time for which the totals of a month are kept after the first
+-- charge of its last day: 400 days.
 local USAGE_BYTES, USAGE_TTL_MS = 24, '34560000000'
 local usage_args, usage_position, usage_key_count, type = ARGV[2], 1, 0, type
 argument_count = 2
@@ -25,7 +27,8 @@ argument_count = 2
 if #ARGV ~= argument_count or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
--- Validate all groups before the first request is decided. The values of a single group are not unpacked again below.
+-- Check that all groups are well-formed before the first request is decided. If there is a single group, the code below
+-- does not unpack its values again.
 local now, position = unpack('<d', args)
 local groups, key_count = 0, 0
 local requests, operation, _, limits, unread_limits
@@ -105,7 +108,7 @@ for _ = 1, groups do
     end
     --@end
   end
-  -- pack ignores the values for which the format has no letter.
+  -- `pack` ignores values for which the format has no letter.
   local reply_format = limits == 1 and '<ddddd' or limits == 2 and '<dddddddddd' or limits == 3 and '<ddddddddddddddd'
     or '<dddddddddddddddddddd'
   for _ = 1, requests do
@@ -137,7 +140,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The end of the loop adds the error to the reply.
+        -- The code at the end of the loop adds the error to the reply.
       --@algorithms
       else
         failure = redis.error_reply('RLARG unknown kind')
@@ -157,7 +160,7 @@ for _ = 1, groups do
     end
     --@end
     --@usage
-    -- Before the states: a write that Redis rejects here leaves nothing behind.
+    -- The totals are written before the states. If Redis rejects the write of the totals, nothing has changed.
     --@each limit
     if usage_key_1 and admitted and cost_1 > 0 and not failure then
       local total = call('HINCRBY', usage_key_1, format('%d', day_1), format('%d', cost_1))

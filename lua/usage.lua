@@ -1,5 +1,5 @@
--- Adds amounts to the usage totals of a limit, an identity and a month: what a gateway has counted by itself. The
--- drivers add the cost that they charge themselves. A post that is sent again is added once.
+-- Adds amounts that a gateway has counted to the usage totals of a limit, an identity and a month. The drivers already
+-- add the cost that they charge. If a gateway sends the same amounts again, they are added only once.
 --
 -- KEYS[1]  The hash. Fields are days of the month, or in another hash a day, a space and a model; values are totals. A
 --          field that starts with `.` has the sequence number of the last post of one poster, `.models` the number of

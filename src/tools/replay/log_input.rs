@@ -157,42 +157,44 @@ pub fn file_size(path: &Path) -> Option<u64> {
     std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file).map(|file| file.len())
 }
 
-// K-way merge of the requests of several logs in the order of time.
+// Merge of the requests of several logs in the order of time.
 //
 // Servers write a line at the end of a request, and each worker writes independently, so lines are out of order. Each
-// log is read ahead into a heap of `REORDER_WINDOW_LINES` requests; the earliest request of all heaps comes next.
+// log is read ahead into a heap of `REORDER_WINDOW_LINES` requests. The earliest request of all heaps comes next.
 
-/// Number of requests of each log that are sorted at a time. A request that is later by more lines is out of order.
+/// Number of requests of each log that are sorted at a time. A request that is late by more lines than this is out of
+/// order.
 pub const REORDER_WINDOW_LINES: usize = 32_768;
 
 /// Statistics about the lines of the logs.
 #[derive(Debug, Default, Clone, PartialEq)]
 pub struct LogStatistics {
-    /// Lines with a request.
+    /// Number of lines with a request.
     pub requests: u64,
-    /// Requests that no limit applies to.
+    /// Number of requests that no limit applies to.
     pub unlimited: u64,
-    /// Requests that the gateway rejects before it checks limits, indexed by [`RejectReason`].
+    /// Number of requests that the gateway rejects before it checks limits, indexed by [`RejectReason`].
     pub rejected: [u64; 6],
-    /// Lines that cannot be parsed.
+    /// Number of lines that cannot be parsed.
     pub unreadable: u64,
     /// The first unreadable line: log, line number and error.
     pub first_error: Option<(String, u64, LineError)>,
-    /// Logs that ended with a read error, and the error.
+    /// Logs that ended with a read error, each with its error.
     pub read_errors: Vec<(String, String)>,
-    /// Requests that are decided late because they are out of order by more than [`REORDER_WINDOW_LINES`] lines.
+    /// Number of requests that are decided late because they are out of order by more than [`REORDER_WINDOW_LINES`]
+    /// lines.
     pub out_of_order: u64,
     /// Time of the first and the last request, µs since the Unix epoch.
     pub time_range: Option<(u64, u64)>,
-    /// Whether a time has a fraction of a second.
+    /// Whether any time in the logs has a fraction of a second.
     pub has_subsecond: bool,
-    /// Requests of which the gateway logged only a sample.
+    /// Number of requests of which the gateway logged only a sample.
     pub sampled: u64,
     /// Estimated number of requests that `sampled` stands for: the sum of the inverse sample rates.
     pub sampled_total: f64,
 }
 
-/// A log and the heap of its requests that were read ahead.
+/// A log, and the heap of those of its requests that were read ahead.
 struct LogStream {
     input: LogInput,
     format: Format,
@@ -232,7 +234,7 @@ impl HeapEntry {
     }
 }
 
-/// Merge of the limited requests of all logs, in the order of time.
+/// Merge of the requests of all logs that limits apply to, in the order of time.
 pub struct KWayMerge {
     streams: Vec<LogStream>,
     /// The statistics so far.
@@ -241,7 +243,7 @@ pub struct KWayMerge {
 }
 
 impl KWayMerge {
-    /// Merge logs of this format.
+    /// Create the merge of logs in this format.
     pub fn new(inputs: Vec<LogInput>, format: &Format) -> Self {
         let to_stream = |input| LogStream {
             input,
@@ -257,7 +259,7 @@ impl KWayMerge {
         }
     }
 
-    /// Return the next limited request. None at the end of all logs.
+    /// Return the next request that limits apply to. Return `None` at the end of all logs.
     pub fn next_request(&mut self, resolver: &mut LineResolver<'_>) -> Option<ReplayRequest> {
         for stream in &mut self.streams {
             while !stream.is_at_end && stream.heap.len() < REORDER_WINDOW_LINES {
@@ -316,12 +318,12 @@ impl LogStream {
 }
 
 impl LogStatistics {
-    /// The number of requests rejected for this reason.
+    /// Return the number of requests that were rejected for this reason.
     pub fn rejected_for(&self, reason: RejectReason) -> u64 {
         self.rejected[reason as usize]
     }
 
-    /// The number of requests that limits apply to.
+    /// Return the number of requests that limits apply to.
     pub fn limited_requests(&self) -> u64 {
         self.requests - self.unlimited - self.rejected.iter().sum::<u64>()
     }
