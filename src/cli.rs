@@ -50,8 +50,8 @@ const EXIT_INVALID_CONFIG: u8 = 2;
 
 /// An HTTP gateway with exact, distributed rate limits.
 ///
-/// The gateway matches the route, identifies the client, checks all limits in one atomic store call, and proxies the request or
-/// returns 429.
+/// The gateway matches the route, identifies the client, checks all limits in one atomic store call, and proxies the
+/// request or returns 429.
 #[derive(Debug, Parser)]
 #[command(version, long_version = LONG_VERSION, max_term_width = 100, after_help = examples![
     "sluicegate init --template plans",
@@ -168,9 +168,9 @@ enum Command {
     Probe(probe::Options),
     /// Show the state of the running gateway on one page
     ///
-    /// The page shows the version, configuration, requests of the last minute, listeners, store, upstreams, certificates
-    /// and the limits with the most denials. Tables are as wide as the terminal. The environment variable COLUMNS sets
-    /// another width.
+    /// The page shows the version, configuration, requests of the last minute, listeners, store, upstreams,
+    /// certificates and the limits with the most denials. Tables are as wide as the terminal. The environment variable
+    /// COLUMNS sets another width.
     #[command(after_help = examples![
         "sluicegate status",
         "sluicegate status --admin http://127.0.0.1:9180",

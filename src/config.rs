@@ -318,9 +318,9 @@ pub struct Store {
     /// without a call to Redis, until Redis could decide otherwise. 0 = no cache.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 100000))]
     pub denial_cache: Option<Spanned<i64>>,
-    /// Maximum number of rate limit states (one for each limit and identity) in the memory of this process. Each limit is guaranteed an
-    /// equal part ([what happens when it is full](limits.md#memory)). A state takes about 150 bytes. `sliding-buckets` needs 9 more
-    /// bytes for each bucket, and `sliding-log` 9 more for each logged unit of cost.
+    /// Maximum number of rate limit states (one for each limit and identity) in the memory of this process. Each limit
+    /// is guaranteed an equal part ([what happens when it is full](limits.md#memory)). A state takes about 150 bytes.
+    /// `sliding-buckets` needs 9 more bytes for each bucket, and `sliding-log` 9 more for each logged unit of cost.
     #[schemars(range(min = 1, max = 1_099_511_627_775_i64), extend("default" = 1000000))]
     pub max_memory_states: Option<Spanned<i64>>,
 }
@@ -410,8 +410,9 @@ pub struct Auth {
     pub users: Option<Text>,
     /// basic: name of the protected area (realm), which browsers show. Default: the name of the provider.
     pub realm: Option<Text>,
-    /// forward: URL of the authentication server, such as `"http://127.0.0.1:4181/verify"`. For each request, the server
-    /// gets a GET without a body. A 2xx status admits the request. The client gets any other response of the server.
+    /// forward: URL of the authentication server, such as `"http://127.0.0.1:4181/verify"`. For each request, the
+    /// server gets a GET without a body. A 2xx status admits the request. The client gets any other response of the
+    /// server.
     pub url: Option<Text>,
     /// forward: headers of the client that are sent to the server.
     #[schemars(extend("default" = ["authorization", "cookie"]))]

@@ -306,8 +306,8 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     if let Some(value) = config.server.block_unknown_hosts.as_ref().filter(|_| server.block_unknown_hosts)
         && !table.has_hosts()
     {
-        let issue = Issue::new(value.span(), "no route names a host: every request would be rejected");
-        reader.push_issue(issue.with_hint("name the hosts in the routes, or leave out `block_unknown_hosts`"));
+        let issue = Issue::new(value.span(), "no route has `hosts`: every request would be rejected");
+        reader.push_issue(issue.with_hint("set `hosts` in the routes, or leave out `block_unknown_hosts`"));
     }
     let body_inspection = body_inspection(&routes, &table, reader);
     let checks_access = server.block_unknown_hosts

@@ -1,5 +1,5 @@
-//! Fetches the key sets of token issuers from their URLs: at the start, at intervals, and when a token has an unknown key.
-//! The last keys stay in use while a URL fails.
+//! Fetches the key sets of token issuers from their URLs: at the start, at intervals, and when a token has an unknown
+//! key. The last keys stay in use while a URL fails.
 
 use std::convert::Infallible;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! The thread that sends quota events. It claims each event, so that only one of several gateways sends it, and delivers
-//! it to a webhook or stream.
+//! The thread that sends quota events. It claims each event, so that only one of several gateways sends it, and
+//! delivers it to a webhook or stream.
 
 use std::sync::Arc;
 use std::thread;

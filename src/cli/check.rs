@@ -357,8 +357,8 @@ fn window_seconds(variant: &LimitVariant) -> Option<f64> {
     }
 }
 
-/// Additional cost per gateway that prefetched tokens may admit. It is 0 for fixed windows, because prefetched tokens
-/// expire at the end of the window.
+/// Additional cost per gateway that prefetched tokens may admit. This cost is 0 for fixed windows, because prefetched
+/// tokens expire at the end of the window.
 fn prefetch_per_gateway(limit: &LimitSpec, variant: &LimitVariant) -> u64 {
     if matches!(variant.rule, Rule::FixedWindow(_)) { 0 } else { limit.prefetch }
 }

@@ -32,7 +32,7 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
                 signals.stop.wait_accept_grace(&config_handle).await;
             }
             let drain = config_handle.active().config.server.drain_timeout;
-            info!(drain_timeout = ?drain, "stopping: draining requests; another signal stops at once");
+            info!(drain_timeout = ?drain, "stopping after the open requests; another signal stops the gateway at once");
             stop_token.cancel();
             signals.stop.recv().await;
             std::process::exit(1);
@@ -78,7 +78,7 @@ impl StopSignal {
                 ?accept_grace,
                 "stopping: /readyz is 503, requests are still accepted; a second signal drains at once"
             );
-            // In both cases the wait for `accept_grace` ends.
+            // Both events end the wait for `accept_grace`.
             let _ = timeout(accept_grace, self.recv()).await;
         }
     }
@@ -110,7 +110,7 @@ impl Signals {
                             hot_restart.finish(id);
                             return StopCause::HotRestart;
                         }
-                        Err(error) => error!(%error, "hot restart failed; keeping the current process"),
+                        Err(error) => error!(%error, "hot restart failed; the current process continues to serve"),
                     }
                 }
             }

@@ -223,7 +223,7 @@ fn expand(path: &Path, text: &str, environment: EnvLookup<'_>) -> Expansion {
                     continue;
                 }
                 Some((_, None)) => Issue::new(span.clone(), format!("{name} includes itself"))
-                    .with_hint("keep included files in a directory of their own: include = [\"routes/*.toml\"]"),
+                    .with_hint("keep included files in a separate directory: include = [\"routes/*.toml\"]"),
                 Some((_, Some(first))) => {
                     let line = Sources::new(path, text.to_owned()).line_name(first);
                     Issue::new(span.clone(), format!("{name} is included twice"))

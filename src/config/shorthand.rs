@@ -41,8 +41,8 @@ pub struct CostTable {
     /// With `tools`: cost of all other messages, and of requests without a body. 0 = free.
     #[schemars(range(min = 0), extend("default" = 1))]
     pub default: Option<Spanned<i64>>,
-    /// `"auto"`: the cost is the number of tokens of a request to an LLM API. The input and the requested maximum of the
-    /// output are reserved before the request, and corrected to the usage that the response reports ([token
+    /// `"auto"`: the cost is the number of tokens of a request to an LLM API. The input and the requested maximum of
+    /// the output are reserved before the request, and corrected to the usage that the response reports ([token
     /// budgets](limits.md#token-budgets-for-llm-apis)). Requires `unit`. Cannot be combined with `sliding-log`,
     /// `concurrency` and `prefetch`.
     #[schemars(extend("enum" = ["auto"]))]
@@ -75,8 +75,8 @@ pub struct CostTable {
     #[schemars(range(min = 0, max = 9_007_199_254_740_991_i64))]
     pub reserve: Option<Spanned<i64>>,
     /// With `llm`: handling of a stream of server-sent events whose output exceeds the reserved maximum. `"finish"`:
-    /// forward the whole stream and charge the excess. `"cut"`: send the final event of the API, and abort the response of
-    /// the provider.
+    /// forward the whole stream and charge the excess. `"cut"`: send the final event of the API, and abort the response
+    /// of the provider.
     #[schemars(extend("enum" = ["finish", "cut"], "default" = "finish"))]
     pub on_exhausted: Option<Text>,
     /// With `llm`: request the usage of streams from OpenAI's API if the request has no `stream_options`, and hide the

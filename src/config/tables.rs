@@ -52,13 +52,13 @@ pub struct Route {
     pub allow: Option<Vec<Text>>,
     /// Client networks that get 403, even if they are in `allow`. Default: none.
     pub deny: Option<Vec<Text>>,
-    /// CORS: `{ origins = ["https://app.example.com"] }`. The gateway answers preflights and sets the CORS headers of all
-    /// responses of the route ([CORS](#cors)). Default: the upstream answers preflights and sets CORS headers.
+    /// CORS: `{ origins = ["https://app.example.com"] }`. The gateway answers preflights and sets the CORS headers of
+    /// all responses of the route ([CORS](#cors)). Default: the upstream answers preflights and sets CORS headers.
     pub cors: Option<Spanned<Cors>>,
-    /// Providers (`[auth.NAME]`) of which one must verify the request: `["keys", ["mtls", "tokens"]]`. The gateway tries
-    /// the providers in order; a nested list requires all of its members. If the credential is absent or in another
-    /// format, the next alternative is tried. Requests with an invalid credential, or without any credential, get 401.
-    /// Requests with a valid credential without permission get 403. Default: no credential is required.
+    /// Providers (`[auth.NAME]`) of which one must verify the request: `["keys", ["mtls", "tokens"]]`. The gateway
+    /// tries the providers in order; a nested list requires all of its members. If the credential is absent or in
+    /// another format, the next alternative is tried. Requests with an invalid credential, or without any credential,
+    /// get 401. Requests with a valid credential without permission get 403. Default: no credential is required.
     pub require: Option<Spanned<Vec<Spanned<Requirement>>>>,
     /// Providers that verify a credential if the request has one, for limits by credential. Requests with an invalid
     /// credential get 401.
@@ -98,8 +98,8 @@ pub struct Route {
     /// and `anthropic` describe one limit for each `unit`.
     #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
     pub ratelimit_headers: Option<Vec<Text>>,
-    /// Send `Access-Control-Expose-Headers` for the RateLimit headers and `Retry-After`, in addition to the CORS headers
-    /// of the upstream. The key has no effect on a route with `cors`, which always exposes these headers.
+    /// Send `Access-Control-Expose-Headers` for the RateLimit headers and `Retry-After`, in addition to the CORS
+    /// headers of the upstream. The key has no effect on a route with `cors`, which always exposes these headers.
     #[schemars(extend("default" = false))]
     pub expose_headers: bool,
 }
@@ -151,8 +151,8 @@ pub struct HeaderRules {
 #[serde(default)]
 #[schemars(extend("required" = ["origins"]))]
 pub struct Cors {
-    /// Origins whose scripts may read responses: `["https://app.example.com", "https://*.example.com"]`, where `*` stands
-    /// for one or more labels. Scheme and port must match. `["*"]` = all origins, without credentials.
+    /// Origins whose scripts may read responses: `["https://app.example.com", "https://*.example.com"]`, where `*`
+    /// stands for one or more labels. Scheme and port must match. `["*"]` = all origins, without credentials.
     pub origins: Vec<Text>,
     /// Methods that preflights allow, in addition to GET, HEAD and POST. `["*"]` = whatever method is requested.
     /// Default: `methods` of the route.
@@ -225,8 +225,8 @@ pub struct DirectResponse {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Redirect {
-    /// Path, or `http://` or `https://` URL with a host. The value may contain parameters of the path: `"/v1/{rest}"`. A
-    /// redirect has either `to` or `scheme`.
+    /// Path, or `http://` or `https://` URL with a host. The value may contain parameters of the path: `"/v1/{rest}"`.
+    /// A redirect has either `to` or `scheme`.
     pub to: Option<Text>,
     /// Scheme to redirect to. The redirect keeps the host, path and query of the request.
     #[schemars(extend("enum" = ["http", "https"]))]
@@ -234,7 +234,8 @@ pub struct Redirect {
     /// Port to redirect to, together with `scheme`. Default: the port of the scheme, 80 or 443.
     #[schemars(range(min = 1, max = 65535))]
     pub port: Option<Spanned<i64>>,
-    /// Status of the redirect: 308 or 301 (permanent), 307 or 302 (temporary), 303 (GET another resource).
+    /// Status of the redirect: 308 or 301 (permanent), 307 or 302 (temporary), or 303 (the client sends GET to another
+    /// URL).
     #[schemars(extend("enum" = [301, 302, 303, 307, 308], "default" = 308))]
     pub status: Option<Spanned<i64>>,
 }
@@ -246,10 +247,10 @@ pub struct Redirect {
 pub struct Limit {
     /// Identity that the limit counts: `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`,
     /// `path:PARAM`, `jwt:CLAIM`, `client-cert`, `basic` (the user name), `auth:HEADER` (of an authentication server),
-    /// `host`, `route`, `method`, `json:POINTER` (a value of the JSON body, such as `json:/model`), `mcp:tool`, `mcp:method`,
-    /// `jsonrpc:method`, `global`, or a list of them. A list counts each combination of values separately. `api-key`,
-    /// `jwt:CLAIM`, `basic` and `auth:HEADER` need a provider of that kind in `require` or `identify` of the route. The first
-    /// provider that has verified a credential determines the identity.
+    /// `host`, `route`, `method`, `json:POINTER` (a value of the JSON body, such as `json:/model`), `mcp:tool`,
+    /// `mcp:method`, `jsonrpc:method`, `global`, or a list of them. A list counts each combination of values
+    /// separately. `api-key`, `jwt:CLAIM`, `basic` and `auth:HEADER` need a provider of that kind in `require` or
+    /// `identify` of the route. The first provider that has verified a credential determines the identity.
     pub by: Option<Spanned<OneOrMany>>,
     /// `gcra` and `leaky-bucket` are aliases of `token-bucket`. `sliding-log` allows a quota of at most 10,000.
     /// `concurrency` limits requests in flight: `quota = "20"`.
@@ -268,14 +269,14 @@ pub struct Limit {
     /// sliding-buckets: number of buckets in the window.
     #[schemars(range(min = 1, max = 1000), extend("default" = 10))]
     pub buckets: Option<Spanned<i64>>,
-    /// fixed-window by day, week, month or year, and `usage`: time zone of the calendar, such as `"Europe/Berlin"`. Days
-    /// on which daylight saving time begins or ends have 23 or 25 hours.
+    /// fixed-window by day, week, month or year, and `usage`: time zone of the calendar, such as `"Europe/Berlin"`.
+    /// Days on which daylight saving time begins or ends have 23 or 25 hours.
     #[schemars(extend("default" = "UTC"))]
     pub time_zone: Option<Text>,
-    /// Handling of requests without the identity. `"reject"`: the request gets 400, or 401 for an API key, token or client
-    /// certificate. `"skip"`: the limit does not apply. `"ip"`: the client network is the identity. Default: `"reject"`,
-    /// except that a limit with `mcp:tool`, `mcp:method` or `jsonrpc:method` does not apply to requests without such a
-    /// message.
+    /// Handling of requests without the identity. `"reject"`: the request gets 400, or 401 for an API key, token or
+    /// client certificate. `"skip"`: the limit does not apply. `"ip"`: the client network is the identity. Default:
+    /// `"reject"`, except that a limit with `mcp:tool`, `mcp:method` or `jsonrpc:method` does not apply to requests
+    /// without such a message.
     #[schemars(extend("enum" = ["reject", "skip", "ip"]))]
     pub on_missing: Option<Text>,
     /// Fallback while the store is unavailable. `"local"`: the local share of this gateway. `"allow"`: fail open.
@@ -326,8 +327,9 @@ pub struct Limit {
     #[schemars(extend("default" = false))]
     pub usage: Option<Spanned<bool>>,
     /// Send a quota event when an identity has used 80 % and 100 % of the quota: `"NAME"` of a destination
-    /// `[notify.NAME]`, or `{ to = "NAME", at = [50, 100] }`. All gateways together send one event for each threshold and
-    /// window ([quota events](../how-to/events.md)). The key is not available for `concurrency`. Default: no events.
+    /// `[notify.NAME]`, or `{ to = "NAME", at = [50, 100] }`. All gateways together send one event for each threshold
+    /// and window ([quota events](../how-to/events.md)). The key is not available for `concurrency`. Default: no
+    /// events.
     pub notify: Option<Spanned<LimitNotify>>,
 }
 
@@ -397,8 +399,8 @@ pub struct Upstream {
     /// requests get 503.
     #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
     pub max_queue: Option<Spanned<i64>>,
-    /// Active health checks of each server: `"/healthz"`, or `{ path = "/healthz", interval = "2s" }`. A server gets no requests after
-    /// `unhealthy_threshold` failed checks, until `healthy_threshold` checks pass.
+    /// Active health checks of each server: `"/healthz"`, or `{ path = "/healthz", interval = "2s" }`. A server gets no
+    /// requests after `unhealthy_threshold` failed checks, until `healthy_threshold` checks pass.
     pub health_check: Option<Spanned<HealthCheck>>,
     /// Outlier detection, with `{}` for the defaults: a server is ejected after `consecutive_errors`, for
     /// `base_ejection_time` times the number of recent ejections, at most 10 times.

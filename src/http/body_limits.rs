@@ -170,7 +170,8 @@ impl LazyTimer {
     }
 }
 
-// === Buffer budgets, per connection and per process. Beyond a budget, each stream buffers only what it needs to make progress ===
+// === Buffer budgets, per connection and per process. Beyond a budget, each stream buffers only what it needs to make
+// progress ===
 
 /// Bytes that are counted for each chunk in addition to its data: its frame, and the part of a read buffer that the
 /// chunk keeps in memory.

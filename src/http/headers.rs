@@ -233,8 +233,8 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, tr
     }
 }
 
-/// Remove the names that servers treat as equal to `name`, which has only letters, digits and hyphens. Also remove `name` itself, unless the
-/// peer is `trusted`.
+/// Remove the names that servers treat as equal to `name`, which has only letters, digits and hyphens. Also remove
+/// `name` itself, unless the peer is `trusted`.
 pub fn strip_with_aliases(headers: &mut HeaderMap, name: &HeaderName, trusted: bool) {
     let is_alias =
         |other: &&HeaderName| has_special_characters(other.as_str()) && fold_name(other.as_str()) == name.as_str();

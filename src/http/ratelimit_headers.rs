@@ -1,5 +1,5 @@
-//! The RateLimit headers: draft-ietf-httpapi-ratelimit-headers-11 as structured fields (RFC 9651), older styles, and the styles
-//! of the OpenAI and Anthropic APIs.
+//! The RateLimit headers: draft-ietf-httpapi-ratelimit-headers-11 as structured fields (RFC 9651), older styles, and
+//! the styles of the OpenAI and Anthropic APIs.
 
 use std::borrow::Cow;
 use std::fmt::Write;

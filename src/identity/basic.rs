@@ -1,4 +1,5 @@
-//! HTTP Basic authentication (RFC 7617): verifies user name and password against a file that Apache's `htpasswd` writes.
+//! HTTP Basic authentication (RFC 7617): verifies user name and password against a file that Apache's `htpasswd`
+//! writes.
 //!
 //! Computing a bcrypt hash intentionally takes milliseconds of CPU time. For credentials that were verified within the
 //! last minute, only one HMAC is computed. All other credentials wait for a blocking thread. The number of hashes that

@@ -271,9 +271,9 @@ impl<'a> Decision<'a> {
         self
     }
 
-    /// Undo the charges of an admitted request that a later check rejects: refund the checks with [`Deferred::Refund`] or
-    /// [`Deferred::Settle`], charge no deferred costs, and release the permits. The results are then the values after the refund. The refund
-    /// is made even if the client disconnects.
+    /// Undo the charges of an admitted request that a later check rejects: refund the checks with [`Deferred::Refund`]
+    /// or [`Deferred::Settle`], charge no deferred costs, and release the permits. The results are then the values
+    /// after the refund. The refund is made even if the client disconnects.
     ///
     /// # Errors
     /// The store did not reply to the refund. The refund may be lost.

@@ -1,8 +1,8 @@
 //! The denial cache repeats the denials of Redis until they expire, without another call.
 //!
-//! After a denial with a retry time, only a refund or a reset can admit the same cost earlier. Checks that may be refunded
-//! are not cached. Denials by several servers of a cluster are not cached either, because charges are refunded if one
-//! server denies. A client far above its limit therefore costs Redis only one call per second.
+//! After a denial with a retry time, only a refund or a reset can admit the same cost earlier. Checks that may be
+//! refunded are not cached. Denials by several servers of a cluster are not cached either, because charges are refunded
+//! if one server denies. A client far above its limit therefore costs Redis only one call per second.
 
 use std::time::{Duration, Instant};
 

@@ -31,7 +31,7 @@ pub(super) fn decide_overloaded<'a>(
 ) -> Result<Decision<'a>, StoreUnavailable> {
     static LOG_THROTTLE: LogThrottle = LogThrottle::new();
     if LOG_THROTTLE.should_log(OVERLOAD_LOG_INTERVAL) {
-        warn!(%error, "rejecting checks: too many are queued for the store; docs/how-to/redis.md lists remedies");
+        warn!(%error, "rejecting checks: too many checks are queued for the store; docs/how-to/redis.md lists remedies");
     }
     if checks.iter().any(|check| !check.limit.shadow) {
         return Err(StoreUnavailable(error));

@@ -620,8 +620,8 @@ impl DeferredCharges {
         }
     }
 
-    /// Return one call for all charges, and one call for each set of refunds with the same charge time. Usually there is
-    /// a single call.
+    /// Return one call for all charges, and one call for each set of refunds with the same charge time. Usually there
+    /// is a single call.
     fn calls(&mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) -> Vec<SettlementCall> {
         let mut calls: Vec<SettlementCall> = Vec::new();
         for DeferredCharge { deferred, decided_by, charged_at, charge: pending } in mem::take(&mut self.charges) {

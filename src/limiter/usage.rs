@@ -356,8 +356,8 @@ impl UsageTable {
         self.add_total(limit, identity, (date, None), amount);
     }
 
-    /// Add a cost to the total of a model, which is a part of the total of the day. Only the first [`MAX_MODELS`] models
-    /// of a month have totals.
+    /// Add a cost to the total of a model, which is a part of the total of the day. Only the first [`MAX_MODELS`]
+    /// models of a month have totals.
     pub fn add_model(&self, limit: &str, identity: Identity, date: Date, model: &str, cost: i64) {
         self.add_total(limit, identity, (date, Some(model.into())), cost);
     }
@@ -495,10 +495,10 @@ impl UsageTable {
         self.is_posting.store(false, Ordering::Release);
     }
 
-    /// Take the unconfirmed posts. If there are none, take at least `max` new posts, or as many as there are totals. The
-    /// caller must pass each post to [`confirm`](UsageTable::confirm), [`put_back`](UsageTable::put_back) or
-    /// [`lose`](UsageTable::lose). Only one task may do this at a time, because posts to the same totals must be sent in
-    /// their order.
+    /// Take the unconfirmed posts. If there are none, take at least `max` new posts, or as many as there are totals.
+    /// The caller must pass each post to [`confirm`](UsageTable::confirm), [`put_back`](UsageTable::put_back) or
+    /// [`lose`](UsageTable::lose). Only one task may do this at a time, because posts to the same totals must be sent
+    /// in their order.
     pub fn take_posts(&self, max: usize) -> Vec<UsagePost> {
         let mut posts = self.posts.lock().unwrap_or_else(PoisonError::into_inner);
         if !posts.unconfirmed.is_empty() {

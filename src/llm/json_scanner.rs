@@ -1,9 +1,9 @@
 //! Incremental scanner of JSON text. It finds values at a few paths and the length of generated text, in bounded
 //! memory.
 //!
-//! A response may be one long document, a sequence of documents (NDJSON), or an array of documents as Gemini streams it.
-//! The text arrives in chunks that may end anywhere, and each chunk is forwarded at once. The scanner keeps only the
-//! values at the paths.
+//! A response may be one long document, a sequence of documents (NDJSON), or an array of documents as Gemini streams
+//! it. The text arrives in chunks that may end anywhere, and each chunk is forwarded at once. The scanner keeps only
+//! the values at the paths.
 
 use std::sync::Arc;
 

@@ -221,7 +221,7 @@ pub(super) fn settle<'d, 'a>(
                     }
                 }
             }
-            Err(error) => warn!(%error, "deferred charge or refund may be lost"),
+            Err(error) => warn!(%error, "a charge after a response, or a refund, may be lost"),
         }
     }
 }

@@ -77,7 +77,7 @@ impl NetworkFiles {
             Ok(file) => file,
             Err(error) => {
                 let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
-                reader.push_issue(issue.with_hint("name a text file with one network or address per line"));
+                reader.push_issue(issue.with_hint("give the path of a text file with one network or address per line"));
                 return None;
             }
         };

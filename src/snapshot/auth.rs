@@ -364,7 +364,9 @@ fn jwt(
         Ok(file) => file,
         Err(error) => {
             let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
-            reader.push_issue(issue.with_hint("name the JSON Web Key Set of the issuer, such as \"certs/jwks.json\""));
+            reader.push_issue(
+                issue.with_hint("give the path of the JSON Web Key Set of the issuer, such as \"certs/jwks.json\""),
+            );
             return verifier;
         }
     };
@@ -414,7 +416,7 @@ pub(super) fn route_auth(
             let names = &item.get_ref().0;
             if names.is_empty() {
                 reader.push_issue(
-                    Issue::new(item.span(), "an empty list requires nothing")
+                    Issue::new(item.span(), "an empty list in `require` requires nothing")
                         .with_hint("name the providers that are required together: [\"mtls\", \"tokens\"]"),
                 );
             }
@@ -451,7 +453,7 @@ pub(super) fn route_auth(
             continue;
         }
         if !required.is_empty() && required.iter().all(|alternative| alternative.contains(&index)) {
-            let message = format!("`{name}` is required already: `identify` has no effect");
+            let message = format!("`{name}` is already in `require`: `identify` has no effect");
             reader.push_issue(Issue::new(text.span(), message).with_hint("remove the provider from `identify`"));
         }
         identify.push(index);
@@ -491,11 +493,9 @@ fn report_shared_places(
             let span = route.require.as_ref().map(|list| list.span());
             let span = span.or_else(|| Some(route.identify.as_ref()?.first()?.span()));
             let issue = Issue { span, message, hint: None };
-            reader.push_issue(
-                issue.with_hint(
-                    "configure one provider with the consumers of both, or give one of them another `header`",
-                ),
-            );
+            reader.push_issue(issue.with_hint(
+                "configure one provider with the consumers of both, or give one of the providers another `header`",
+            ));
         }
     }
 }

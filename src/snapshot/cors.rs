@@ -99,7 +99,7 @@ fn reserve_headers(rules: Option<&Spanned<ResponseHeaderRules>>, reader: &mut Va
     let removed = rules.remove.iter().map(|name| (name.get_ref().as_str(), name.span()));
     for (name, span) in set.chain(removed) {
         if name.parse().is_ok_and(|name: HeaderName| is_cors_header(&name)) {
-            let issue = Issue::new(span, format!("`{name}` is set by the `cors` of this route"));
+            let issue = Issue::new(span, format!("`cors` of this route already sets `{name}`"));
             reader.push_issue(issue.with_hint("leave it out"));
         }
     }

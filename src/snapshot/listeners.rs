@@ -180,7 +180,9 @@ fn client_verifier(
         Ok(clients) => Some((clients, (file, auth))),
         Err(error) => {
             let issue = Issue::new(text.span(), error.to_string());
-            reader.push_issue(issue.with_hint("name a PEM file with the CA certificates that verify clients"));
+            reader.push_issue(
+                issue.with_hint("give the path of a PEM file with the CA certificates that verify clients"),
+            );
             None
         }
     }

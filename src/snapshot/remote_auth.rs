@@ -321,7 +321,8 @@ pub(super) fn tier_source(config: &Config, reader: &mut Validator<'_>) -> TierSo
         None if text.get_ref() == "api-key" => TierSource::ApiKey,
         Some(("jwt", claim)) if !claim.is_empty() => {
             if !config.auth.values().any(|auth| auth.get_ref().is_of_kind("jwt")) {
-                let issue = Issue::new(text.span(), "the tier is a claim, but no provider verifies tokens");
+                let issue =
+                    Issue::new(text.span(), "[tiers] reads the tier from a claim, but no provider verifies tokens");
                 reader.push_issue(issue.with_hint("[auth.tokens] with kind = \"jwt\""));
             }
             TierSource::Jwt(claim.into())

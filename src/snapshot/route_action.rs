@@ -121,9 +121,9 @@ fn redirect(
     let status = redirect.status.as_ref().map_or(308, |status| {
         if !REDIRECT_STATUSES.contains(status.get_ref()) {
             let issue = Issue::new(status.span(), format!("{} is not a redirect status", status.get_ref()));
-            reader.push_issue(
-                issue.with_hint("308 or 301 (permanent), 307 or 302 (temporary), 303 (GET another resource)"),
-            );
+            reader.push_issue(issue.with_hint(
+                "use 308 or 301 (permanent), 307 or 302 (temporary), or 303 (the client sends GET to another URL)",
+            ));
         }
         *status.get_ref()
     });

@@ -480,7 +480,9 @@ pub(super) fn routes(
         if let Err(ambiguous) = inserted {
             let path = written.path_regex.as_ref().or(written.path.as_ref()).map_or(span, |path| path.span());
             let issue = Issue::new(path, format!("this route is ambiguous with `{}`", ambiguous.0.name));
-            reader.push_issue(issue.with_hint("give one of them another host, listener, path, method or condition"));
+            reader.push_issue(
+                issue.with_hint("give one of the routes another host, listener, path, method or condition"),
+            );
         }
     }
     check_identify_keys(config, reader);
@@ -529,7 +531,8 @@ fn route_limits(
                     "`{limit_name}` is by path:{parameter}, but the path of this route has no `{{{parameter}}}`"
                 );
                 reader.push_issue(
-                    Issue::new(text.span(), message).with_hint("name the parameter in `path`, or leave the limit out"),
+                    Issue::new(text.span(), message)
+                        .with_hint("add the parameter to `path`, or remove the limit from the route"),
                 );
             }
         }

@@ -420,7 +420,7 @@ pub(super) fn admin(
     let text = reader.required(admin.address.as_ref(), &span, "address", "\"127.0.0.1:9180\"")?;
     let address = reader.address(text)?;
     if let Some(listener) = listeners.iter().find(|listener| addresses_conflict(listener.address, address)) {
-        let message = format!("{address} is taken by the [[listener]] on {}", listener.address);
+        let message = format!("{address} is already used by the [[listener]] on {}", listener.address);
         reader.push_issue(Issue::new(text.span(), message).with_hint("use another port for the admin listener"));
     }
     let token = admin.token.as_ref().map(|token| token.get_ref().as_str()).filter(|token| !token.is_empty());

@@ -89,7 +89,9 @@ impl<'a> Validator<'a> {
             Ok(file) => Some(file),
             Err(error) => {
                 let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
-                self.push_issue(issue.with_hint("name PEM files; `make certs` creates some for development"));
+                self.push_issue(
+                    issue.with_hint("give the paths of PEM files; `make certs` creates some for development"),
+                );
                 None
             }
         }

@@ -104,7 +104,7 @@ impl<T: Send + 'static> BatchWriter<T> {
             let lost = pending.dropped;
             drop(pending);
             if throttle.should_log(LOG_INTERVAL) {
-                warn!(dropped = lost, writer = config.name, "queue full: records are lost");
+                warn!(dropped = lost, writer = config.name, "the queue is full: records are lost");
             }
             return;
         }

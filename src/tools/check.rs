@@ -65,7 +65,7 @@ pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> 
         let [earlier_address, later_address] = [earlier, later].map(|index| config.listeners[index].address);
         let (earlier, later) = (address(earlier)?.span(), address(later)?.span());
         let line = file.sources.line_name(&earlier);
-        let message = format!("{later_address} is taken by the [[listener]] on {earlier_address} in {line}");
+        let message = format!("{later_address} is already used by the [[listener]] on {earlier_address} in {line}");
         Some(Issue::new(later, message).with_hint(
             "remove one of them or set another port: an unspecified address covers every address, [::] possibly IPv4 as well",
         ))
@@ -481,7 +481,8 @@ fn consumer_without_identity(input: &LintInput<'_>, route: &Route) -> Vec<Issue>
     let response_rules = parsed.response_headers.as_ref().map(|rules| &rules.get_ref().set);
     let rules = [(&route.request_headers, request_rules), (&route.response_headers, response_rules)];
     let issue = |name: &str, value: &Text| {
-        let message = format!("`{}` identifies no consumer: `{name}` is removed from every message", route.name);
+        let message =
+            format!("`{}` identifies no consumer: the header `{name}` is removed from every message", route.name);
         Issue::new(value.span(), message)
             .with_hint("identify = [\"NAME\"] with a provider of kind \"api-key\" on the route, or remove the rule")
     };
@@ -553,13 +554,15 @@ fn rule_warnings(allow: Option<&[Text]>, deny: Option<&[Text]>, rules: &AccessRu
     let (allowed, denied) = (networks(allow), networks(deny));
     let mut issues = Vec::new();
     for (text, network) in allowed.iter().chain(&denied).filter(|(_, network)| *network != network.trunc()) {
-        let message = format!("`{}` has address bits after its prefix length; they are ignored", text.get_ref());
+        let message = format!("`{}` has address bits after its prefix length; these bits are ignored", text.get_ref());
         issues.push(Issue::new(text.span(), message).with_hint(format!("\"{}\"", network.trunc())));
     }
     for (text, _) in allowed.iter().filter(|(_, network)| rules.deny.covers(*network)) {
         let message =
             format!("`{}` has no effect: `deny` covers the whole network and takes precedence", text.get_ref());
-        issues.push(Issue::new(text.span(), message).with_hint("remove it, or deny a smaller network"));
+        issues.push(
+            Issue::new(text.span(), message).with_hint("remove the network from `allow`, or deny a smaller network"),
+        );
     }
     let Some(rule) = &rules.allow else { return issues };
     for (text, _) in denied.iter().filter(|(_, network)| !rule.intersects(*network)) {
@@ -582,7 +585,8 @@ fn unserved_cors_methods(parsed: &config::tables::Route, route: &Route) -> Vec<I
     let issue = |text: &Text| {
         let message =
             format!("`{}` does not serve {}: no preflight for it reaches the route", route.name, text.get_ref());
-        Issue::new(text.span(), message).with_hint("add it to `methods` of the route, or remove it here")
+        Issue::new(text.span(), message)
+            .with_hint("add the method to `methods` of the route, or remove the method from `cors`")
     };
     listed.filter(is_unserved).map(issue).collect()
 }
@@ -598,7 +602,8 @@ fn unreachable_preflights(input: &LintInput<'_>, parsed: &config::tables::Route,
     if input.config.routes.iter().any(|other| is_for_preflights(&other)) {
         return None;
     }
-    let message = format!("no preflight reaches `{}`: preflights do not have the headers that it requires", route.name);
+    let message =
+        format!("no preflight reaches `{}`: preflights do not have the headers that this route requires", route.name);
     Some(
         Issue::new(cors.span(), message)
             .with_hint("add a route with the same path and `cors`, and without a `match` on headers"),
@@ -778,7 +783,7 @@ fn limit_warnings(input: &LintInput<'_>) -> Vec<Issue> {
             let span = input.span_of(name, |_| None::<&Text>);
             issues.push(
                 Issue::new(span, format!("no route uses `{name}`"))
-                    .with_hint("name it in `limits` of a route, or remove it"),
+                    .with_hint("add the limit to `limits` of a route, or remove the limit"),
             );
         }
         issues.extend(unused_prefetch(input, compiled));

@@ -407,7 +407,7 @@ fn describe_error(error: &Error) -> String {
         Error::AlertReceived(alert) => describe_alert(*alert),
         Error::InvalidMessage(_) => "the server does not speak TLS; use http://, or correct the port".to_owned(),
         Error::PeerIncompatible(_) => {
-            format!("the server's TLS is incompatible with the gateway's (TLS 1.2 and 1.3): {error}")
+            format!("the TLS of the server is incompatible with the gateway, which supports TLS 1.2 and 1.3: {error}")
         }
         _ => format!("TLS failed: {error}"),
     }
@@ -435,7 +435,7 @@ fn describe_certificate_error(error: &CertificateError) -> String {
                 .to_owned()
         }
         CertificateError::ExpiredContext { not_after, .. } => {
-            format!("the server's certificate has expired on {}; renew it", date(not_after.as_secs()))
+            format!("the server's certificate has expired on {}; renew the certificate", date(not_after.as_secs()))
         }
         CertificateError::NotValidYetContext { not_before, .. } => {
             let date = date(not_before.as_secs());

@@ -252,7 +252,7 @@ fn stuck_reader_drops_records_that_are_counted_and_fails_no_request() {
         assert_eq!(client.get(&path).status, 200);
     }
     eventually("lines are lost", || metric(&gateway, "sluicegate_access_log_dropped_total") > 0.0);
-    assert!(gateway.log().contains("queue full: records are lost"), "{}", gateway.log());
+    assert!(gateway.log().contains("the queue is full: records are lost"), "{}", gateway.log());
     let mut reader = OpenOptions::new().read(true).open(&pipe).unwrap();
     drop(stuck);
     let text = Arc::<Mutex<Vec<u8>>>::default();

@@ -335,7 +335,7 @@ fn slow_round_trip_is_judged_by_store_timeout() {
     for (timeout, expected, advice) in [
         ("1ms", "failed", "Redis answers, but later than store.timeout"),
         ("10ms", "failed", "Redis answers, but later than store.timeout"),
-        ("60ms", "warning", "too little headroom"),
+        ("60ms", "warning", "is too short for these round trips"),
         ("1h", "ok", ""),
     ] {
         let (_, checks) = checks_with(&url, timeout);
@@ -383,7 +383,11 @@ fn check_warns_of_a_timeout_that_is_too_short_for_the_round_trip() {
     assert_eq!(said.code, Some(0), "{}", said.out);
     let warned = |text: &str| said.out.contains(text);
     assert!(warned("round trip: median 3") && warned("store.timeout is 50 ms"), "{}", said.out);
-    assert!(warned("store.timeout leaves too little headroom: set store.timeout to at least 1"), "{}", said.out);
+    assert!(
+        warned("store.timeout is too short for these round trips: set store.timeout to at least 1"),
+        "{}",
+        said.out
+    );
     assert!(!warned("does not answer in time"), "{}", said.out);
     let fine = run("check", "", &url, "5s", &["--strict"], &[]);
     assert!(!fine.out.contains("round trip"), "{}", fine.out);

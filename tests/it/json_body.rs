@@ -330,6 +330,6 @@ fn replay_says_that_logs_have_no_bodies() {
         .unwrap();
     let text = String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap();
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(text.contains("the JSON value `/user` of the body is not in this log"), "{text}");
+    assert!(text.contains("this log lacks the JSON value `/user` of the body"), "{text}");
     assert!(text.contains("1 has a route that depends on its body"), "{text}");
 }

@@ -211,7 +211,7 @@ fn daemon_that_does_not_read_slows_no_request() {
         assert_eq!(client.get(&path).status, 200);
     }
     eventually("records are dropped", || metric(&gateway, DROPPED) > 0.0);
-    assert!(gateway.log().contains("queue full: records are lost"), "{}", gateway.log());
+    assert!(gateway.log().contains("the queue is full: records are lost"), "{}", gateway.log());
     let reading = std::thread::spawn(move || {
         let mut received = 0_u64;
         loop {

@@ -318,7 +318,7 @@ fn check_rejects_listeners_that_cannot_bind_together() {
         let (code, report) = (check.status.code(), String::from_utf8(check.stderr).unwrap());
         assert_eq!(code, Some(if collide { 2 } else { 0 }), "{one} and {other}: {report}");
         if collide {
-            let message = format!("{other}:{port} is taken by the [[listener]] on {one}:{port} in line 2");
+            let message = format!("{other}:{port} is already used by the [[listener]] on {one}:{port} in line 2");
             assert!(report.contains(&message) && report.contains("gateway.toml:4:11"), "{one} and {other}: {report}");
         }
     }

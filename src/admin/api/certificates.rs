@@ -105,7 +105,9 @@ pub(super) fn renew(context: &ApiContext<'_>, request: &RenewRequest) -> Result<
         }
         None => Err(ApiError::new(
             StatusCode::NOT_FOUND,
-            format!("no listener obtains a certificate for `{name}` by ACME; `sluicegate certificates` lists them"),
+            format!(
+                "no listener obtains a certificate for `{name}` by ACME; `sluicegate certificates` lists all certificates"
+            ),
         )),
     }
 }

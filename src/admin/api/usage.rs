@@ -40,7 +40,7 @@ pub(super) async fn usage(context: &ApiContext<'_>, mut query: QueryParams) -> R
     let rows = context.limiter_admin.usage(&usage_query).await.map_err(|error| match error {
         UsageError::Store(error) => store_error(&error),
         UsageError::TooMany(_) => {
-            ApiError::bad_request(format!("{error}: select fewer with `limit`, `from`, `to` or an identity"))
+            ApiError::bad_request(format!("{error}: select fewer totals with `limit`, `from`, `to` or an identity"))
         }
     })?;
     Ok(json_response(&UsageReport::new(context.config, &usage_query, &filter, rows, by)))

@@ -230,7 +230,7 @@ impl ConsumersDoc {
         }
     }
 
-    /// Set `disabled = true` for a key, or remove it.
+    /// Set `disabled = true` for a key, or remove `disabled`.
     pub(super) fn set_disabled(&mut self, key: &FoundKey, disabled: bool) {
         fn set(table: &mut dyn TableLike, disabled: bool) {
             if disabled {
@@ -299,7 +299,7 @@ fn consumer_name(table: &dyn TableLike) -> Option<&str> {
     table.get("name")?.as_str()
 }
 
-/// Append a key to the list in the style of the last key: on the same line, or on a line of its own.
+/// Append a key to the list in the style of the last key: on the same line, or on a separate line.
 fn push_key(keys: &mut Array, mut key: Value) {
     let has_trailing_comma = keys.trailing_comma();
     if let Some(last) = keys.len().checked_sub(1).and_then(|last| keys.get_mut(last)) {
@@ -349,7 +349,7 @@ fn decor_text(text: Option<&toml_edit::RawString>) -> String {
     text.and_then(toml_edit::RawString::as_str).unwrap_or_default().to_owned()
 }
 
-// The file on disk. It is replaced atomically, and only with content that the gateway accepts.
+// The file on disk. The consumers file is replaced atomically, and only with content that the gateway accepts.
 
 /// Keys of the configuration that determine which consumers are valid.
 const NEEDED_KEYS: &[&str] = &["auth", "limit", "route.name"];
@@ -447,7 +447,7 @@ impl ConsumersFile {
     }
 }
 
-/// Return the consumers file of a provider. Without a provider, return the only one of the configuration.
+/// Return the consumers file of a provider. Without a provider, return the only consumers file of the configuration.
 fn consumers_name<'c>(
     config: &'c Config,
     config_path: &Path,

@@ -47,8 +47,8 @@ impl Batcher {
         }
     }
 
-    /// Record a call that failed and that was sent in this epoch of the circuit breaker. If there is a `sample`, a probe
-    /// sends a call with the same properties.
+    /// Record a call that failed and that was sent in this epoch of the circuit breaker. If there is a `sample`, a
+    /// probe sends a call with the same properties.
     pub(super) fn call_failed(self: &Arc<Self>, epoch: u32, error: &StoreError, sample: Option<ProbeCall>) {
         match self.breaker.record_failure(epoch) {
             Assessment::Failing => self.open_breaker(epoch, error, sample),

@@ -138,7 +138,7 @@ pub(super) async fn check_round_trip(
     } else if store_timeout < median * TIMEOUT_HEADROOM {
         check
             .with_status(Status::Warning)
-            .with_advice(format!("store.timeout leaves too little headroom: {advised_timeout}"))
+            .with_advice(format!("store.timeout is too short for these round trips: {advised_timeout}"))
     } else if max * 2 > store_timeout {
         let advice = "some checks will time out: raise store.timeout, or find out what slows down Redis or the network";
         check.with_status(Status::Warning).with_advice(advice)

@@ -414,7 +414,7 @@ pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()
         let skip_reason = limit.skipped.as_deref().unwrap_or_default();
         let name = &limit.name;
         writeln!(out)?;
-        write_wrapped(out, "", &format!("{name}: not replayed: {skip_reason} is not in this log."))?;
+        write_wrapped(out, "", &format!("{name}: not replayed, because this log lacks {skip_reason}."))?;
         write_wrapped(out, "  ", &format!("If another field identifies the clients, use --identity {name}=FIELD"))?;
     }
     for limit in known.into_iter().filter(|limit| limit.requests > 0) {

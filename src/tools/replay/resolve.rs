@@ -577,10 +577,10 @@ pub(super) fn limit_notes(compiled: &CompiledLimit, is_mapped: bool, capabilitie
     let is_logged = |name: &HeaderName| capabilities.headers.contains(name) || capabilities.identity_hashes;
     match &compiled.cost {
         Some(Cost::Response { default, .. }) if !capabilities.identity_hashes => {
-            notes.push(format!("the cost of responses is not in this log: each counts as {default}"));
+            notes.push(format!("the cost of responses is not in this log: each request counts as {default}"));
         }
         Some(Cost::Llm(_)) if !capabilities.identity_hashes => {
-            notes.push("the tokens of requests are not in this log: each counts as 1".to_owned());
+            notes.push("the tokens of requests are not in this log: each request counts as 1".to_owned());
         }
         Some(Cost::Tools(tools)) if !capabilities.identity_hashes => {
             notes.push(format!(

@@ -237,10 +237,10 @@ impl ClusterStore {
             match self.admin_command(identity_slot(identity), &command).await {
                 Ok(_) => return,
                 Err(error) if error.is_not_executed() => sleep(REDIRECTION_DELAY).await,
-                Err(error) => return warn!(%error, amount, "usage of a migrating slot may be lost"),
+                Err(error) => return warn!(%error, amount, "usage totals of a cluster slot that migrates may be lost"),
             }
         }
-        warn!(amount, "usage of a migrating slot is lost");
+        warn!(amount, "usage totals of a cluster slot that migrates are lost");
     }
 
     /// Refund what each group granted in addition to what all groups granted.

@@ -85,7 +85,7 @@ fn write_overview(report: &ReplayReport, out: &mut String) -> fmt::Result {
         write!(out, "<td>{}", Escaped(&limit.quota_text()))?;
         match &limit.skipped {
             Some(skip_reason) => {
-                writeln!(out, "<td colspan=\"4\">not replayed: {} is not in this log", Escaped(skip_reason))?
+                writeln!(out, "<td colspan=\"4\">not replayed, because this log lacks {}", Escaped(skip_reason))?
             }
             None => {
                 let denied = format!("{} ({})", group_digits(limit.denied), format_percent(limit.denied_percent()));
