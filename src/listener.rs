@@ -339,7 +339,7 @@ impl Server {
                         listener = %listener.address,
                         client = %peer.address,
                         "connection to a listener with `proxy_protocol` rejected: the client is not in \
-                         client_ip.trusted_proxies; further ones are not logged"
+                         client_ip.trusted_proxies; further rejections are not logged"
                     );
                 });
                 return Err(format!("`{}` is not a trusted proxy", peer.address).into());

@@ -207,7 +207,7 @@ fn parse_fingerprint(text: &str) -> anyhow::Result<String> {
     if !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) || digits.len() > 64 {
         // Do not print the argument: it may be a key instead of a fingerprint.
         bail!(
-            "this is not a fingerprint, which has hex digits only\n  `sluicegate key list` shows them; give a key on \
+            "this is not a fingerprint, which has hex digits only\n  `sluicegate key list` shows the fingerprints; give a key on \
              standard input, because all users of this machine see arguments"
         );
     }

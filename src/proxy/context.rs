@@ -314,7 +314,8 @@ impl Drop for RequestContext<'_> {
     }
 }
 
-/// The actions at the end of the response body: settle reservations, write the access log record and release the permits.
+/// The actions at the end of the response body: settle reservations, write the access log record and release the
+/// permits.
 struct Completion {
     record: Option<Box<RequestRecord>>,
     settlement: Option<Box<LlmSettlement>>,

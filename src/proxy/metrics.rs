@@ -156,8 +156,8 @@ pub struct RequestMetrics {
     pub statuses: MetricFamily<StatusCounter>,
     /// Decisions by limit and [`LimitDecision`].
     pub limits: MetricFamily<Counter<6>>,
-    /// Costs of LLM requests by route and limit (see [`split_token_counter_name`]): reserved costs, and settled costs by
-    /// [`SETTLED_BY`].
+    /// Costs of LLM requests by route and limit (see [`split_token_counter_name`]): reserved costs, and settled costs
+    /// by [`SETTLED_BY`].
     pub tokens: MetricFamily<Counter<4>>,
     /// Requests that any of their limits denied, by route.
     pub denied_requests: MetricFamily<Counter<1>>,

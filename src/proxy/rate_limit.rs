@@ -90,10 +90,10 @@ pub(super) async fn check_limits<'a>(
     }
 }
 
-/// Check the limits of a route in two calls, and wait for the provider `pending` between them. The first call checks the
-/// limits that need no credential, so that attempts to guess a credential are limited. The second call checks all other
-/// limits. If the second call denies the request, the charges of the first call are refunded. If the request is not
-/// authenticated, these charges stay. All verified credentials are in `context.credentials`, even if the request is
+/// Check the limits of a route in two calls, and wait for the provider `pending` between them. The first call checks
+/// the limits that need no credential, so that attempts to guess a credential are limited. The second call checks all
+/// other limits. If the second call denies the request, the charges of the first call are refunded. If the request is
+/// not authenticated, these charges stay. All verified credentials are in `context.credentials`, even if the request is
 /// rejected.
 ///
 /// # Errors

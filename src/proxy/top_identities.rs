@@ -1,9 +1,10 @@
 //! The identities with the most denials or the highest cost of a limit in the last minutes, in bounded memory.
 //!
-//! Each minute has its own frequent-items sketch, a weighted Misra-Gries summary as in Apache DataSketches (Anderson, Bevin,
-//! Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm for Identifying Frequent Items in Data Streams", 2017). A
-//! sketch keeps at most 96 identities. The sum of an identity is at most 3.5 / 128 = 2.7 % of the sum of all identities of
-//! that minute too low, and it is never too high. The sketches of all workers and minutes are merged when the list is read.
+//! Each minute has its own frequent-items sketch, a weighted Misra-Gries summary as in Apache DataSketches (Anderson,
+//! Bevin, Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm for Identifying Frequent Items in Data
+//! Streams", 2017). A sketch keeps at most 96 identities. The sum of an identity is at most 3.5 / 128 = 2.7 % of the
+//! sum of all identities of that minute too low, and it is never too high. The sketches of all workers and minutes are
+//! merged when the list is read.
 
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -26,8 +26,8 @@ pub enum ConditionSource {
     Header(HeaderName),
     /// The query parameters with this name, after decoding.
     Query(Box<str>),
-    /// The value at a pointer into the JSON body. A string, an integer, `true` or `false` is compared as text. All other
-    /// values meet only [`Present`](ValueTest::Present).
+    /// The value at a pointer into the JSON body. A string, an integer, `true` or `false` is compared as text. All
+    /// other values meet only [`Present`](ValueTest::Present).
     Json(JsonPointer),
 }
 

@@ -7,8 +7,8 @@ use http::Method;
 use crate::routing::condition::Condition;
 use crate::routing::{HostRoutes, Node, RouteEntry, RouteRequest, RouteTable, Unmet};
 
-/// A route compared with a request. A route with several hosts, or with both forms of a trailing slash, has one candidate
-/// for each.
+/// A route compared with a request. A route with several hosts, or with both forms of a trailing slash, has one
+/// candidate for each.
 #[derive(Debug)]
 pub struct Candidate<'t, T> {
     /// Target of the route.

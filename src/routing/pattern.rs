@@ -162,8 +162,8 @@ impl PathPattern {
         }
     }
 
-    /// Return the pattern with the trailing slash added or removed: `/a/` for `/a`, and `/a` for `/a/` and `/a/{*rest}`.
-    /// Return `None` for `/`, `/{*rest}` and regular expressions.
+    /// Return the pattern with the trailing slash added or removed: `/a/` for `/a`, and `/a` for `/a/` and
+    /// `/a/{*rest}`. Return `None` for `/`, `/{*rest}` and regular expressions.
     pub fn with_other_slash(&self) -> Option<PathPattern> {
         let PathForm::Segments(segments) = &self.0 else { return None };
         let ends_in_slash = match segments.last()? {

@@ -78,7 +78,7 @@ pub(super) fn certificate(cert: &FileSnapshot, key: &FileSnapshot, span: Range<u
             TlsError::KeyMismatch(_) => (
                 format!("certificate and key do not match: {cert_path}, {key_path}"),
                 format!(
-                    "these print the same public key for a pair: openssl x509 -noout -pubkey -in {cert_path}; \
+                    "these commands print the same public key for a matching pair: openssl x509 -noout -pubkey -in {cert_path}; \
                      openssl pkey -pubout -in {key_path}"
                 ),
             ),

@@ -1,5 +1,5 @@
-//! Cost of a request for a limit: a constant, a header of a trusted proxy, a response header, the tokens of an LLM API, or
-//! the MCP tools.
+//! Cost of a request for a limit: a constant, a header of a trusted proxy, a response header, the tokens of an LLM API,
+//! or the MCP tools.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;

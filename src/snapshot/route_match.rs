@@ -1,4 +1,5 @@
-//! Compiles the match of a route: hosts, listeners, path, methods, and conditions on headers, query parameters and the body.
+//! Compiles the match of a route: hosts, listeners, path, methods, and conditions on headers, query parameters and the
+//! body.
 
 use std::net::Ipv6Addr;
 use std::ops::Range;

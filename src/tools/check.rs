@@ -327,7 +327,7 @@ fn inspection_beyond_buffers(input: &LintInput<'_>) -> Option<Issue> {
         return None;
     }
     let message = format!(
-        "a body of up to {} bytes is read, but all bodies together take at most {} (`server.max_buffered`): larger ones \
+        "a body of up to {} bytes is read, but all bodies together take at most {} (`server.max_buffered`): larger bodies \
          get 503",
         server.inspect_body, server.max_buffered
     );

@@ -119,8 +119,8 @@ impl EndpointPool {
 }
 
 impl Connection {
-    /// Send a request. The future does not borrow the connection. `reads` is the read limit of a connection that carries
-    /// only this request.
+    /// Send a request. The future does not borrow the connection. `reads` is the read limit of a connection that
+    /// carries only this request.
     pub(super) fn send(
         &mut self,
         request: Request<RequestBody>,

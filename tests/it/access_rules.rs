@@ -243,7 +243,7 @@ fn file_is_reloaded_and_a_bad_one_is_not() {
     // A bad file keeps the running rules. The log says what is wrong and where.
     let bad = [
         ("127.0.0.3\n127.0.0.300\n", "`127.0.0.300` is not an address or a network"),
-        ("deny 127.0.0.3;\n", "only the network is in the line: 127.0.0.3"),
+        ("deny 127.0.0.3;\n", "write only the network in the line: 127.0.0.3"),
         ("", "the file is empty: a file without networks has a comment"),
         (&"x\n".repeat(10_000), "9995 further lines are not networks"),
     ];

@@ -194,7 +194,11 @@ fn errors_name_the_included_file_with_its_line() {
         ),
         (
             vec![("gateway.toml", main.replace(MAIN, "include = [\"*/a.toml\", \"routes/\"]\n"))],
-            vec!["`*/a.toml` has a wildcard in a directory", "in the file name only", "`routes/` is not a file"],
+            vec![
+                "`*/a.toml` has a wildcard in the name of a directory",
+                "in the file name only",
+                "`routes/` is not a file",
+            ],
         ),
         (
             vec![("gateway.toml", main.replace(MAIN, "include = [\"*.toml\"]\n"))],

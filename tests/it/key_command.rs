@@ -95,8 +95,8 @@ fn generated_keys_have_a_format_and_a_sha256_hash() {
     assert!(key(directory.path(), &["new", "--prefix", "acme_test_"], "").line().starts_with("acme_test_"));
     for (arguments, input, expected) in [
         (&["hash"][..], &secret[..43], "the checksum of this key is wrong"),
-        (&["hash"], "", "there is no key on standard input"),
-        (&["hash"], "two words", "it must be ASCII without spaces"),
+        (&["hash"], "", "standard input contains no key"),
+        (&["hash"], "two words", "a key must be ASCII without spaces"),
         (&["new", "--prefix", "No-"], "", "lower-case letters, digits and _"),
         (&["new", "--tier", "pro"], "", "--create"),
     ] {
@@ -181,9 +181,9 @@ fn invalid_file_or_name_changes_nothing() {
         (&good, &["new", "--consumer", "amce"], 1, "did you mean `acme`? --create adds one"),
         (&good, &["new", "--consumer", "acme", "--create"], 1, "the consumer `acme` exists already"),
         (&good, &["new", "--consumer", "b", "--create", "--tier", "por"], 2, "did you mean `pro`?"),
-        (&good, &["revoke", "111111"], 1, "several keys begin with 111111"),
+        (&good, &["revoke", "111111"], 1, "several keys have a hash that begins with 111111"),
         (&good, &["revoke", "222222"], 1, "no key has a hash that begins with 222222"),
-        (&good, &["revoke", "1111"], 1, "6 digits or more"),
+        (&good, &["revoke", "1111"], 1, "give at least 6 digits"),
         (&good, &["revoke", "sg_live_0123"], 1, "all users of this machine see arguments"),
     ] {
         let (directory, path) = folder(Some(consumers));

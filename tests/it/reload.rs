@@ -206,7 +206,7 @@ fn checked(gateway: &Gateway, config: &str, arguments: &[&str]) -> (Option<i32>,
     (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
 }
 
-const REFUSED: &str = "warning: a reload will reject this: ";
+const REFUSED: &str = "warning: a reload will reject this file: ";
 
 #[test]
 fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {

@@ -215,7 +215,7 @@ fn store_errors_say_what_to_do() {
         (format!("redis://{}/1", at(&sentinel)), "so it may be a Sentinel; use redis+sentinel://".to_owned()),
         (
             format!("redis://{}", at(&tls)),
-            format!("{} closes the connection before it answers; if it speaks TLS, use rediss://", at(&tls)),
+            format!("{} closes the connection before it answers; if the server speaks TLS, use rediss://", at(&tls)),
         ),
         (
             format!("rediss://{}", at(&tls)),

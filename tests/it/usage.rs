@@ -736,7 +736,7 @@ fn command_prints_totals_by_day_month_and_identity() {
     }
     drop(redis);
     let (exit, text) = usage(gateway.directory(), &[]).unwrap_err();
-    assert!(exit == Some(1) && text.contains("the totals cannot be read from the store"), "{exit:?} {text}");
+    assert!(exit == Some(1) && text.contains("cannot read the usage totals from the store"), "{exit:?} {text}");
 }
 
 #[test]

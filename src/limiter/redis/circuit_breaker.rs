@@ -365,7 +365,7 @@ impl WriteHealth {
             }
             Err(error @ StoreError::WritesRejected(_)) => {
                 if self.0.swap(now_us(), Ordering::Relaxed) == 0 {
-                    warn!(%error, "the store rejects writes: checks that would write follow on_store_error until it \
+                    warn!(%error, "the store rejects writes: checks that would write follow on_store_error until the store \
                                    accepts writes");
                 }
             }

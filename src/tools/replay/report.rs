@@ -314,7 +314,7 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
         let sampled = format_count(statistics.sampled, "request stands", "requests stand");
         let total = format_count(statistics.sampled_total.round() as u64, "request", "requests");
         notes.push(format!(
-            "the log is a sample: {sampled} for about {total}; limits deny less here than they would. Replay a log \
+            "the log is a sample: {sampled} for about {total}; limits deny less in this replay than in the gateway. Replay a log \
              without `sample`"
         ));
     }
