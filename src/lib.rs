@@ -3,7 +3,7 @@
 //! # The limiter
 //!
 //! [`limiter`] decides whether a request is admitted. The module is independent of HTTP and of the other parts of the
-//! gateway. It counts in the memory of the process or in Redis, with the same algorithms as the gateway.
+//! gateway. The limiter counts in the memory of the process or in Redis, with the same algorithms as the gateway.
 //! `examples/embed.rs` is a complete HTTP service, and `docs/how-to/embed.md` explains the options.
 //!
 //! ```

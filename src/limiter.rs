@@ -519,7 +519,8 @@ mod tests {
         let denied = limiter.check(&[LimitCheck::new(&full_limit, identity(3000)), shadow_check(1)]).await.unwrap();
         assert!(denied.admitted && denied.results.is_empty(), "the full limit does not count the identity: {denied:?}");
         assert_eq!(denied.shadow_denied.len(), 1);
-        // The clock is paused. It advances from timer to timer, past the first renewal of the permits.
+        // The clock is paused. The clock of the test advances from timer to timer, past the first renewal of the
+        // permits.
         sleep(ttl / 2).await;
         let Store::Memory(memory) = &limiter.store_handle.store else { panic!("{limiter:?}") };
         let (check, larger) = (shadow_check(0), rule(10));

@@ -153,9 +153,9 @@ impl Gateway {
     }
 
     /// Find the route of a request, check access rules, answer CORS preflights, check the declared body length, rewrite
-    /// the target, authenticate the client and check the limits. The `body` is a separate argument. It is polled only
-    /// if the route or a limit depends on it. Otherwise a client that waits for `100 Continue` does not send the body
-    /// of a rejected request.
+    /// the target, authenticate the client and check the limits. The `body` is a separate argument. The body is polled
+    /// only if the route or a limit depends on the body. Otherwise a client that waits for `100 Continue` does not send
+    /// the body of a rejected request.
     ///
     /// # Errors
     /// The request is rejected or is a preflight. A [`Rejection`] is the response to any request that is not admitted.

@@ -320,7 +320,7 @@ impl Search<'_> {
     }
 
     /// Return the best match below a node: literal segments come before parameters, and parameters before catch-all
-    /// patterns. This visits each node at most once, whatever the path is.
+    /// patterns. The search visits each node at most once, whatever the path is.
     fn descend<'t, T>(&mut self, node: &'t Node<T>, remaining: Option<&str>) -> Option<&'t RouteEntry<T>> {
         let Some(remaining) = remaining else { return self.pick_entry(&node.terminal) };
         let (segment, next) = match remaining.split_once('/') {

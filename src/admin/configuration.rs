@@ -51,7 +51,8 @@ struct ReloadResponse {
     file: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
-    /// The differences of the last reload that changed a key, as sentences. This is usually the requested reload.
+    /// The differences of the last reload that changed a key, as sentences. This last reload is usually the reload that
+    /// the request asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     changes: Option<Vec<String>>,
     /// Time since that reload. `None` if there was no such reload.

@@ -127,7 +127,7 @@ struct ConfigStatus {
     last_error_at: Option<String>,
 }
 
-/// One client of the event stream.
+/// A client that reads the event stream.
 struct Subscriber {
     first: Option<Bytes>,
     events: Receiver<Bytes>,

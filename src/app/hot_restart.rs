@@ -111,7 +111,7 @@ impl ChildProcess {
 
 impl Drop for ChildProcess {
     fn drop(&mut self) {
-        // This fails if the process has already exited.
+        // `kill` fails if the process has already exited.
         let _ = self.kill();
     }
 }

@@ -79,8 +79,8 @@ impl InheritedSockets {
         }
         for worker in 0..workers {
             if by_worker[worker].is_empty() {
-                // Binding fails if there is an inherited socket without SO_REUSEPORT. In this case, the workers share
-                // the inherited socket.
+                // Binding fails if there is an inherited socket without SO_REUSEPORT. If binding fails, the workers
+                // share the inherited socket.
                 let socket = match (listen(address, true), by_worker[0].first()) {
                     (Err(_), Some(shared)) => shared.try_clone(),
                     (socket, _) => socket,

@@ -92,8 +92,8 @@ impl Reloader {
                 Err(error) => {
                     self.config_handle.record_failure(error);
                     warn!(file = %path, %error, "cannot reload the configuration: the active configuration stays in force");
-                    // The new files may include other files. These must be watched, so that a correction of the error
-                    // is detected.
+                    // The new files may include other files. These files must be watched, so that a correction of the
+                    // error is detected.
                     let directories = self.config_handle.last_attempt().directories;
                     if self.watcher.as_ref().is_some_and(|watcher| !watcher.watches(&directories)) {
                         self.watcher = watch_files(&self.config_handle);

@@ -66,7 +66,7 @@ impl Sources {
         self.files.partition_point(|file| file.start <= span.start).saturating_sub(1)
     }
 
-    /// Return the file that contains a span. There is always at least one file.
+    /// Return the file that contains a span. The list always has at least one file.
     fn file_of(&self, span: &Range<usize>) -> Option<&SourceFile> {
         self.files.get(self.index_of(span))
     }

@@ -23,7 +23,8 @@ impl RedactedText {
         let mut redacted = RedactedText { text: text.to_owned(), secrets: Vec::new() };
         match DeTable::parse(text) {
             Ok(table) => redacted.redact_table(text, table.get_ref(), &mut Vec::new()),
-            // A text that is not valid TOML is redacted line by line. This may hide too much, but never too little.
+            // A text that is not valid TOML is redacted line by line. The function may hide too much, but never too
+            // little.
             Err(_) => redacted.text = text.split_inclusive('\n').map(redact_line).collect(),
         }
         redacted

@@ -22,20 +22,20 @@ use crate::http::upgrade::Tunnel;
 
 /// Hook for the end of a response body.
 pub trait OnComplete: Send {
-    /// The hook is called with each chunk before the chunk is sent. It may change the chunk if the length of the body
-    /// is unknown. `Break` ends the body after the chunk, and aborts the response of the upstream.
+    /// The hook is called with each chunk before the chunk is sent. The function may change the chunk if the length of
+    /// the body is unknown. `Break` ends the body after the chunk, and aborts the response of the upstream.
     fn on_data(&mut self, _data: &mut Bytes) -> ControlFlow<()> {
         ControlFlow::Continue(())
     }
 
-    /// This is called when the body is dropped, after its end (`complete`) or before. `bytes_sent` is the number of
-    /// body bytes that were sent.
+    /// The method is called when the body is dropped, after its end (`complete`) or before. `bytes_sent` is the number
+    /// of body bytes that were sent.
     fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool);
 }
 
 /// The resources that an upstream response occupies until its data has been read: a connection and a request permit.
 pub trait UpstreamLease: Send {
-    /// This is called when the data has been read to its end, so that the connection can be reused. If a lease is
+    /// The method is called when the data has been read to its end, so that the connection can be reused. If a lease is
     /// dropped without a release, the connection is closed.
     fn release(self: Box<Self>);
 }
@@ -56,8 +56,8 @@ pub struct Body {
 enum BodyKind {
     Full(Option<Bytes>),
     Upstream(UpstreamBody),
-    /// Not an HTTP body, but bytes in both directions after a protocol upgrade. The guard holds what the upstream
-    /// connection occupies.
+    /// The bytes are not an HTTP body, but go in both directions after a protocol upgrade. The guard holds what the
+    /// upstream connection occupies.
     Tunnel {
         tunnel: Option<Box<Tunnel>>,
         _guard: Option<Box<dyn Any + Send>>,
@@ -86,7 +86,7 @@ impl Body {
     }
 
     /// Create a body from an upstream response. `read_bound` is the read limit of an upstream connection that carries
-    /// only this response. Its reads depend on how much may be buffered.
+    /// only this response. The reads of this connection depend on how much may be buffered.
     pub fn from_upstream(
         incoming: Incoming,
         limits: BodyLimits,
@@ -192,7 +192,8 @@ impl HttpBody for Body {
             (Ok(mut data), Some(hook)) => {
                 is_ended = hook.on_data(&mut data).is_break();
                 if data.is_empty() && !is_ended {
-                    // There is nothing to send yet. Poll again, because the upstream has not been polled to `Pending`.
+                    // The body has nothing to send yet. Poll again, because the upstream has not been polled to
+                    // `Pending`.
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
                 }
@@ -263,8 +264,8 @@ impl UpstreamBody {
         bytes_sent: u64,
         cx: &mut Context<'_>,
     ) -> Poll<Result<(), BodyError>> {
-        // This is checked even while data is available, because a client that reads slowly also uses up the route
-        // timeout.
+        // The timeout is checked even while data is available, because a client that reads slowly also uses up the
+        // route timeout.
         if self.deadline.as_mut().is_some_and(|deadline| deadline.poll(cx).is_ready()) {
             return Poll::Ready(Err(BodyError::RouteTimeout));
         }

@@ -19,7 +19,7 @@ const CORS_PREFIX: &str = "access-control-";
 const PREFLIGHT_VARY: HeaderValue =
     HeaderValue::from_static("Access-Control-Request-Method, Access-Control-Request-Headers");
 
-/// The same value, for a policy that lists origins.
+/// The value of the same header, for a policy that lists origins.
 const PREFLIGHT_VARY_ORIGIN: HeaderValue =
     HeaderValue::from_static("Origin, Access-Control-Request-Method, Access-Control-Request-Headers");
 

@@ -47,10 +47,10 @@ impl Variable {
 /// The reason why a value is not a template.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TemplateError {
-    /// There is a `{` without `}`.
+    /// The text has a `{` without `}`.
     #[error("`{{` without `}}`")]
     Unclosed,
-    /// There is a `}` without `{`.
+    /// The text has a `}` without `{`.
     #[error("`}}` without `{{`")]
     Unopened,
     /// No variable has this name.
@@ -135,8 +135,8 @@ impl ValueTemplate {
         })
     }
 
-    /// Return a template with `placeholder` instead of each literal part. It shows the value without the parts of the
-    /// configuration that may be secret.
+    /// Return a template with `placeholder` instead of each literal part. The output shows the value without the parts
+    /// of the configuration that may be secret.
     pub fn with_literals_replaced(&self, placeholder: &str) -> Self {
         let replaced = |part: &Part| match part {
             Part::Literal(_) => Part::Literal(placeholder.to_owned()),

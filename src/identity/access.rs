@@ -196,7 +196,7 @@ pub struct NetworkList {
 /// The reason why a rule allows or denies a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AccessDecision<'r> {
-    /// There is no `allow`, and no network of `deny` contains the client address.
+    /// The rules have no `allow`, and no network of `deny` contains the client address.
     NotDenied,
     /// A network of `allow` contains the client address.
     Allowed(ListSource<'r>),

@@ -21,7 +21,7 @@ pub type KeyHash = [u8; 32];
 /// A provider of kind `api-key`.
 #[derive(Debug)]
 pub struct ApiKeyProvider {
-    /// Headers that may contain the key. There are 1 to [`MAX_PLACES`] headers.
+    /// Headers that may contain the key. The list has 1 to [`MAX_PLACES`] headers.
     pub places: Vec<KeyPlace>,
     /// The consumers. The value is replaced when the consumers file changes. Providers with the same file share these
     /// consumers.

@@ -64,7 +64,7 @@ impl Rule {
 
     /// Return the time in µs in which a token bucket repays the debt that existed before the last `cost` tokens of a
     /// charge. The charge was made `elapsed_us` before this outcome. Only the refill after this time counts against a
-    /// refund of these tokens. The result is rounded down, to the client's disadvantage. It is 0 for the other
+    /// refund of these tokens. The result is rounded down, to the client's disadvantage. The value is 0 for the other
     /// algorithms, which do not need it.
     pub fn debt_before_us(&self, outcome: &Outcome, elapsed_us: u64, cost: u64) -> u64 {
         match self {
@@ -246,8 +246,8 @@ pub enum State {
         debt: u64,
         /// Number of parts of a token.
         parts: u64,
-        /// Time at which the key of the state expires in Redis, µs. It is between 0.5 s and 1.001 s after the debt is
-        /// repaid.
+        /// Time at which the key of the state expires in Redis, µs. The time is between 0.5 s and 1.001 s after the
+        /// debt is repaid.
         key_expires_at: u64,
     },
     /// Fixed window: `count` tokens since the window opened at `start` (µs).

@@ -36,8 +36,8 @@ impl fmt::Display for Identity {
 
 /// A keyed hash function for identities. The same secret gives the same hashes on every gateway.
 ///
-/// SipHash-2-4 with 128 bits (Aumasson and Bernstein, 2012) is a keyed function for short inputs. It needs a tenth of
-/// the instructions of an HMAC. The key of SipHash is the start of the secret's SHA-256.
+/// SipHash-2-4 with 128 bits (Aumasson and Bernstein, 2012) is a keyed function for short inputs. SipHash needs a tenth
+/// of the instructions of an HMAC. The key of SipHash is the start of the secret's SHA-256.
 #[derive(Debug, Clone)]
 pub struct IdentityHasher(SipHasher24);
 

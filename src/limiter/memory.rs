@@ -1,5 +1,5 @@
-//! The memory store. It is the default store, the fallback in an outage, and the model with which the Lua scripts are
-//! compared in tests.
+//! The memory store. The memory store is the default store, the fallback in an outage, and the model with which the Lua
+//! scripts are compared in tests.
 
 use std::collections::VecDeque;
 use std::collections::hash_map::RandomState;
@@ -69,8 +69,8 @@ impl MemoryStore {
 
     /// Decide all charges at one instant, without waiting for I/O.
     pub fn decide(&self, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
-        // Lock each shard of the request once, always in the same order. This prevents deadlocks and makes the request
-        // atomic.
+        // Lock each shard of the request once, always in the same order. The fixed order of the locks prevents
+        // deadlocks and makes the request atomic.
         let mut shard_bits = 0u64;
         for charge in charges {
             shard_bits |= 1 << shard_of(charge.key.local_hash());
@@ -252,8 +252,8 @@ fn step_all(
 
 // === Shards: the states of each limit are separate, so that one limit cannot evict the states of another limit ===
 
-/// Number of entries that the sweep examines for each insertion. It is more than one, so that sweeping is faster than
-/// growth.
+/// Number of entries that the sweep examines for each insertion. The number is greater than one, so that sweeping is
+/// faster than growth.
 const SWEPT_PER_INSERT: usize = 2;
 
 /// Number of entries that are compared to find an entry to evict. As for volatile-ttl in Redis, a sample of five finds

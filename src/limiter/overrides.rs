@@ -311,8 +311,8 @@ impl Overrides {
         lost.collect()
     }
 
-    /// Apply the records of a snapshot, except records of which this process knows a newer revision. Their times are
-    /// counted from `asked_at`. `is_complete` is true if the snapshot contains all fields of the hash.
+    /// Apply the records of a snapshot, except records of which this process knows a newer revision. The times of the
+    /// overrides are counted from `asked_at`. `is_complete` is true if the snapshot contains all fields of the hash.
     pub(super) fn apply_snapshot(&self, snapshot: &Snapshot, asked_at: Instant, is_complete: bool) {
         let now = monotonic();
         let mut known = self.lock_entries();

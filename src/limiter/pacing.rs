@@ -7,8 +7,8 @@ use tokio::time::timeout_at;
 
 use crate::limiter::clock::{elapsed_since, monotonic};
 
-/// Maximum number of checks that wait in one queue of a worker. This is more than a server can decide within the
-/// default timeout. Further checks are rejected at once.
+/// Maximum number of checks that wait in one queue of a worker. This number of checks is more than a server can decide
+/// within the default timeout. Further checks are rejected at once.
 pub const MAX_WAITING_CHECKS: usize = 16_384;
 
 /// Maximum additional time for a check or a call, if the worker was busy with other tasks. The bound ensures that the

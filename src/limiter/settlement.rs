@@ -48,7 +48,7 @@ const OVERLOAD_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Time after which a charge or refund that cannot be sent because of overload or an outage is dropped.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The same time limit, at the end of the process.
+/// Time after which such a charge or refund is dropped at the end of the process.
 const LAST_DELIVERY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The operation on a limit that is deferred until the response is known.
@@ -413,8 +413,8 @@ pub struct ConcurrencyPermits {
 struct PermitStoreState {
     /// Whether the store may count the permits.
     may_be_counted: AtomicBool,
-    /// Whether a call that registers the permits may still be executed. In this case, the release must be repeated
-    /// later.
+    /// Whether a call that registers the permits may still be executed. If so, the release of the permits must be
+    /// repeated later.
     call_in_flight: AtomicBool,
 }
 

@@ -193,7 +193,8 @@ impl Singleflight {
 }
 
 /// Marks the end of the leader's check when it is dropped: the check has its verdict, or its client has disconnected.
-/// Dropping the value sends nothing. It signals the task of the group, which owns the waiters and makes their calls.
+/// Dropping the value sends nothing. Dropping the value only signals the task of the group, which owns the waiters and
+/// makes their calls.
 struct FlightGuard<'a> {
     singleflight: &'a Singleflight,
     group: u128,

@@ -107,8 +107,8 @@ impl LimitSpec {
     /// Create a limit without tiers, queue and prefetching. The limit counts requests, denies, is announced, and falls
     /// back to its local share if the store fails. To change this, set the other fields.
     ///
-    /// `name` is part of keys and response headers. It must have 1 to 64 ASCII letters, digits, `-`, `_` or `.`. `rule`
-    /// must be the rule for `quota`.
+    /// `name` is part of keys and response headers. The name must have 1 to 64 ASCII letters, digits, `-`, `_` or `.`.
+    /// `rule` must be the rule for `quota`.
     ///
     /// # Errors
     /// The local share cannot be counted exactly.

@@ -191,11 +191,11 @@ pub enum StoreError {
     /// No connection, or the connection was lost. The store may or may not have executed the call.
     #[error("the store cannot be reached: {0}")]
     Unreachable(String),
-    /// There was no reply within `store.timeout`, and other calls fail as well. The store may still execute the call.
+    /// Redis did not reply within `store.timeout`, and other calls fail as well. The store may still execute the call.
     #[error("the store did not answer in time")]
     Timeout,
-    /// There was no reply within `store.timeout`, while the store replies to other calls. The store may still execute
-    /// the call, and its charges are then refunded.
+    /// Redis did not reply within `store.timeout`, but it replies to other calls. The store may still execute the call,
+    /// and its charges are then refunded.
     #[error("the store did not answer this check in time, although it answers others")]
     LateReply,
     /// The circuit breaker is open, so the call was not sent.
@@ -271,8 +271,8 @@ impl StoreError {
         )
     }
 
-    /// Return whether the check was too late although the store works. This is not an outage, so `on_store_error` does
-    /// not apply.
+    /// Return whether the check was too late although the store works. A late check is not an outage, so
+    /// `on_store_error` does not apply.
     pub fn is_overload(&self) -> bool {
         matches!(self, StoreError::Overloaded | StoreError::LateReply)
     }

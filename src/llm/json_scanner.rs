@@ -1,5 +1,5 @@
-//! Incremental scanner of JSON text. It finds values at a few paths and the length of generated text, in bounded
-//! memory.
+//! Incremental scanner of JSON text. The scanner finds values at a few paths and the length of generated text, in
+//! bounded memory.
 //!
 //! A response may be one long document, a sequence of documents (NDJSON), or an array of documents as Gemini streams
 //! it. The text arrives in chunks that may end anywhere, and each chunk is forwarded at once. The scanner keeps only
@@ -217,7 +217,8 @@ impl JsonScanner {
                 }
                 Token::KeyEscape => self.token = Token::Key,
                 Token::TextEscape => {
-                    // The four digits after `\u` are counted as text. They stand for a character of about 3 bytes.
+                    // The four digits after `\u` are counted as text. Four hexadecimal digits stand for a character of
+                    // about 3 bytes.
                     self.text_length += if byte == b'u' { -1 } else { 1 };
                     self.token = Token::Text;
                 }

@@ -45,7 +45,7 @@ use crate::upstream::{Upstream, UpstreamError};
 
 /// The facts that are known about a request while it is handled. If the context is dropped before
 /// [`complete`](Self::complete), the connection or stream has ended: the client closed it, or `drain_timeout` expired.
-/// In this case, the access log has status 499.
+/// If the context is dropped early, the access log has status 499.
 pub(super) struct RequestContext<'a> {
     /// The configuration that applies to the whole request.
     pub(super) snapshot: &'a ConfigSnapshot,

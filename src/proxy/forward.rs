@@ -58,7 +58,7 @@ pub(super) async fn forward(
         let client = peer.proxied_connection(request.headers());
         request.extensions_mut().insert(client);
     }
-    // This is a block, so that the future does not keep the values while it waits for the response.
+    // The code is a block, so that the future does not keep the values while it waits for the response.
     let upgrade_request = {
         let credentials = &mem::take(&mut context.credentials);
         let header_values = if route.request_headers.has_variables() {

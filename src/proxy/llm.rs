@@ -285,7 +285,7 @@ impl LlmRequest {
 pub(super) struct LlmSettlement {
     charges: DeferredCharges,
     model: Option<Box<str>>,
-    /// One meter for all limits with the same settings.
+    /// All limits with the same settings share one meter.
     meters: Vec<Meter>,
     limits: Vec<SettledLimit>,
     rewriter: Option<StreamRewriter>,
@@ -293,7 +293,7 @@ pub(super) struct LlmSettlement {
 
 /// Changes a stream of server-sent events.
 struct StreamRewriter {
-    /// Whether the event with the usage is removed. In this case, events are sent only as a whole.
+    /// Whether the event with the usage is removed. If the event is removed, the gateway sends only whole events.
     hides_usage: bool,
     /// The format of the events that end the stream when its output exceeds a reservation.
     provider: Provider,

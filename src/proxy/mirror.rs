@@ -135,7 +135,8 @@ impl Drop for InFlight {
     }
 }
 
-/// The tasks of a worker that send copies. These tasks outlive the requests and the configuration.
+/// The tasks of a worker that send copies. The tasks that send copies may live longer than the requests and the
+/// configuration.
 #[derive(Debug, Clone, Default)]
 pub struct MirrorTasks(TaskTracker);
 
@@ -250,7 +251,8 @@ struct RequestCopy {
     head: Request<()>,
     upstream: Arc<Upstream>,
     responses: Arc<ResponseStats>,
-    /// This is not the flow of the client, because the copy outlives the connection of the client.
+    /// The flow of the copy is not the flow of the client, because the copy may live longer than the connection of the
+    /// client.
     flow: Arc<StreamFlow>,
     limits: BodyLimits,
     max_in_flight: usize,

@@ -61,11 +61,11 @@ pub enum Met {
 /// value, the last value or all of them, so the client would choose the value that the upstream reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ValueTest {
-    /// There is exactly one value, which is equal to this text.
+    /// The header, parameter or pointer has exactly one value, which is equal to this text.
     Exact(Box<[u8]>),
-    /// There is exactly one value, which begins with this text.
+    /// The header, parameter or pointer has exactly one value, which begins with this text.
     Prefix(Box<[u8]>),
-    /// There is exactly one value, and the expression matches the whole value.
+    /// The header, parameter or pointer has exactly one value, and the expression matches the whole value.
     Regex(Expression),
     /// At least one value.
     Present,

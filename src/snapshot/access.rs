@@ -60,7 +60,7 @@ impl NetworkFiles {
         NetworkList { inline: NetworkSet::new(networks), files }
     }
 
-    /// Return a file. It is read only if no earlier rule has named it.
+    /// Return a file. The file is read only if no earlier rule has named it.
     fn file(&mut self, name: &str, text: &Text, reader: &mut Validator<'_>) -> Option<Arc<NetworkFile>> {
         if reader.is_unresolved(text) {
             reader.push_issue(Issue::new(

@@ -92,8 +92,8 @@ pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
     one == other || covers(one) || covers(other)
 }
 
-/// Return whether sockets on `[::]` accept IPv4 connections as well. This depends on a system setting
-/// (`net.ipv6.bindv6only` on Linux).
+/// Return whether sockets on `[::]` accept IPv4 connections as well. Whether an IPv6 socket also covers IPv4 depends on
+/// a system setting (`net.ipv6.bindv6only` on Linux).
 fn accepts_ipv4() -> bool {
     Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only)
 }

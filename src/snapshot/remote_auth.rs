@@ -41,7 +41,8 @@ const MAX_CACHE_TTL: Duration = Duration::from_secs(3600);
 /// Bounds of `refresh_interval`.
 const REFRESH_INTERVALS: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(86_400);
 
-/// The internal upstreams and TLS settings of providers. They come after the upstreams of `[upstream.NAME]`.
+/// The internal upstreams and TLS settings of providers. The internal upstreams come after the upstreams of
+/// `[upstream.NAME]`.
 #[derive(Debug)]
 pub(super) struct InternalUpstreams {
     /// Number of upstreams of `[upstream.NAME]`.

@@ -365,8 +365,9 @@ impl Route {
     }
 
     /// Return the route that redirects the other form of the path, with or without the trailing slash, to this route.
-    /// The returned route has the name, the metrics, the access rules and the CORS policy of this route. It needs no
-    /// credential and is charged to no limit, because these apply to the request for the other form.
+    /// The returned route has the name, the metrics, the access rules and the CORS policy of this route. This redirect
+    /// needs no credential and is charged to no limit, because credentials and limits apply to the request for the
+    /// other form.
     fn slash_redirect(&self) -> Route {
         Route {
             index: self.index,

@@ -154,7 +154,7 @@ pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBa
     }
 }
 
-/// Compile `proxy_protocol`. It cannot be combined with HTTP/2, because all clients share one connection.
+/// Compile `proxy_protocol`. `proxy_protocol` cannot be combined with HTTP/2, because all clients share one connection.
 fn proxy_protocol(upstream: &config::tables::Upstream, protocol: Protocol, reader: &mut Validator<'_>) -> bool {
     let Some(text) = &upstream.proxy_protocol else { return false };
     let sends_header = reader.one_of(Some(text), false, &[("v2", true)]);

@@ -293,8 +293,8 @@ fn socket_writer(mut socket: LogSocket) -> io::Result<BatchWriter<u8>> {
 }
 
 impl AccessRecord<'_> {
-    /// Return whether the sample may leave out the record. This is so if the whole response was sent, the outcome is
-    /// not an error, and no limit denied the request, not even in shadow mode.
+    /// Return whether the sample may leave out the record. A record may be left out if the whole response was sent, the
+    /// outcome is not an error, and no limit denied the request, not even in shadow mode.
     fn is_success(&self) -> bool {
         let is_ok = self.status < 400 && self.complete && matches!(self.outcome, "ok" | "preflight");
         is_ok && self.decision.is_none_or(|decision| decision.shadow_denied.is_empty())

@@ -82,8 +82,8 @@ impl LogWriter {
                 // Ignore errors, because a closed terminal does not reopen and there is no other place to report them.
                 let _ = out.write_all(&bytes).and_then(|()| out.flush());
                 state.is_stalled.store(false, Ordering::Relaxed);
-                // This fails if the waiting thread has timed out. The waiting thread has then set `is_stalled`, and the
-                // next written line clears the flag.
+                // The send fails if the waiting thread has timed out. The waiting thread has then set `is_stalled`, and
+                // the next written line clears the flag.
                 let _ = written_sender.send(());
             }
         })?;

@@ -22,7 +22,8 @@ pub const ALPN_ACME_TLS: &[u8] = b"acme-tls/1";
 /// Common name of the certificate that is served until the CA has issued the first certificate.
 const SELF_SIGNED_NAME: &str = "sluicegate: no certificate yet";
 
-/// The certificates of all names, and the pending challenges. They are kept when the configuration is reloaded.
+/// The certificates of all names, and the pending challenges. The certificates are kept when the configuration is
+/// reloaded.
 #[derive(Debug)]
 pub struct ManagedCertificates {
     /// The keys of this map are server names in lower case.

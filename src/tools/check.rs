@@ -403,7 +403,7 @@ fn exact_headers(route: &config::tables::Route) -> impl Iterator<Item = (&String
     headers.filter_map(|(name, rule)| Some((name, rule.get_ref().exact.as_ref()?)))
 }
 
-/// Warn of paths in the syntax of other programs. They are valid here, but their characters match literally.
+/// Warn of paths in the syntax of other programs. Such paths are valid here, but their characters match literally.
 fn foreign_path(input: &LintInput<'_>, route: &Route) -> Option<Issue> {
     let path = input.route(route.index)?.get_ref().path.as_ref()?;
     let suggestion = pattern::suggestion(path.get_ref())?;

@@ -1,4 +1,5 @@
-//! The explanation of a request. It calls the functions that serve requests, but sends nothing and charges nothing.
+//! The explanation of a request. The explanation calls the functions that serve requests, but sends nothing and charges
+//! nothing.
 
 mod access;
 mod authentication;

@@ -204,14 +204,14 @@ impl UpstreamLease for PooledConnection {
 /// pieces of up to this size.
 const MAX_BUFFER_SIZE: usize = 64 * 1024;
 
-/// Maximum number of idle connections of a pool in which each connection belongs to one client. There may never be
-/// another request of the same client.
+/// Maximum number of idle connections of a pool in which each connection belongs to one client. Another request of the
+/// same client may never arrive.
 const MAX_IDLE_BY_CLIENT: usize = 64;
 
 /// Error of an exchange, with the request if no part of the request was written.
 pub(super) type SendError = TrySendError<Request<RequestBody>>;
 
-/// An HTTP/1.1 connection. It serves one request at a time.
+/// An HTTP/1.1 connection. An HTTP/1.1 connection serves one request at a time.
 #[derive(Debug)]
 pub(super) struct Http1Connection {
     sender: SendRequest<RequestBody>,

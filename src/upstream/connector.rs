@@ -130,9 +130,9 @@ pub(super) struct EndpointConnection {
 }
 
 impl Upstream {
-    /// Connect to the picked endpoint. If this fails or takes long, connect to other endpoints. Nothing has been
-    /// written yet, so this is safe for every request. If `allow_idle` is set, idle connections of the other endpoints
-    /// are used as well.
+    /// Connect to the picked endpoint. If this fails or takes long, connect to other endpoints. No byte of the request
+    /// has been written yet, so a retry is safe for every request. If `allow_idle` is set, idle connections of the
+    /// other endpoints are used as well.
     ///
     /// # Errors
     /// No endpoint accepted the connection, or `connect_timeout` expired.

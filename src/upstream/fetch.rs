@@ -1,5 +1,5 @@
-//! Single HTTP/1.1 exchanges, each on its own connection. They are used for the trace exporter, the key sets of token
-//! issuers, and webhooks.
+//! Single HTTP/1.1 exchanges, each on its own connection. Such requests are used for the trace exporter, the key sets
+//! of token issuers, and webhooks.
 
 use std::error::Error;
 use std::io;

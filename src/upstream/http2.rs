@@ -128,7 +128,7 @@ pub(super) enum StreamOutcome {
     PeerError,
     /// The gateway reset the stream, because the client aborted the request.
     LocalReset,
-    /// Nothing is known, because the connection is lost.
+    /// The state of the request is unknown, because the connection is lost.
     Unknown,
 }
 

@@ -50,8 +50,8 @@ pub(super) struct PickContext<'a> {
 }
 
 impl LoadBalancer {
-    /// Build the tables from the current health of the endpoints. Also return when the tables become outdated if no
-    /// event happens before.
+    /// Build the tables from the current health of the endpoints. Also return the time when the tables become outdated
+    /// if no event happens before.
     pub(super) fn new(
         settings: &UpstreamSettings,
         endpoints: Arc<Vec<Arc<Endpoint>>>,

@@ -38,11 +38,11 @@ struct RetryState {
 
 /// Where a request is sent again after a failure.
 enum RetryTarget {
-    /// To the same endpoint, on another connection.
+    /// Send the request again to the same endpoint, on another connection.
     SameEndpoint(Request<RequestBody>),
-    /// To another endpoint, because no part of the request was written.
+    /// Send the request to another endpoint, because no part of the request was written.
     OtherEndpoint(Request<RequestBody>),
-    /// To another endpoint, if the retry budget allows it.
+    /// Send the request to another endpoint, if the retry budget allows it.
     OtherEndpointWithBudget(Request<RequestBody>),
 }
 
@@ -52,8 +52,8 @@ impl Upstream {
     /// If no part of a request was written, it is sent on another connection or to other endpoints. Otherwise only
     /// requests without a body are sent again: GET, HEAD and OPTIONS, and requests with any method that an HTTP/2
     /// server declares as not processed (RFC 9113 §8.7). Such a request is sent once more to the same endpoint if a
-    /// reused connection was closed before the response (RFC 9110 §9.2.2) or the HTTP/2 server did not process it. It
-    /// is sent to other endpoints within `retries` and the retry budget.
+    /// reused connection was closed before the response (RFC 9110 §9.2.2) or the HTTP/2 server did not process it. Such
+    /// a request is sent to other endpoints within `retries` and the retry budget.
     ///
     /// For an upstream that gets PROXY headers, the connection of the client is taken from the extensions of the
     /// request, as a [`ProxiedConnection`].
@@ -209,8 +209,8 @@ impl Upstream {
         Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
     }
 
-    /// Return the error for the route timeout. It was caused by the client if the client delayed the upload, otherwise
-    /// by the upstream.
+    /// Return the error for the route timeout. The error was caused by the client if the client delayed the upload,
+    /// otherwise by the upstream.
     fn deadline_error(&self, progress: Option<&UploadProgress>) -> UpstreamError {
         if progress.is_some_and(UploadProgress::is_delayed_by_client) {
             return UpstreamError::ClientTimeout;
@@ -324,7 +324,7 @@ pub enum RetryReason {
     Reconnected,
     /// No part of the request was written. The request is sent to another endpoint.
     Unwritten,
-    /// The request is safe to repeat and within the retry budget. It is sent to another endpoint.
+    /// The request is safe to repeat and within the retry budget. Such a request is sent to another endpoint.
     Retried,
 }
 

@@ -51,8 +51,8 @@ pub(super) enum StorageError {
 #[derive(Debug)]
 pub(super) struct Storage {
     directory: Directory,
-    /// The lock of the directory, which this process keeps once it has acquired it. Not used if there is a shared
-    /// store.
+    /// The lock of the directory, which this process keeps once it has acquired it. This storage is not used if there
+    /// is a shared store.
     lock: Option<File>,
     /// The records of all gateways, if there is a shared store.
     shared: Option<SharedRecords>,

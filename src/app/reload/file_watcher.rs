@@ -1,5 +1,5 @@
-//! The file watcher reports files with new content. It watches directories, so that renamed files and swapped symlinks
-//! are detected. It compares contents, so that each change is reported once.
+//! The file watcher reports files with new content. The file watcher watches directories, so that renamed files and
+//! swapped symlinks are detected. The file watcher compares contents, so that each change is reported once.
 
 use std::collections::BTreeSet;
 use std::io;

@@ -3,7 +3,7 @@
 
 use crate::limiter::algorithm::{Change, Outcome, PermitEdit, State, Status, Step, StepKind};
 
-/// There are at most `limit` unexpired permits.
+/// At most `limit` permits are unexpired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Concurrency {
     /// Maximum number of permits at the same time.

@@ -63,8 +63,8 @@ pub(super) struct Batcher {
     pub(super) algorithms: AlgorithmSet,
     /// Maximum time from the start of a check to its verdict, and from writing a call to its reply.
     pub(super) timeout: Duration,
-    /// Maximum time for retrying a call that Redis rejects. It is shorter than `timeout`, so that the check fails with
-    /// the reason.
+    /// Maximum time for retrying a call that Redis rejects. This time is shorter than `timeout`, so that the check
+    /// fails with the reason.
     retry_timeout: Duration,
     /// Whether requests of different identities may share a call.
     pub(super) shares_calls: bool,

@@ -114,7 +114,7 @@ pub fn new_pool(server: RedisEndpoint, algorithms: AlgorithmSet, size: u32, conn
 
 impl Connections {
     /// Return the error for a checkout that timed out without a failed attempt. If the server was connected before, the
-    /// new connection is still being opened. This takes several round trips and is not an outage.
+    /// new connection is still being opened. Connecting takes several round trips and is not an outage.
     pub fn checkout_timeout(&self) -> StoreError {
         if self.has_connected.load(Ordering::Relaxed) {
             StoreError::Overloaded
@@ -219,8 +219,8 @@ impl Manager {
     }
 
     async fn open_at(&self, client: &Client) -> RedisResult<Connection> {
-        // There is no response timeout: the batcher checks the deadline, and a late reply must still be matched with
-        // its call.
+        // The client has no response timeout: the batcher checks the deadline, and a late reply must still be matched
+        // with its call.
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.connect_timeout))
             .set_response_timeout(None)

@@ -156,8 +156,8 @@ impl RedisEndpoint {
         }
     }
 
-    /// Return the master that the Sentinels report now. They are queried once a second for all workers. Return `None`
-    /// for other endpoints.
+    /// Return the master that the Sentinels report now. The Sentinels are queried once a second for all workers. Return
+    /// `None` for other endpoints.
     pub async fn current_master(&self, connect_timeout: Duration) -> Option<Client> {
         match self {
             RedisEndpoint::Single(_) | RedisEndpoint::Node(_) | RedisEndpoint::Dialed { .. } => None,
@@ -209,8 +209,8 @@ impl Sentinels {
     }
 
     /// Return the master after the latest failover. After a graceful failover, the previous master accepts writes for
-    /// about ten seconds. Then its Sentinels close all connections to it. Connections must move to the new master
-    /// before that time.
+    /// about ten seconds. After these ten seconds, the Sentinels close all connections to the previous master.
+    /// Connections must move to the new master before that time.
     async fn current_master(&self, connect_timeout: Duration) -> Option<Address> {
         if self.is_due(monotonic()) {
             let replies = self.sentinels.iter().map(|sentinel| Box::pin(self.query_epoch(sentinel, connect_timeout)));

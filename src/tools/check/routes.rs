@@ -62,7 +62,8 @@ fn loop_issue(route: &Route) -> (String, String) {
     (message, hint.to_owned())
 }
 
-/// Return whether all clients seem to come through a proxy. This is assumed if no listener has TLS.
+/// Return whether all clients seem to come through a proxy. The result is true if there are trusted proxies, no
+/// listener has TLS, and the route has no conditions.
 fn is_behind_tls_proxy(input: &LintInput<'_>, candidate: &RouteCandidate<'_>) -> bool {
     let has_proxies = !input.config.client_ip.trusted_proxies.is_empty();
     let no_tls = input.config.listeners.iter().all(|listener| listener.tls.is_none());

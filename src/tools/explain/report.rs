@@ -18,8 +18,8 @@ pub struct Explanation {
     pub raw_path: String,
     /// The client that sent the request.
     pub client: ClientReport,
-    /// The listener that the client is connected to. This is its name, or its address. `None` if no listener has a
-    /// name.
+    /// The listener that the client is connected to. The value is the name of the listener, or its address. `None` if
+    /// no listener has a name.
     pub listener: Option<String>,
     /// The route that the request matches.
     pub route: Option<MatchedRoute>,

@@ -113,8 +113,8 @@ pub struct LineResolver<'v> {
     /// Variants of each limit.
     pub variants: Vec<Vec<Arc<LimitVariant>>>,
     host_cache: (Vec<u8>, Option<HeaderValue>),
-    /// The listener of requests whose log does not name the route. This is the first listener with TLS, or the first
-    /// listener if none has TLS.
+    /// The listener of requests whose log does not name the route. The value is the first listener with TLS, or the
+    /// first listener if none has TLS.
     listener: usize,
     /// Number of lines from trusted proxies that lack the header with the client address.
     pub missing_client_count: u64,
@@ -542,8 +542,8 @@ pub(super) fn missing_identity_input(
     compiled.identity_spec.descriptors.iter().find_map(missing_input)
 }
 
-/// Return the headers that may contain the API keys of a limit. These are the headers that the providers of its routes
-/// read.
+/// Return the headers that may contain the API keys of a limit. The result is the headers that the providers of its
+/// routes read.
 fn api_key_headers<'c>(
     config: &'c CompiledConfig,
     compiled: &'c CompiledLimit,

@@ -73,7 +73,7 @@ type ResultSender = oneshot::Sender<Result<Verdict, StoreError>>;
 type ShardResult<'a> = (&'a [(usize, ShardCharge)], Result<Verdict, StoreError>);
 
 impl ClusterStore {
-    /// Decide with one call for each group of charges.
+    /// Decide a request with one call for each group of charges.
     pub(super) async fn scatter(
         &self,
         deadline: Instant,
