@@ -49,7 +49,7 @@ pub struct Config {
     /// Trusted proxies, and the prefix lengths of client networks.
     pub client_ip: ClientIp,
     /// Providers of authentication by name: API keys, bearer tokens, client certificates, passwords, authentication
-    /// servers. Routes name them in `require` and `identify`.
+    /// servers. Routes name providers in `require` and `identify`.
     pub auth: BTreeMap<String, Spanned<Auth>>,
     /// Source of the tier of a request. The tier selects the quota of each limit with `tiers`.
     pub tiers: Tiers,
@@ -105,20 +105,21 @@ pub struct Server {
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub body_idle_timeout: Option<Text>,
     /// Minimum rate of a request body in bytes per second, after a grace period of 5s. A slower client gets 408. The
-    /// rate includes only the time in which the gateway waits for the client. Does not apply to gRPC. 0B = no minimum.
+    /// rate includes only the time in which the gateway waits for the client. The rate does not apply to gRPC. 0B = no
+    /// minimum.
     #[schemars(schema_with = "schema::size", extend("default" = "240B"))]
     pub min_body_rate: Option<Text>,
     /// Maximum time for a request body, from the first wait for the client to the end of the body. If the body takes
     /// longer, the client gets 408. Does not apply to gRPC. Default: no maximum.
     #[schemars(schema_with = "schema::duration")]
     pub body_timeout: Option<Text>,
-    /// Maximum `Content-Length` of request bodies that the gateway buffers. It buffers a body after the rate limit
-    /// check, before the request takes an upstream connection. Does not apply to gRPC. 0B = no buffering.
+    /// Maximum `Content-Length` of request bodies that the gateway buffers. The gateway buffers a body after the rate
+    /// limit check, before the request takes an upstream connection. gRPC calls are not buffered. 0B = no buffering.
     #[schemars(schema_with = "schema::size", extend("default" = "64KiB"))]
     pub request_buffer: Option<Text>,
     /// Maximum number of bytes that the process buffers for slow HTTP/2 clients and for request bodies
-    /// (`request_buffer`). When it is reached, each HTTP/2 response buffers only one chunk, and request bodies are
-    /// streamed.
+    /// (`request_buffer`). When this maximum is reached, each HTTP/2 response buffers only one chunk, and request
+    /// bodies are streamed.
     #[schemars(schema_with = "schema::size", extend("default" = "64MiB"))]
     pub max_buffered: Option<Text>,
     /// Maximum size of a JSON request body that is read for a route (`match.json`), for an identity (`json:POINTER`,
@@ -314,8 +315,8 @@ pub struct Store {
     /// local share.
     #[schemars(range(min = 1, max = 10000), extend("default" = 1))]
     pub gateway_count: Option<Spanned<i64>>,
-    /// Maximum number of cached denials. Each limit and identity has at most one. The gateway repeats a cached denial
-    /// without a call to Redis, until Redis could decide otherwise. 0 = no cache.
+    /// Maximum number of cached denials. Each limit and identity has at most one cached denial. The gateway repeats a
+    /// cached denial without a call to Redis, until Redis could decide otherwise. 0 = no cache.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 100000))]
     pub denial_cache: Option<Spanned<i64>>,
     /// Maximum number of rate limit states (one for each limit and identity) in the memory of this process. Each limit
@@ -411,8 +412,8 @@ pub struct Auth {
     /// basic: name of the protected area (realm), which browsers show. Default: the name of the provider.
     pub realm: Option<Text>,
     /// forward: URL of the authentication server, such as `"http://127.0.0.1:4181/verify"`. For each request, the
-    /// server gets a GET without a body. A 2xx status admits the request. The client gets any other response of the
-    /// server.
+    /// server gets a GET without a body. A 2xx status admits the request. If the status of the server is not 2xx, the
+    /// client gets the response of the server.
     pub url: Option<Text>,
     /// forward: headers of the client that are sent to the server.
     #[schemars(extend("default" = ["authorization", "cookie"]))]

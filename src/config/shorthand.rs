@@ -16,7 +16,7 @@ use crate::config::{Text, schema};
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
 pub enum LimitCost {
-    /// The same cost for each request.
+    /// The cost, which is the same for each request.
     Fixed(#[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))] i64),
     /// The value of a header, the tokens of a request to an LLM API, or the MCP tools that a request calls.
     Table(Box<CostTable>),
@@ -34,8 +34,8 @@ pub struct CostTable {
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub max: Option<Spanned<i64>>,
     /// Cost of an MCP call by the name of its tool: `{ search = 5, "sql_*" = 20 }`. `*` stands for any number of
-    /// characters. The name with the most other characters applies. A batch costs the sum of its messages ([agents and
-    /// MCP tools](limits.md#agents-and-mcp-tools)).
+    /// characters. If several names match, the name with the most other characters applies. A batch costs the sum of
+    /// its messages ([agents and MCP tools](limits.md#agents-and-mcp-tools)).
     #[schemars(schema_with = "schema::tool_costs")]
     pub tools: BTreeMap<String, Spanned<i64>>,
     /// With `tools`: cost of all other messages, and of requests without a body. 0 = free.
@@ -43,7 +43,7 @@ pub struct CostTable {
     pub default: Option<Spanned<i64>>,
     /// `"auto"`: the cost is the number of tokens of a request to an LLM API. The input and the requested maximum of
     /// the output are reserved before the request, and corrected to the usage that the response reports ([token
-    /// budgets](limits.md#token-budgets-for-llm-apis)). Requires `unit`. Cannot be combined with `sliding-log`,
+    /// budgets](limits.md#token-budgets-for-llm-apis)). Requires `unit`. `llm` cannot be combined with `sliding-log`,
     /// `concurrency` and `prefetch`.
     #[schemars(extend("enum" = ["auto"]))]
     pub llm: Option<Text>,
@@ -63,8 +63,9 @@ pub struct CostTable {
     /// With `llm`: cost of one token: `{ input = 1, cached_input = 0.1, output = 4 }`. With `unit = "usd-micros"`, a
     /// weight is a price in dollars per million tokens.
     pub weights: Option<Spanned<TokenWeights>>,
-    /// With `llm`: weights by model. `*` in a name stands for any number of characters. The name with the most other
-    /// characters applies: `{ "gpt-5*" = { output = 8 } }`. A weight that is missing here has the value in `weights`.
+    /// With `llm`: weights by model. `*` in a name stands for any number of characters. If several names match, the
+    /// name with the most other characters applies: `{ "gpt-5*" = { output = 8 } }`. A weight that is missing here has
+    /// the value in `weights`.
     pub models: BTreeMap<String, Spanned<TokenWeights>>,
     /// With `llm`: maximum size of the request body, which is read before the limits are checked. A larger body gets
     /// 413, unless `reserve` is set. Default: `server.inspect_body`.
@@ -80,8 +81,8 @@ pub struct CostTable {
     #[schemars(extend("enum" = ["finish", "cut"], "default" = "finish"))]
     pub on_exhausted: Option<Text>,
     /// With `llm`: request the usage of streams from OpenAI's API if the request has no `stream_options`, and hide the
-    /// additional event from the client. This option changes the request body. It applies only to paths that end with
-    /// `/completions`.
+    /// additional event from the client. This option changes the request body. The option applies only to paths that
+    /// end with `/completions`.
     #[schemars(extend("default" = false))]
     pub include_usage: Option<Spanned<bool>>,
     /// With `llm`: JSON pointers (RFC 6901) to the token counts in responses and events, for providers with their own

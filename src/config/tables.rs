@@ -34,7 +34,7 @@ pub struct Route {
     pub trailing_slash: Option<Text>,
     /// HTTP methods, such as `["GET"]`. Default: all.
     pub methods: Option<Vec<Text>>,
-    /// Conditions on headers, query parameters and values of a JSON body. The request must meet all of them:
+    /// Conditions on headers, query parameters and values of a JSON body. The request must meet all conditions:
     /// `{ headers = { x-version = { exact = "2" } } }`.
     #[serde(rename = "match")]
     pub conditions: Option<Spanned<MatchRules>>,
@@ -198,7 +198,8 @@ pub struct Mirror {
     #[schemars(range(min = 0, max = 100), extend("default" = 100))]
     pub percent: Option<Spanned<f64>>,
     /// Maximum size of a body that is copied. Requests with a larger body are not copied. The bodies of all copies use
-    /// at most a quarter of `server.max_buffered`, in addition to it. 0B = copy only requests without a body.
+    /// at most a quarter of `server.max_buffered`, in addition to the memory of `server.max_buffered`.
+    /// 0B = copy only requests without a body.
     #[schemars(schema_with = "schema::size", extend("default" = "64KiB"))]
     pub max_body: Option<Text>,
     /// Maximum number of copies in flight per worker. When the maximum is reached, further requests are not copied.
@@ -417,8 +418,8 @@ pub struct Upstream {
     #[schemars(extend("default" = false))]
     pub client_cert_header: Option<Spanned<bool>>,
     /// `"v2"`: each connection to a server starts with a PROXY protocol header that contains the address of the client.
-    /// Requests of different clients then share no connection. Cannot be combined with `protocol = "http2"`. Default:
-    /// no header.
+    /// Requests of different clients then share no connection. `proxy_protocol` cannot be combined with
+    /// `protocol = "http2"`. Default: no header.
     #[schemars(extend("enum" = ["v2"]))]
     pub proxy_protocol: Option<Text>,
     /// TLS to servers at `https://`: `{ ca = "ca.pem", server_name = "api.internal", cert = "gate.pem", key =
