@@ -1,4 +1,4 @@
-//! An ACME order, from An order that was interrupted is resumed.
+//! An ACME order, from the account to the certificate (RFC 8555 §7.1.6). An order that was interrupted is resumed.
 
 use std::time::Duration;
 
