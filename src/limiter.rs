@@ -406,7 +406,7 @@ impl Limiter {
         let is_counted = |check: &LimitCheck<'_, '_>| {
             check.deferred != Deferred::Nothing
                 && !decision.is_shadow_denied(check.limit)
-                // Without the store, the usage of the other limits is counted as well.
+                // If the store did not decide, the usage of limits with usage totals is counted as well.
                 && (decision.decided_by == DecidedBy::Store || falls_back_locally(check) || check.limit.usage.is_some())
         };
         let debt_before_us = |check: &LimitCheck<'_, '_>| {
@@ -431,7 +431,7 @@ pub fn random_permit_id() -> u64 {
 
 /// Time after an outage during which the store may not know all concurrency permits of other gateways. The other
 /// gateways register their permits when they detect that the store is available: at most one probe (1.1 s) and one
-/// timeout later. Until then, this gateway's local share applies as well.
+/// timeout later. Until all gateways have registered their permits, the local share of this gateway applies as well.
 const PERMIT_RECOVERY_TIME: Duration = Duration::from_secs(2);
 
 /// The outcome of a limit that does not deny the request.

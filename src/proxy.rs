@@ -279,8 +279,8 @@ impl Gateway {
         if let (Some(llm), Ok(response)) = (context.llm.take(), &result) {
             context.settlement = llm.settlement(&mut decision, route, &context.snapshot.metrics, response);
         }
-        // Settle the costs even if the upstream failed: the status may cause a refund. Wait for the settlement, so that
-        // the headers have the values after it.
+        // Settle the costs even if the upstream failed: the status may cause a refund. The response waits for the
+        // settlement, so that its headers contain the values after the settlement.
         rate_limit::settle(&mut decision, route, &result).await;
         // If there is an error, dropping the decision releases the permits of the request.
         let mut response = result.map_err(Rejection::Upstream)?;
@@ -291,7 +291,7 @@ impl Gateway {
         // appended after the header rules.
         route.response_headers.apply(response.headers_mut(), &context.response_values);
         rate_limit::append_ratelimit_headers(response.headers_mut(), route, &decision);
-        // The permits are released when the response body ends.
+        // The concurrency permits of the request are released when the response body ends.
         context.permits = decision.permits;
         Ok(response)
     }

@@ -68,7 +68,7 @@ pub struct AmbiguousRoutes<T>(pub T);
 pub enum NoMatch {
     /// No route matches the host, path, listener and conditions.
     NotFound,
-    /// A route would match, except for its methods. The variant contains the allowed methods.
+    /// A route would match, except for its methods. The value is the list of the allowed methods.
     MethodNotAllowed(Vec<Method>),
     /// The route depends on the body, which has not been read.
     NeedsBody,

@@ -324,7 +324,8 @@ impl AcmeClient {
         Ok(account)
     }
 
-    /// Return the failed attempts of all gateways. If they could not be stored, return those of this gateway.
+    /// Return the failed attempts of all gateways. If the attempts could not be stored, return only the attempts of
+    /// this gateway.
     fn attempts(&self, name: &str) -> Attempts {
         let stored: Attempts = self.storage.get_json(&attempts_record(name)).unwrap_or_default();
         match self.attempts.get(name) {

@@ -1,5 +1,5 @@
-//! Configuration reload: the new configuration is compiled completely, and then replaces the active one. If it is
-//! invalid, the active configuration stays in force.
+//! Configuration reload: the new configuration is compiled completely, and then replaces the active one. If the new
+//! configuration is invalid, the active configuration stays in force.
 
 pub(crate) mod carry_over;
 pub(crate) mod file_watcher;

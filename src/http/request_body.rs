@@ -203,7 +203,7 @@ impl RequestBody {
         })))
     }
 
-    /// Copy the data that the client sends from now on. An empty body is not copied.
+    /// Copy to `tee` the data that arrives from the client after this call. An empty body is not copied.
     pub fn tee(&mut self, tee: BodyTee) {
         if let Some(inner) = &mut self.0 {
             inner.tee = Some(Box::new(tee));
@@ -323,8 +323,8 @@ impl RequestBody {
         self.0.iter_mut().for_each(|inner| inner.attach_flow());
     }
 
-    /// Forward trailers. Call this for upstream connections that can send them. Without this call, trailers are
-    /// dropped.
+    /// Forward trailers. Call this for upstream connections that can send them. Trailers are dropped unless
+    /// `allow_trailers` is called.
     pub fn allow_trailers(&mut self) {
         self.0.iter_mut().for_each(|inner| inner.forwards_trailers = true);
     }

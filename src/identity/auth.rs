@@ -564,7 +564,8 @@ impl AuthProvider {
 
     /// Return whether a header is removed unless a provider has verified and forwards it, because it contains a
     /// credential that this provider would read. `place` is the index of the header. The headers that an authentication
-    /// server reads, such as cookies, may also have other uses. For these headers, only the configuration decides.
+    /// server reads, such as cookies, may also have other uses. Whether such headers are forwarded depends only on the
+    /// configuration.
     fn removes(&self, place: usize, headers: &HeaderMap) -> bool {
         match &self.kind {
             ProviderKind::ApiKey(keys) => keys.places[place].is_present(headers),

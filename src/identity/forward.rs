@@ -117,7 +117,7 @@ pub struct ForwardCache {
     admissions: Cache<CacheKey, CachedAdmission>,
     /// Exchanges in progress, each with the receiver of its result.
     pending: Mutex<HashMap<CacheKey, watch::Receiver<Option<SharedResult>>>>,
-    /// Without this secret of the process, the hash of credentials cannot be used.
+    /// The secret of the process. Nobody can use the hash of credentials without this secret.
     secret: [u8; 32],
 }
 

@@ -106,7 +106,7 @@ pub(super) fn has_bearer_token(headers: &HeaderMap) -> bool {
 /// Return whether a credential has the form of a JWT: three base64url parts, of which the first is a JSON object with
 /// `alg` (RFC 7515 §3.1).
 pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
-    // A fourth part contains the rest, which has further dots or is one part too many.
+    // A fourth part means that the credential has more than three parts, so it is no JWT.
     let parts: Vec<_> = credential.splitn(4, |byte| *byte == b'.').collect();
     let is_base64url = |part: &&[u8]| part.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(byte));
     let [header, payload, _] = &parts[..] else { return false };

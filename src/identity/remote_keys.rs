@@ -41,8 +41,8 @@ struct RefreshState {
     asked_at: Option<Instant>,
 }
 
-/// An attempt to fetch the keys, or the task that makes such attempts. When it is dropped, requests stop waiting for
-/// it.
+/// An attempt to fetch the keys, or the task that makes such attempts. When the attempt is dropped, requests stop
+/// waiting for it.
 #[derive(Debug)]
 pub struct RefreshAttempt<'a>(&'a RemoteKeys);
 

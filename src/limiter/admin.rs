@@ -167,7 +167,7 @@ impl LimiterAdmin {
             // Apply the record at once: Redis may lose it before other gateways have read it.
             self.overrides.apply_snapshot(&written, asked_at, false);
         }
-        // If this fails, the next poll reads the other records.
+        // If this read of the overrides fails, the next poll reads the other records.
         let _ = self.overrides.refresh(store, &hash).await;
         Ok(status)
     }

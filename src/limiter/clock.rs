@@ -93,7 +93,8 @@ impl LogThrottle {
         LogThrottle(AtomicU64::new(0))
     }
 
-    /// Return whether the message was not logged within `interval`. If so, the message counts as logged now.
+    /// Return whether the message was not logged within `interval`. If the result is true, the message counts as logged
+    /// now.
     pub fn should_log(&self, interval: Duration) -> bool {
         let (now, logged_at) = (unix_us(), self.0.load(Ordering::Relaxed));
         u128::from(now.abs_diff(logged_at)) >= interval.as_micros()

@@ -198,7 +198,8 @@ impl PrefetchReservation {
         decided_at: Instant,
     ) -> bool {
         let expires_at = asked_at + rules.zip(&verdict.outcomes).map(usable_for).min().unwrap_or_default();
-        // Store at most the reserved number. Dropping the reservation releases the rest.
+        // Store at most the reserved number. Dropping the reservation releases the reserved tokens that were not
+        // stored.
         let units = tokens.min(self.tokens);
         self.tokens -= units;
         let advance =

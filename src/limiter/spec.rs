@@ -36,7 +36,7 @@ pub struct LimitSpec {
     pub announce: bool,
     /// Quota unit in response headers, which names what the quota counts. Lowercase letters, digits and `-`.
     pub unit: Box<str>,
-    /// Wait queue for requests that the limit would deny. If it is `None`, these requests are rejected at once.
+    /// Wait queue for requests that the limit would deny. If the policy is `None`, such requests are rejected at once.
     pub queue_policy: Option<QueuePolicy>,
     /// Maximum number of tokens that a gateway may prefetch for an identity with many requests. 0 disables prefetching.
     pub prefetch: u64,

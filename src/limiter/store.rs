@@ -195,7 +195,7 @@ impl RedisStore {
     }
 
     /// Write a field of a fenced hash; an empty value removes it. Return whether the token is still the token of the
-    /// last lock. If it is not, nothing is written.
+    /// last lock. If another lock has a newer token, nothing is written.
     ///
     /// # Errors
     /// See [`StoreError`].

@@ -261,7 +261,7 @@ pub(super) fn load(
 #[derive(Default)]
 pub(super) struct LoadedConsumers {
     pub(super) consumers: Consumers,
-    /// Whether the file has no keys and no explicit `keys = []`. In this case, the file is probably being written.
+    /// Whether the file has no keys and no explicit `keys = []`. A file without keys is probably being written.
     pub(super) is_incomplete: bool,
 }
 

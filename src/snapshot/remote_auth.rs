@@ -354,7 +354,7 @@ pub(super) fn returns_header(auth: &config::Auth, name: &HeaderName) -> bool {
 }
 
 /// Return whether the identity of a limit contains the credential from which tiers are taken. Otherwise, clients of
-/// several tiers would share a bucket. If it does not, return the parts that `by` lacks.
+/// several tiers would share a bucket. If the identity lacks the credential, return the parts that `by` lacks.
 pub(super) fn check_tier_identity(source: &TierSource, descriptors: &[Descriptor]) -> Result<(), &'static str> {
     let has = |is_source: fn(&Descriptor) -> bool| descriptors.iter().any(is_source);
     let (is_met, lacks) = match source {

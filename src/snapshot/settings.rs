@@ -445,6 +445,7 @@ pub fn hard_limit() -> u64 {
 /// select(2).
 pub fn raise_soft_limit() {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    // If this fails, the soft limit does not change, and accepting connections pauses when file descriptors run out.
+    // If `setrlimit` fails, the soft limit does not change, and accepting connections pauses when file descriptors run
+    // out.
     let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }

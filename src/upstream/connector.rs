@@ -46,7 +46,7 @@ impl UpstreamStream {
         stream.set_nodelay(true)?;
         match tls {
             None => Ok(UpstreamStream::Tcp(stream)),
-            // The future is boxed. Inline, the handshake would reserve space in the future of each request.
+            // The future is boxed. Without the box, the handshake would reserve space in the future of each request.
             Some(tls) => {
                 Ok(UpstreamStream::Tls(Box::new((Box::pin(tls.connect(stream)).await?, tls.server_name.clone()))))
             }

@@ -15,8 +15,8 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::endpoint::RequestPermit;
 use crate::upstream::health::Health;
 
-/// Maximum number of endpoints that the policy draws for one request. After this, all usable endpoints are tried in
-/// order.
+/// Maximum number of endpoints that the policy draws for one request. After this number of draws, all usable endpoints
+/// are tried in order.
 const MAX_DRAWS: u32 = 8;
 
 /// Factor of all weights, so that the weight of a server can be divided among its addresses. The factor is divisible by

@@ -65,8 +65,8 @@ pub(super) enum OrderError {
 }
 
 impl OrderError {
-    /// Return whether the CA has judged the order. If not, the attempt does not count towards the rate limits of the
-    /// CA.
+    /// Return whether the CA has judged the order. If the CA has not judged the order, the attempt does not count
+    /// towards the rate limits of the CA.
     pub(super) fn is_verdict(&self) -> bool {
         matches!(self, OrderError::Ca { error: Error::Api(_), .. } | OrderError::Invalid(_))
     }

@@ -188,7 +188,7 @@ impl Storage {
 
     async fn read(&mut self) -> Result<(), StorageError> {
         let Some(shared) = &mut self.shared else {
-            // While it holds the lock, this process is the only one that writes.
+            // While this process holds the lock, no other process writes.
             if self.lock.is_none() {
                 self.records = self.directory.read_all()?;
             }

@@ -61,8 +61,8 @@ impl SlidingBuckets {
                     excess = excess.saturating_sub(*count);
                     done
                 };
-                // Buckets are visited from the oldest to the newest. The tokens of all buckets together are sufficient,
-                // because the cost alone fits.
+                // Buckets are visited from the oldest to the newest. Dropping all buckets frees enough tokens, because
+                // the cost alone is at most the limit.
                 let age = counts.iter().rev().position(enough).map_or(0, |from_oldest| counts.len() - 1 - from_oldest);
                 (Status::Exceeded, dropped_after_us(age))
             };

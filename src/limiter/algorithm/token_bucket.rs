@@ -76,7 +76,8 @@ impl TokenBucket {
             let left = repay_time.saturating_sub(elapsed);
             let refilled_debt = debt.saturating_sub(elapsed.saturating_mul(self.refill));
             (debt, rate_lowered) = match !clock_went_back && debt.div_ceil(self.refill) > repay_time {
-                // In this case, the rate was lowered. The debt that the old rate has repaid until now counts as repaid.
+                // If the debt would take longer than `repay_time`, the rate was lowered. The debt that the old rate has
+                // repaid until now counts as repaid.
                 true if left == 0 => (0, false),
                 true => (refilled_debt.min(scale_rounding_up(debt, left, repay_time)), true),
                 false => (refilled_debt, false),
@@ -105,8 +106,8 @@ impl TokenBucket {
             |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
 
         if let StepKind::Refund { charged_at, debt_before_us } = kind {
-            // The refill since the charge first repaid the debt that existed before the charge. The rest of the refill
-            // has repaid a part of the charge, and is subtracted.
+            // The refill since the charge first repaid the debt that existed before the charge. The other refilled
+            // tokens have repaid a part of the charge, and are subtracted from the refund.
             let repaid_us = now.saturating_sub(charged_at).saturating_sub(debt_before_us);
             let credit =
                 cost.saturating_mul(self.parts).min(MAX_STATE).saturating_sub(repaid_us.saturating_mul(self.refill));

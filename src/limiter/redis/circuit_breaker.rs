@@ -1,4 +1,5 @@
-//! The circuit breaker of a Redis server. While it is open, no call is sent and limits follow `on_store_error`.
+//! The circuit breaker of a Redis server. While a circuit breaker is open, no call is sent and limits follow
+//! `on_store_error`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -213,7 +214,7 @@ struct FailureRatio {
     /// The share from which the circuit breaker opens, in tenths.
     max_tenths: u64,
     /// Start of the window in ms, number of calls and number of matching calls, in 32, 16 and 16 bits. 0: no window.
-    /// Successes before the first failure could only reduce the share.
+    /// The window begins with a failure, because earlier successes could only reduce the share of failures.
     packed_window: AtomicU64,
 }
 

@@ -286,8 +286,8 @@ pub fn is_single_slot(charges: &[Charge<'_>]) -> bool {
     charges.windows(2).all(|pair| pair[0].key.identity == pair[1].key.identity)
 }
 
-/// Return whether the keys of the call are on two nodes while their slot migrates. In this case, calls with single keys
-/// succeed.
+/// Return whether the keys of the call are on two nodes while their slot migrates. While a slot migrates, calls with
+/// single keys succeed.
 fn is_try_again(error: &StoreError) -> bool {
     matches!(error, StoreError::Redirected(reply) if reply.code() == "TRYAGAIN")
 }

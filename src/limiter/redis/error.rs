@@ -76,7 +76,8 @@ const REDIS_6_SCRIPT_ERROR: &str = "Error running script";
 /// Beginning of the error of a command that a script called with `pcall`, before Redis 7: `@user_script: 1: -OOM …`.
 const REDIS_6_CALL_ERROR: &str = "@user_script:";
 
-/// Return the code and the detail of an error reply. For a script, return those of the error that stopped it.
+/// Return the code and the detail of an error reply. If a script was stopped by an error, return the code and the
+/// detail of this error.
 fn code_and_detail(error: &RedisError) -> Option<(&str, &str)> {
     let code = error.code()?;
     let detail = error.detail().unwrap_or_default();

@@ -36,7 +36,7 @@ pub enum Suggestion {
     None,
 }
 
-/// Counts below this number are tried exactly. Larger counts are tried with three significant digits.
+/// The search tries counts below this number exactly. Larger counts are tried with three significant digits.
 const MAX_EXACT_COUNT: u64 = 1000;
 
 /// The index of the largest count to try. Larger counts cannot be represented exactly.

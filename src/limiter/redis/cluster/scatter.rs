@@ -204,8 +204,8 @@ impl ClusterStore {
         .await
     }
 
-    /// Call the owner of a group. While a slot migrates, the state and the total of a charge may be on two nodes. In
-    /// this case, charge the state, and change the total in a second call.
+    /// Call the owner of a group. While a slot migrates, the state and the total of a charge may be on two nodes. While
+    /// a slot migrates, charge the state, and change the total in a second call.
     async fn call_group(
         &self,
         deadline: Instant,
