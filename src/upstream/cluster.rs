@@ -160,13 +160,13 @@ impl UpstreamCluster {
         self.endpoints_changed.notify_one();
     }
 
-    /// Return the current load balancer. If it is outdated, rebuild it first.
+    /// Return the current load balancer. If the load balancer is outdated, rebuild it first.
     pub(super) fn load_balancer(&self) -> Guard<Arc<LoadBalancer>> {
         self.version();
         self.load_balancer.load()
     }
 
-    /// Return the version of the load balancer. If it is outdated, rebuild it first.
+    /// Return the version of the load balancer. If the load balancer is outdated, rebuild it first.
     pub(super) fn version(&self) -> u64 {
         let outdated_ms = self.rebuild_at_ms.load(Ordering::Relaxed);
         if outdated_ms != NEVER && self.created_at.elapsed().as_millis() as u64 >= outdated_ms {
