@@ -2,7 +2,7 @@
 -- UPDATE_GENERATED=1 cargo test --test it scripts::
 
 -- Generic driver: decides requests with any operation and any limits. It charges all limits of a request or none.
--- This header is the contract of all drivers and algorithms.
+-- This header describes the arguments and replies of all drivers, and the variables of all algorithms.
 --
 -- KEYS     The keys of the states: one for each limit of each request. In Redis Cluster they share a slot.
 -- ARGV[1]  A binary string, in the formats of struct.pack: d is a little-endian double of 8 bytes, c1 is a letter.
@@ -34,11 +34,11 @@
 --          failed requests. Two elements follow for each failed request: the number of keys before the keys of this
 --          request, and the error. The error is RLARG, RLSTALE (see fixed_window.lua) or an error of Redis.
 -- Errors   RLARG: the arguments of the call are invalid. Nothing was written.
--- The blocks of usage are only in scripts for calls with limits that count it.
--- Text instead of bytes would cost Redis a tenth more, and the parser of the gateway 3,000 instructions per limit.
+-- The blocks marked `usage` are only in the scripts for calls with limits that count usage totals. Arguments as text
+-- instead of bytes would cost Redis a tenth more CPU, and the parser of the gateway 3,000 instructions per limit.
 --
--- Each algorithm is a branch of one `if`. A function for each algorithm would be slower: calling it costs more than the
--- algorithm itself.
+-- Each algorithm is a branch of one `if` statement. A function for each algorithm would be slower, because the call of
+-- a function costs more than the algorithm itself.
 -- Input    key, kind, cost, a, b, c, d, now, charged_at
 --          op: C, P, A, R or N. For T, the driver runs the algorithm with P and then with C.
 --          key_expires_at, field1, field2, field3: the state, or nil if there is none
@@ -49,36 +49,39 @@
 --          new_field1, new_field2, new_field3: the new state
 --          new_state: the new state as text, from algorithms that read their state themselves
 --          commit: a function that writes the new state, instead of ttl_us. It may return remaining and reset_us.
--- Only `commit` may write: the rest of an algorithm must not. If the status is not 0, the new state repairs the stored
--- state: its time was in the future because the clock was set back, or the rate of its token bucket was lowered.
+-- Only the function `commit` of an algorithm may write to Redis. If the status is not 0, the new state repairs the
+-- stored state. A repair is needed if the time of the stored state was in the future because the clock was set back, or
+-- if the rate of a token bucket was lowered.
 --
--- Most states have three fields. The value of their key has 32 bytes: four little-endian 64-bit integers, which are the
--- time at which the key expires and the three fields. If the value were text, a check would cost a fifth more.
--- A key outlives its state by at least half a second, so that no decision depends on when Redis expires the key. If the
--- key outlives the new state by MIN_ to MAX_KEY_SLACK_US, SETRANGE writes the fields and keeps the TTL; otherwise SET
--- writes a new TTL. SETRANGE costs half as much as SET.
--- Beyond `maxmemory` Redis rejects commands that may need memory (SET, SETRANGE, ZADD, RPUSH), except if the script has
--- already written. A charge therefore begins with such a command, and the gateway sends groups that may delete (R, N)
--- last.
--- All numbers are integers below 2^53, which doubles hold exactly. The gateway rejects a configuration whose numbers
--- could exceed this, and unconditional charges (A) add at most up to MAX_STATE.
--- Numbers are formatted with %d. `..` and tostring would write large numbers like 1e+15. %.0f is three times as slow
--- and writes -0.
+-- Most states have three fields. The value of the key of such a state has 32 bytes: four little-endian 64-bit integers,
+-- which are the time at which the key expires and the three fields. If this value were text, a check would cost a fifth
+-- more CPU.
+-- A key expires at least half a second after its state has no effect any more, so that no decision depends on when
+-- Redis expires the key. SETRANGE writes the fields and keeps the TTL of the key. This is enough if the key expires
+-- later than the new state by MIN_KEY_SLACK_US to MAX_KEY_SLACK_US. Otherwise SET writes a new TTL. SETRANGE costs half
+-- as much CPU as SET.
+-- Beyond `maxmemory` Redis rejects commands that may need memory (SET, SETRANGE, ZADD, RPUSH), unless the script has
+-- already written something. Therefore the first command of a charge may need memory, and the gateway puts groups that
+-- may delete (R, N) at the end of a call.
+-- All numbers are integers below 2^53, which doubles represent exactly. The gateway rejects a configuration whose
+-- numbers could exceed 2^53. Unconditional charges (A) increase a state at most to MAX_STATE. Numbers are formatted
+-- with %d. `..` and tostring would write large numbers like 1e+15. %.0f is three times as slow and writes -0.
 local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
 local pack, unpack = struct.pack, struct.unpack
 -- Size in bytes of a group without its limits, of a limit (format: ARGV[1]), and of a state with three fields.
 local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
--- The maximum value in a state, 2^52. The bound below which doubles hold all integers, 2^53.
+-- The maximum value of a number in a state: 2^52. Doubles represent all integers below this number exactly: 2^53.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- How long a key outlives its state: SET sets a TTL that is one second longer (KEY_SLACK_MS). SETRANGE keeps the TTL if
--- the key outlives the new state by MIN_ to MAX_KEY_SLACK_US.
+-- Time between the end of a state and the expiry of its key. SET sets a TTL that is one second (KEY_SLACK_MS) longer
+-- than the state needs. SETRANGE keeps the TTL if the key expires later than the new state by MIN_KEY_SLACK_US to
+-- MAX_KEY_SLACK_US.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
 local args, keys, groups, key_count, argument_count = ARGV[1], KEYS, {}, 0, 1
 if #ARGV ~= argument_count or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
--- Validate all groups before the first request is decided.
+-- Check that all groups are well-formed before the first request is decided.
 local now, position = unpack('<d', args)
 while position <= #args do
   if #args - position + 1 < GROUP_BYTES then
@@ -102,7 +105,8 @@ while position <= #args do
       kind = kind, cost = cost, a = a, b = b, c = c, d = d,
       is_shadow = flag == 's' or flag == 'b',
       is_deferred = operation == 'C' and (flag == 'p' or flag == 'b'),
-      -- Results of the current request. Table sizes in Lua are powers of two: a 17th field would double this table.
+      -- Results of the current request. Table sizes in Lua are powers of two, so a 17th field would double the memory
+      -- of this table.
       status = 0, remaining = 0, reset_us = 0, retry_us = 0, free = 0, free_reset_us = 0, change = false, ttl_ms = 0,
     }
   end
@@ -122,7 +126,8 @@ local operation, charged_at, checks
 -- Decide the request whose first key has the index `key_offset` + 1. Return an error, or nothing.
 local function decide(key_offset)
   local op, requested, granted, admitted = operation, nil, nil, nil
-  -- T takes two passes: the first reads how many tokens remain, and the second charges them.
+  -- The operation T runs the algorithm twice: the first run reads how many tokens remain, and the second run charges
+  -- them.
   if operation == 'T' then op, requested = 'P', 0 end
   repeat
     admitted = true
@@ -137,7 +142,8 @@ local function decide(key_offset)
         if #state ~= STATE_BYTES then return redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
         key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
       end
-      -- A deferred cost is charged after the response. For the check, one token must remain.
+      -- A cost with the flag p is charged after the response. The check before the request only needs one remaining
+      -- token.
       if check.is_deferred then cost = 1 end
       if operation == 'N' and kind ~= 'C' then
         return redis.error_reply('RLARG only concurrency permits can be renewed')
@@ -148,26 +154,28 @@ local function decide(key_offset)
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate was changed since the state was written: convert the debt to parts of the new size, rounded up. If the
-            -- product is too large for an exact double, the error of the two operations is less than one part. One part is
-            -- added, so that the result is never too small.
+            -- The rate of the bucket has changed since the state was written. Convert the debt to parts of the new size,
+            -- rounded up. If a product is too large for an exact double, division and multiplication have an error of less than
+            -- one part. One part is added, so that the converted debt is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- The rate that applied when the state was written repays the debt in `repay_time`, or up to half a second earlier.
+          -- At the rate of the time when the state was written, the debt is repaid within `repay_time`, or up to half a second
+          -- earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate was lowered since the state was written. What the old rate has repaid until now counts as repaid: only
-            -- the rest of the debt is repaid at the new rate. The rest is rounded as above.
+            -- The rate of the bucket was lowered since the state was written. The debt that the old rate has repaid until now
+            -- stays repaid. Only the rest of the debt is repaid at the new rate. The rest of the debt is rounded up, as in the
+            -- conversion above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
-              -- The factor 1.0 makes the product a double. In Lua 5.4 a product of integers could overflow.
+              -- The factor 1.0 makes the product a double, because in Lua 5.4 a product of integers could overflow.
               local product = 1.0 * debt * left
               local scaled = product < EXACT_INTEGER_LIMIT and ceil(product / repay_time) or ceil(debt / repay_time * left) + 1
               debt, rate_lowered = math.min(scaled, debt - elapsed * refill), true
@@ -178,12 +186,12 @@ local function decide(key_offset)
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A deferred cost has no upper bound, so the product could exceed MAX_STATE.
+        -- A cost that is charged after the response has no upper bound, so cost * parts could exceed MAX_STATE.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- The refill since the charge first repaid the debt from before the charge. The rest of the refill has already repaid
-          -- a part of the charge, and is subtracted from the credit.
+          -- The tokens that refilled after the charge first repaid the debt from before the charge. The other refilled tokens
+          -- have already repaid a part of the charge, so the refund is smaller by these tokens.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -193,7 +201,7 @@ local function decide(key_offset)
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- If the rate was lowered, retry_us is computed with the new rate. The repaired state applies the new rate from now on.
+          -- If the rate was lowered, retry_us is computed with the new rate. The new state applies the new rate from now on.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -226,7 +234,7 @@ local function decide(key_offset)
 
         local charged = count + cost
         if op == 'R' then
-          -- Refund only a charge of the current window: the count does not include other charges.
+          -- Refund a charge only if it was made in the current window, because the count contains no charges of other windows.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
@@ -253,7 +261,7 @@ local function decide(key_offset)
           if time > now then return now end
           return time
         end
-        -- Find the first entry in the window by binary search.
+        -- Find the first entry of the window by binary search.
         local first_active, high = 0, length
         while first_active < high do
           local middle = floor((first_active + high) / 2)
@@ -266,8 +274,8 @@ local function decide(key_offset)
         end
         free, free_reset_us = limit - active, newest and newest + window - now or 0
         local function expire() call('PEXPIRE', key, format('%d', ceil(window / 1000) + KEY_SLACK_MS)) end
-        -- Repairs and charges begin with RPUSH, so that Redis can reject them beyond `maxmemory`. After a command that deletes,
-        -- Redis accepts RPUSH.
+        -- The first command of a repair or charge is RPUSH, so that Redis can reject RPUSH beyond `maxmemory`. After a command
+        -- that deletes, Redis would accept RPUSH.
         local function repair()
           local times = call('LRANGE', key, '0', '-1')
           for i = 1, #times do
@@ -368,7 +376,8 @@ local function decide(key_offset)
           remaining, reset_us = free, free_reset_us
           if cost > limit then status, retry_us = 2, -1
           else
-            -- Drop the oldest buckets until the cost fits. The loop ends, because the cost alone is at most the limit.
+            -- Drop the oldest buckets until the cost fits into the limit. The loop ends, because the cost alone is at most the
+            -- limit.
             local excess, age = total + cost - limit, buckets
             while excess > counts[age] do excess, age = excess - counts[age], age - 1 end
             status, retry_us = 1, dropped_after_us(age)
@@ -404,9 +413,9 @@ local function decide(key_offset)
         if op == 'R' then
           commit = function() call('ZREM', key, permit_id) end
         elseif op == 'N' then
-          -- After a command that deletes, Redis accepts ZADD even beyond `maxmemory`. If Redis rejected ZADD, the permit would
-          -- expire before its request ends. A permit that Redis has lost is added even if that exceeds the limit, because its
-          -- request is in flight.
+          -- If a script begins with a command that deletes, Redis accepts its ZADD even beyond `maxmemory`. If Redis rejected
+          -- ZADD, the permit would expire before its request ends. A permit that Redis has lost is added again even if the
+          -- number of permits then exceeds the limit, because the request of the permit is in flight.
           reset_us = ttl
           commit = function()
             remove_expired()
@@ -421,7 +430,8 @@ local function decide(key_offset)
           if clock_went_back then commit = repair_and_expire end
         elseif cost > 0 then
           remaining, reset_us = free - 1, ttl
-          -- ZADD comes first, so that Redis can reject it beyond `maxmemory`. After a command that deletes, Redis accepts it.
+          -- ZADD is the first command, so that Redis can reject ZADD beyond `maxmemory`. After a command that deletes, Redis
+          -- would accept ZADD.
           commit = function()
             call('ZADD', key, expires_at, permit_id)
             remove_expired()
@@ -462,7 +472,7 @@ local function decide(key_offset)
         local check = checks[i]
         if check.free < granted and not check.is_shadow then granted = check.free end
       end
-      -- If no token remains, the second pass requests one token, so that the algorithm returns retry_us.
+      -- If no token remains, the second run requests one token, so that the algorithm returns retry_us.
       op, requested = wanted > 0 and 'C' or 'P', wanted > 0 and granted < 1 and 1 or granted
     end
   until is_last_pass
@@ -477,7 +487,8 @@ local function decide(key_offset)
       elseif change then
         local remaining, reset_us = change()
         if remaining then check.remaining, check.reset_us = remaining, reset_us end
-      -- Delete only for refunds. If another operation leaves an empty state, the stored state had no effect either.
+      -- Delete only for refunds. If an operation other than a refund results in an empty state, the stored state had no
+      -- effect either.
       elseif operation == 'R' then call('DEL', key) end
     end
     if op == 'P' or not admitted then check.remaining, check.reset_us = check.free, check.free_reset_us end
@@ -490,7 +501,7 @@ for g = 1, #groups do
   local group = groups[g]
   operation, charged_at, checks = group.operation, group.charged_at, group.checks
   for _ = 1, group.requests do
-    -- With pcall, an error of one request does not fail the other requests.
+    -- With pcall, the other requests succeed even if one request has an error.
     local _, failure = pcall(decide, key_offset)
     if failure then
       -- Errors of Lua are strings. Before Redis 7, errors of Redis are strings too.

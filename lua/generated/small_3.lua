@@ -1,28 +1,30 @@
 -- Composed from lua/small.lua and all algorithms that it supports. Do not edit:
 -- UPDATE_GENERATED=1 cargo test --test it scripts::
 
--- Driver for checks of few limits. Each request has the operation C and one to four limits, of kind B, F, X or W,
--- without flags. The contract is in generic.lua. This driver creates no tables or functions for its groups, so that a
--- check costs a quarter less than with generic.lua.
--- Commands are called with redis.pcall, so that an error of one request does not fail the other requests.
--- This source is written for one limit. The gateway repeats each block from `each limit` to `end` for each limit, and
--- replaces the suffix _1 by the number of the limit. If a request has fewer limits, the unused kinds are nil.
+-- The driver (script without algorithms) for requests with few limits. Each request has the operation C and one to four
+-- limits of the kinds B, F, X or W, without flags. The header of generic.lua describes the arguments and replies. This
+-- driver creates no Lua tables or functions for its groups, so a check costs a quarter less CPU than with generic.lua.
+-- Redis commands are called with redis.pcall, so that the other requests succeed even if one request has an error. This
+-- source file is written for one limit. The gateway repeats each block from `each limit` to `end` for each limit, and
+-- replaces the suffix _1 by the number of the limit. If a request has fewer limits than the script, the kinds of the
+-- missing limits are nil.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
--- Size in bytes of a group without its limits, of a limit (format: generic.lua, ARGV[1]), and of a state with three
--- fields.
+-- Sizes in bytes: of a group without its limits, of a limit (generic.lua describes the format of both at ARGV[1]), and
+-- of a state with three fields.
 local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
--- The maximum value in a state, 2^52. The bound below which doubles hold all integers, 2^53.
+-- The maximum value of a number in a state: 2^52. Doubles represent all integers below this number exactly: 2^53.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- If the key outlives the new state by MIN_ to MAX_KEY_SLACK_US, SETRANGE writes the fields and keeps the TTL;
--- otherwise SET writes a new TTL.
+-- SETRANGE writes the fields and keeps the TTL of the key. This is enough if the key expires later than the new state
+-- by MIN_KEY_SLACK_US to MAX_KEY_SLACK_US. Otherwise SET writes a new TTL.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
 local args, keys, op, charged_at, argument_count = ARGV[1], KEYS, 'C', 0, 1
 if #ARGV ~= argument_count or #args < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
--- Validate all groups before the first request is decided. The values of a single group are not unpacked again below.
+-- Check that all groups are well-formed before the first request is decided. If there is a single group, the code below
+-- does not unpack its values again.
 local now, position = unpack('<d', args)
 local groups, key_count = 0, 0
 local requests, operation, _, limits, unread_limits
@@ -98,7 +100,7 @@ for _ = 1, groups do
       unread_limits = unread_limits - 1
     end
   end
-  -- pack ignores the values for which the format has no letter.
+  -- `pack` ignores values for which the format has no letter.
   local reply_format = limits == 1 and '<ddddd' or limits == 2 and '<dddddddddd' or limits == 3 and '<ddddddddddddddd'
     or '<dddddddddddddddddddd'
   for _ = 1, requests do
@@ -117,7 +119,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The end of the loop adds the error to the reply.
+        -- The code at the end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false
@@ -125,26 +127,28 @@ for _ = 1, groups do
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate was changed since the state was written: convert the debt to parts of the new size, rounded up. If the
-            -- product is too large for an exact double, the error of the two operations is less than one part. One part is
-            -- added, so that the result is never too small.
+            -- The rate of the bucket has changed since the state was written. Convert the debt to parts of the new size,
+            -- rounded up. If a product is too large for an exact double, division and multiplication have an error of less than
+            -- one part. One part is added, so that the converted debt is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- The rate that applied when the state was written repays the debt in `repay_time`, or up to half a second earlier.
+          -- At the rate of the time when the state was written, the debt is repaid within `repay_time`, or up to half a second
+          -- earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate was lowered since the state was written. What the old rate has repaid until now counts as repaid: only
-            -- the rest of the debt is repaid at the new rate. The rest is rounded as above.
+            -- The rate of the bucket was lowered since the state was written. The debt that the old rate has repaid until now
+            -- stays repaid. Only the rest of the debt is repaid at the new rate. The rest of the debt is rounded up, as in the
+            -- conversion above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
-              -- The factor 1.0 makes the product a double. In Lua 5.4 a product of integers could overflow.
+              -- The factor 1.0 makes the product a double, because in Lua 5.4 a product of integers could overflow.
               local product = 1.0 * debt * left
               local scaled = product < EXACT_INTEGER_LIMIT and ceil(product / repay_time) or ceil(debt / repay_time * left) + 1
               debt, rate_lowered = math.min(scaled, debt - elapsed * refill), true
@@ -155,12 +159,12 @@ for _ = 1, groups do
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A deferred cost has no upper bound, so the product could exceed MAX_STATE.
+        -- A cost that is charged after the response has no upper bound, so cost * parts could exceed MAX_STATE.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- The refill since the charge first repaid the debt from before the charge. The rest of the refill has already repaid
-          -- a part of the charge, and is subtracted from the credit.
+          -- The tokens that refilled after the charge first repaid the debt from before the charge. The other refilled tokens
+          -- have already repaid a part of the charge, so the refund is smaller by these tokens.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -170,7 +174,7 @@ for _ = 1, groups do
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- If the rate was lowered, retry_us is computed with the new rate. The repaired state applies the new rate from now on.
+          -- If the rate was lowered, retry_us is computed with the new rate. The new state applies the new rate from now on.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -203,7 +207,7 @@ for _ = 1, groups do
 
         local charged = count + cost
         if op == 'R' then
-          -- Refund only a charge of the current window: the count does not include other charges.
+          -- Refund a charge only if it was made in the current window, because the count contains no charges of other windows.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
@@ -284,7 +288,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The end of the loop adds the error to the reply.
+        -- The code at the end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false
@@ -292,26 +296,28 @@ for _ = 1, groups do
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate was changed since the state was written: convert the debt to parts of the new size, rounded up. If the
-            -- product is too large for an exact double, the error of the two operations is less than one part. One part is
-            -- added, so that the result is never too small.
+            -- The rate of the bucket has changed since the state was written. Convert the debt to parts of the new size,
+            -- rounded up. If a product is too large for an exact double, division and multiplication have an error of less than
+            -- one part. One part is added, so that the converted debt is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- The rate that applied when the state was written repays the debt in `repay_time`, or up to half a second earlier.
+          -- At the rate of the time when the state was written, the debt is repaid within `repay_time`, or up to half a second
+          -- earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate was lowered since the state was written. What the old rate has repaid until now counts as repaid: only
-            -- the rest of the debt is repaid at the new rate. The rest is rounded as above.
+            -- The rate of the bucket was lowered since the state was written. The debt that the old rate has repaid until now
+            -- stays repaid. Only the rest of the debt is repaid at the new rate. The rest of the debt is rounded up, as in the
+            -- conversion above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
-              -- The factor 1.0 makes the product a double. In Lua 5.4 a product of integers could overflow.
+              -- The factor 1.0 makes the product a double, because in Lua 5.4 a product of integers could overflow.
               local product = 1.0 * debt * left
               local scaled = product < EXACT_INTEGER_LIMIT and ceil(product / repay_time) or ceil(debt / repay_time * left) + 1
               debt, rate_lowered = math.min(scaled, debt - elapsed * refill), true
@@ -322,12 +328,12 @@ for _ = 1, groups do
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A deferred cost has no upper bound, so the product could exceed MAX_STATE.
+        -- A cost that is charged after the response has no upper bound, so cost * parts could exceed MAX_STATE.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- The refill since the charge first repaid the debt from before the charge. The rest of the refill has already repaid
-          -- a part of the charge, and is subtracted from the credit.
+          -- The tokens that refilled after the charge first repaid the debt from before the charge. The other refilled tokens
+          -- have already repaid a part of the charge, so the refund is smaller by these tokens.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -337,7 +343,7 @@ for _ = 1, groups do
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- If the rate was lowered, retry_us is computed with the new rate. The repaired state applies the new rate from now on.
+          -- If the rate was lowered, retry_us is computed with the new rate. The new state applies the new rate from now on.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -370,7 +376,7 @@ for _ = 1, groups do
 
         local charged = count + cost
         if op == 'R' then
-          -- Refund only a charge of the current window: the count does not include other charges.
+          -- Refund a charge only if it was made in the current window, because the count contains no charges of other windows.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
@@ -451,7 +457,7 @@ for _ = 1, groups do
         else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
       end
       if failure then
-        -- The end of the loop adds the error to the reply.
+        -- The code at the end of the loop adds the error to the reply.
       elseif kind == 'B' then
         local burst, refill, parts = a, b, c
         local debt, clock_went_back, rate_lowered = 0, false, false
@@ -459,26 +465,28 @@ for _ = 1, groups do
           local updated_at, stored_parts = field1, field3
           debt = field2
           if stored_parts ~= parts then
-            -- The rate was changed since the state was written: convert the debt to parts of the new size, rounded up. If the
-            -- product is too large for an exact double, the error of the two operations is less than one part. One part is
-            -- added, so that the result is never too small.
+            -- The rate of the bucket has changed since the state was written. Convert the debt to parts of the new size,
+            -- rounded up. If a product is too large for an exact double, division and multiplication have an error of less than
+            -- one part. One part is added, so that the converted debt is never too small.
             local rest = debt % stored_parts
             local product = rest * parts
             local converted = product < EXACT_INTEGER_LIMIT and ceil(product / stored_parts)
               or ceil(rest / stored_parts * parts) + 1
             debt = math.min((debt - rest) / stored_parts * parts + converted, MAX_STATE)
           end
-          -- The rate that applied when the state was written repays the debt in `repay_time`, or up to half a second earlier.
+          -- At the rate of the time when the state was written, the debt is repaid within `repay_time`, or up to half a second
+          -- earlier.
           local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
-            -- The rate was lowered since the state was written. What the old rate has repaid until now counts as repaid: only
-            -- the rest of the debt is repaid at the new rate. The rest is rounded as above.
+            -- The rate of the bucket was lowered since the state was written. The debt that the old rate has repaid until now
+            -- stays repaid. Only the rest of the debt is repaid at the new rate. The rest of the debt is rounded up, as in the
+            -- conversion above.
             local left = repay_time - elapsed
             if left <= 0 then debt = 0
             else
-              -- The factor 1.0 makes the product a double. In Lua 5.4 a product of integers could overflow.
+              -- The factor 1.0 makes the product a double, because in Lua 5.4 a product of integers could overflow.
               local product = 1.0 * debt * left
               local scaled = product < EXACT_INTEGER_LIMIT and ceil(product / repay_time) or ceil(debt / repay_time * left) + 1
               debt, rate_lowered = math.min(scaled, debt - elapsed * refill), true
@@ -489,12 +497,12 @@ for _ = 1, groups do
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- A deferred cost has no upper bound, so the product could exceed MAX_STATE.
+        -- A cost that is charged after the response has no upper bound, so cost * parts could exceed MAX_STATE.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
         if op == 'R' then
-          -- The refill since the charge first repaid the debt from before the charge. The rest of the refill has already repaid
-          -- a part of the charge, and is subtracted from the credit.
+          -- The tokens that refilled after the charge first repaid the debt from before the charge. The other refilled tokens
+          -- have already repaid a part of the charge, so the refund is smaller by these tokens.
           local repaid_us, credit = now - charged_at - unpack('<d', d), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
@@ -504,7 +512,7 @@ for _ = 1, groups do
           remaining, reset_us = free, free_reset_us
           if cost > burst then status, retry_us = 2, -1
           else status, retry_us = 1, ceil((charged - capacity) / refill) end
-          -- If the rate was lowered, retry_us is computed with the new rate. The repaired state applies the new rate from now on.
+          -- If the rate was lowered, retry_us is computed with the new rate. The new state applies the new rate from now on.
           if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
@@ -537,7 +545,7 @@ for _ = 1, groups do
 
         local charged = count + cost
         if op == 'R' then
-          -- Refund only a charge of the current window: the count does not include other charges.
+          -- Refund a charge only if it was made in the current window, because the count contains no charges of other windows.
           charged = charged_at >= start and charged_at < window_end and count - cost or count
           if charged < 0 then charged = 0 end
         end
