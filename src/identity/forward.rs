@@ -117,7 +117,7 @@ pub struct ForwardCache {
     admissions: Cache<CacheKey, CachedAdmission>,
     /// Exchanges in progress, each with the receiver of its result.
     pending: Mutex<HashMap<CacheKey, watch::Receiver<Option<SharedResult>>>>,
-    /// The secret of the process. Nobody can use the hash of credentials without this secret.
+    /// Secret of the process for the hash of credentials, so that other processes cannot use the hash.
     secret: [u8; 32],
 }
 
