@@ -130,8 +130,8 @@ fn errors_of_admin_commands_are_one_sentence() {
         (&["top", "--admin", &admin], "wrong", 1, "SLUICEGATE_ADMIN_TOKEN"),
         (&["top", "--admin", &admin], TOKEN, 0, ""),
         (&["top", "--admin", &proxy], TOKEN, 1, &proxy[7..]),
-        (&["top", "--admin", "https://127.0.0.1"], TOKEN, 1, "--admin is a URL such as"),
-        (&["top", "--admin", "localhost"], TOKEN, 1, "--admin is a URL such as"),
+        (&["top", "--admin", "https://127.0.0.1"], TOKEN, 1, "--admin must be a URL such as"),
+        (&["top", "--admin", "localhost"], TOKEN, 1, "--admin must be a URL such as"),
         (&["top", "--admin", &admin, "--limit", "x"], TOKEN, 1, "unknown limit `x`: the limits are `net`, `one`"),
         (
             &["reset", "--admin", &admin, "--limit", "x", "ip=127.0.0.1"],

@@ -422,7 +422,7 @@ fn overrides_without_persistence_are_a_warning() {
     command(&redis, &["HSET", "rl:overrides", "size/a/2", &format!("0 5 {far} ")]);
     assert_eq!(warns("", &url), (true, "none; 1 override stored".to_owned()), "others set them");
     command(&redis, &["CONFIG", "SET", "save", "3600 1"]);
-    assert_eq!(warns(admin, &url), (false, "snapshots (save 3600 1), no append-only file".to_owned()));
+    assert_eq!(warns(admin, &url), (false, "Redis writes snapshots (save 3600 1), but no append-only file".to_owned()));
     command(&redis, &["CONFIG", "SET", "save", ""]);
     command(&redis, &["CONFIG", "SET", "appendonly", "yes"]);
     assert_eq!(warns(admin, &url), (false, "append-only file".to_owned()));

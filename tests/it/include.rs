@@ -154,11 +154,11 @@ fn errors_name_the_included_file_with_its_line() {
         ),
         (
             vec![("gateway.toml", main.clone()), ("routes/a.toml", "[route]\nname = \"x\"\n".to_owned())],
-            vec!["`route` has another form", "routes/a.toml:1:2"],
+            vec!["`route` is not written in the form", "routes/a.toml:1:2"],
         ),
         (
             vec![("gateway.toml", main.clone()), ("routes/a.toml", "[[consumer]]\nname = \"acme\"\n".to_owned())],
-            vec!["a consumers file cannot be included", "routes/a.toml:1:3", "in another directory"],
+            vec!["a consumers file cannot be included", "routes/a.toml:1:3", "to another directory"],
         ),
         (
             vec![("gateway.toml", main.clone()), ("routes/a.toml", "include = [\"b.toml\"]\n".to_owned())],

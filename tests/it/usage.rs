@@ -724,7 +724,7 @@ fn command_prints_totals_by_day_month_and_identity() {
     for (arguments, code, problem) in [
         (&["--limit", "m"][..], 1, "unknown limit `m`"),
         (&["--identity", "stranger"], 1, "no consumer has this name"),
-        (&["--identity", "ip=192.0.2.7"], 1, "no limit that counts usage is keyed by `ip`"),
+        (&["--identity", "ip=192.0.2.7"], 1, "no limit with `usage = true` has `ip` in `by`"),
         (&["--identity", "a", "--identity", "b"], 1, "PART=VALUE"),
         (&["--from", "2026-11-02", "--to", "2026-11-01"], 1, "`from` (2026-11-02) is after `to` (2026-11-01)"),
         (&["--from", "yesterday"], 2, "--from"),
