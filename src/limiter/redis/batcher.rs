@@ -361,7 +361,10 @@ impl Batcher {
         let reply = self.exchange(batch, deadline, written_at).await?;
         let is_missing = |error: &RedisError| error.kind() == ErrorKind::Server(ServerErrorKind::NoScript);
         match reply {
-            Some((Err(error), _)) if is_missing(&error) && batch.drop_cancelled() && batch.send_source() => {
+            Some((Err(error), _)) if is_missing(&error) && batch.send_source() => {
+                if !batch.drop_cancelled() || monotonic() >= deadline {
+                    return Err(StoreError::LateReply);
+                }
                 self.exchange(batch, deadline, written_at).await
             }
             reply => Ok(reply),
