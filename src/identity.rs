@@ -23,10 +23,10 @@ use percent_encoding::percent_decode;
 
 use crate::identity::api_key::Caller;
 use crate::identity::auth::{Credentials, TierSource};
-use crate::json::body::{JsonBody, JsonValue, MAX_VALUE};
-use crate::json::pointer::JsonPointer;
-use crate::json::rpc::{CountedMessages, Message};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
+use crate::payload::json::body::{JsonBody, JsonValue, MAX_VALUE};
+use crate::payload::json::pointer::JsonPointer;
+use crate::payload::json::rpc::{CountedMessages, Message};
 use crate::routing::condition::query_values;
 use crate::routing::pattern::PathPattern;
 

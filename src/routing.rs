@@ -13,7 +13,7 @@ use std::collections::HashMap;
 
 use http::{HeaderMap, HeaderName, Method, Uri};
 
-use crate::json::pointer::JsonPointer;
+use crate::payload::json::pointer::JsonPointer;
 use crate::routing::condition::{Condition, ConditionSource, Met, RouteBody};
 use crate::routing::expression::Expression;
 use crate::routing::pattern::{PathForm, PathPattern, Segment};
@@ -439,7 +439,7 @@ impl<T> RouteEntry<T> {
 mod tests {
     use super::*;
 
-    use crate::json::body::{JsonBody, JsonValue};
+    use crate::payload::json::body::{JsonBody, JsonValue};
     use crate::routing::condition::ValueTest;
 
     /// A path that does not start with a slash is a regular expression.

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use http::{HeaderMap, HeaderValue};
 use serde_json::Value;
-use sluicegate::json::body::{Collector, JsonValue, read};
-use sluicegate::json::mcp::{MCP_METHOD, MCP_NAME, MCP_PROTOCOL_VERSION, check_headers};
-use sluicegate::json::pointer::JsonPointer;
-use sluicegate::llm::request;
+use sluicegate::payload::json::body::{Collector, JsonValue, read};
+use sluicegate::payload::json::mcp::{MCP_METHOD, MCP_NAME, MCP_PROTOCOL_VERSION, check_headers};
+use sluicegate::payload::json::pointer::JsonPointer;
+use sluicegate::payload::llm::request;
 
 const POINTERS: [&str; 4] = ["/model", "/a/b", "/0/a", "/params/name"];
 

@@ -1,7 +1,7 @@
 //! Requests to LLM APIs and their responses: any bytes are read, and cuts do not change what is measured.
 
-use sluicegate::llm::request;
-use sluicegate::llm::response::{ResponseMeter, UsageFormat, is_usage_event};
+use sluicegate::payload::llm::request;
+use sluicegate::payload::llm::response::{ResponseMeter, UsageFormat, is_usage_event};
 
 /// The first byte chooses the media type and where the response is cut. The rest is a request and a response.
 pub(crate) fn run(data: &[u8]) {

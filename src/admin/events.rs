@@ -27,7 +27,7 @@ use crate::admin::health::ReadinessReport;
 use crate::admin::metrics::sum_counts;
 use crate::admin::state::AdminState;
 use crate::limiter::clock::{monotonic, unix_us};
-use crate::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
+use crate::limiter::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
 use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES, split_token_counter_name};
 
 /// Maximum number of concurrent subscribers. The number is a quarter of the connections, so that the other connections

@@ -7,9 +7,9 @@ use std::fmt;
 use crate::admin::process::ProcessUsage;
 use crate::admin::state::AdminState;
 use crate::limiter::metrics::AnsweredBy;
+use crate::limiter::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
 use crate::limiter::notify::DeliveryResult;
 use crate::listener::metrics::{APPLICATION_PROTOCOLS, HandshakeFailure, TLS_VERSIONS};
-use crate::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
 use crate::proxy::metrics::{
     AuthResult, COUNTED_STATUSES, LimitDecision, ResponseStats, SETTLED_BY, STATUS_CLASSES, split_token_counter_name,
 };

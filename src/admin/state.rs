@@ -7,12 +7,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics;
+use crate::limiter::metrics::MetricFamily;
 use crate::limiter::notify::{DeliveryStats, EventQueue};
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::listener::connection_limit::ConnectionLimits;
 use crate::listener::metrics::ListenerMetrics;
-use crate::metrics::MetricFamily;
 use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::current::ConfigHandle;
 use crate::telemetry::access_log::TelemetrySinks;

@@ -1,6 +1,10 @@
-//! Metrics of one worker's checks: the component that decided each check, and the duration of the store calls.
+//! Counters and histograms, and the metrics of the checks of one worker. Each worker has its own cells, so that workers do
+//! not contend for cache lines. Readers add up the cells of all workers.
 
-use crate::metrics::{Counter, Histogram};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 /// The component that decided a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,5 +45,113 @@ impl AnsweredBy {
             AnsweredBy::Prefetch => "prefetch",
             AnsweredBy::DenialCache => "denial-cache",
         }
+    }
+}
+
+// === Cells ===
+
+/// Counters of `N` kinds of events.
+#[derive(Debug)]
+pub struct Counter<const N: usize>([AtomicU64; N]);
+
+impl<const N: usize> Default for Counter<N> {
+    fn default() -> Self {
+        Counter(std::array::from_fn(|_| AtomicU64::new(0)))
+    }
+}
+
+impl<const N: usize> Counter<N> {
+    /// Increment the counter of `kind`.
+    pub fn increment(&self, kind: usize) {
+        self.add(kind, 1);
+    }
+
+    /// Add `amount` to the counter of `kind`.
+    pub fn add(&self, kind: usize, amount: u64) {
+        self.0[kind].fetch_add(amount, Ordering::Relaxed);
+    }
+
+    /// Return all counters.
+    pub fn values(&self) -> [u64; N] {
+        std::array::from_fn(|kind| self.0[kind].load(Ordering::Relaxed))
+    }
+}
+
+/// Upper bounds of the buckets of [`Histogram`] in µs. An additional bucket counts longer durations.
+pub const BUCKET_BOUNDS_US: [u64; 16] = [
+    50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 5_000_000,
+    30_000_000,
+];
+
+/// Histogram of durations.
+#[derive(Debug, Default)]
+pub struct Histogram {
+    buckets: Counter<{ BUCKET_BOUNDS_US.len() + 1 }>,
+    sum_us: AtomicU64,
+}
+
+impl Histogram {
+    /// Record a duration.
+    pub fn observe(&self, duration: Duration) {
+        let duration_us = duration.as_micros() as u64;
+        self.buckets.increment(BUCKET_BOUNDS_US.partition_point(|bound| *bound < duration_us));
+        self.sum_us.fetch_add(duration_us, Ordering::Relaxed);
+    }
+
+    /// Return the count of each bucket (not cumulative), and the sum in µs.
+    pub fn snapshot(&self) -> ([u64; BUCKET_BOUNDS_US.len() + 1], u64) {
+        (self.buckets.values(), self.sum_us.load(Ordering::Relaxed))
+    }
+}
+
+/// Metrics by name, with one value per worker.
+#[derive(Debug)]
+pub struct MetricFamily<T>(Mutex<BTreeMap<Box<str>, ByWorker<T>>>);
+
+type ByWorker<T> = BTreeMap<usize, Arc<T>>;
+
+impl<T> Default for MetricFamily<T> {
+    fn default() -> Self {
+        MetricFamily(Mutex::default())
+    }
+}
+
+impl<T: Default> MetricFamily<T> {
+    /// Return the metrics of a worker by name. Metrics are kept by a reload: the same name returns the same metrics.
+    pub fn get_or_create(&self, name: &str, worker: usize) -> Arc<T> {
+        let mut metrics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        metrics.entry(name.into()).or_default().entry(worker).or_default().clone()
+    }
+
+    /// Return the metrics of all workers, sorted by name.
+    pub fn all(&self) -> Vec<(Box<str>, Vec<Arc<T>>)> {
+        let metrics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        metrics.iter().map(|(name, workers)| (name.clone(), workers.values().cloned().collect())).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn histogram_counts_into_the_first_matching_bucket() {
+        let durations = Histogram::default();
+        for us in [0, 50, 51, 100, 29_999_999, 30_000_000, 30_000_001] {
+            durations.observe(Duration::from_micros(us));
+        }
+        let (buckets, sum_us) = durations.snapshot();
+        assert_eq!((buckets[0], buckets[1], buckets[15], buckets[16]), (2, 2, 2, 1));
+        assert_eq!((buckets.iter().sum::<u64>(), sum_us), (7, 90_000_201));
+    }
+
+    #[test]
+    fn metric_family_keeps_counts_per_name_and_worker() {
+        let family = MetricFamily::<Counter<2>>::default();
+        family.get_or_create("a", 0).increment(1);
+        family.get_or_create("a", 1).increment(1);
+        family.get_or_create("a", 0).increment(1);
+        let all = family.all();
+        assert_eq!((&*all[0].0, all[0].1[0].values(), all[0].1[1].values()), ("a", [0, 2], [0, 1]));
     }
 }

@@ -12,8 +12,8 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::clock::monotonic;
 use crate::limiter::key::Identity;
+use crate::limiter::metrics::Counter;
 use crate::limiter::quota::Quota;
-use crate::metrics::Counter;
 
 /// Maximum number of events that wait for the thread.
 const QUEUE_LENGTH: usize = 4096;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::http::body_limits::BufferBudget;
-use crate::metrics::Counter;
+use crate::limiter::metrics::Counter;
 use crate::snapshot::settings::ServerSettings;
 
 /// Maximum number of connections in lingering close. Further connections are closed without a lingering close.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustls::{Error, PeerMisbehaved, ProtocolVersion};
 
-use crate::metrics::Counter;
+use crate::limiter::metrics::Counter;
 
 /// The reason why a TLS handshake failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

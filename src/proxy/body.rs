@@ -8,12 +8,12 @@ use tokio::time::timeout_at;
 
 use crate::http::body_limits::{BodyError, BodyLimits, UploadLimits};
 use crate::http::request_body::{ReadBody, RequestBody};
-use crate::json::body::{Collector, JsonBody};
-use crate::json::pointer::JsonPointer;
-use crate::json::rpc::RpcError;
-use crate::json::{body, mcp};
-use crate::llm::request;
-use crate::llm::request::{RequestError, RequestInfo};
+use crate::payload::json::body::{Collector, JsonBody};
+use crate::payload::json::pointer::JsonPointer;
+use crate::payload::json::rpc::RpcError;
+use crate::payload::json::{body, mcp};
+use crate::payload::llm::request;
+use crate::payload::llm::request::{RequestError, RequestInfo};
 use crate::proxy::context::RequestContext;
 use crate::proxy::llm;
 use crate::proxy::local_reply::Rejection;

@@ -21,10 +21,10 @@ use crate::identity::Descriptor;
 use crate::identity::IdentityError;
 use crate::identity::auth::{AuthError, Challenge};
 use crate::identity::forward::Denial;
-use crate::json::rpc;
 use crate::limiter::decision::Decision;
 use crate::limiter::fallback::StoreUnavailable;
-use crate::llm::provider::Provider;
+use crate::payload::json::rpc;
+use crate::payload::llm::provider::Provider;
 use crate::proxy::authentication::AuthRejection;
 use crate::proxy::body::{InspectError, UnreadBody};
 use crate::proxy::llm::LlmError;
@@ -253,7 +253,7 @@ impl Rejection<'_> {
                     LlmError::TooLong(_) => (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large"),
                     LlmError::NoCapacity => (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow"),
                 };
-                let mut response = provider_response(status, provider, &error.to_string());
+                let mut response = provider_response(status, provider, None, &error.to_string());
                 if error == LlmError::NoCapacity {
                     response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(OVERFLOW_RETRY_AFTER_S));
                 }
@@ -428,8 +428,13 @@ fn set_rpc_error(response: &mut Response<Body>, id: &Value, code: Option<i32>) {
 }
 
 /// Build an error response in the format of a provider, which its SDKs understand.
-fn provider_response(status: StatusCode, provider: Provider, message: &str) -> Response<Body> {
-    let mut response = Response::new(Body::full(provider.error_body(status.as_u16(), message)));
+fn provider_response(
+    status: StatusCode,
+    provider: Provider,
+    limit_unit: Option<&str>,
+    message: &str,
+) -> Response<Body> {
+    let mut response = Response::new(Body::full(provider.error_body(status.as_u16(), limit_unit, message)));
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response.headers_mut().insert(CACHE_CONTROL, NO_STORE);
@@ -460,7 +465,8 @@ fn rate_limited_response(
             let names = problem.violated_policies.join("`, `");
             let limits = if names.is_empty() { String::new() } else { format!(" of `{names}`") };
             let message = format!("the rate limit{limits} is exceeded: {detail}");
-            provider_response(StatusCode::TOO_MANY_REQUESTS, provider, &message)
+            let unit = decision.violated().next().map(|result| &*result.limit.unit);
+            provider_response(StatusCode::TOO_MANY_REQUESTS, provider, unit, &message)
         }
         None => problem.into_response(),
     };

@@ -20,7 +20,7 @@ use crate::http::flow::StreamFlow;
 use crate::http::headers;
 use crate::http::request_body::{BodyTee, RequestBody, TeeError};
 use crate::limiter::clock::monotonic;
-use crate::metrics::Counter;
+use crate::limiter::metrics::Counter;
 use crate::proxy::context::RequestContext;
 use crate::proxy::forward::{ForwardedCertificate, set_http2_target};
 use crate::proxy::metrics::ResponseStats;

@@ -6,8 +6,8 @@ use std::fmt;
 use http::{HeaderMap, HeaderName};
 use percent_encoding::percent_decode_str;
 
-use crate::json::body::{JsonBody, JsonValue};
-use crate::json::pointer::JsonPointer;
+use crate::payload::json::body::{JsonBody, JsonValue};
+use crate::payload::json::pointer::JsonPointer;
 use crate::routing::expression::Expression;
 
 /// A condition on the values of a header or of a query parameter, or on a value of the body.

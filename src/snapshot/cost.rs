@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use http::{HeaderMap, HeaderName, StatusCode};
 
-use crate::json::body::JsonBody;
-use crate::json::rpc::{CountedMessages, Message};
 use crate::limiter::quota::EXACT_INTEGER_LIMIT;
-use crate::llm::request::InputEstimate;
-use crate::llm::response::UsageFormat;
-use crate::llm::weights::{ModelWeights, NamePattern};
+use crate::payload::json::body::JsonBody;
+use crate::payload::json::rpc::{CountedMessages, Message};
+use crate::payload::llm::request::InputEstimate;
+use crate::payload::llm::response::UsageFormat;
+use crate::payload::llm::weights::{ModelWeights, NamePattern};
 
 /// Cost of a request for one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]

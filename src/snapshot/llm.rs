@@ -4,11 +4,11 @@ use crate::config::Text;
 use crate::config::error::{Issue, Spanned};
 use crate::config::shorthand::{CostTable, TokenWeights, UsagePointers};
 use crate::limiter::quota::EXACT_INTEGER_LIMIT;
-use crate::llm::json_scanner::{JsonPath, MAX_SEGMENTS};
-use crate::llm::request::InputEstimate;
-use crate::llm::response::{CountKind, UsageFormat};
-use crate::llm::usage::MAX_TOKENS;
-use crate::llm::weights::{MAX_WEIGHT, ModelWeights, NamePattern, Weights};
+use crate::payload::llm::json_scanner::{JsonPath, MAX_SEGMENTS};
+use crate::payload::llm::request::InputEstimate;
+use crate::payload::llm::response::{CountKind, UsageFormat};
+use crate::payload::llm::usage::MAX_TOKENS;
+use crate::payload::llm::weights::{MAX_WEIGHT, ModelWeights, NamePattern, Weights};
 use crate::snapshot::cost::LlmCost;
 use crate::snapshot::validator::Validator;
 

@@ -95,8 +95,8 @@ fn three_gateways_on_one_redis_place_one_order_per_renewal() {
 
 #[test]
 fn renewals_fail_no_handshake_and_need_one_order_each() {
-    // Certificates are valid for 15 s, and renewed after 10 s.
-    let (pebble, redis) = (Pebble::start_with(&[], ", \"certificateValidityPeriod\": 15"), Redis::start());
+    // Certificates are valid for 18 s, and renewed after 12 s.
+    let (pebble, redis) = (Pebble::start_with(&[], ", \"certificateValidityPeriod\": 18"), Redis::start());
     let (gateways, _) = start_on(&pebble, &redis.url(), 3);
     eventually("a certificate at all gateways", || gateways.iter().all(is_ready));
     let client = trusting(&pebble);

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use crate::support::MAX_WAIT;
-use crate::support::resp::{Answer, FakeRedis};
+use crate::support::resp::{Answer, FakeRedis, error};
 use crate::support::stores::{Limit, SECOND, all as all_of, bucket, call, quota};
 use sluicegate::limiter::clock::{Clock, monotonic};
 use sluicegate::limiter::key::{Identity, Key};
@@ -315,6 +315,32 @@ async fn checks_without_a_token_do_not_wait_for_the_refund_of_a_cancelled_one() 
     assert!(all(vec![first, other]).await);
     wait_for_requests(&fake, 4).await;
     assert_eq!(fake.calls().iter().filter(|call| call.operation() == Some('R')).count(), 1);
+}
+
+#[tokio::test]
+async fn refund_whose_script_is_not_loaded_is_sent_with_its_source() {
+    let (words, held_redis) = mpsc::channel::<()>();
+    let held = Mutex::new(held_redis);
+    let fake = FakeRedis::start(move |command| match command.operation() {
+        Some('R') if command.is("EVALSHA") => error("NOSCRIPT No matching script. Please use EVAL."),
+        Some('R') | None => Answer::Usual,
+        Some(_) => {
+            let _ = held.lock().unwrap().recv();
+            command.admitted()
+        }
+    });
+    let store = Arc::new(connected(&fake, MAX_WAIT).await);
+    let asked = one_by_one(&store, 1).await;
+    wait_for_requests(&fake, 1).await;
+    for cancelled in asked {
+        cancelled.abort();
+        assert!(cancelled.await.is_err());
+    }
+    drop(words);
+    wait_for_requests(&fake, 3).await;
+    let calls: Vec<_> = fake.calls().iter().map(|call| (call.words[0].clone(), call.operation())).collect();
+    let refund = Some('R');
+    assert_eq!(calls[1..], [("EVALSHA".to_owned(), refund), ("EVAL".to_owned(), refund)]);
 }
 
 fn plan() -> LimitVariant {

@@ -347,6 +347,19 @@ fn reservations_in_flight_hold_the_limit() {
 }
 
 #[test]
+fn denial_has_the_unit_of_the_violated_limit_as_its_type() {
+    let provider = Provider::start();
+    let requests = "[limit.requests]\nby = \"header:x-id\"\nquota = \"1/hour\"";
+    let config = config("", provider.address, 1000, "", requests);
+    let gateway = Gateway::start(&config.replace(r#"["tokens"]"#, r#"["tokens", "requests"]"#));
+    let body = json!({"max_tokens": 5});
+    assert_eq!(post(&gateway, CHAT, &body).status, 200);
+    let denied = post(&gateway, CHAT, &body);
+    let error = &denied.json()["error"];
+    assert_eq!((denied.status, &error["type"]), (429, &json!("requests")), "{error}");
+}
+
+#[test]
 fn reservation_above_the_burst_is_rejected_with_400() {
     let provider = Provider::start();
     let gateway = start(&provider, 1000, "");

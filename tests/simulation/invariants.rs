@@ -122,7 +122,8 @@ impl History<'_> {
             let denied_without_store =
                 matches!(observed.outcome, ClientOutcome::Denied { decided_by: DecidedBy::Local, .. });
             let without_store = admitted_without_store || denied_without_store && *class != Class::Slow;
-            let closed = *class != Class::Slow || observed.breaker_closed;
+            // Two of three slow connections may open the breaker.
+            let closed = !matches!(class, Class::Slow | Class::Uneven) || observed.breaker_closed;
             // After an outage the local share decides about permits as well, until all gateways have registered
             // theirs.
             let settling = matches!(observed.outcome, ClientOutcome::Denied { .. })
@@ -199,7 +200,7 @@ impl History<'_> {
         // on another one.
         let may_be_refunded = |observed: &ObservedRequest| {
             matches!(observed.outcome, ClientOutcome::Cancelled | ClientOutcome::Unavailable)
-                || self.schedule.class == Class::Cluster && observed.limits.len() == 1
+                || self.schedule.nodes > 1 && observed.limits.len() == 1
         };
         let excused = self.requests.iter().any(may_be_refunded);
         for observed in self.requests.iter().filter(|observed| observed.stale_denial) {
@@ -244,16 +245,24 @@ impl History<'_> {
             };
             let fixed = matches!(rule, Rule::FixedWindow(_));
             let prefetched = if fixed { 0 } else { self.schedule.gateways as u64 * spec.limit.prefetch };
+            // A client sees the instant of the last of several masters. Its charge is earlier by less than the timeout.
+            let uncertain_us = if self.schedule.nodes > 1 { self.schedule.timeout.as_micros() as u64 } else { 0 };
+            let refunds = self.overlapping_refunds(state);
             for (window_us, most) in worst_cases(rule, spec) {
                 let most = most * times + prefetched;
+                let in_windows = |start: &dyn Fn(u64) -> u64| {
+                    max_in_an_aligned_window(&units, |at_us| {
+                        Some(start(at_us)).filter(|start| at_us - start >= uncertain_us)
+                    })
+                };
                 let (at_us, admitted) = match rule {
                     Rule::FixedWindow(FixedWindow { start: WindowStart::Aligned { .. }, .. }) => {
-                        max_in_an_aligned_window(&units, |at_us| at_us / window_us * window_us)
+                        in_windows(&|at_us| at_us / window_us * window_us)
                     }
                     Rule::FixedWindow(FixedWindow { start: WindowStart::Calendar(windows), .. }) => {
-                        max_in_an_aligned_window(&units, |at_us| windows.boundaries_around(at_us)[0])
+                        in_windows(&|at_us| windows.boundaries_around(at_us)[0])
                     }
-                    _ => max_in_any_window(&units, window_us),
+                    _ => max_in_any_window(&units, window_us.saturating_sub(uncertain_us).max(1), &refunds),
                 };
                 if admitted > most {
                     let message = format!(
@@ -267,6 +276,22 @@ impl History<'_> {
                 }
             }
         }
+    }
+
+    /// Return the refunds of a token bucket: the instants of the charge and of the refund, and the units.
+    fn overlapping_refunds(&self, state: &StateId) -> Vec<(u64, u64, u64)> {
+        if !matches!(self.spec(state).rule(), Rule::TokenBucket(_)) {
+            return Vec::new();
+        }
+        let refunds = self.store.history.iter().filter_map(|done| match done.operation {
+            Operation::Refund { charged_at } => Some((done, charged_at)),
+            _ => None,
+        });
+        let of_state = |(done, charged_at): (&DecidedRequest, u64)| {
+            let index = done.charges.iter().position(|charge| charge.state == *state)?;
+            Some((charged_at, done.at_us, done.charged(index).unsigned_abs()))
+        };
+        refunds.filter_map(of_state).collect()
     }
 
     /// Compare the tokens charged by the store with those admitted, by state and gateway.
@@ -465,8 +490,8 @@ impl History<'_> {
             };
             let (least, most) = match spec.rule() {
                 Rule::TokenBucket(_) => {
-                    let least = self.bucket_remaining(spec, &done);
-                    (least, if self.refunds_overlap(&done) { most.max(least) } else { most })
+                    let (least, refunded) = self.bucket_remaining(spec, &done);
+                    (least, if self.refunds_overlap(&done) { most.max(refunded) } else { most })
                 }
                 _ => (most, most),
             };
@@ -508,30 +533,37 @@ impl History<'_> {
         })
     }
 
-    /// Return what remains in a bucket if a refund credits the tokens that have not refilled meanwhile. The refill
-    /// first repays what the bucket lacked before the charge.
-    fn bucket_remaining(&self, spec: &ScheduledLimit, done: &[(usize, usize)]) -> u64 {
-        let Rule::TokenBucket(rule) = spec.rule() else { return 0 };
-        let (mut debt, mut last_us) = (0_u64, START_US);
-        // What the bucket lacked before the charges of an instant.
-        let mut before: BTreeMap<u64, u64> = BTreeMap::new();
-        for (done, index) in done {
-            let each: &DecidedRequest = &self.store.history[*done];
-            debt = debt.saturating_sub((each.at_us - last_us) * rule.refill);
-            last_us = each.at_us;
-            let units = each.charged(*index);
-            if let Operation::Refund { charged_at } = each.operation {
-                let flowed = (each.at_us - charged_at) * rule.refill;
-                let lacked = before.get(&charged_at).copied().unwrap_or(0);
-                let given = (units.unsigned_abs() * rule.parts).saturating_sub(flowed.saturating_sub(lacked));
-                debt = debt.saturating_sub(given);
-            } else {
-                before.entry(each.at_us).or_insert(debt);
-                debt += units.unsigned_abs() * rule.parts;
+    /// Return the least and the most that remains in a bucket if a refund credits the tokens that have not refilled
+    /// meanwhile. The refill first repays what the bucket lacked before the charge. Of several charges at one instant,
+    /// the refunded one may be the first or the last.
+    fn bucket_remaining(&self, spec: &ScheduledLimit, done: &[(usize, usize)]) -> (u64, u64) {
+        let remaining = |of_first: bool| {
+            let Rule::TokenBucket(rule) = spec.rule() else { return 0 };
+            let (mut debt, mut last_us) = (0_u64, START_US);
+            // What the bucket lacked before a charge of an instant.
+            let mut before: BTreeMap<u64, u64> = BTreeMap::new();
+            for (done, index) in done {
+                let each: &DecidedRequest = &self.store.history[*done];
+                debt = debt.saturating_sub((each.at_us - last_us) * rule.refill);
+                last_us = each.at_us;
+                let units = each.charged(*index);
+                if let Operation::Refund { charged_at } = each.operation {
+                    let flowed = (each.at_us - charged_at) * rule.refill;
+                    let lacked = before.get(&charged_at).copied().unwrap_or(0);
+                    let given = (units.unsigned_abs() * rule.parts).saturating_sub(flowed.saturating_sub(lacked));
+                    debt = debt.saturating_sub(given);
+                } else if units > 0 {
+                    before
+                        .entry(each.at_us)
+                        .and_modify(|last| *last = if of_first { *last } else { debt })
+                        .or_insert(debt);
+                    debt += units.unsigned_abs() * rule.parts;
+                }
             }
-        }
-        debt = debt.saturating_sub((self.now_us - last_us) * rule.refill);
-        (rule.burst * rule.parts).saturating_sub(debt) / rule.parts
+            debt = debt.saturating_sub((self.now_us - last_us) * rule.refill);
+            (rule.burst * rule.parts).saturating_sub(debt) / rule.parts
+        };
+        (remaining(true), remaining(false))
     }
 
     /// Redis rejects the first write of a script that needs memory, unless the script has freed some before.
@@ -592,8 +624,9 @@ fn worst_cases(rule: &Rule, spec: &ScheduledLimit) -> Vec<(u64, u64)> {
     }
 }
 
-/// Return the maximum in any half-open window, and the beginning of that window.
-fn max_in_any_window(units: &[(u64, u64)], window_us: u64) -> (u64, u64) {
+/// Return the maximum in any half-open window, and the beginning of that window. A window may have more: the units of
+/// `refunds` that were charged before it and refunded in it.
+fn max_in_any_window(units: &[(u64, u64)], window_us: u64, refunds: &[(u64, u64, u64)]) -> (u64, u64) {
     let (mut first, mut sum, mut max) = (0, 0, (0, 0));
     for (at_us, cost) in units {
         sum += cost;
@@ -601,18 +634,26 @@ fn max_in_any_window(units: &[(u64, u64)], window_us: u64) -> (u64, u64) {
             sum -= units[first].1;
             first += 1;
         }
-        if sum > max.1 {
-            max = (units[first].0, sum);
+        let start_us = units[first].0;
+        let overlapping = refunds
+            .iter()
+            .filter(|(charged_at, refunded_at, _)| *charged_at < start_us && (start_us..=*at_us).contains(refunded_at));
+        let counted = sum.saturating_sub(overlapping.map(|(_, _, units)| units).sum());
+        if counted > max.1 {
+            max = (start_us, counted);
         }
     }
     max
 }
 
-/// Return the maximum in a window. `start` returns the start of the window around an instant.
-fn max_in_an_aligned_window(units: &[(u64, u64)], start: impl Fn(u64) -> u64) -> (u64, u64) {
+/// Return the maximum in a window. `start` returns the start of the window around an instant, or `None` if the window is
+/// uncertain.
+fn max_in_an_aligned_window(units: &[(u64, u64)], start: impl Fn(u64) -> Option<u64>) -> (u64, u64) {
     let mut windows: BTreeMap<u64, u64> = BTreeMap::new();
     for (at_us, cost) in units {
-        *windows.entry(start(*at_us)).or_default() += cost;
+        if let Some(start) = start(*at_us) {
+            *windows.entry(start).or_default() += cost;
+        }
     }
     windows.into_iter().max_by_key(|(_, units)| *units).unwrap_or_default()
 }

@@ -14,6 +14,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use crate::gateway::LoadGenerator;
 use crate::invariants::Violation;
 use crate::network::START_US;
+use crate::schedule::Schedule;
 
 /// Clients that may have an override.
 pub const CLIENTS: u64 = 3;
@@ -21,8 +22,11 @@ pub const CLIENTS: u64 = 3;
 /// The interval at which the overrides of the gateways are read.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// The state of an override is not checked this close to its expiry.
-const CLOSE_US: u64 = 50_000;
+/// Return how close to its expiry the state of an override is not checked, µs. A gateway that sets, restores or reads an
+/// override lets it expire earlier by the delay of the call.
+fn close_us(schedule: &Schedule) -> u64 {
+    50_000 + 2 * (schedule.round_trip + schedule.jitter).as_micros() as u64
+}
 
 /// An administrator's change on a gateway.
 #[derive(Debug, Clone, Copy)]
@@ -218,6 +222,7 @@ impl Seen {
     /// Check a client. `written` has the writes of the store for it, oldest first.
     fn check_client(&self, client: &LoadGenerator, of: u64, written: &[&Written], violations: &mut Vec<Violation>) {
         let mut violated = |invariant, message| violations.push(Violation::new(invariant, message));
+        let close_us = close_us(&client.schedule);
         let (acknowledged, looks) = (self.acknowledged.lock().unwrap(), self.looks.lock().unwrap());
         // The newest write that each gateway is known to have read.
         let mut newest: BTreeMap<usize, usize> = BTreeMap::new();
@@ -235,7 +240,7 @@ impl Seen {
                 continue;
             };
             let expiry_us = written[number].new.map_or(0, |new| new.expiry_us);
-            if look.at_us > expiry_us + CLOSE_US {
+            if look.at_us > expiry_us + close_us {
                 let message = format!("gateway {} at {:?}: {:?}", look.gateway, at(), written[number]);
                 violated("an expired override is not in force", message);
             }
@@ -262,10 +267,10 @@ impl Seen {
         for written in &written[last_told.unwrap_or_default()..] {
             match written.new {
                 Some(New { quota, expiry_us }) => {
-                    if now_us < expiry_us + CLOSE_US {
+                    if now_us < expiry_us + close_us {
                         possible.push(Some(quota));
                     }
-                    if expiry_us < now_us + CLOSE_US {
+                    if expiry_us < now_us + close_us {
                         possible.push(None);
                     }
                 }

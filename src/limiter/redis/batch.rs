@@ -39,7 +39,7 @@ pub(super) struct Batch {
     groups: Vec<BatchGroup>,
     key_count: usize,
     algorithms: AlgorithmSet,
-    /// Whether the call contains the source of the script, because Redis may not have loaded the script.
+    /// Whether the call contains the source of the script, because Redis has not loaded the script.
     sends_source: bool,
     purpose: Purpose,
     /// Total size of the keys, in bytes.
@@ -179,9 +179,9 @@ impl Batch {
         self.groups.iter().map(|group| group.waiters.len()).sum()
     }
 
-    /// Send the source of the script instead of its SHA-1.
-    pub(super) fn send_source(&mut self) {
-        self.sends_source = true;
+    /// Send the source of the script instead of its SHA-1 from now on. Return whether this is a change.
+    pub(super) fn send_source(&mut self) -> bool {
+        !std::mem::replace(&mut self.sends_source, true)
     }
 
     /// Add a request. Return the receiver of its result.
@@ -326,8 +326,7 @@ impl Batch {
         };
         let mut is_valid = true;
         let mut has_verdict = false;
-        // If Redis had not loaded the script of the call, it has not loaded the script of the refunds either.
-        let mut refunds = Batch { algorithms: self.algorithms, sends_source: self.sends_source, ..Batch::default() };
+        let mut refunds = Batch { algorithms: self.algorithms, ..Batch::default() };
         let mut receivers = Vec::new();
         for mut group in self.groups {
             for (index, waiting) in std::mem::take(&mut group.waiters).into_iter().enumerate() {

@@ -128,8 +128,6 @@ pub(super) struct BatchItem<'a> {
     pub(super) charges: &'a [Charge<'a>],
     /// Time for which the boundaries of calendar windows and days are computed, in µs since the Unix epoch.
     pub(super) assumed_now_us: u64,
-    /// Whether the call must contain the source of the script, because Redis may not have loaded it.
-    pub(super) sends_source: bool,
     /// The reason for the call.
     pub(super) purpose: Purpose,
     /// Time by which the check needs its verdict.
@@ -177,7 +175,7 @@ impl Batcher {
         // Redis, Redis replies with its own time.
         let needs_time = |charge: &Charge<'_>| charge.rule.kind() == AlgorithmKind::Calendar || charge.usage.is_some();
         let assumed_now_us = if charges.iter().any(needs_time) { self.clock.now_us() } else { 0 };
-        let item = BatchItem { operation, charges, assumed_now_us, sends_source: false, purpose, deadline };
+        let item = BatchItem { operation, charges, assumed_now_us, purpose, deadline };
         match self.enqueue_once(item).await {
             Ok(verdict) => Ok(verdict),
             Err(BatchError::Store(error)) => Err(error),
@@ -193,9 +191,7 @@ impl Batcher {
         let mut corrections = 0;
         let mut backoff = None;
         loop {
-            if !item.sends_source && error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) {
-                item.sends_source = true;
-            } else if let Some(redis_us) = server_time(&error).filter(|_| corrections < MAX_TIME_CORRECTIONS) {
+            if let Some(redis_us) = server_time(&error).filter(|_| corrections < MAX_TIME_CORRECTIONS) {
                 corrections += 1;
                 item.assumed_now_us = redis_us;
             } else if RedisErrorKind::from_error(&error) == Some(RedisErrorKind::Retryable) {
@@ -304,7 +300,7 @@ impl Batcher {
             }
         };
         let replies = self.reply_count.load(Ordering::Relaxed);
-        let reply = match self.exchange(&mut batch, due, &mut in_flight.sent_at).await {
+        let reply = match self.exchange_script(&mut batch, due, &mut in_flight.sent_at).await {
             Ok(reply) => reply,
             Err(error) => {
                 if !error.is_overload() {
@@ -357,6 +353,27 @@ impl Batcher {
 }
 
 impl Batcher {
+    /// Send a batch and wait for its reply. If Redis has not loaded the script, send the batch again with the source of the
+    /// script.
+    async fn exchange_script(
+        self: &Arc<Self>,
+        batch: &mut Batch,
+        deadline: Instant,
+        written_at: &mut Instant,
+    ) -> Result<Option<(RedisResult<Value>, Connection)>, StoreError> {
+        let reply = self.exchange(batch, deadline, written_at).await?;
+        let is_missing = |error: &RedisError| error.kind() == ErrorKind::Server(ServerErrorKind::NoScript);
+        match reply {
+            Some((Err(error), _)) if is_missing(&error) && batch.send_source() => {
+                if !batch.drop_cancelled() || monotonic() >= deadline {
+                    return Err(StoreError::LateReply);
+                }
+                self.exchange(batch, deadline, written_at).await
+            }
+            reply => Ok(reply),
+        }
+    }
+
     /// Send a batch on a connection and wait for its reply. Return `None` if the reply arrives neither before the
     /// deadline nor within the timeout of the call, which starts at `written_at`.
     async fn exchange(
@@ -463,7 +480,7 @@ impl BatchQueue {
     /// Add a check to the last batch, or to a new one. Return the receiver of its result, or `None` if the queue is
     /// full.
     fn push_item(&mut self, batcher: &Arc<Batcher>, item: BatchItem<'_>) -> Option<Receiver<BatchResult>> {
-        let BatchItem { operation, charges, assumed_now_us, sends_source, purpose, deadline } = item;
+        let BatchItem { operation, charges, assumed_now_us, purpose, deadline } = item;
         if self.requests >= MAX_WAITING_CHECKS || self.bytes >= MAX_QUEUED_BYTES {
             return None;
         }
@@ -477,9 +494,6 @@ impl BatchQueue {
         let last = self.batches.back_mut()?;
         let bytes_before = last.batch.key_bytes();
         let receiver = last.batch.push(&batcher.prefix, operation, charges, assumed_now_us);
-        if sends_source {
-            last.batch.send_source();
-        }
         last.deadline = Some(last.deadline.map_or(deadline, |other| other.min(deadline)));
         self.requests += 1;
         self.bytes += last.batch.key_bytes() - bytes_before;

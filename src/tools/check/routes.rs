@@ -6,7 +6,7 @@ use http::{HeaderMap, HeaderValue, Method, Request, Uri};
 
 use crate::config::error::Issue;
 use crate::http::target::canonical_host;
-use crate::json::body::{JsonBody, text_value};
+use crate::payload::json::body::{JsonBody, text_value};
 use crate::routing::RouteRequest;
 use crate::routing::condition::{Condition, ConditionSource, RouteBody, ValueTest};
 use crate::routing::explain::Candidate;

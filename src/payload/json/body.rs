@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 
-use crate::json::pointer::JsonPointer;
-use crate::json::rpc::{MessageReader, Messages, RPC_POINTERS, RpcError};
+use crate::payload::json::pointer::JsonPointer;
+use crate::payload::json::rpc::{MessageReader, Messages, RPC_POINTERS, RpcError};
 
 /// Maximum length of a value in bytes.
 pub const MAX_VALUE: usize = 1024;

@@ -6,8 +6,8 @@ use memchr::{memchr2, memmem};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 
-use crate::llm::json_scanner::{JsonPath, JsonScanner, JsonSink};
-use crate::llm::usage::{TokenUsage, parse_count, parse_usage};
+use crate::payload::llm::json_scanner::{JsonPath, JsonScanner, JsonSink};
+use crate::payload::llm::usage::{TokenUsage, parse_count, parse_usage};
 
 /// Where a response reports its usage.
 #[derive(Debug, Clone, PartialEq, Eq)]

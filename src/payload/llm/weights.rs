@@ -1,6 +1,6 @@
 //! Weights of tokens, which determine the cost of a request in the unit of its limit.
 
-use crate::llm::usage::TokenUsage;
+use crate::payload::llm::usage::TokenUsage;
 
 /// Maximum weight of a token.
 pub const MAX_WEIGHT: i32 = 1_000_000;

@@ -6,7 +6,7 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use http::{HeaderMap, HeaderName};
 
-use crate::json::rpc::{Message, Messages, RpcError, TOOLS_CALL};
+use crate::payload::json::rpc::{Message, Messages, RpcError, TOOLS_CALL};
 
 /// The header with the method.
 pub const MCP_METHOD: HeaderName = HeaderName::from_static("mcp-method");
@@ -103,7 +103,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::json::body;
+    use crate::payload::json::body;
 
     #[test]
     fn headers_must_match_the_body() {

@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 
-use crate::json::body::{Collector, JsonBody, JsonValue, KeySeed, Position, SeenMembers, text_value};
+use crate::payload::json::body::{Collector, JsonBody, JsonValue, KeySeed, Position, SeenMembers, text_value};
 
 /// Maximum length of a model name in bytes. Longer names are rejected, because the access log contains the name.
 const MAX_MODEL: usize = 128;

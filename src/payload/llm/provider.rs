@@ -74,25 +74,25 @@ impl Provider {
         }
     }
 
-    /// Return the body of an error response in the format of this provider.
-    pub fn error_body(self, status: u16, message: &str) -> Vec<u8> {
-        let is_rate_limit = status == 429;
+    /// Return the body of an error response in the format of this provider. `limit_unit` is the quota unit of the exceeded
+    /// limit, if a limit is exceeded.
+    pub fn error_body(self, status: u16, limit_unit: Option<&str>, message: &str) -> Vec<u8> {
         let body = match self {
             Provider::OpenAi => {
-                let kind = if is_rate_limit { "tokens" } else { "invalid_request_error" };
-                let code = is_rate_limit.then_some("rate_limit_exceeded");
+                let kind = limit_unit.unwrap_or("invalid_request_error");
+                let code = limit_unit.map(|_| "rate_limit_exceeded");
                 json!({ "error": { "message": message, "type": kind, "param": null, "code": code } })
             }
             Provider::Anthropic => {
-                let kind = match status {
-                    429 => "rate_limit_error",
-                    413 => "request_too_large",
-                    _ => "invalid_request_error",
+                let kind = match (limit_unit, status) {
+                    (Some(_), _) => "rate_limit_error",
+                    (None, 413) => "request_too_large",
+                    (None, _) => "invalid_request_error",
                 };
                 json!({ "type": "error", "error": { "type": kind, "message": message } })
             }
             Provider::Gemini => {
-                let name = if is_rate_limit { "RESOURCE_EXHAUSTED" } else { "INVALID_ARGUMENT" };
+                let name = limit_unit.map_or("INVALID_ARGUMENT", |_| "RESOURCE_EXHAUSTED");
                 json!({ "error": { "code": status, "message": message, "status": name } })
             }
             Provider::Ollama => json!({ "error": message }),

@@ -4,8 +4,8 @@ use std::sync::LazyLock;
 
 use serde_json::Value;
 
-use crate::json::body::JsonValue;
-use crate::json::pointer::JsonPointer;
+use crate::payload::json::body::JsonValue;
+use crate::payload::json::pointer::JsonPointer;
 
 /// Maximum number of messages of a batch.
 pub const MAX_BATCH: usize = 1000;
@@ -233,7 +233,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::json::body;
+    use crate::payload::json::body;
 
     fn read(text: &str) -> Result<Messages, RpcError> {
         body::read(text.as_bytes(), &Arc::default(), true).unwrap().messages.unwrap()
