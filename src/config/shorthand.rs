@@ -77,8 +77,8 @@ pub struct CostTable {
     /// and charge the excess. `"cut"`: send the final event of the API, and abort the response of the provider.
     #[schemars(extend("enum" = ["finish", "cut"], "default" = "finish"))]
     pub on_exhausted: Option<Text>,
-    /// With `llm`: ask OpenAI's API for the usage of streams, if the request has no `stream_options`, and hide the
-    /// additional event from the client. This changes the body. Only for paths that end in `/completions`.
+    /// With `llm`: ask OpenAI's API for the usage of streams, if the client does not, and hide the additional event from
+    /// the client. This changes the body. Only for paths that end in `/completions`.
     #[schemars(extend("default" = false))]
     pub include_usage: Option<Spanned<bool>>,
     /// With `llm`: JSON pointers (RFC 6901) to the counts in responses and events, for providers with a format of their
