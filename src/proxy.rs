@@ -203,7 +203,7 @@ impl Gateway {
         let (credentials, authenticated) = authentication::authenticate(config, route, request.headers(), context.peer);
         if route.rate_limits.reads_body() && (authenticated.is_ok() || pending_provider(&authenticated).is_some()) {
             // The future is boxed, because only few requests need space for it.
-            Box::pin(inspection::inspect(context, route, request, body)).await?;
+            Box::pin(inspection::inspect(context, route, &target, request, body)).await?;
         }
         let decision = if let Some(pending) = pending_provider(&authenticated) {
             let pending = (credentials, pending);

@@ -1,7 +1,8 @@
 //! The thread that sends quota events. It claims each event, so that only one of several gateways sends it, and
 //! delivers it to a webhook or stream.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -44,10 +45,11 @@ use crate::upstream::fetch::FetchError;
 /// Value of `type` in the events.
 const EVENT_TYPE: &str = "quota.threshold_reached";
 
-/// Maximum number of undelivered events of a destination.
+/// Maximum number of undelivered events of a destination. One limit may have half of these events, so that
+/// clients that choose their identities cannot suppress the events of other limits.
 const MAX_PENDING: u64 = 1000;
 
-/// Maximum number of deliveries in flight, for all destinations together.
+/// Maximum number of deliveries in flight to one destination.
 const MAX_CONCURRENT_DELIVERIES: usize = 16;
 
 /// Delay after the first failed attempt. The delay doubles with each failure.
@@ -133,12 +135,7 @@ impl EventThread {
             let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
             runtime.block_on(async {
                 let store = deps.connect();
-                run(
-                    Arc::new(Courier { deps, store, deliveries: Semaphore::new(MAX_CONCURRENT_DELIVERIES) }),
-                    events,
-                    stopped,
-                )
-                .await;
+                run(Arc::new(Courier { deps, store, lanes: Mutex::default() }), events, stopped).await;
             });
             // Do not wait for a DNS lookup that blocks a thread.
             runtime.shutdown_background();
@@ -200,8 +197,44 @@ struct Courier {
     deps: EventDeps,
     /// `None` with a memory store, because no other gateway then sends events.
     store: Option<RedisStore>,
+    /// The deliveries, by name of the destination.
+    lanes: Mutex<HashMap<Box<str>, Arc<Lane>>>,
+}
+
+/// The deliveries to one destination.
+#[derive(Debug)]
+struct Lane {
     /// Limits the deliveries in flight.
-    deliveries: Semaphore,
+    in_flight: Semaphore,
+    /// Number of undelivered events by limit.
+    pending: Mutex<HashMap<Box<str>, u64>>,
+}
+
+impl Default for Lane {
+    fn default() -> Self {
+        Lane { in_flight: Semaphore::new(MAX_CONCURRENT_DELIVERIES), pending: Mutex::default() }
+    }
+}
+
+impl Lane {
+    /// Count an event of a limit. Return `false` if the limit has too many undelivered events.
+    fn try_begin(&self, limit: &str) -> bool {
+        let mut pending = lock(&self.pending);
+        let count = pending.entry(limit.into()).or_default();
+        let has_room = *count < MAX_PENDING / 2;
+        *count += u64::from(has_room);
+        has_room
+    }
+
+    fn end(&self, limit: &str) {
+        if let Some(count) = lock(&self.pending).get_mut(limit) {
+            *count -= 1;
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// An event that is being delivered.
@@ -220,25 +253,29 @@ impl Courier {
     fn accept(self: &Arc<Self>, event: QuotaEvent, deliveries: &mut JoinSet<()>) {
         let destination = &event.usage.notify.to;
         let stats = self.deps.stats.get_or_create(destination, 0);
-        if stats.pending() >= MAX_PENDING {
+        let lane = lock(&self.lanes).entry(destination.clone()).or_default().clone();
+        let limit = event.usage.notify.limit.clone();
+        if stats.pending() >= MAX_PENDING || !lane.try_begin(&limit) {
             static LOG_THROTTLE: LogThrottle = LogThrottle::new();
             if LOG_THROTTLE.should_log(LOG_INTERVAL) {
                 warn!(destination = %destination, "too many undelivered quota events: new events are dropped");
             }
             stats.count(DeliveryResult::Dropped);
+            self.deps.queue.forget(&event);
             return;
         }
         let courier = self.clone();
         let pending = stats.begin();
         deliveries.spawn(async move {
-            let result = courier.deliver(event, &stats).await;
+            let result = courier.deliver(event, &lane, &stats).await;
             stats.count(result);
+            lane.end(&limit);
             drop(pending);
         });
     }
 
     /// Attempt to deliver an event until it is delivered, another gateway has claimed it, or it is too old.
-    async fn deliver(&self, event: QuotaEvent, stats: &DeliveryStats) -> DeliveryResult {
+    async fn deliver(&self, event: QuotaEvent, lane: &Lane, stats: &DeliveryStats) -> DeliveryResult {
         let (id, destination) = (format!("evt_{}", Uuid::new_v4().simple()), event.usage.notify.to.clone());
         let body = body(&event, &self.deps.config_handle.active().config);
         let mut delivery = Delivery { event, id, body, is_claimed: false };
@@ -250,7 +287,7 @@ impl Courier {
                 debug!(%destination, "a reload removed the destination of a quota event");
                 return DeliveryResult::Failed;
             };
-            let error = match self.attempt(&mut delivery, found).await {
+            let error = match self.attempt(&mut delivery, found, lane).await {
                 Ok(true) => return DeliveryResult::Delivered,
                 Ok(false) => return DeliveryResult::Claimed,
                 Err(error) => error,
@@ -272,9 +309,14 @@ impl Courier {
     }
 
     /// Return whether the event was delivered. `false` means that another gateway has claimed it.
-    async fn attempt(&self, delivery: &mut Delivery, destination: &EventDestination) -> Result<bool, DeliveryError> {
+    async fn attempt(
+        &self,
+        delivery: &mut Delivery,
+        destination: &EventDestination,
+        lane: &Lane,
+    ) -> Result<bool, DeliveryError> {
         // The semaphore is never closed.
-        let _permit = self.deliveries.acquire().await;
+        let _permit = lane.in_flight.acquire().await;
         match destination {
             EventDestination::Stream(EventStream { key, max_length }) => {
                 // Without Redis there is no stream, and `check` reports this.
@@ -338,8 +380,12 @@ async fn post(webhook: &Webhook, id: &str, body: &Bytes) -> Result<(), DeliveryE
         headers.extend(HeaderValue::from_str(value).ok().map(|value| (HeaderName::from_static(name), value)));
     }
     let exchange = fetch::send(request, webhook.tls.as_ref(), MAX_RESPONSE);
-    let response = timeout(webhook.timeout, exchange).await.map_err(|_| DeliveryError::Timeout(webhook.timeout))??;
-    match response.status() {
+    let response = timeout(webhook.timeout, exchange).await.map_err(|_| DeliveryError::Timeout(webhook.timeout))?;
+    let status = match response {
+        Err(FetchError::TooLarge { status, .. }) => status,
+        response => response?.status(),
+    };
+    match status {
         status if status.is_success() => Ok(()),
         status => Err(DeliveryError::Status(status.as_u16())),
     }

@@ -80,7 +80,7 @@ pub struct CostTable {
     /// of the provider.
     #[schemars(extend("enum" = ["finish", "cut"], "default" = "finish"))]
     pub on_exhausted: Option<Text>,
-    /// With `llm`: request the usage of streams from OpenAI's API if the request has no `stream_options`, and hide the
+    /// With `llm`: request the usage of streams from OpenAI's API if the client does not request it, and hide the
     /// additional event from the client. This option changes the request body. The option applies only to paths that
     /// end with `/completions`.
     #[schemars(extend("default" = false))]

@@ -237,6 +237,11 @@ impl BufferBudget {
         (fits(self) && self.parent.as_ref().is_none_or(|parent| fits(parent))).then_some(reservation)
     }
 
+    /// Return the budget that contains all others.
+    pub(super) fn root(self: &Arc<Self>) -> &Arc<Self> {
+        self.parent.as_ref().map_or(self, |parent| parent.root())
+    }
+
     pub(super) fn add(&self, bytes: usize) {
         self.used.fetch_add(bytes, Ordering::Relaxed);
         self.parent.iter().for_each(|parent| parent.add(bytes));
@@ -245,6 +250,14 @@ impl BufferBudget {
     pub(super) fn subtract(&self, bytes: usize) {
         self.used.fetch_sub(bytes, Ordering::Relaxed);
         self.parent.iter().for_each(|parent| parent.subtract(bytes));
+    }
+}
+
+impl BufferReservation {
+    /// Reserve `bytes` more. Return whether the budget allows it.
+    pub(super) fn try_grow(&mut self, bytes: usize) -> bool {
+        let more = self.budget.try_reserve(bytes);
+        more.map(|mut more| self.size += std::mem::take(&mut more.size)).is_some()
     }
 }
 

@@ -238,6 +238,12 @@ impl StreamFlow {
         self.budget.try_reserve(bytes)
     }
 
+    /// Start a reservation for a body that the gateway has to read: in the budget of the process, because the budget of
+    /// an HTTP/2 connection is smaller than such a body may be.
+    pub(super) fn reserve_inspected(&self) -> Option<BufferReservation> {
+        self.budget.root().try_reserve(0)
+    }
+
     /// Return ready when the response may continue: all buffered chunks are written, or the budget has capacity. Each
     /// stream can therefore make progress, however much memory other streams use.
     pub(super) fn poll_capacity(&self, cx: &Context<'_>) -> Poll<()> {

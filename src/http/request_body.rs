@@ -273,26 +273,21 @@ impl RequestBody {
         let Some(flow) = self.0.as_ref().and_then(|inner| inner.flow.clone()) else {
             return Ok(ReadBody::Whole(Bytes::new()));
         };
-        let Some(mut reservation) = flow.try_reserve(exact.map_or(max, |length| length as usize)) else {
-            return Ok(ReadBody::NoCapacity);
-        };
+        let Some(mut reservation) = flow.reserve_inspected() else { return Ok(ReadBody::NoCapacity) };
         let mut content = BytesMut::new();
         while let Some(frame) = self.frame().await {
             let Ok(data) = frame?.into_data() else { continue };
+            // What was received counts, and not what was announced: a client must send what it wants to occupy.
+            let has_capacity = reservation.try_grow(data.len());
             content.extend_from_slice(&data);
-            if content.len() > max {
+            if content.len() > max || !has_capacity {
                 if let Some(inner) = &mut self.0 {
                     inner.prefix = Some((content.freeze(), reservation));
                 }
-                return Ok(ReadBody::TooLong);
+                return Ok(if has_capacity { ReadBody::TooLong } else { ReadBody::NoCapacity });
             }
         }
         let content = content.freeze();
-        if exact.is_none()
-            && let Some(smaller) = flow.try_reserve(content.len())
-        {
-            reservation = smaller;
-        }
         if let Some(inner) = &mut self.0 {
             inner.in_flight = None;
             let bytes = (!content.is_empty()).then(|| content.clone());

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::hash::RandomState;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::{Receiver, Sender, channel};
@@ -18,7 +18,8 @@ use crate::limiter::quota::Quota;
 /// Maximum number of events that wait for the thread.
 const QUEUE_LENGTH: usize = 4096;
 
-/// Maximum number of events whose period is recorded, so that a window has one event for each threshold.
+/// Maximum number of events whose period is recorded, so that a window has one event for each threshold. One limit may
+/// have half of them, so that clients that choose their identities cannot suppress the events of other limits.
 const MAX_REMEMBERED: usize = 100_000;
 
 /// The percentage at which a limit is used up.
@@ -136,8 +137,8 @@ impl LimitUsage {
     }
 }
 
-/// The limit, the identity and the threshold of an event.
-type EventKey = (Box<str>, Identity, u8);
+/// The events of a limit, by identity and threshold.
+type RememberedEvents = HashMap<(Identity, u8), Remembered, RandomState>;
 
 /// The end of a period.
 #[derive(Debug, Clone, Copy)]
@@ -151,7 +152,8 @@ struct Remembered {
 #[derive(Debug)]
 pub struct EventQueue {
     sender: Sender<QuotaEvent>,
-    remembered: Mutex<HashMap<EventKey, Remembered, RandomState>>,
+    /// By limit.
+    remembered: Mutex<HashMap<Box<str>, RememberedEvents, RandomState>>,
     dropped: AtomicU64,
 }
 
@@ -173,14 +175,17 @@ impl EventQueue {
     /// event is dropped and counted, and the next request queues it again.
     pub fn offer(&self, usage: &LimitUsage) {
         let now = monotonic();
-        let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut by_limit = self.lock();
+        let mut total: usize = by_limit.values().map(HashMap::len).sum();
+        let remembered = by_limit.entry(usage.notify.limit.clone()).or_default();
         for threshold in usage.thresholds() {
-            let key = (usage.notify.limit.clone(), usage.identity, threshold);
+            let key = (usage.identity, threshold);
             if remembered.get(&key).is_some_and(|earlier| earlier.covers(usage.period, now)) {
                 continue;
             }
             let event = QuotaEvent { usage: usage.clone(), threshold, queued_at: now };
-            let has_room = remembered.len() < MAX_REMEMBERED || remembered.contains_key(&key);
+            let is_new = !remembered.contains_key(&key);
+            let has_room = !is_new || total < MAX_REMEMBERED && remembered.len() < MAX_REMEMBERED / 2;
             if !has_room || self.sender.try_send(event).is_err() {
                 self.dropped.fetch_add(1, Ordering::Relaxed);
                 continue;
@@ -192,14 +197,25 @@ impl EventQueue {
             // The end of the period is beyond the range of the clock, so it never ends.
             let until = now.checked_add(length).unwrap_or(now + FOREVER);
             remembered.insert(key, Remembered { period: usage.period, until });
+            total += usize::from(is_new);
         }
+    }
+
+    /// Remove the record of an event that was dropped, so that the next request queues the event again.
+    pub fn forget(&self, event: &QuotaEvent) {
+        if let Some(remembered) = self.lock().get_mut(&event.usage.notify.limit) {
+            remembered.remove(&(event.usage.identity, event.threshold));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<Box<str>, RememberedEvents, RandomState>> {
+        self.remembered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Remove the events whose period has ended.
     pub fn forget_ended(&self) {
         let now = monotonic();
-        let mut remembered = self.remembered.lock().unwrap_or_else(PoisonError::into_inner);
-        remembered.retain(|_, earlier| now < earlier.until);
+        self.lock().values_mut().for_each(|remembered| remembered.retain(|_, earlier| now < earlier.until));
     }
 
     /// Return the number of events that were dropped.

@@ -1,7 +1,7 @@
 //! Reads the body of a request once, and collects all values that a route, an identity or a cost depends on in one
 //! pass.
 
-use http::header::CONTENT_ENCODING;
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue, Request};
 use serde_json::Value;
 use tokio::time::timeout_at;
@@ -17,6 +17,7 @@ use crate::payload::llm::request::{RequestError, RequestInfo};
 use crate::proxy::context::RequestContext;
 use crate::proxy::llm;
 use crate::proxy::local_reply::Rejection;
+use crate::proxy::target::RequestTarget;
 use crate::snapshot::BodyInspection;
 use crate::snapshot::routes::{BodyUse, Route};
 
@@ -40,6 +41,9 @@ pub enum UnreadBody {
     /// The body is compressed.
     #[error("the request body has a content coding, and the gateway has to read it: send it uncompressed")]
     ContentCoding,
+    /// The media type of the body is a form, or has a charset other than UTF-8.
+    #[error("the request body is a form or has another charset than UTF-8, and the gateway has to read it as JSON")]
+    MediaType,
     /// The body is longer than the maximum that the gateway reads.
     #[error("the request body is longer than {0} bytes, and the gateway has to read it")]
     TooLong(usize),
@@ -174,6 +178,7 @@ pub(super) async fn read_for_route<'a>(
 pub(super) async fn inspect<'a>(
     context: &mut RequestContext<'a>,
     route: &Route,
+    target: &RequestTarget<'_>,
     request: &Request<RequestBody>,
     body: &mut RequestBody,
 ) -> Result<(), Rejection<'a>> {
@@ -191,15 +196,35 @@ pub(super) async fn inspect<'a>(
     context.rpc_id = content.rpc_id(body_use);
     content.check(body_use, request.headers(), max_values).map_err(Rejection::Inspect)?;
     if let Some(inspection) = inspection {
-        llm::inspect(context, inspection, request, body)?;
+        llm::inspect(context, inspection, (&target.upstream_path(route)?, request.headers()), body)?;
     }
     Ok(())
 }
 
-/// Return whether the body has a content coding.
-pub fn has_content_coding(headers: &HeaderMap) -> bool {
+/// Return why a body with these headers cannot be read: it has a content coding, or an application may read other values
+/// from its bytes than JSON in UTF-8 has.
+pub fn unreadable(headers: &HeaderMap) -> Option<UnreadBody> {
     let is_coded = |coding: &HeaderValue| !coding.as_bytes().eq_ignore_ascii_case(b"identity");
-    headers.get_all(CONTENT_ENCODING).iter().any(is_coded)
+    if headers.get_all(CONTENT_ENCODING).iter().any(is_coded) {
+        return Some(UnreadBody::ContentCoding);
+    }
+    let mut types = headers.get_all(CONTENT_TYPE).iter();
+    let is_json = types.next().is_none_or(|media_type| media_type.to_str().is_ok_and(may_be_json));
+    (!is_json || types.next().is_some()).then_some(UnreadBody::MediaType)
+}
+
+/// Return whether a body of this media type may be JSON in UTF-8 for an application.
+fn may_be_json(media_type: &str) -> bool {
+    let mut parts = media_type.split(';').map(|part| part.trim().to_ascii_lowercase());
+    let essence = parts.next().unwrap_or_default();
+    let is_form = essence == "application/x-www-form-urlencoded" || essence.starts_with("multipart/");
+    let is_utf8 = |parameter: String| match parameter.split_once('=') {
+        Some((name, charset)) if name.trim_end() == "charset" => {
+            matches!(charset.trim_matches([' ', '"']), "utf-8" | "utf8" | "us-ascii")
+        }
+        _ => true,
+    };
+    !is_form && parts.all(is_utf8)
 }
 
 /// Read a body of at most `max_read` bytes.
@@ -214,8 +239,8 @@ async fn read(
     if http_body::Body::is_end_stream(body) {
         return Ok(BodyContent::Empty);
     }
-    if has_content_coding(headers) {
-        return Ok(BodyContent::Unread(UnreadBody::ContentCoding));
+    if let Some(reason) = unreadable(headers) {
+        return Ok(BodyContent::Unread(reason));
     }
     let config = &context.snapshot.config;
     let settings = &config.server;

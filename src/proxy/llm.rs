@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
-use http::{Request, Response};
+use http::{HeaderMap, Response};
 
 use crate::http::body::Body;
 use crate::http::request_body::RequestBody;
@@ -12,7 +12,7 @@ use crate::identity::display::IdentityDisplay;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::Identity;
 use crate::limiter::settlement::{Deferred, DeferredCharges, SettleAction};
-use crate::payload::llm::provider::Provider;
+use crate::payload::llm::provider::{Provider, operation};
 use crate::payload::llm::request;
 use crate::payload::llm::request::{RequestError, RequestInfo};
 use crate::payload::llm::response::{MeasuredUsage, ResponseMeter, UsageFormat, is_usage_event};
@@ -34,6 +34,11 @@ pub enum LlmError {
     /// The body is compressed.
     #[error("the request body has a content coding: the tokens of the request cannot be estimated")]
     ContentCoding,
+    /// The media type of the body is a form or has a charset that is not UTF-8.
+    #[error(
+        "the request body is a form or has another charset than UTF-8: the tokens of the request cannot be estimated"
+    )]
+    MediaType,
     /// The body is longer than `inspect_body`.
     #[error("the request body is longer than {0} bytes: the tokens of the request cannot be estimated")]
     TooLong(usize),
@@ -63,7 +68,7 @@ pub struct LlmRequest {
     /// The model that determines the weights.
     pub(super) model: Option<Box<str>>,
     /// The format of error responses.
-    pub(super) provider: Provider,
+    pub provider: Provider,
     path: Box<str>,
     /// Whether the gateway, and not the client, requested the usage of the stream.
     hides_usage: bool,
@@ -80,9 +85,9 @@ enum Content {
     Read(RequestInfo),
 }
 
-/// Return the API that a request is for.
-pub fn provider<B>(request: &Request<B>) -> Provider {
-    Provider::from_request(request.uri().path(), request.headers().contains_key("anthropic-version"))
+/// Return the API that a request is for. `path` is the canonical path that the upstream gets.
+pub fn provider(path: &str, headers: &HeaderMap) -> Provider {
+    Provider::from_request(path, headers.contains_key("anthropic-version"))
 }
 
 /// Take the values that were read from the body of a request on a route that counts tokens. The upstream gets the same
@@ -93,11 +98,11 @@ pub fn provider<B>(request: &Request<B>) -> Provider {
 pub(super) fn inspect<'a>(
     context: &mut RequestContext<'a>,
     inspection: LlmInspection,
-    request: &Request<RequestBody>,
+    (path, headers): (&str, &HeaderMap),
     body: &mut RequestBody,
 ) -> Result<(), Rejection<'a>> {
     let Some(content) = context.body.as_deref_mut() else { return Ok(()) };
-    let llm = self::request(content, inspection, request)?;
+    let llm = self::request(content, inspection, path, headers)?;
     if llm.hides_usage {
         body.change(request::with_usage_option);
     }
@@ -106,21 +111,23 @@ pub(super) fn inspect<'a>(
     Ok(())
 }
 
-/// Return what a request may use, from the values that were read from its body.
+/// Return what a request may use, from the values that were read from its body. `path` is the canonical path that the
+/// upstream gets.
 ///
 /// # Errors
 /// The body cannot be read, and a limit of the route requires it.
-pub fn request<B>(
+pub fn request(
     content: &mut BodyContent,
     inspection: LlmInspection,
-    request: &Request<B>,
+    path: &str,
+    headers: &HeaderMap,
 ) -> Result<LlmRequest, Rejection<'static>> {
-    let path = request.uri().path();
-    let provider = provider(request);
+    let provider = provider(path, headers);
     let content = Content::from_body(content, inspection.max_body);
     let hides_usage = inspection.includes_usage
-        && path.ends_with("/completions")
-        && matches!(&content, Ok(Content::Read(info)) if info.is_stream && info.includes_usage.is_none());
+        && provider == Provider::OpenAi
+        && operation(path) == "completions"
+        && matches!(&content, Ok(Content::Read(info)) if info.is_stream && !info.includes_usage);
     let content = match content {
         Err(error) if inspection.is_required || (inspection.is_enforced && error == LlmError::NoCapacity) => {
             return Err(Rejection::Llm { error, provider });
@@ -133,7 +140,7 @@ pub fn request<B>(
         Content::Empty | Content::Unread => None,
     };
     // Providers with the model in the path ignore the model in the body.
-    let model = request::model_in_path(path).map(Box::from).or(named);
+    let model = request::model_in_path(path).map(|model| model.into()).or(named);
     let (path, clients) = (path.into(), Vec::new());
     Ok(LlmRequest { content, model, provider, path, hides_usage, clients })
 }
@@ -149,6 +156,7 @@ impl Content {
                 info.map(Content::Read).map_err(LlmError::Body)
             }
             BodyContent::Unread(UnreadBody::ContentCoding) => Err(LlmError::ContentCoding),
+            BodyContent::Unread(UnreadBody::MediaType) => Err(LlmError::MediaType),
             BodyContent::Unread(UnreadBody::TooLong(_)) => Err(LlmError::TooLong(max_body)),
             BodyContent::Unread(UnreadBody::NoCapacity) => Err(LlmError::NoCapacity),
             BodyContent::Unread(UnreadBody::Json(error)) => Err(LlmError::Body(RequestError::Json(error.clone()))),
@@ -196,7 +204,9 @@ impl LlmRequest {
         match &self.content {
             Content::Empty => 0,
             Content::Unread => llm.unread_cost.unwrap_or(0),
-            Content::Read(info) => self.weights(llm).reservation(llm.estimate.input(info), llm.estimate.output(info)),
+            Content::Read(info) => {
+                self.weights(llm).reservation(llm.estimate.input(info), llm.estimate.output(info, self.provider))
+            }
         }
     }
 
@@ -248,6 +258,7 @@ impl LlmRequest {
                 reserved,
                 weights: self.weights(llm),
                 estimated_input: self.estimated_input(llm),
+                is_background: self.is_background(),
                 meter_index,
                 cuts: llm.cuts,
                 tokens: metrics.tokens(route.index, limit_index).cloned(),
@@ -271,6 +282,11 @@ impl LlmRequest {
             event: Vec::new(),
         });
         Some(Box::new(LlmSettlement { charges, model: self.model, meters, limits: settled, rewriter }))
+    }
+
+    /// Return whether the response goes on without the client.
+    fn is_background(&self) -> bool {
+        matches!(&self.content, Content::Read(info) if info.is_background)
     }
 
     fn choices(&self) -> u64 {
@@ -318,6 +334,7 @@ struct SettledLimit {
     reserved: u64,
     weights: Weights,
     estimated_input: Option<u64>,
+    is_background: bool,
     meter_index: usize,
     cuts: bool,
     tokens: Option<TokenMetrics>,
@@ -409,8 +426,10 @@ impl SettledLimit {
     fn settled_cost(&self, meters: &[Meter]) -> SettledCost {
         let meter = meters[self.meter_index].meter.as_ref();
         let measured = meter.and_then(|meter| meter.usage(self.estimated_input.unwrap_or(0)));
-        // Without an estimate of the input, only a report by the provider is used.
-        let measured = measured.filter(|measured| self.estimated_input.is_some() || !measured.is_estimated);
+        // Only a report by the provider is used if the input was not estimated, or if the response is generated in the
+        // background, where more output may follow.
+        let is_estimable = self.estimated_input.is_some() && !self.is_background;
+        let measured = measured.filter(|measured| is_estimable || !measured.is_estimated);
         let (cost, is_estimated, kind) = match measured {
             Some(MeasuredUsage { usage, is_estimated: false }) => (self.weights.cost(usage), false, SETTLED_REPORTED),
             Some(MeasuredUsage { usage, is_estimated: true }) => (self.weights.cost(usage), true, SETTLED_ESTIMATED),

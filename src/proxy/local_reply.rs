@@ -236,7 +236,7 @@ impl Rejection<'_> {
                     InspectError::Unread(UnreadBody::NoCapacity) => {
                         (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow")
                     }
-                    InspectError::Unread(UnreadBody::ContentCoding | UnreadBody::Json(_))
+                    InspectError::Unread(UnreadBody::ContentCoding | UnreadBody::MediaType | UnreadBody::Json(_))
                     | InspectError::Ambiguous(_)
                     | InspectError::Rpc(_) => (StatusCode::BAD_REQUEST, "bad-body"),
                 };
@@ -248,7 +248,9 @@ impl Rejection<'_> {
             }
             Rejection::Llm { error, provider } => {
                 let (status, outcome) = match &error {
-                    LlmError::Body(_) | LlmError::ContentCoding => (StatusCode::BAD_REQUEST, "bad-body"),
+                    LlmError::Body(_) | LlmError::ContentCoding | LlmError::MediaType => {
+                        (StatusCode::BAD_REQUEST, "bad-body")
+                    }
                     LlmError::TooLarge { .. } => (StatusCode::BAD_REQUEST, "reservation-too-large"),
                     LlmError::TooLong(_) => (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large"),
                     LlmError::NoCapacity => (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow"),

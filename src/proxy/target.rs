@@ -95,6 +95,16 @@ impl<'a> RequestTarget<'a> {
         self.forwarded_path.as_deref().unwrap_or(&self.path)
     }
 
+    /// Return the canonical form of the path that the upstream gets: after the rewrite of the route.
+    ///
+    /// # Errors
+    /// See [`RequestTarget::rewrite`].
+    pub fn upstream_path(&self, route: &Route) -> Result<Cow<'_, str>, Rejection<'static>> {
+        let Some(rewritten) = self.rewrite(route, None)? else { return Ok(Cow::Borrowed(&self.path)) };
+        let path = canonical_path(rewritten.path()).map_err(Rejection::InvalidPath)?;
+        Ok(Cow::Owned(path.into_owned()))
+    }
+
     /// Return the parts of the request that routes match. `listener` is the index of the listener.
     pub fn route_request<'r, B>(&'r self, request: &'r Request<B>, listener: usize) -> RouteRequest<'r> {
         RouteRequest {

@@ -37,10 +37,9 @@ pub(super) fn llm_cost(table: &CostTable, inspect_body: usize, reader: &mut Vali
         .weights
         .as_ref()
         .map_or_else(Weights::default, |written| weights(written.get_ref(), Weights::default(), reader));
-    let models = table
-        .models
-        .iter()
-        .map(|(model, written)| (NamePattern::new(model), weights(written.get_ref(), default, reader)));
+    let models = table.models.iter().map(|(model, written)| {
+        (NamePattern::new(&model.to_ascii_lowercase()), weights(written.get_ref(), default, reader))
+    });
     let weights = ModelWeights { default, models: models.collect() };
     LlmCost {
         weights,

@@ -126,7 +126,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         explanation.path = Some(target.path.to_string());
         let preflight_route = target.find_preflight_route(config, request, peer.listener);
         let has_tokens = config.body_inspection.reads_tokens;
-        let mut content = match self.content_coding(request) {
+        let mut content = match self.unreadable_body(request) {
             Some(error) => BodyContent::Unread(error),
             None => BodyContent::from_bytes(self.body, &config.body_inspection, has_tokens),
         };
@@ -185,7 +185,8 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             found.rpc_id = content.rpc_id(body_use);
             content.check(body_use, request.headers(), config.server.inspect_body).map_err(Rejection::Inspect)?;
             if let Some(inspection) = route.rate_limits.llm_inspection(request.method()) {
-                llm = Some(llm::request(&mut content, inspection, request)?);
+                let path = target.upstream_path(route)?;
+                llm = Some(llm::request(&mut content, inspection, &path, request.headers())?);
             }
         }
         let json = content.json();
@@ -232,7 +233,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
                     header_styles: &route.rate_limits.header_styles,
                     expose_headers: route.rate_limits.expose_header.as_ref(),
                     is_grpc: is_grpc_call(request),
-                    provider: route.rate_limits.llm.map(|_| llm::provider(request)),
+                    provider: llm.as_ref().map(|llm| llm.provider),
                 });
             }
             decision => decision,
@@ -257,10 +258,9 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         routing::admitted_response(&variables, target.forwarded_path(), decision.as_ref(), cors)
     }
 
-    /// Return the reason why a body with a content coding cannot be read.
-    fn content_coding(&self, request: &Request<()>) -> Option<UnreadBody> {
-        (!self.body.is_empty() && inspection::has_content_coding(request.headers()))
-            .then_some(UnreadBody::ContentCoding)
+    /// Return the reason why the body cannot be read.
+    fn unreadable_body(&self, request: &Request<()>) -> Option<UnreadBody> {
+        inspection::unreadable(request.headers()).filter(|_| !self.body.is_empty())
     }
 
     /// Return the name of a listener, or its address if the listener has no name. `None` if no listener has a name.

@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use bytes::Bytes;
 use http::header::HOST;
 use http::uri::Scheme;
-use http::{HeaderValue, Request, Response, Uri};
+use http::{HeaderValue, Request, Response, StatusCode, Uri};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::client::conn::http1::handshake;
 use hyper::rt::{Read, Write};
@@ -31,8 +31,13 @@ pub enum FetchError {
     #[error("no valid response: {0}")]
     Http(#[source] hyper::Error),
     /// The response body is longer than the maximum.
-    #[error("the response is longer than {0} bytes")]
-    TooLarge(usize),
+    #[error("the response is longer than {max} bytes")]
+    TooLarge {
+        /// The maximum in bytes.
+        max: usize,
+        /// The status of the response.
+        status: StatusCode,
+    },
 }
 
 /// Return the host of a URL without the brackets of an IPv6 address.
@@ -97,7 +102,8 @@ async fn send_over(
     let path = request.uri().path_and_query().cloned();
     *request.uri_mut() = path.map(Uri::from).unwrap_or_default();
     let (parts, body) = sender.send_request(request.map(Full::new)).await.map_err(FetchError::Http)?.into_parts();
-    let body = Limited::new(body, max_body).collect().await.map_err(|error| body_error(error, max_body))?.to_bytes();
+    let body = Limited::new(body, max_body).collect().await;
+    let body = body.map_err(|error| body_error(error, max_body, parts.status))?.to_bytes();
     Ok(Response::from_parts(parts, body))
 }
 
@@ -110,10 +116,10 @@ impl Drop for AbortOnDrop {
     }
 }
 
-fn body_error(error: Box<dyn Error + Send + Sync>, max_body: usize) -> FetchError {
+fn body_error(error: Box<dyn Error + Send + Sync>, max: usize, status: StatusCode) -> FetchError {
     match error.downcast::<hyper::Error>() {
         Ok(error) => FetchError::Http(*error),
         // The only other error comes from `Limited`.
-        Err(_) => FetchError::TooLarge(max_body),
+        Err(_) => FetchError::TooLarge { max, status },
     }
 }

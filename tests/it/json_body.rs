@@ -83,6 +83,43 @@ fn body_that_cannot_be_read_is_never_the_other_route() {
         (&large, format!(r#"{{"model":"{}"}}"#, "x".repeat(1025)), &[], 400, "the JSON value `/model`"),
         (&large, deep, &[], 400, "recursion limit"),
         (&gateway, "x".to_owned(), &[("content-encoding", "gzip")], 400, "content coding"),
+        (&gateway, r#"{"model":"gpt-5"}"#.to_owned(), &[("content-type", "application/json; Charset=UTF-8")], 200, ""),
+        (&gateway, r#"{"model":"gpt-5"}"#.to_owned(), &[("content-type", "text/plain;charset=\"utf-8\"")], 200, ""),
+        (
+            &gateway,
+            r#"{"model":"gpt-5"}"#.to_owned(),
+            &[("content-type", "application/json; charset=utf-7")],
+            400,
+            "charset",
+        ),
+        (
+            &gateway,
+            r#"{"model":"gpt-5"}"#.to_owned(),
+            &[("content-type", "application/json;CHARSET = UTF-16")],
+            400,
+            "charset",
+        ),
+        (
+            &gateway,
+            r#"{"model":"gpt-5"}"#.to_owned(),
+            &[("content-type", "application/x-www-form-urlencoded")],
+            400,
+            "form",
+        ),
+        (
+            &gateway,
+            r#"{"model":"gpt-5"}"#.to_owned(),
+            &[("content-type", "multipart/form-data; boundary=x")],
+            400,
+            "form",
+        ),
+        (
+            &gateway,
+            r#"{"model":"gpt-5"}"#.to_owned(),
+            &[("content-type", "application/json"), ("content-type", "text/plain")],
+            400,
+            "form",
+        ),
         (&gateway, r#"{"model":"gpt-5"}"#.to_owned(), &[("content-encoding", "identity")], 200, ""),
         (
             &gateway,
@@ -145,6 +182,38 @@ fn http2_requests_are_routed_by_body() {
     let routes: Vec<_> =
         upstream.seen.lock().unwrap().iter().map(|seen| seen.headers("x-route")[0].to_owned()).collect();
     assert_eq!(routes, ["gpt", "other"]);
+}
+
+#[test]
+fn http2_bodies_larger_than_the_window_of_a_connection_are_read() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&routed(&upstream, "", ""));
+    let body: &'static [u8] = format!(r#"{{"model":"gpt-5","p":"{}"}}"#, "x".repeat(900_000)).leak().as_bytes();
+    let request = || Request::post("http://a.test/chat").body(body).unwrap();
+    let answers = http2::ask(gateway.addresses()[0], [request(), request()]);
+    assert_eq!(answers.iter().map(|answer| answer.status()).collect::<Vec<_>>(), [Some(200); 2]);
+    assert_eq!((&*route_of(&upstream), upstream.last().body.len()), ("gpt", body.len()));
+}
+
+#[test]
+fn announced_bodies_occupy_no_memory_before_they_arrive() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&routed(&upstream, "max_buffered = \"256KiB\"", ""));
+    let waiting: Vec<_> = (0..40)
+        .map(|_| {
+            let mut client = gateway.client();
+            client.send(b"POST /chat HTTP/1.1\r\nHost: a\r\nContent-Length: 1048576\r\n\r\n{");
+            client
+        })
+        .collect();
+    assert_eq!(post(&gateway, "/chat", br#"{"model":"gpt-5"}"#).status, 200);
+    // What has arrived counts.
+    let mut sender = gateway.client();
+    sender.send(b"POST /chat HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n");
+    sender.send(format!("10000\r\n{}\r\n", " ".repeat(1 << 16)).repeat(10).as_bytes());
+    let reply = sender.reply().unwrap();
+    assert_eq!((reply.status, reply.header("retry-after").is_some()), (503, true), "{}", reply.text());
+    drop(waiting);
 }
 
 #[test]

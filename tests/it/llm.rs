@@ -80,7 +80,9 @@ fn respond(stream: &mut TcpStream, request: &Seen, gate: &(Mutex<bool>, Condvar)
         );
         return stream.write_all((head + text).as_bytes());
     }
-    let path = request.target();
+    // As lenient as some servers.
+    let target = request.target().replace("%3A", ":");
+    let path = target.split(';').next().unwrap().trim_end_matches('/');
     let order = Order {
         input: mock["input"].as_u64().unwrap_or(10),
         output: mock["output"].as_u64().unwrap_or(3),
@@ -841,6 +843,20 @@ fn usage_of_openai_streams_is_requested_and_hidden() {
         expected -= 28;
         assert_remaining(&gateway, expected, "reported");
     }
+    // A client cannot keep the usage from the gateway.
+    for options in [json!(null), json!({}), json!({"include_usage": false}), json!({"include_usage": null, "a": [1]})] {
+        for path in [CHAT, "/v1/chat/completion%73", "/v1/chat/completions/", "/v1/chat/completions;x"] {
+            let order = json!({"input": 21, "output": 7});
+            let body = json!({"stream": true, "stream_options": options, "max_tokens": 50, "mock": order});
+            let text = String::from_utf8(post(&gateway, path, &body).body).unwrap();
+            assert!(!text.contains("usage") && text.contains("tök"), "{path} {text}");
+            let sent: Value = serde_json::from_slice(&provider.last().body).unwrap();
+            assert_eq!(sent["stream_options"]["include_usage"], true, "{path} {sent}");
+            assert_eq!(sent["stream_options"]["a"], options["a"]);
+            expected -= 28;
+            assert_remaining(&gateway, expected, "reported");
+        }
+    }
     for (path, body) in [
         (CHAT, json!({"stream": true, "stream_options": {"include_usage": true}})),
         (CHAT, json!({"stream": false})),
@@ -850,6 +866,65 @@ fn usage_of_openai_streams_is_requested_and_hidden() {
         assert_eq!(provider.last().body, body.to_string().as_bytes(), "unchanged");
         assert!(String::from_utf8(reply.body).unwrap().contains("\"usage\""), "{path}: not hidden");
     }
+}
+
+#[test]
+fn spelling_of_the_path_does_not_change_the_weights() {
+    let provider = Provider::start();
+    let cost = "default_output = 100, weights = { input = 1, output = 1 }, models.m = { input = 30, output = 100 }";
+    let config = config("", provider.address, QUOTA, cost, "");
+    let gateway = Gateway::start(&config);
+    let rewriting = config.replace("path = \"/{*rest}\"", "path = \"/models/{*rest}\"\nrewrite = \"/{rest}\"");
+    let rewriting = Gateway::start(&rewriting);
+    let reserved = |gateway: &Gateway, path: &str, body: &Value| {
+        let id = ("x-id", &*format!("{path}{body}"));
+        let reply = gateway.client().request("POST", path, &[id], body.to_string().as_bytes());
+        assert_eq!(reply.status, 200, "{path} {}", reply.text());
+        QUOTA - reply.remaining("tokens")
+    };
+    let dear = json!({"model": "m", "max_tokens": 10});
+    let expected = reserved(&gateway, CHAT, &dear);
+    assert!(expected > 1000, "{expected}");
+    for path in ["/v1/models/cheap/../../chat/completions", "/v1/models/cheap/%2e%2e/%2E./chat/completions"] {
+        assert_eq!(reserved(&gateway, path, &dear), expected, "{path}");
+    }
+    assert_eq!(reserved(&gateway, CHAT, &json!({"model": "M", "max_tokens": 10})), expected);
+    assert_eq!(reserved(&rewriting, "/models/v1/chat/completions", &dear), expected);
+    let dear = json!({"generationConfig": {"maxOutputTokens": 10}});
+    let expected = reserved(&gateway, "/v1beta/models/m:generateContent", &dear);
+    assert!(expected > 1000, "{expected}");
+    for path in [
+        "/v1beta/models/%6D:generateContent",
+        "/v1beta/models/m%3AgenerateContent",
+        "/v1beta/model%73/m:generateContent",
+        "/v1beta/models/cheap/../m:generateContent",
+    ] {
+        assert_eq!(reserved(&gateway, path, &dear), expected, "{path}");
+    }
+    let aliased = "/v1beta/models/m:generateContent";
+    assert_eq!(
+        reserved(&gateway, aliased, &json!({"max_tokens": 1})),
+        reserved(&gateway, aliased, &json!({"other_tokens": 1})) - 30,
+        "Gemini follows generationConfig only"
+    );
+}
+
+#[test]
+fn response_in_the_background_keeps_its_reservation() {
+    let provider = Provider::start();
+    let gateway = start(&provider, QUOTA, "");
+    let mock = json!({"input": 20, "output": 4, "pause_after": 2});
+    let body = json!({"background": true, "stream": true, "max_output_tokens": 500, "mock": mock});
+    let bytes = body.to_string();
+    let mut client = gateway.client();
+    let head = format!("POST /v1/responses HTTP/1.1\r\nHost: a\r\nx-id: a\r\nContent-Length: {}\r\n\r\n", bytes.len());
+    client.send((head + &bytes).as_bytes());
+    let reserved = QUOTA - client.head().unwrap().remaining("tokens");
+    assert!(client.chunks_until("tok").contains("data:"));
+    drop(client);
+    eventually("the reservation is settled", || records(&gateway).len() == 1);
+    assert_eq!(records(&gateway)[0]["limits"][0]["settled"], reserved, "the provider goes on");
+    provider.release();
 }
 
 #[test]

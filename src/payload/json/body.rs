@@ -261,11 +261,12 @@ enum Spelling {
     Different,
 }
 
+/// Return a text without case. Some servers fold `ſ` to `s` and the Kelvin sign to `k`, as Unicode does.
+pub fn folded(text: &str) -> impl Iterator<Item = char> + '_ {
+    text.chars().flat_map(char::to_uppercase).flat_map(char::to_lowercase)
+}
+
 fn compare(segment: &str, key: &str) -> Spelling {
-    // Some servers fold `ſ` to `s` and the Kelvin sign to `k`, as Unicode does.
-    fn folded(text: &str) -> impl Iterator<Item = char> + '_ {
-        text.chars().flat_map(char::to_uppercase).flat_map(char::to_lowercase)
-    }
     match segment == key {
         true => Spelling::Equal,
         false if folded(segment).eq(folded(key)) => Spelling::OtherCase,
@@ -274,7 +275,7 @@ fn compare(segment: &str, key: &str) -> Spelling {
 }
 
 /// Return the beginning of a member name, for an error message.
-fn shortened(key: &str) -> Box<str> {
+pub fn shortened(key: &str) -> Box<str> {
     key.chars().take(MAX_NAMED_KEY).collect::<String>().into()
 }
 

@@ -19,11 +19,11 @@ pub enum Provider {
 }
 
 impl Provider {
-    /// Return the API that the path of a request belongs to. `is_anthropic` is true if the request has the header
+    /// Return the API that the canonical path of a request belongs to. `is_anthropic` is true if the request has the header
     /// `anthropic-version`.
     pub fn from_request(path: &str, is_anthropic: bool) -> Self {
-        let last = path.rsplit('/').next().unwrap_or_default();
-        if is_anthropic || last == "messages" || path.ends_with("/messages/count_tokens") {
+        let last = operation(path);
+        if is_anthropic || last == "messages" || path.contains("/messages/count_tokens") {
             Provider::Anthropic
         } else if last.contains(":generate") || last.contains(":streamGenerate") || last.contains("mbedContent") {
             Provider::Gemini
@@ -39,7 +39,7 @@ impl Provider {
     pub fn final_events(self, path: &str, choices: u64, output: u64) -> String {
         let event = |name: &str, data: Value| format!("event: {name}\ndata: {data}\n\n");
         match self {
-            Provider::OpenAi if path.ends_with("/responses") => event(
+            Provider::OpenAi if operation(path) == "responses" => event(
                 "response.incomplete",
                 json!({
                     "type": "response.incomplete",
@@ -51,7 +51,7 @@ impl Provider {
             ),
             Provider::OpenAi | Provider::Ollama => {
                 // The Completions API, which preceded Chat Completions.
-                let is_text = path.ends_with("/completions") && !path.ends_with("/chat/completions");
+                let is_text = operation(path) == "completions" && !path.contains("/chat/completions");
                 let choice = |index| match is_text {
                     true => json!({ "index": index, "text": "", "finish_reason": "length" }),
                     false => json!({ "index": index, "delta": {}, "finish_reason": "length" }),
@@ -104,6 +104,12 @@ impl Provider {
     }
 }
 
+/// Return the last segment of a path that is not empty, without parameters after `;`: many servers ignore both.
+pub fn operation(path: &str) -> &str {
+    let last = path.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
+    last.split(';').next().unwrap_or_default()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -114,6 +120,8 @@ mod tests {
             ("/v1/chat/completions", false, Provider::OpenAi),
             ("/v1/responses", false, Provider::OpenAi),
             ("/v1/messages", false, Provider::Anthropic),
+            ("/v1/messages/;x", false, Provider::OpenAi),
+            ("/v1/messages;x/", false, Provider::Anthropic),
             ("/anything", true, Provider::Anthropic),
             ("/v1beta/models/m:generateContent", false, Provider::Gemini),
             ("/v1beta/models/m:streamGenerateContent", false, Provider::Gemini),

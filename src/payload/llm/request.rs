@@ -2,10 +2,15 @@
 
 use std::borrow::Cow;
 use std::fmt;
+use std::ops::Range;
 
+use percent_encoding::percent_decode_str;
 use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 
-use crate::payload::json::body::{Collector, JsonBody, JsonValue, KeySeed, Position, SeenMembers, text_value};
+use crate::payload::json::body::{
+    Collector, JsonBody, JsonValue, KeySeed, Position, SeenMembers, folded, shortened, text_value,
+};
+use crate::payload::llm::provider::Provider;
 
 /// Maximum length of a model name in bytes. Longer names are rejected, because the access log contains the name.
 const MAX_MODEL: usize = 128;
@@ -20,10 +25,12 @@ pub struct RequestInfo {
     pub model: Option<Box<str>>,
     /// Whether the client requests a stream.
     pub is_stream: bool,
-    /// `stream_options.include_usage` of OpenAI, if the request has `stream_options`.
-    pub includes_usage: Option<bool>,
-    /// Maximum number of output tokens of each choice. `None` if the request has no maximum.
-    pub output_bound: Option<u64>,
+    /// Whether the client asks for the usage of the stream: `stream_options.include_usage` of OpenAI.
+    pub includes_usage: bool,
+    /// Whether the response is generated without the client: `background` of OpenAI's Responses.
+    pub is_background: bool,
+    /// Maxima of output tokens of each choice.
+    pub bounds: OutputBounds,
     /// Number of choices.
     pub choices: u64,
     /// Length of the body in bytes, without images and audio.
@@ -32,6 +39,29 @@ pub struct RequestInfo {
     pub images: u64,
     /// Number of audio parts.
     pub audio: u64,
+}
+
+/// Maxima of output tokens by their place in the request body. `None` if the request has none there.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct OutputBounds {
+    /// The largest maximum at the root, as for OpenAI and Anthropic.
+    pub root: Option<u64>,
+    /// The maximum in `generationConfig`, as for Gemini.
+    pub generation_config: Option<u64>,
+    /// The maximum in `options`, as for Ollama.
+    pub options: Option<u64>,
+}
+
+impl OutputBounds {
+    /// Return the maximum that a provider uses. Many servers have the API of OpenAI and may use any of the maxima.
+    fn of(self, provider: Provider) -> Option<u64> {
+        match provider {
+            Provider::OpenAi => self.root.max(self.generation_config).max(self.options),
+            Provider::Anthropic => self.root,
+            Provider::Gemini => self.generation_config,
+            Provider::Ollama => self.options,
+        }
+    }
 }
 
 /// The reason why a body cannot be read.
@@ -66,9 +96,9 @@ impl InputEstimate {
         text.saturating_add(media)
     }
 
-    /// Return the output tokens that a request may use.
-    pub fn output(&self, info: &RequestInfo) -> u64 {
-        info.output_bound.unwrap_or(self.default_output).saturating_mul(info.choices)
+    /// Return the output tokens that a request to this provider may use.
+    pub fn output(&self, info: &RequestInfo, provider: Provider) -> u64 {
+        info.bounds.of(provider).unwrap_or(self.default_output).saturating_mul(info.choices)
     }
 }
 
@@ -112,17 +142,91 @@ pub fn inspect_with(
 /// Return a body with the option that makes OpenAI report the usage of a stream. The body must be a JSON object without
 /// `stream_options`.
 pub fn with_usage_option(body: &[u8]) -> Vec<u8> {
-    let start = body.iter().position(|byte| *byte == b'{').map_or(0, |brace| brace + 1);
-    [&body[..start], br#""stream_options":{"include_usage":true},"#, &body[start..]].concat()
+    let options = match member_value(body, "stream_options").map(|range| &body[range]) {
+        Some(options) if options.starts_with(b"{") => with_member(options, "include_usage", b"true"),
+        Some(_) | None => br#"{"include_usage":true}"#.to_vec(),
+    };
+    with_member(body, "stream_options", &options)
 }
 
-/// Return the model that a path contains, as for Gemini (`/v1beta/models/NAME:generateContent`) and Azure
-/// (`/openai/deployments/NAME/chat/completions`).
-pub fn model_in_path(path: &str) -> Option<&str> {
+/// Return a JSON object with this value of a member.
+fn with_member(object: &[u8], name: &str, value: &[u8]) -> Vec<u8> {
+    if let Some(Range { start, end }) = member_value(object, name) {
+        return [&object[..start], value, &object[end..]].concat();
+    }
+    let start = object.iter().position(|byte| *byte == b'{').map_or(0, |brace| brace + 1);
+    let rest = &object[start..];
+    let separator: &[u8] = if rest.trim_ascii_start().starts_with(b"}") { b"" } else { b"," };
+    [&object[..start], b"\"", name.as_bytes(), b"\":", value, separator, rest].concat()
+}
+
+/// Return the range of the value of a member in a valid JSON object.
+fn member_value(object: &[u8], name: &str) -> Option<Range<usize>> {
+    let mut at = object.iter().position(|byte| *byte == b'{')? + 1;
+    loop {
+        at = skip_space(object, at);
+        let key_end = string_end(object, at)?;
+        let is_found = serde_json::from_slice::<Cow<'_, str>>(&object[at..key_end]).is_ok_and(|key| key == name);
+        let start = skip_space(object, skip_space(object, key_end) + 1);
+        let end = value_end(object, start);
+        if is_found {
+            return Some(start..end);
+        }
+        at = skip_space(object, end) + 1;
+    }
+}
+
+fn skip_space(json: &[u8], at: usize) -> usize {
+    at + json.get(at..).map_or(0, |rest| rest.len() - rest.trim_ascii_start().len())
+}
+
+/// Return the end of the string that begins at `start`. `None` if no string begins there.
+fn string_end(json: &[u8], start: usize) -> Option<usize> {
+    let mut bytes = json.iter().enumerate().skip(start);
+    bytes.next().filter(|(_, byte)| **byte == b'"')?;
+    while let Some((at, byte)) = bytes.next() {
+        match byte {
+            b'"' => return Some(at + 1),
+            b'\\' => drop(bytes.next()),
+            _ => {}
+        }
+    }
+    None
+}
+
+/// Return the end of the value that begins at `start`.
+fn value_end(json: &[u8], start: usize) -> usize {
+    let (mut at, mut depth) = (start, 0_u32);
+    while let Some(byte) = json.get(at) {
+        match byte {
+            b'"' => {
+                at = string_end(json, at).unwrap_or(json.len());
+                if depth == 0 {
+                    break;
+                }
+                continue;
+            }
+            b'{' | b'[' => depth += 1,
+            b',' | b'}' | b']' if depth == 0 => break,
+            b'}' | b']' if depth == 1 => return at + 1,
+            b'}' | b']' => depth -= 1,
+            _ if depth == 0 && byte.is_ascii_whitespace() => break,
+            _ => {}
+        }
+        at += 1;
+    }
+    at
+}
+
+/// Return the model that a canonical path names, as those of Gemini (`/v1beta/models/NAME:generateContent`) and Azure
+/// (`/openai/deployments/NAME/chat/completions`) do.
+pub fn model_in_path(path: &str) -> Option<Cow<'_, str>> {
     let mut segments = path.split('/');
-    segments.find(|segment| matches!(*segment, "models" | "deployments"))?;
-    let name = segments.next()?;
-    let name = name.split(':').next().unwrap_or(name);
+    let name = match segments.find(|segment| matches!(*segment, "models" | "deployments"))? {
+        "models" => segments.next()?.split_once(':')?.0,
+        _ => segments.next()?,
+    };
+    let name = percent_decode_str(name).decode_utf8_lossy();
     (!name.is_empty() && name.len() <= MAX_MODEL).then_some(name)
 }
 
@@ -152,6 +256,8 @@ enum Place {
     Options,
     /// `stream_options` of OpenAI.
     StreamOptions,
+    /// In the messages: only there are images and audio.
+    Content,
     /// `image_url` of OpenAI.
     ImageUrl,
     /// `input_audio` of OpenAI.
@@ -173,10 +279,14 @@ enum Place {
 enum Known {
     Model,
     Stream,
+    Background,
     IncludeUsage,
     MaxTokens,
     MaxCompletionTokens,
     MaxOutputTokens,
+    MaxNewTokens,
+    NPredict,
+    GenerationMaxOutputTokens,
     NumPredict,
     N,
     BestOf,
@@ -188,39 +298,74 @@ enum Known {
     Prompt,
 }
 
-fn known_key(place: Place, key: &str) -> Option<Known> {
-    let plain: String = key.chars().filter(|c| *c != '_').map(|c| c.to_ascii_lowercase()).take(24).collect();
-    Some(match (place, &*plain) {
-        (Place::Root, "model") => Known::Model,
-        (Place::Root, "stream") => Known::Stream,
-        (Place::Root, "maxtokens") => Known::MaxTokens,
-        (Place::Root, "maxcompletiontokens") => Known::MaxCompletionTokens,
-        (Place::Root, "maxoutputtokens") => Known::MaxOutputTokens,
-        (Place::Root, "n") => Known::N,
-        (Place::Root, "bestof") => Known::BestOf,
-        (Place::Root, "numgenerations") => Known::NumGenerations,
-        (Place::Root, "generationconfig") => Known::GenerationConfig,
-        (Place::Root, "options") => Known::Options,
-        (Place::Root, "streamoptions") => Known::StreamOptions,
-        (Place::Root, "prompt") => Known::Prompt,
-        (Place::GenerationConfig, "maxoutputtokens") => Known::MaxOutputTokens,
-        (Place::GenerationConfig, "candidatecount") => Known::CandidateCount,
-        (Place::Options, "numpredict") => Known::NumPredict,
-        (Place::StreamOptions, "includeusage") => Known::IncludeUsage,
-        _ => return None,
-    })
+/// The keys that determine the cost, in the spellings that providers document. Gemini reads JSON as Protocol Buffers
+/// does: in both spellings.
+const KNOWN_KEYS: [(Place, &str, Known); 22] = [
+    (Place::Root, "model", Known::Model),
+    (Place::Root, "stream", Known::Stream),
+    (Place::Root, "background", Known::Background),
+    (Place::Root, "max_tokens", Known::MaxTokens),
+    (Place::Root, "max_completion_tokens", Known::MaxCompletionTokens),
+    (Place::Root, "max_output_tokens", Known::MaxOutputTokens),
+    (Place::Root, "max_new_tokens", Known::MaxNewTokens),
+    (Place::Root, "n_predict", Known::NPredict),
+    (Place::Root, "n", Known::N),
+    (Place::Root, "best_of", Known::BestOf),
+    (Place::Root, "num_generations", Known::NumGenerations),
+    (Place::Root, "generation_config", Known::GenerationConfig),
+    (Place::Root, "generationConfig", Known::GenerationConfig),
+    (Place::Root, "options", Known::Options),
+    (Place::Root, "stream_options", Known::StreamOptions),
+    (Place::Root, "prompt", Known::Prompt),
+    (Place::GenerationConfig, "max_output_tokens", Known::GenerationMaxOutputTokens),
+    (Place::GenerationConfig, "maxOutputTokens", Known::GenerationMaxOutputTokens),
+    (Place::GenerationConfig, "candidate_count", Known::CandidateCount),
+    (Place::GenerationConfig, "candidateCount", Known::CandidateCount),
+    (Place::Options, "num_predict", Known::NumPredict),
+    (Place::StreamOptions, "include_usage", Known::IncludeUsage),
+];
+
+/// A key that determines the cost, or that a server may read as one.
+enum KeyMatch {
+    Known(Known),
+    /// In the spelling that is documented, this would be such a key. Some servers ignore case and `_`.
+    OtherSpelling(&'static str),
+    Other,
+}
+
+fn match_key(place: Place, key: &str) -> KeyMatch {
+    if !matches!(place, Place::Root | Place::GenerationConfig | Place::Options | Place::StreamOptions) {
+        return KeyMatch::Other;
+    }
+    let here = || KNOWN_KEYS.iter().filter(|(at, ..)| *at == place);
+    if let Some((.., known)) = here().find(|(_, name, _)| *name == key) {
+        return KeyMatch::Known(*known);
+    }
+    fn plain(text: &str) -> impl Iterator<Item = char> + '_ {
+        folded(text).filter(|character| *character != '_')
+    }
+    match here().find(|(_, name, _)| plain(name).eq(plain(key))) {
+        Some((_, name, _)) => KeyMatch::OtherSpelling(name),
+        None => KeyMatch::Other,
+    }
 }
 
 /// Return the position of the value of a key that does not determine the cost.
 fn place_of(parent: Place, key: &str) -> Place {
     match (parent, key) {
-        (_, "image_url" | "imageUrl") => Place::ImageUrl,
+        (Place::Root, "messages" | "contents" | "input" | "system" | "systemInstruction" | "system_instruction") => {
+            Place::Content
+        }
+        (Place::Root | Place::Content, "images") => Place::Images,
         (Place::ImageUrl, "url") => Place::ImageUrl,
-        (_, "input_audio") => Place::InputAudio,
-        (_, "source") => Place::Source,
-        (_, "file_data" | "fileData") => Place::FileData,
-        (_, "images") => Place::Images,
-        (_, "data") => Place::Data,
+        // The arguments and results of tools are text.
+        (Place::Content, "input" | "args" | "response" | "arguments") => Place::Elsewhere,
+        (Place::Content, "image_url" | "imageUrl") => Place::ImageUrl,
+        (Place::Content, "input_audio") => Place::InputAudio,
+        (Place::Content, "source") => Place::Source,
+        (Place::Content, "file_data" | "fileData") => Place::FileData,
+        (Place::Content | Place::Source | Place::InputAudio, "data") => Place::Data,
+        (Place::Content, _) => Place::Content,
         _ => Place::Elsewhere,
     }
 }
@@ -242,6 +387,11 @@ enum Found<'de> {
     Object,
 }
 
+/// Return whether a text may be base64 (RFC 4648 §4, §5).
+fn is_base64(text: &str) -> bool {
+    text.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'/' | b'-' | b'_' | b'='))
+}
+
 /// Reads a value of any type.
 struct ValueSeed<'r> {
     reader: &'r mut Reader,
@@ -261,21 +411,18 @@ impl ValueSeed<'_> {
         let ValueSeed { reader, place, position } = self;
         reader.collector.value(position, || text_value(&text));
         let bytes = text.len() as u64;
-        if let Some(rest) = text.strip_prefix("data:") {
-            let media_type = rest.split([';', ',']).next().unwrap_or_default();
-            if let Some(count) = reader.media_count(media_type) {
-                *count += 1;
-                reader.media_bytes += bytes;
-            }
-            return Found::Text(text);
-        }
-        let is_base64 = || {
-            let mut bytes = text.bytes();
-            bytes.all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'/' | b'-' | b'_' | b'='))
-        };
         match place {
-            Place::ImageUrl => reader.info.images += 1,
-            Place::Images | Place::Data if text.len() >= MIN_BASE64 && is_base64() => {
+            Place::ImageUrl => match text.strip_prefix("data:").and_then(|rest| rest.split_once(";base64,")) {
+                None => reader.info.images += 1,
+                Some((media_type, data)) if is_base64(data) => {
+                    if let Some(count) = reader.media_count(media_type) {
+                        *count += 1;
+                        reader.media_bytes += bytes;
+                    }
+                }
+                Some(_) => {}
+            },
+            Place::Images | Place::Data if text.len() >= MIN_BASE64 && is_base64(&text) => {
                 if place == Place::Images {
                     reader.info.images += 1;
                     reader.media_bytes += bytes;
@@ -337,7 +484,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Found<'de>, A::Error> {
         let ValueSeed { reader, place, position: array } = self;
         reader.collector.value(array, || JsonValue::Compound);
-        let place = if place == Place::Images { Place::Images } else { Place::Elsewhere };
+        let place = if matches!(place, Place::Images | Place::Content) { place } else { Place::Elsewhere };
         let mut prompts = 0;
         for index in 0.. {
             let position = reader.collector.element(array, index);
@@ -357,9 +504,15 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
         let mut is_url = false;
         while let Some(key) = map.next_key_seed(KeySeed)? {
             let position = reader.collector.member(object, &mut seen, &key);
-            if let Some(known) = known_key(place, &key) {
-                reader.read_known(known, &key, position, &mut map)?;
-                continue;
+            match match_key(place, &key) {
+                KeyMatch::Known(known) => {
+                    reader.read_known(known, &key, position, &mut map)?;
+                    continue;
+                }
+                KeyMatch::OtherSpelling(name) => {
+                    reader.fail(format!("servers may read `{}` as `{name}`: write `{name}`", shortened(&key)));
+                }
+                KeyMatch::Other => {}
             }
             let found = map.next_value_seed(ValueSeed { reader, place: place_of(place, &key), position })?;
             match (&*key, found) {
@@ -423,28 +576,47 @@ impl Reader {
                     self.prompts = prompts;
                 }
             }
-            (Known::StreamOptions, Found::Object) => {
-                self.info.includes_usage.get_or_insert(false);
-            }
-            (Known::GenerationConfig | Known::Options, Found::Object) | (_, Found::Null) => {}
+            (Known::GenerationConfig | Known::Options | Known::StreamOptions, Found::Object) | (_, Found::Null) => {}
             (Known::Model, Found::Text(model)) if model.len() <= MAX_MODEL => self.info.model = Some(model.into()),
             (Known::Model, Found::Text(_)) => self.fail(format!("`{key}` is longer than {MAX_MODEL} bytes")),
             (Known::Stream, Found::Bool(is_stream)) => self.info.is_stream = is_stream,
-            (Known::IncludeUsage, Found::Bool(includes)) => self.info.includes_usage = Some(includes),
-            // For Ollama, a negative number means that there is no maximum.
-            (Known::NumPredict, Found::Count(None)) => {}
+            (Known::Background, Found::Bool(is_background)) => self.info.is_background = is_background,
+            (Known::IncludeUsage, Found::Bool(includes)) => self.info.includes_usage = includes,
+            // For Ollama and llama.cpp, a negative number means that there is no maximum.
+            (Known::NumPredict | Known::NPredict, Found::Count(None)) => {}
             (
-                Known::MaxTokens | Known::MaxCompletionTokens | Known::MaxOutputTokens | Known::NumPredict,
-                Found::Count(Some(bound)),
+                Known::MaxTokens
+                | Known::MaxCompletionTokens
+                | Known::MaxOutputTokens
+                | Known::MaxNewTokens
+                | Known::NPredict
+                | Known::GenerationMaxOutputTokens
+                | Known::NumPredict,
+                // For some servers, 0 means that there is no maximum.
+                Found::Count(Some(0)),
+            ) => {}
+            (
+                Known::MaxTokens
+                | Known::MaxCompletionTokens
+                | Known::MaxOutputTokens
+                | Known::MaxNewTokens
+                | Known::NPredict,
+                Found::Count(bound @ Some(_)),
             ) => {
-                // Providers differ in which of these keys they use, so reserve the largest value.
-                self.info.output_bound = Some(self.info.output_bound.map_or(bound, |other| other.max(bound)));
+                // Servers differ in which of these keys they use, so reserve the largest value.
+                self.info.bounds.root = self.info.bounds.root.max(bound);
             }
+            (Known::GenerationMaxOutputTokens, Found::Count(bound @ Some(_))) => {
+                self.info.bounds.generation_config = bound;
+            }
+            (Known::NumPredict, Found::Count(bound @ Some(_))) => self.info.bounds.options = bound,
             (Known::N | Known::BestOf | Known::CandidateCount | Known::NumGenerations, Found::Count(Some(choices))) => {
                 self.info.choices = self.info.choices.max(choices);
             }
             (Known::Model, _) => self.fail(format!("`{key}` is not a string")),
-            (Known::Stream | Known::IncludeUsage, _) => self.fail(format!("`{key}` is not true or false")),
+            (Known::Stream | Known::Background | Known::IncludeUsage, _) => {
+                self.fail(format!("`{key}` is not true or false"));
+            }
             (Known::GenerationConfig | Known::Options | Known::StreamOptions, _) => {
                 self.fail(format!("`{key}` is not an object"));
             }
@@ -467,7 +639,8 @@ mod tests {
     const ESTIMATE: InputEstimate = InputEstimate { bytes_per_token: 4, image: 1000, audio: 500, default_output: 1024 };
 
     fn bound(body: &str) -> Result<(Option<u64>, u64), String> {
-        inspect(body.as_bytes()).map(|info| (info.output_bound, info.choices)).map_err(|error| error.to_string())
+        let bound = |info: RequestInfo| (info.bounds.of(Provider::OpenAi), info.choices);
+        inspect(body.as_bytes()).map(bound).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -480,7 +653,10 @@ mod tests {
             (r#"{"generation_config":{"max_output_tokens":7}}"#, (Some(7), 1)),
             (r#"{"options":{"num_predict":7}}"#, (Some(7), 1)),
             (r#"{"options":{"num_predict":-1}}"#, (None, 1)),
-            (r#"{"Options":{"NUM_PREDICT":7}}"#, (Some(7), 1)),
+            (r#"{"options":{"num_predict":0}}"#, (None, 1)),
+            (r#"{"max_tokens":0}"#, (None, 1)),
+            (r#"{"max_tokens":1,"n_predict":9}"#, (Some(9), 1)),
+            (r#"{"max_new_tokens":9}"#, (Some(9), 1)),
             (r#"{"max_tokens":7,"max_completion_tokens":9}"#, (Some(9), 1)),
             (r#"{"max_tokens":null,"n":null}"#, (None, 1)),
             (r#"{"max_tokens":7.0}"#, (Some(7), 1)),
@@ -501,9 +677,16 @@ mod tests {
     fn hostile_bodies_are_rejected() {
         for (body, expected) in [
             (r#"{"max_tokens":1,"max_tokens":9000}"#, "`max_tokens` is in the request body more than once"),
-            (r#"{"max_tokens":1,"maxTokens":9000}"#, "`maxTokens` is in the request body more than once"),
+            (r#"{"maxTokens":9000}"#, "servers may read `maxTokens` as `max_tokens`: write `max_tokens`"),
+            (r#"{"max_to\u212aens":9000}"#, "servers may read `max_to\u{212a}ens` as `max_tokens`: write `max_tokens`"),
+            (r#"{"mo_del":"cheap"}"#, "servers may read `mo_del` as `model`: write `model`"),
+            (r#"{"OPTIONS":{"num_predict":7}}"#, "servers may read `OPTIONS` as `options`: write `options`"),
+            (
+                r#"{"options":{"Num_Predict":7}}"#,
+                "servers may read `Num_Predict` as `num_predict`: write `num_predict`",
+            ),
             (r#"{"max_tokens":1,"max_token\u0073":9000}"#, "`max_tokens` is in the request body more than once"),
-            (r#"{"model":"a","Model":"b"}"#, "`Model` is in the request body more than once"),
+            (r#"{"model":"a","Model":"b"}"#, "servers may read `Model` as `model`: write `model`"),
             (
                 r#"{"generationConfig":{},"generation_config":{"maxOutputTokens":9}}"#,
                 "`generation_config` is in the request body more than once",
@@ -533,28 +716,64 @@ mod tests {
     }
 
     #[test]
+    fn bound_is_that_of_the_provider() {
+        let info = inspect(br#"{"max_tokens":1,"generationConfig":{"maxOutputTokens":2},"options":{"num_predict":3}}"#);
+        let info = info.unwrap();
+        for (provider, expected) in
+            [(Provider::OpenAi, 3), (Provider::Anthropic, 1), (Provider::Gemini, 2), (Provider::Ollama, 3)]
+        {
+            assert_eq!(ESTIMATE.output(&info, provider), expected, "{provider:?}");
+        }
+        let info = inspect(br#"{"max_tokens":1}"#).unwrap();
+        assert_eq!(ESTIMATE.output(&info, Provider::Ollama), 1024, "Ollama ignores it");
+    }
+
+    #[test]
     fn model_and_stream_are_found() {
         let info = inspect(br#"{"model":"m\u00e9","stream":true,"stream_options":{"include_usage":true}}"#).unwrap();
-        assert_eq!((info.model.as_deref(), info.is_stream, info.includes_usage), (Some("mé"), true, Some(true)));
-        let info = inspect(br#"{"stream_options":{}}"#).unwrap();
-        assert_eq!((info.model, info.is_stream, info.includes_usage), (None, false, Some(false)));
-        assert_eq!(inspect(br#"{"stream_options":null}"#).unwrap().includes_usage, None);
+        assert_eq!((info.model.as_deref(), info.is_stream, info.includes_usage), (Some("mé"), true, true));
+        for body in
+            [r#"{"stream_options":{}}"#, r#"{"stream_options":null}"#, r#"{"stream_options":{"include_usage":null}}"#]
+        {
+            let info = inspect(body.as_bytes()).unwrap();
+            assert_eq!(
+                (info.model, info.is_stream, info.includes_usage, info.is_background),
+                (None, false, false, false)
+            );
+        }
+        assert!(inspect(br#"{"background":true}"#).unwrap().is_background);
         for (path, expected) in [
             ("/v1beta/models/gemini-3-pro:streamGenerateContent", Some("gemini-3-pro")),
+            ("/v1beta/models/gemini%E9:streamGenerateContent", Some("gemini\u{fffd}")),
             ("/openai/deployments/my-gpt/chat/completions", Some("my-gpt")),
+            ("/models/v1/chat/completions", None),
             ("/v1/chat/completions", None),
             ("/v1/models", None),
+            ("/v1/models/m", None),
             ("/models/:x", None),
         ] {
-            assert_eq!(model_in_path(path), expected, "{path}");
+            assert_eq!(model_in_path(path).as_deref(), expected, "{path}");
         }
     }
 
     #[test]
-    fn usage_option_is_added_to_the_object() {
-        let body = with_usage_option(b" {\"stream\":true}");
-        assert_eq!(body, b" {\"stream_options\":{\"include_usage\":true},\"stream\":true}");
-        assert_eq!(inspect(&body).unwrap().includes_usage, Some(true));
+    fn usage_option_replaces_what_the_client_sent() {
+        for (body, expected) in [
+            (r#" {"stream":true}"#, r#" {"stream_options":{"include_usage":true},"stream":true}"#),
+            (r#"{"stream_options" : null , "n":1}"#, r#"{"stream_options" : {"include_usage":true} , "n":1}"#),
+            (r#"{"a":"}\"{","stream_options":{}}"#, r#"{"a":"}\"{","stream_options":{"include_usage":true}}"#),
+            (
+                r#"{"a":[{"stream_options":1},{}],"stream_options":{"b":[1,"]"], "include_usage":false}}"#,
+                r#"{"a":[{"stream_options":1},{}],"stream_options":{"b":[1,"]"], "include_usage":true}}"#,
+            ),
+            (
+                r#"{"stream\u005foptions":{"b":1},"n":1e3}"#,
+                r#"{"stream\u005foptions":{"include_usage":true,"b":1},"n":1e3}"#,
+            ),
+        ] {
+            assert_eq!(String::from_utf8(with_usage_option(body.as_bytes())).unwrap(), expected);
+            assert!(inspect(expected.as_bytes()).unwrap().includes_usage);
+        }
     }
 
     #[test]
@@ -624,6 +843,13 @@ mod tests {
                 r#"{{"contents":[{{"parts":[{{"inlineData":{{"mimeType":"application/pdf","data":"{data}"}}}}]}}]}}"#
             ),
             format!(r#"{{"messages":[{{"content":"data: {text}"}}]}}"#),
+            format!(r#"{{"messages":[{{"content":"data:image/png;base64,{data}"}}]}}"#),
+            format!(r#"{{"messages":[{{"content":[{{"image_url":{{"url":"data:image/png,{text}"}}}}]}}]}}"#),
+            format!(r#"{{"tools":[{{"parameters":{{"default":{{"mimeType":"image/png","data":"{data}"}}}}}}]}}"#),
+            format!(
+                r#"{{"tools":[{{"images":["{data}"]}}],"metadata":{{"image_url":"data:image/png;base64,{data}"}}}}"#
+            ),
+            format!(r#"{{"messages":[{{"content":[{{"input":{{"mimeType":"image/png","data":"{data}"}}}}]}}]}}"#),
         ] {
             let info = inspect(body.as_bytes()).unwrap();
             assert_eq!(info.text_bytes, body.len() as u64, "{body}");
@@ -632,9 +858,10 @@ mod tests {
 
     #[test]
     fn estimate_saturates() {
-        let info = RequestInfo { images: u64::MAX, choices: u64::MAX, output_bound: Some(2), ..RequestInfo::default() };
-        assert_eq!((ESTIMATE.input(&info), ESTIMATE.output(&info)), (u64::MAX, u64::MAX));
-        assert_eq!(ESTIMATE.output(&RequestInfo { choices: 2, ..RequestInfo::default() }), 2048);
+        let bounds = OutputBounds { root: Some(2), ..OutputBounds::default() };
+        let info = RequestInfo { images: u64::MAX, choices: u64::MAX, bounds, ..RequestInfo::default() };
+        assert_eq!((ESTIMATE.input(&info), ESTIMATE.output(&info, Provider::OpenAi)), (u64::MAX, u64::MAX));
+        assert_eq!(ESTIMATE.output(&RequestInfo { choices: 2, ..RequestInfo::default() }, Provider::OpenAi), 2048);
     }
 
     proptest! {
@@ -649,7 +876,26 @@ mod tests {
             let mut entries = vec![format!("\"messages\":[{}]", serde_json::to_string(&text).unwrap()), "\"a\":{\"b\":[1]}".to_owned()];
             entries.insert(position.min(2), format!("\"max_tokens\":{bound}"));
             let body = format!("{{{}}}", entries.join(","));
-            prop_assert_eq!(inspect(body.as_bytes()).unwrap().output_bound, Some(u64::from(bound)));
+            prop_assert_eq!(inspect(body.as_bytes()).unwrap().bounds.root, Some(u64::from(bound)).filter(|bound| *bound > 0));
+        }
+
+        /// The changed body is what serde_json would make of it.
+        #[test]
+        fn usage_option_changes_nothing_else(
+            keys in proptest::collection::vec("stream_options|[a-c\"\\\\{}]{1,3}", 1..5),
+            value in "true|null|[0-9]|\\[1, \\{\\}\\]|\\{\"include_usage\":false,\"a\":\\[\\]\\}|\"[a-c{,]{0,3}\"",
+        ) {
+            let value: serde_json::Value = serde_json::from_str(&value).unwrap();
+            let members = keys.iter().map(|key| (key.clone(), value.clone()));
+            let mut expected: serde_json::Map<_, _> = members.collect();
+            let body = serde_json::to_vec_pretty(&expected).unwrap();
+            let option = ("include_usage".to_owned(), true.into());
+            match expected.get_mut("stream_options") {
+                Some(serde_json::Value::Object(options)) => drop(options.insert(option.0, option.1)),
+                _ => drop(expected.insert("stream_options".to_owned(), serde_json::Map::from_iter([option]).into())),
+            }
+            let changed: serde_json::Value = serde_json::from_slice(&with_usage_option(&body)).unwrap();
+            prop_assert_eq!(changed, serde_json::Value::Object(expected));
         }
     }
 }

@@ -54,10 +54,12 @@ pub struct ModelWeights {
 }
 
 impl ModelWeights {
-    /// Return the weights for a model: those of the matching pattern with the most literal characters. A name without
-    /// `*` precedes a pattern with the same number of literal characters.
+    /// Return the weights for a model: those of the matching pattern with the most literal characters. Case is ignored,
+    /// because some servers ignore it. A name without `*` precedes a pattern with the same number of literal
+    /// characters.
     pub fn for_model(&self, model: Option<&str>) -> Weights {
-        model.and_then(|model| NamePattern::best_match(&self.models, model)).copied().unwrap_or(self.default)
+        let model = model.map(str::to_ascii_lowercase);
+        model.and_then(|model| NamePattern::best_match(&self.models, &model)).copied().unwrap_or(self.default)
     }
 }
 
