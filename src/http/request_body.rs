@@ -318,7 +318,7 @@ impl RequestBody {
         self.0.iter_mut().for_each(|inner| inner.attach_flow());
     }
 
-    /// Forward trailers. Call this for upstream connections that can send them. Trailers are dropped unless
+    /// Forward trailers. Call this method for upstream connections that can send trailers. Trailers are dropped unless
     /// `allow_trailers` is called.
     pub fn allow_trailers(&mut self) {
         self.0.iter_mut().for_each(|inner| inner.forwards_trailers = true);
