@@ -29,6 +29,7 @@ use tokio::time::Instant;
 use crate::http::body::Body;
 use crate::http::cors;
 use crate::http::flow::StreamFlow;
+use crate::http::headers;
 use crate::http::headers::is_grpc_call;
 use crate::http::request_body;
 use crate::http::request_body::RequestBody;
@@ -127,6 +128,8 @@ impl Gateway {
         // The trusted proxies may have changed since the connection was accepted.
         let revalidated = peer.revalidate(&snapshot.config);
         let peer = revalidated.as_deref().unwrap_or(peer);
+        let config = &snapshot.config;
+        headers::normalize_received(request.headers_mut(), &config.protected_headers, peer.forwarded.trusted);
         let mut context = RequestContext::new(&snapshot, &self.sinks, peer, flow, &request);
         let challenge = snapshot.config.acme.as_ref().and_then(|acme| challenge_response(acme, &request));
         if let Some(response) = challenge {
@@ -260,7 +263,7 @@ impl Gateway {
                 let path = forwarded_path.as_deref().unwrap_or(request.uri().path());
                 let response = redirect.response(&request, &route.path_pattern, path);
                 request_body::discard_body(request, context.flow);
-                Ok(response.map_err(Rejection::InvalidHost)?)
+                Ok(response?)
             }
             RouteAction::Forward(weighted_upstreams) => {
                 // A rewrite of the route takes precedence over the canonical path.

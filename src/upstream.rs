@@ -135,6 +135,15 @@ impl From<BodyError> for UpstreamError {
 }
 
 impl UpstreamError {
+    /// Return whether the upstream has sent a response that cannot be used.
+    pub fn is_invalid_response(&self) -> bool {
+        match self {
+            UpstreamError::InvalidResponse { .. } | UpstreamError::UnexpectedUpgrade { .. } => true,
+            UpstreamError::Reset { source, .. } => source.is_parse(),
+            _ => false,
+        }
+    }
+
     /// Return whether the client caused the error.
     pub fn is_client_error(&self) -> bool {
         matches!(self, UpstreamError::ClientTimeout | UpstreamError::BodyTooLarge | UpstreamError::ClientAborted(_))

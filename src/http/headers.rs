@@ -80,6 +80,11 @@ impl ProtectedHeaders {
     fn is_proxy_only(&self, name: &HeaderName) -> bool {
         self.names[..self.proxy_only_count].contains(name)
     }
+
+    /// Return whether a folded name is that of a header that only trusted proxies may set.
+    fn has_proxy_only_alias(&self, folded: &str) -> bool {
+        self.aliases.folded[..self.proxy_only_count].iter().any(|name| **name == *folded)
+    }
 }
 
 /// Names that servers treat as equal to certain headers because they convert names to variables (CGI, RFC 3875
@@ -210,6 +215,13 @@ pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
     }
 }
 
+/// Bring the headers of a received request into the form in which the upstream gets them, before anything reads them: what
+/// is routed, limited and forwarded is the same. See [`strip_untrusted`] and [`join_cookies`].
+pub fn normalize_received(headers: &mut HeaderMap, protected: &ProtectedHeaders, trusted: bool) {
+    strip_untrusted(headers, protected, trusted);
+    join_cookies(headers);
+}
+
 /// Remove headers that a client must not send. From untrusted peers, remove headers that only trusted proxies may set:
 /// those in `protected` and the forwarding headers. From all peers, remove aliases of protected headers and of the
 /// gateway's own headers; see [`HeaderAliases`].
@@ -218,14 +230,15 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, tr
         if protected.is_proxy_only(name) || is_forwarding_header(name.as_str()) {
             return !trusted;
         }
-        let is_alias = match has_special_characters(name.as_str()) {
-            true => {
-                let folded = fold_name(name.as_str());
-                protected.aliases.has_folded(&folded) || is_gateway_header(&folded)
-            }
-            false => protected.aliases.has_special && protected.aliases.has_folded(name.as_str()),
+        let folded = match has_special_characters(name.as_str()) {
+            true => Cow::Owned(fold_name(name.as_str())),
+            false if protected.aliases.has_special => Cow::Borrowed(name.as_str()),
+            false => return false,
         };
-        is_alias && !protected.names.contains(name)
+        // An alias of a header that identifies the client is removed even if the gateway reads it.
+        let is_identity =
+            protected.has_proxy_only_alias(&folded) || (*folded != *name.as_str() && is_gateway_header(&folded));
+        is_identity || protected.aliases.has_folded(&folded) && !protected.names.contains(name)
     };
     let names: Vec<_> = headers.keys().filter(is_unwanted).cloned().collect();
     for name in names {

@@ -151,6 +151,9 @@ pub enum AuthError {
     /// The header is present more than once.
     #[error("the header `{0}` is present more than once")]
     Ambiguous(HeaderName),
+    /// The header is not a credential in the syntax of RFC 9110 §11.4, so that servers may read different credentials.
+    #[error("the header `{0}` is malformed")]
+    Malformed(HeaderName),
     /// The bearer token is invalid.
     #[error(transparent)]
     Token(#[from] TokenError),
@@ -166,6 +169,9 @@ pub enum AuthError {
     /// The credential cannot be verified at the moment. The client should retry later.
     #[error("{0}")]
     Unavailable(&'static str),
+    /// The authentication server sent an invalid response. The client may have caused this, so no request is admitted.
+    #[error("the request cannot be authenticated at the moment")]
+    InvalidResponse,
     /// The provider with this index cannot decide without waiting. No client gets this error: the caller waits for the
     /// result and continues with [`Credentials::resume`].
     #[error("the verification of the credential is not finished")]
@@ -255,9 +261,18 @@ impl AuthError {
             AuthError::Basic(_) => StatusCode::UNAUTHORIZED,
             AuthError::ApiKeyRoute | AuthError::Claim(_) => StatusCode::FORBIDDEN,
             AuthError::Denied(denial) => denial.status,
-            AuthError::Unavailable(_) | AuthError::Pending(_) => StatusCode::SERVICE_UNAVAILABLE,
-            AuthError::DifferentApiKeys(..) | AuthError::Ambiguous(_) => StatusCode::BAD_REQUEST,
+            AuthError::Unavailable(_) | AuthError::InvalidResponse | AuthError::Pending(_) => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
+            AuthError::DifferentApiKeys(..) | AuthError::Ambiguous(_) | AuthError::Malformed(_) => {
+                StatusCode::BAD_REQUEST
+            }
         }
+    }
+
+    /// Return whether the credential cannot be verified at the moment.
+    pub fn is_unavailable(&self) -> bool {
+        matches!(self, AuthError::Unavailable(_) | AuthError::InvalidResponse)
     }
 
     /// Return whether the request had an invalid bearer token, which may be a JWT or an API key.
@@ -304,7 +319,23 @@ impl<'a> Credentials<'a> {
     }
 
     fn evaluate(&mut self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
+        self.check_syntax(route, request)?;
         self.require(route, request).and_then(|()| self.identify(route, request))
+    }
+
+    /// Reject an `Authorization` header that a provider of the route reads, and that servers may read differently.
+    fn check_syntax(&self, route: &RouteAuth, request: &AuthRequest<'_>) -> Result<(), AuthError> {
+        let Some(value) = request.headers.get(AUTHORIZATION) else { return Ok(()) };
+        let reads_it = |index: &usize| match &self.providers[*index].kind {
+            ProviderKind::Forward(_) | ProviderKind::ClientCert => false,
+            ProviderKind::ApiKey(_) | ProviderKind::Jwt(_) | ProviderKind::Basic(_) => {
+                self.providers[*index].headers().any(|header| header == AUTHORIZATION)
+            }
+        };
+        match is_authorization(value.as_bytes()) || !route.providers.iter().any(reads_it) {
+            true => Ok(()),
+            false => Err(AuthError::Malformed(AUTHORIZATION)),
+        }
     }
 
     /// Return the provider and the result of each check, in the order of the checks.
@@ -552,6 +583,21 @@ impl<'a> Credentials<'a> {
         });
         &self.checked[position].1
     }
+}
+
+/// Return whether a value is a scheme and its credentials, separated by a space (RFC 9110 §11.4), or a key without a
+/// scheme. Some servers take other separators for spaces, or a token without a scheme for a bearer token.
+fn is_authorization(value: &[u8]) -> bool {
+    let is_token = |byte: &u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte);
+    let end = value.iter().position(|byte| !is_token(byte)).unwrap_or(value.len());
+    let (scheme, rest) = value.split_at(end);
+    let is_known = [&b"bearer"[..], b"basic"].iter().any(|known| known.eq_ignore_ascii_case(scheme));
+    let is_separated = match rest.first() {
+        None => !jwt::is_jwt_shaped(value),
+        Some(b' ') => !scheme.is_empty(),
+        Some(_) => !is_known && !value.contains(&b' '),
+    };
+    is_separated && value.iter().all(|byte| matches!(byte, b' '..=b'~'))
 }
 
 impl AuthProvider {

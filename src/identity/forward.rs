@@ -229,7 +229,7 @@ impl PendingExchange<'_> {
                 }
                 None => SharedResult::Private,
             },
-            Err(error @ AuthError::Unavailable(_)) => SharedResult::Unavailable(error.clone()),
+            Err(error) if error.is_unavailable() => SharedResult::Unavailable(error.clone()),
             Err(_) => SharedResult::Private,
         };
         self.result.send_replace(Some(shared));

@@ -74,7 +74,7 @@ pub enum BodyContent {
     /// The body cannot be read.
     Unread(UnreadBody),
     /// The body is a JSON document.
-    Read(InspectedBody),
+    Read(Box<InspectedBody>),
 }
 
 /// A body that has been read.
@@ -101,7 +101,7 @@ impl BodyContent {
             false => body::read(bytes, pointers, *reads_messages).map(|json| (None, json)),
         };
         match read {
-            Ok((llm, json)) => BodyContent::Read(InspectedBody { length: bytes.len(), json, llm }),
+            Ok((llm, json)) => BodyContent::Read(Box::new(InspectedBody { length: bytes.len(), json, llm })),
             Err(error) => BodyContent::Unread(UnreadBody::Json(error.to_string())),
         }
     }

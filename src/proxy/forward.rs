@@ -244,14 +244,12 @@ pub fn prepare_upstream_headers<B>(
     headers::set_framing(headers, info.length);
     // hyper sends `100 Continue` on the downstream connection when the body is first polled.
     headers.remove(EXPECT);
-    headers::strip_untrusted(headers, &config.protected_headers, info.forwarded.trusted);
     info.credentials.remove_from(headers);
     if route.mirror.is_some() {
         // This header marks a mirrored copy. A client must not be able to send this header, because the upstream would
         // mistake the request for a copy.
         headers::strip_with_aliases(headers, &MIRROR_HEADER, info.forwarded.trusted);
     }
-    headers::join_cookies(headers);
     if let Some(host) = authority {
         headers.insert(HOST, host);
     }

@@ -68,6 +68,8 @@ pub(super) async fn verify(
         Ok(admission) => Verification::Valid(Proof::Forward(admission)),
         // Another alternative of `require` may still admit the request.
         Err(error @ AuthError::Denied(_)) => Verification::Foreign(error),
+        // The client may be able to cause an invalid response, and must not be admitted because of it.
+        Err(error @ AuthError::InvalidResponse) => Verification::Unavailable(error),
         Err(_) if provider.settings.fail_open => Verification::Valid(Proof::Forward(Arc::default())),
         Err(error) => Verification::Unavailable(error),
     }
@@ -187,9 +189,14 @@ async fn exchange(
         let result = Err(AuthError::Unavailable("the request cannot be authenticated at the moment"));
         Exchange { result, response: HeaderMap::new() }
     };
+    let invalid = |reason: &dyn std::fmt::Display| {
+        warn!(provider = &**name, error = %reason, "authentication server sent an invalid response");
+        Exchange { result: Err(AuthError::InvalidResponse), response: HeaderMap::new() }
+    };
     let response = match timeout_at(deadline, send(context, settings, headers)).await {
-        Ok(Ok(response)) if response.status().is_informational() => return failed(&"it switched protocols"),
+        Ok(Ok(response)) if response.status().is_informational() => return invalid(&"it switched protocols"),
         Ok(Ok(response)) => response,
+        Ok(Err(error)) if error.is_invalid_response() => return invalid(&error),
         Ok(Err(error)) => return failed(&error),
         Err(_) => return failed(&format_args!("no response within {:?}", settings.timeout)),
     };

@@ -29,6 +29,7 @@ use crate::proxy::authentication::AuthRejection;
 use crate::proxy::body::{InspectError, UnreadBody};
 use crate::proxy::llm::LlmError;
 use crate::snapshot::cost::CostError;
+use crate::snapshot::routes::RedirectError;
 use crate::upstream::UpstreamError;
 use crate::upstream::connector::TlsFailure;
 
@@ -112,6 +113,15 @@ const AUTH_RETRY_AFTER_S: u64 = 1;
 /// `Retry-After` in seconds for an overloaded upstream.
 const OVERFLOW_RETRY_AFTER_S: u64 = 1;
 
+impl From<RedirectError> for Rejection<'_> {
+    fn from(error: RedirectError) -> Self {
+        match error {
+            RedirectError::Host(detail) => Rejection::InvalidHost(detail),
+            RedirectError::Path(error) => Rejection::InvalidPath(error),
+        }
+    }
+}
+
 impl Rejection<'_> {
     /// Return whether the request is charged to the limits that need no credential, because it may be an attempt to
     /// guess a credential.
@@ -127,7 +137,7 @@ impl Rejection<'_> {
     pub fn has_request_id(&self) -> bool {
         match self {
             Rejection::StoreUnavailable(_) => true,
-            Rejection::Auth(rejection) => matches!(rejection.error, AuthError::Unavailable(_)),
+            Rejection::Auth(rejection) => rejection.error.is_unavailable(),
             _ => false,
         }
     }
@@ -296,8 +306,8 @@ fn auth_response(
             let outcome = if status == StatusCode::FORBIDDEN { "forbidden" } else { "unauthenticated" };
             return (denial_response(denial, challenges, error), outcome);
         }
-        AuthError::Unavailable(detail) => {
-            let mut response = problem_response_with_id(status, REDUCED_CAPACITY, detail, request_id);
+        error if error.is_unavailable() => {
+            let mut response = problem_response_with_id(status, REDUCED_CAPACITY, &error.to_string(), request_id);
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(AUTH_RETRY_AFTER_S));
             return (response, "auth-unavailable");
         }
@@ -538,9 +548,7 @@ impl Rejection<'_> {
             Rejection::NoRoute | Rejection::UnknownHost => "sluicegate; error=destination_not_found",
             Rejection::Forbidden | Rejection::RateLimited { .. } => "sluicegate; error=http_request_denied",
             Rejection::Identity(error) if error.is_credential_error() => "sluicegate; error=http_request_denied",
-            Rejection::Auth(AuthRejection { error: AuthError::Unavailable(_), .. }) => {
-                "sluicegate; error=proxy_internal_error"
-            }
+            Rejection::Auth(rejection) if rejection.error.is_unavailable() => "sluicegate; error=proxy_internal_error",
             Rejection::Auth(rejection) if rejection.error.status() != StatusCode::BAD_REQUEST => {
                 "sluicegate; error=http_request_denied"
             }

@@ -150,7 +150,9 @@ fn descriptor(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Opt
         },
         Some(("user", name)) => return reader.header_name(span, name).map(Descriptor::User),
         Some(("auth", name)) => return reader.header_name(span, name).map(Descriptor::Forward),
-        Some(("header", name)) => return reader.header_name(span, name).map(Descriptor::Header),
+        Some(("header", name)) => {
+            return reader.routed_header_name(span, name, "by = \"host\"").map(Descriptor::Header);
+        }
         Some(("cookie", name)) if !name.is_empty() => return Some(Descriptor::Cookie(name.into())),
         Some(("query", name)) if !name.is_empty() => return Some(Descriptor::Query(name.into())),
         Some(("jwt", name)) if !name.is_empty() => return Some(Descriptor::Jwt(name.into())),

@@ -234,7 +234,7 @@ fn conditions(route: &config::tables::Route, reader: &mut Validator<'_>) -> Vec<
             conditions.push(Condition { source, test });
         };
     for (name, rule) in &rules.headers {
-        let source = reader.header_name(rule.span(), name).map(ConditionSource::Header);
+        let source = reader.routed_header_name(rule.span(), name, "hosts = [\"…\"]").map(ConditionSource::Header);
         add(name, rule, source, reader);
     }
     for (name, rule) in &rules.query {

@@ -280,23 +280,25 @@ impl Redirect {
     /// nor an expanded template contains `//` or a backslash, so browsers cannot find a host name in them.
     ///
     /// # Errors
-    /// The location needs a host, but the request has none. The error is the text of the problem detail.
+    /// The location needs a host, but the request has none. Or the named groups of a regular expression form a path
+    /// that is not canonical.
     pub fn response<B>(
         &self,
         request: &Request<B>,
         pattern: &PathPattern,
         path: &str,
-    ) -> Result<Response<Body>, &'static str> {
+    ) -> Result<Response<Body>, RedirectError> {
         let query = request.uri().query();
         let (mut location, target) = match &self.to {
             RedirectTarget::Template { origin, template } => {
-                (origin.to_string(), template.expand(pattern, &captured_path(pattern, path), query))
+                (origin.to_string(), expanded(template, pattern, path, query).map_err(RedirectError::Path)?)
             }
             RedirectTarget::Scheme { scheme, port } => {
                 // The host was checked before the request was routed. The host contains no port and no user.
-                let host = request_host(request.uri(), request.headers(), request.version())?;
+                let host = request_host(request.uri(), request.headers(), request.version());
+                let host = host.map_err(RedirectError::Host)?;
                 if host.is_empty() {
-                    return Err("the request has no Host");
+                    return Err(RedirectError::Host("the request has no Host"));
                 }
                 let port = port.map(|port| format!(":{port}")).unwrap_or_default();
                 (format!("{scheme}://{host}{port}"), with_query(path, query))
@@ -333,6 +335,30 @@ fn captured_path<'p>(pattern: &PathPattern, path: &'p str) -> Cow<'p, str> {
     if pattern.is_regex() { canonical_path(path).unwrap_or(Cow::Borrowed(path)) } else { Cow::Borrowed(path) }
 }
 
+/// Why a request cannot be redirected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RedirectError {
+    /// The host of the request is missing or malformed. Contains the text of the problem detail.
+    Host(&'static str),
+    /// The path of the location is not canonical.
+    Path(PathError),
+}
+
+/// Expand a template for a path in its forwarded form. The pattern must match the path.
+fn expanded(
+    template: &RewriteTemplate,
+    pattern: &PathPattern,
+    path: &str,
+    query: Option<&str>,
+) -> Result<String, PathError> {
+    if !pattern.is_regex() {
+        return Ok(template.expand(pattern, path, query));
+    }
+    let target = template.expand(pattern, &captured_path(pattern, path), query);
+    let path = target.split('?').next().unwrap_or_default();
+    if forwarded_path(path)? == path { Ok(target) } else { Err(PathError::NotCanonical) }
+}
+
 impl Rewrite {
     /// Return the target for a request with this path in its forwarded form, and with this query. The pattern must
     /// match the path.
@@ -342,12 +368,7 @@ impl Rewrite {
     /// Parameters of a path are whole segments, so they always form a canonical path.
     pub fn apply(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Result<String, PathError> {
         match self {
-            Rewrite::Template(template) if pattern.is_regex() => {
-                let target = template.expand(pattern, &captured_path(pattern, path), query);
-                let path = target.split('?').next().unwrap_or_default();
-                if forwarded_path(path)? == path { Ok(target) } else { Err(PathError::NotCanonical) }
-            }
-            Rewrite::Template(template) => Ok(template.expand(pattern, path, query)),
+            Rewrite::Template(template) => expanded(template, pattern, path, query),
             Rewrite::StripPrefix(prefix) => {
                 // Count segments instead of bytes, because the forwarded path may percent-encode characters that are
                 // literal in the prefix.

@@ -5,6 +5,7 @@ use std::ops::{Range, RangeInclusive};
 use std::path::PathBuf;
 use std::time::Duration;
 
+use http::header::HOST;
 use http::{HeaderName, HeaderValue, Method};
 
 use crate::config::Text;
@@ -269,6 +270,17 @@ impl<'a> Validator<'a> {
             self.push_issue(issue.with_hint("use letters, digits and `-`, such as \"x-version\""));
         }
         parsed
+    }
+
+    /// Parse the name of a header whose value routes or limits a request. `Host` is not such a header: the host of a
+    /// request may be in its target, and has several spellings. `instead` is what to write for the host.
+    pub(super) fn routed_header_name(&mut self, span: Range<usize>, name: &str, instead: &str) -> Option<HeaderName> {
+        let parsed = self.header_name(span.clone(), name)?;
+        if parsed == HOST {
+            let issue = Issue::new(span, "the host of a request may differ from its `Host` header");
+            self.push_issue(issue.with_hint(format!("write {instead}")));
+        }
+        Some(parsed)
     }
 
     /// Parse a header value.

@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::http::cors;
 use crate::http::cors::CorsDecision;
+use crate::http::headers;
 use crate::http::headers::is_grpc_call;
 use crate::identity::auth::{AuthError, Credentials};
 use crate::limiter::decision::LimitCheck;
@@ -71,7 +72,10 @@ fn variables<'v>(
 
 impl<C: Counters + ?Sized> Explainer<'_, C> {
     /// Explain how the gateway would handle a request from this peer address.
-    pub fn explain(&self, request: &Request<()>, peer: &Peer) -> Explanation {
+    pub fn explain(&self, received: &Request<()>, peer: &Peer) -> Explanation {
+        let mut request = received.clone();
+        headers::normalize_received(request.headers_mut(), &self.config.protected_headers, peer.forwarded.trusted);
+        let request = &request;
         let client = peer.client_address(request.headers());
         let mut explanation = Explanation {
             method: request.method().to_string(),
@@ -99,7 +103,8 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             upstream: None,
         };
         let mut found = Found::default();
-        explanation.response = match self.evaluate(request, peer, &mut explanation, &mut found) {
+        let requests = (request, received.headers());
+        explanation.response = match self.evaluate(requests, peer, &mut explanation, &mut found) {
             Ok(answer) => answer,
             Err(rejection) => {
                 let Found { route, credentials, cors, rpc_id } = &found;
@@ -115,7 +120,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
     /// Do what the gateway does with a request, and record each result in `explanation` and `found`.
     fn evaluate<'c>(
         &'c self,
-        request: &Request<()>,
+        (request, received): (&Request<()>, &HeaderMap),
         peer: &Peer,
         explanation: &mut Explanation,
         found: &mut Found<'c>,
@@ -252,7 +257,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             let target = rewritten.or_else(|| origin_form(request.uri(), forwarded_path));
             let target = target.as_ref().or(request.uri().path_and_query());
             explanation.upstream =
-                Some(routing::upstream_report(config, &variables, weighted_upstreams, (target, length)));
+                Some(routing::upstream_report(config, &variables, weighted_upstreams, (target, length), received));
         }
         let cors = found.cors.as_ref();
         routing::admitted_response(&variables, target.forwarded_path(), decision.as_ref(), cors)

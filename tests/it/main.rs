@@ -70,6 +70,7 @@ mod proxy_protocol;
 mod proxy_status;
 mod quota_events;
 mod real_servers;
+mod received_headers;
 mod recovery;
 mod reload;
 mod reload_state;

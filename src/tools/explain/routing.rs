@@ -160,12 +160,14 @@ pub(super) fn displayed_request_id(headers: &HeaderMap, peer: &Peer) -> HeaderVa
     }
 }
 
-/// Report the request that an upstream of the route would receive, for this target and body length in bytes.
+/// Report the request that an upstream of the route would receive, for this target and body length in bytes, compared
+/// with the headers that the client sent.
 pub(super) fn upstream_report(
     config: &CompiledConfig,
     variables: &RequestVariables<'_, ()>,
     weighted_upstreams: &WeightedUpstreams,
     (target, length): (Option<&PathAndQuery>, Option<u64>),
+    received_headers: &HeaderMap,
 ) -> UpstreamReport {
     let RequestVariables { route, peer, credentials, request, .. } = *variables;
     let request_id = variables.request_id.clone();
@@ -192,7 +194,7 @@ pub(super) fn upstream_report(
     if let Some(upgrade_request) = upgrade_request {
         upgrade_request.insert_into(forwarded_request.headers_mut());
     }
-    let (received_headers, forwarded_headers) = (request.headers(), forwarded_request.headers());
+    let forwarded_headers = forwarded_request.headers();
     let is_unchanged =
         |headers: &HeaderMap, name| received_headers.get_all(name).iter().eq(headers.get_all(name).iter());
     let changed: HeaderMap = forwarded_headers.iter().filter(|(name, _)| !is_unchanged(forwarded_headers, *name)).fold(
@@ -297,9 +299,7 @@ pub(super) fn admitted_response(
             });
         }
         RouteAction::DirectResponse(direct_response) => direct_response.response(),
-        RouteAction::Redirect(redirect) => {
-            redirect.response(request, &route.path_pattern, path).map_err(Rejection::InvalidHost)?
-        }
+        RouteAction::Redirect(redirect) => redirect.response(request, &route.path_pattern, path)?,
     };
     apply_headers(response.headers_mut());
     Ok(gateway_response(response, "ok", is_configured))
