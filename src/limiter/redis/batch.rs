@@ -39,7 +39,7 @@ pub(super) struct Batch {
     groups: Vec<BatchGroup>,
     key_count: usize,
     algorithms: AlgorithmSet,
-    /// Whether the call carries the source of the script, because Redis may not have loaded it.
+    /// Whether the call carries the source of the script, because Redis has not loaded it.
     sends_source: bool,
     purpose: Purpose,
     /// Total size of the keys, in bytes.
@@ -175,6 +175,11 @@ impl Batch {
     /// Return the number of requests.
     pub(super) fn request_count(&self) -> usize {
         self.groups.iter().map(|group| group.waiters.len()).sum()
+    }
+
+    /// Return whether the call carries the source of the script.
+    pub(super) fn sends_source(&self) -> bool {
+        self.sends_source
     }
 
     /// Send the source of the script instead of its SHA-1.
@@ -323,8 +328,7 @@ impl Batch {
         };
         let mut is_valid = true;
         let mut has_verdict = false;
-        // If Redis had not loaded the script of the call, it has not loaded that of the refunds either.
-        let mut refunds = Batch { algorithms: self.algorithms, sends_source: self.sends_source, ..Batch::default() };
+        let mut refunds = Batch { algorithms: self.algorithms, ..Batch::default() };
         let mut receivers = Vec::new();
         for mut group in self.groups {
             for (index, waiting) in std::mem::take(&mut group.waiters).into_iter().enumerate() {
@@ -406,6 +410,37 @@ impl BatchGroup {
             (request * usages..(request + 1) * usages).for_each(|index| self.usage_keys.push(usage_keys.get(index)));
             self.waiters.push(answer);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::key::{IdentityHasher, Key};
+    use crate::limiter::spec::LimitSpec;
+    use crate::limiter::verdict::ChargeMode;
+
+    #[test]
+    fn requests_that_may_need_memory_come_first() {
+        let hasher = IdentityHasher::new("");
+        let limit = LimitSpec::token_bucket(&hasher, "limit", "10/s".parse().unwrap()).unwrap();
+        let variant = &limit.default_variant;
+        let charge = Charge {
+            key: Key { identity: hasher.hash(b"client"), state_name: &variant.state_name },
+            rule: &variant.rule,
+            cost: 1,
+            mode: ChargeMode::Enforced,
+            permit_id: 0,
+            debt_before_us: 0,
+            usage: None,
+        };
+        let refund = Operation::Refund { charged_at: 1 };
+        let mut batch = Batch::default();
+        let pushed = [refund, Operation::Check, Operation::Renew, Operation::Charge, Operation::TakeUpTo, refund];
+        let _receivers = pushed.map(|operation| batch.push("rl", operation, &[charge], 0));
+        let order: Vec<_> = batch.groups.iter().map(|group| (group.operation, group.waiters.len())).collect();
+        let first = [Operation::Check, Operation::Charge, Operation::TakeUpTo].map(|operation| (operation, 1));
+        assert_eq!(order, [&first[..], &[(refund, 2), (Operation::Renew, 1)]].concat());
     }
 }
 

@@ -127,8 +127,6 @@ pub(super) struct BatchItem<'a> {
     pub(super) charges: &'a [Charge<'a>],
     /// Time for which the boundaries of calendar windows and days are computed, µs since the Unix epoch.
     pub(super) assumed_now_us: u64,
-    /// Whether the call must carry the script's source, because Redis may not have loaded it.
-    pub(super) sends_source: bool,
     /// The reason for the call.
     pub(super) purpose: Purpose,
     /// Time by which the check needs its verdict.
@@ -176,7 +174,7 @@ impl Batcher {
         // Redis, Redis replies with its own time.
         let needs_time = |charge: &Charge<'_>| charge.rule.kind() == AlgorithmKind::Calendar || charge.usage.is_some();
         let assumed_now_us = if charges.iter().any(needs_time) { self.clock.now_us() } else { 0 };
-        let item = BatchItem { operation, charges, assumed_now_us, sends_source: false, purpose, deadline };
+        let item = BatchItem { operation, charges, assumed_now_us, purpose, deadline };
         match self.enqueue_once(item).await {
             Ok(verdict) => Ok(verdict),
             Err(BatchError::Store(error)) => Err(error),
@@ -192,9 +190,7 @@ impl Batcher {
         let mut corrections = 0;
         let mut backoff = None;
         loop {
-            if !item.sends_source && error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) {
-                item.sends_source = true;
-            } else if let Some(redis_us) = server_time(&error).filter(|_| corrections < MAX_TIME_CORRECTIONS) {
+            if let Some(redis_us) = server_time(&error).filter(|_| corrections < MAX_TIME_CORRECTIONS) {
                 corrections += 1;
                 item.assumed_now_us = redis_us;
             } else if RedisErrorKind::from_error(&error) == Some(RedisErrorKind::Retryable) {
@@ -289,26 +285,30 @@ impl Batcher {
                 return batch.fail(&BatchError::Store(StoreError::BreakerOpen));
             }
         };
-        if began >= due {
-            // The call was not sent.
-            return batch.fail(&BatchError::Store(StoreError::Overloaded));
-        }
-        if !batch.drop_cancelled() {
-            return;
-        }
         let failed = |error: &StoreError, batch: &Batch| {
             if let Some(epoch) = epoch {
                 self.call_failed(epoch, error, batch.probe_call());
             }
         };
         let replies = self.reply_count.load(Ordering::Relaxed);
-        let reply = match self.exchange(&mut batch, due, &mut in_flight.sent_at).await {
-            Ok(reply) => reply,
-            Err(error) => {
-                if !error.is_overload() {
-                    failed(&error, &batch);
+        let reply = loop {
+            if monotonic() >= due {
+                // The call was not sent, or Redis had not loaded its script.
+                return batch.fail(&BatchError::Store(StoreError::Overloaded));
+            }
+            if !batch.drop_cancelled() {
+                return;
+            }
+            match self.exchange(&mut batch, due, &mut in_flight.sent_at).await {
+                // Nothing ran. It is sent again here and not by its requests: no request waits for a refund.
+                Ok(Some((Err(error), _))) if is_no_script(&error) && !batch.sends_source() => batch.send_source(),
+                Ok(reply) => break reply,
+                Err(error) => {
+                    if !error.is_overload() {
+                        failed(&error, &batch);
+                    }
+                    return batch.fail(&BatchError::Store(error));
                 }
-                return batch.fail(&BatchError::Store(error));
             }
         };
         if reply.is_some() {
@@ -460,7 +460,7 @@ impl BatchQueue {
     /// Add a check to the last batch, or to a new one. Return the receiver of its result, or `None` if the queue is
     /// full.
     fn push_item(&mut self, batcher: &Arc<Batcher>, item: BatchItem<'_>) -> Option<Receiver<BatchResult>> {
-        let BatchItem { operation, charges, assumed_now_us, sends_source, purpose, deadline } = item;
+        let BatchItem { operation, charges, assumed_now_us, purpose, deadline } = item;
         if self.requests >= MAX_WAITING_CHECKS || self.bytes >= MAX_QUEUED_BYTES {
             return None;
         }
@@ -474,9 +474,6 @@ impl BatchQueue {
         let last = self.batches.back_mut()?;
         let bytes_before = last.batch.key_bytes();
         let receiver = last.batch.push(&batcher.prefix, operation, charges, assumed_now_us);
-        if sends_source {
-            last.batch.send_source();
-        }
         last.deadline = Some(last.deadline.map_or(deadline, |other| other.min(deadline)));
         self.requests += 1;
         self.bytes += last.batch.key_bytes() - bytes_before;
@@ -544,9 +541,82 @@ impl Drop for InFlightGuard<'_> {
     }
 }
 
+/// Return whether the server has not loaded the script of the call.
+fn is_no_script(error: &RedisError) -> bool {
+    error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
+}
+
 /// Return the time of a server that rejected the boundaries of a calendar window or day because they are too far from
 /// its own time, µs.
 fn server_time(error: &RedisError) -> Option<u64> {
     let detail = error.detail().filter(|_| error.code() == Some("RLSTALE"))?;
     detail.rsplit(' ').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::key::{IdentityHasher, Key};
+    use crate::limiter::spec::LimitSpec;
+    use crate::limiter::verdict::ChargeMode;
+
+    /// A batcher for a server that does not exist, and the limit of its checks.
+    fn batcher(settings: &RedisSettings) -> (Arc<Batcher>, LimitSpec) {
+        let server = RedisEndpoint::Single(redis::Client::open("redis://127.0.0.1:1").unwrap());
+        let limit = LimitSpec::token_bucket(&IdentityHasher::new(""), "limit", "10/s".parse().unwrap()).unwrap();
+        (Arc::new(Batcher::new(settings, server, Arc::default(), None, Arc::default())), limit)
+    }
+
+    fn charge(limit: &LimitSpec) -> Charge<'_> {
+        let variant = &limit.default_variant;
+        let key = Key { identity: IdentityHasher::new("").hash(b"client"), state_name: &variant.state_name };
+        let mode = ChargeMode::Enforced;
+        Charge { key, rule: &variant.rule, cost: 1, mode, permit_id: 0, debt_before_us: 0, usage: None }
+    }
+
+    fn item<'a>(charges: &'a [Charge<'a>]) -> BatchItem<'a> {
+        BatchItem {
+            operation: Operation::Check,
+            charges,
+            assumed_now_us: 0,
+            purpose: Purpose::Checks,
+            deadline: monotonic(),
+        }
+    }
+
+    #[tokio::test]
+    async fn check_that_is_late_in_the_queue_is_not_sent() {
+        let (batcher, limit) = batcher(&RedisSettings::default());
+        let result = batcher.enqueue(monotonic(), Purpose::Checks, Operation::Check, &[charge(&limit)]).await;
+        assert!(matches!(result, Err(StoreError::Overloaded)), "{result:?}");
+    }
+
+    #[tokio::test]
+    async fn queue_counts_what_waits_and_the_window_what_is_in_flight() {
+        let (batcher, limit) = batcher(&RedisSettings::default());
+        let charges = [charge(&limit)];
+        let mut queue = BatchQueue::default();
+        let mut receivers: Vec<_> = (0..300).map(|_| queue.push_item(&batcher, item(&charges)).unwrap()).collect();
+        let sizes: Vec<_> = queue.batches.iter().map(|pending| pending.batch.key_count()).collect();
+        assert_eq!((sizes, queue.requests), (vec![128, 128, 44], 300));
+        let key_bytes = queue.bytes / 300;
+        for waiting in [172, 44, 0] {
+            assert!(queue.try_claim(true) && !queue.try_claim(true), "one task sends the batch");
+            assert!(queue.take_next().is_some());
+            assert_eq!((queue.requests, queue.bytes), (waiting, waiting * key_bytes));
+            assert!(waiting == 0 || queue.is_limited() && !queue.try_claim(true), "a full batch fills the window");
+            queue.in_flight = InFlightCounts::default();
+        }
+        receivers.extend(std::iter::from_fn(|| queue.push_item(&batcher, item(&charges))));
+        assert_eq!(queue.requests, MAX_WAITING_CHECKS, "the queue is full");
+    }
+
+    #[tokio::test]
+    async fn queue_is_bounded_by_the_bytes_of_its_keys() {
+        let (batcher, limit) = batcher(&RedisSettings { prefix: "p".repeat(5000), ..RedisSettings::default() });
+        let charges = [charge(&limit)];
+        let mut queue = BatchQueue::default();
+        let receivers: Vec<_> = std::iter::from_fn(|| queue.push_item(&batcher, item(&charges))).collect();
+        assert!(receivers.len() > 800 && queue.bytes < MAX_QUEUED_BYTES + 6000, "{} bytes", queue.bytes);
+    }
 }
