@@ -434,6 +434,12 @@ fn charges_of_a_client_that_disconnects_are_refunded_by_every_master() {
     // The bus of the cluster goes on, so the masters stay available. A pause of writes also pauses scripts.
     client_command(&["PAUSE", "60000", "WRITE"]);
     client.send(b"GET /r HTTP/1.1\r\nHost: a\r\nx-a: a\r\nx-b: b\r\nx-c: c\r\n\r\n");
+    eventually("a master has the first call", || {
+        masters.iter().any(|master| {
+            let clients: String = redis::cmd("CLIENT").arg("LIST").query(&mut master.connection()).unwrap();
+            clients.contains("flags=b")
+        })
+    });
     drop(client);
     eventually("the client has disconnected", || {
         metric(&gateway, "sluicegate_http_responses_total{route=\"r\",status=\"499\"}") == 1.0
