@@ -529,6 +529,42 @@ mod tests {
     }
 
     #[test]
+    fn checks_are_coalesced_only_with_checks_of_the_same_quotas_and_identities() {
+        let hasher = IdentityHasher::new("");
+        let [limit, other_limit] = ["one", "other"].map(|name| LimitSpec {
+            prefetch: 5,
+            ..LimitSpec::token_bucket(&hasher, name, "9/day".parse().unwrap()).unwrap()
+        });
+        let (identity, other_identity) = (hasher.hash(b"client"), hasher.hash(b"another"));
+        // A variant with the same state, as a tier or an override has it.
+        let other_quota = Arc::new(limit.override_variant(&hasher, "8/day".parse().unwrap(), None).unwrap());
+        assert_eq!(other_quota.state_name, limit.default_variant.state_name);
+        let check = || LimitCheck::new(&limit, identity);
+        let group = |checks: &[LimitCheck<'_, '_>]| check_group(checks).unwrap();
+        let cases = [
+            ("the limit alone", vec![check()]),
+            ("another quota", vec![LimitCheck { variant: &other_quota, ..check() }]),
+            ("another identity", vec![LimitCheck::new(&limit, other_identity)]),
+            ("another limit", vec![LimitCheck::new(&other_limit, identity)]),
+            ("two limits", vec![check(), LimitCheck { limit_index: 1, ..LimitCheck::new(&other_limit, identity) }]),
+            (
+                "two limits of another identity",
+                vec![
+                    LimitCheck::new(&limit, other_identity),
+                    LimitCheck { limit_index: 1, ..LimitCheck::new(&other_limit, other_identity) },
+                ],
+            ),
+        ];
+        for (index, (name, checks)) in cases.iter().enumerate() {
+            for (other_index, (other_name, other_checks)) in cases.iter().enumerate() {
+                let is_same = group(checks).id == group(other_checks).id;
+                assert_eq!(is_same, index == other_index, "{name}, {other_name}");
+            }
+        }
+        assert!(check_group(&[LimitCheck { cost: 2, ..check() }]).is_none(), "a larger cost");
+    }
+
+    #[test]
     fn cached_denial_has_a_violated_limit_when_its_entry_expires() {
         let hasher = IdentityHasher::new("");
         let limit = LimitSpec::token_bucket(&hasher, "limit", "1/day".parse().unwrap()).unwrap();

@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use crate::limiter::algorithm::Status;
+use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::clock::{elapsed_since, monotonic};
 use crate::limiter::metrics::AnsweredBy;
 use crate::limiter::pacing::{MAX_WAITING_CHECKS, latency_target, worker_delay};
@@ -243,14 +243,13 @@ impl FlightTask {
 
     /// Send one call for these waiters. The timeout starts at `oldest_queued_at`.
     async fn send(self: Arc<Self>, waiters: Vec<Waiter>, oldest_queued_at: Instant) {
-        let result = self.request(waiters.len() as u64, oldest_queued_at).await;
+        let waiter_count = waiters.len() as u64;
+        let result = self.request(waiter_count, oldest_queued_at).await;
         let (unanswered, abandoned) = distribute(&result, waiters);
         if let (Ok(verdict), 1..) = (&result, abandoned) {
             let refund = Operation::Refund { charged_at: verdict.now_us };
-            let mut refunds = with_cost(&self.charges, abandoned);
-            for (pending, outcome) in refunds.iter_mut().zip(&verdict.outcomes) {
-                pending.debt_before_us = pending.variant.rule.debt_before_us(outcome, 0, verdict.granted);
-            }
+            let kept = verdict.granted.min(waiter_count) - abandoned;
+            let refunds = refunds(&self.charges, &verdict.outcomes, abandoned, verdict.granted - kept);
             let ledger = self.store_handle.clone();
             // Use a separate task, because the checks that are rejected do not wait for the reply.
             self.store_handle.spawn(async move {
@@ -393,11 +392,8 @@ impl Singleflight {
                 return;
             }
             let refund = Operation::Refund { charged_at: unused.charged_at };
-            let mut refunded = with_cost(&charges, unused.tokens);
-            for (pending, outcome) in refunded.iter_mut().zip(&unused.outcomes) {
-                pending.debt_before_us = pending.variant.rule.debt_before_us(outcome, 0, unused.tokens);
-            }
-            if let Err(error) = store.deliver(DecidedBy::Store, refund, refunded).await {
+            let refunds = refunds(&charges, &unused.outcomes, unused.tokens, unused.tokens);
+            if let Err(error) = store.deliver(DecidedBy::Store, refund, refunds).await {
                 debug!(%error, "a refund of prefetched tokens failed, and they may remain charged");
             }
         });
@@ -407,4 +403,79 @@ impl Singleflight {
 /// Return the same charges with this cost.
 pub(crate) fn with_cost(charges: &[OwnedCharge], cost: u64) -> Vec<OwnedCharge> {
     charges.iter().map(|pending| OwnedCharge { cost_or_permit_id: cost, ..pending.clone() }).collect()
+}
+
+/// Return the refunds of `tokens` of a call. `with_later` counts these tokens and those of the call that are kept or
+/// refunded after them: refill pays for all other tokens of the call first.
+fn refunds(charges: &[OwnedCharge], outcomes: &[Outcome], tokens: u64, with_later: u64) -> Vec<OwnedCharge> {
+    let mut refunds = with_cost(charges, tokens);
+    for (pending, outcome) in refunds.iter_mut().zip(outcomes) {
+        pending.debt_before_us = pending.variant.rule.debt_before_us(outcome, 0, with_later);
+    }
+    refunds
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::clock::Clock;
+    use crate::limiter::key::IdentityHasher;
+    use crate::limiter::memory::MemoryStore;
+    use crate::limiter::spec::LimitSpec;
+    use crate::limiter::store::Store;
+    use tokio_util::task::TaskTracker;
+
+    #[tokio::test]
+    async fn refill_that_paid_for_other_checks_of_the_call_is_not_subtracted_from_a_refund() {
+        let hasher = IdentityHasher::new("");
+        let limit = LimitSpec::token_bucket(&hasher, "limit", "10/s".parse().unwrap()).unwrap();
+        let charge = OwnedCharge {
+            limit_index: 0,
+            variant: limit.default_variant.clone(),
+            identity: hasher.hash(b"client"),
+            cost_or_permit_id: 1,
+            prefetch: 0,
+            debt_before_us: 0,
+            usage: None,
+            notify: None,
+        };
+        // The tokens of earlier requests, of checks that wait for the call, and of checks whose clients disconnect.
+        for (earlier, waiting, cancelled) in [(0, 1, 1), (0, 4, 4), (3, 2, 3), (0, 1, 6), (0, 6, 1)] {
+            for refill_ms in [0, 50, 100, 250, 400, 2000] {
+                let remaining = async |cancelled: usize| {
+                    let clock = Clock::manual(1_000_000);
+                    let store = Store::Memory(Arc::new(MemoryStore::new(100, clock.clone())));
+                    let (events, tasks) = (Arc::default(), TaskTracker::new());
+                    let store_handle = Arc::new(StoreHandle { store, denials: None, events, tasks });
+                    let charges = vec![charge.clone()];
+                    let call = async |operation, cost| {
+                        let charges = with_cost(&charges, cost);
+                        store_handle.call(DecidedBy::Store, monotonic(), operation, &charges).await.unwrap()
+                    };
+                    call(Operation::Charge, earlier).await;
+                    let task = FlightTask {
+                        singleflight: Arc::new(Singleflight::new(Duration::from_secs(1), Arc::default())),
+                        store_handle: store_handle.clone(),
+                        group: CheckGroup { id: 1, prefetch: 0 },
+                        charges: charges.clone(),
+                    };
+                    let (replies, mut receivers): (Vec<_>, Vec<_>) =
+                        (0..waiting + cancelled).map(|_| oneshot::channel()).unzip();
+                    receivers.truncate(waiting);
+                    let waiter = |reply| Waiter { reply, queued_at: monotonic(), missed_calls: 0 };
+                    Arc::new(task).send(replies.into_iter().map(waiter).collect(), monotonic()).await;
+                    // The task of the refund runs when this task waits for it.
+                    clock.set(1_000_000 + refill_ms * 1000);
+                    store_handle.tasks.close();
+                    store_handle.tasks.wait().await;
+                    call(Operation::Peek, 0).await.outcomes[0].remaining
+                };
+                assert_eq!(
+                    remaining(cancelled).await,
+                    remaining(0).await,
+                    "{earlier} earlier, {waiting} waiting, {cancelled} cancelled, {refill_ms} ms"
+                );
+            }
+        }
+    }
 }

@@ -382,12 +382,12 @@ impl Upstream {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::upstream::Protocol;
     use crate::upstream::UpstreamServerSettings;
 
-    fn cluster(servers: &[&str]) -> UpstreamCluster {
+    pub(in crate::upstream) fn settings(servers: &[&str]) -> UpstreamSettings {
         let server = |host: &&str| UpstreamServerSettings {
             authority: (*host).into(),
             host: (*host).into(),
@@ -396,7 +396,7 @@ mod tests {
             weight: 1,
         };
         let second = Duration::from_secs(1);
-        UpstreamCluster::new(Arc::new(UpstreamSettings {
+        UpstreamSettings {
             name: "api".into(),
             servers: servers.iter().map(server).collect(),
             protocol: Protocol::Http1,
@@ -412,7 +412,37 @@ mod tests {
             retries: 0,
             proxy_protocol: false,
             client_cert_header: false,
-        }))
+        }
+    }
+
+    fn cluster(servers: &[&str]) -> UpstreamCluster {
+        UpstreamCluster::new(Arc::new(settings(servers)))
+    }
+
+    #[test]
+    fn ignored_ejections_bring_no_unhealthy_server_back() {
+        // The health of each of three servers, and the indexes of those that get requests.
+        let cases = [
+            ("HHH", &[0, 1, 2][..]),
+            ("EHH", &[1, 2]),
+            ("UEH", &[1, 2]),
+            ("EUE", &[0, 2]),
+            ("UUE", &[2]),
+            ("UUH", &[2]),
+            ("UUU", &[]),
+        ];
+        for (healths, usable) in cases {
+            let cluster = cluster(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]);
+            for (endpoint, health) in cluster.endpoints().iter().zip(healths.bytes()) {
+                match health {
+                    b'E' => drop(endpoint.health_state().eject(monotonic(), Duration::from_secs(60))),
+                    b'U' => drop(endpoint.health_state().record_check(false, monotonic(), 1, 1)),
+                    _ => {}
+                }
+            }
+            cluster.rebuild(&cluster.lock_rebuild());
+            assert_eq!(*cluster.load_balancer.load().usable, *usable, "{healths}");
+        }
     }
 
     #[test]

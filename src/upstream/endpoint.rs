@@ -262,3 +262,29 @@ impl Drop for Waiter {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::upstream::cluster::tests::settings;
+
+    #[test]
+    fn permit_refused_by_a_request_that_has_ended_goes_to_the_next_one() {
+        let queue = Arc::new(PendingQueue::new(3));
+        let settings = UpstreamSettings { max_requests: 1, ..settings(&["10.0.0.1"]) };
+        let endpoint = Arc::new(Endpoint::new(&settings, 0, None, HealthState::default(), queue.clone()));
+        let held = Endpoint::try_acquire(&endpoint).unwrap();
+        assert!(Endpoint::try_acquire(&endpoint).is_none(), "one request at a time");
+        let [mut ended, mut next, mut last] = [(); 3].map(|()| queue.enqueue().unwrap());
+        // The client disconnects on another worker after the release has taken its request from the queue.
+        ended.permit.close();
+        drop(held);
+        let permit = next.permit.try_recv().expect("the next request gets the permit");
+        assert!(last.permit.try_recv().is_err(), "one request at a time");
+        assert_eq!(endpoint.in_flight(), 1);
+        last.permit.close();
+        drop(permit);
+        assert_eq!(endpoint.in_flight(), 0, "no request is left to take the permit");
+        assert!(queue.is_empty());
+    }
+}

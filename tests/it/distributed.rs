@@ -2,6 +2,7 @@
 
 use std::process::Command;
 
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::load;
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
@@ -190,6 +191,32 @@ fn script_flush_under_load_causes_no_error() {
         assert_eq!((count(&statuses, 200), count(&statuses, 429)), (200, 1400), "no errors, an exact count");
         println!("fault 20: 0 errors, exactly 200 of 1600");
     });
+}
+
+#[test]
+fn refund_of_a_cancelled_request_is_sent_again_with_a_script_that_is_not_loaded() {
+    let redis = Redis::start();
+    let limit = "by = \"ip\"\nquota = \"3/24h\"\nalgorithm = \"fixed-window\"";
+    let gateway = Gateway::start(&with_admin(&config(&redis.url(), limit)));
+    let mut client = gateway.client();
+    let command = |name: &str, arguments: &[&str]| {
+        redis::cmd(name).arg(arguments).query::<String>(&mut redis.connection()).unwrap()
+    };
+    assert_eq!(client.get("/r").status, 200);
+    command("SCRIPT", &["FLUSH"]);
+    // Loads the script of checks. That of refunds is another one.
+    assert_eq!(client.get("/r").status, 200);
+    command("CLIENT", &["PAUSE", "60000", "WRITE"]);
+    client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+    let is_blocked = || command("CLIENT", &["LIST"]).contains("flags=b");
+    eventually("Redis has the check", is_blocked);
+    drop(client);
+    eventually("the client has disconnected", || {
+        metric(&gateway, "sluicegate_http_responses_total{route=\"r\",status=\"499\"}") == 1.0
+    });
+    command("CLIENT", &["UNPAUSE"]);
+    eventually("the third token is refunded", || gateway.get("/r").status == 200);
+    assert_eq!(gateway.get("/r").status, 429, "and no other");
 }
 
 #[test]

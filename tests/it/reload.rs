@@ -456,6 +456,34 @@ fn raising_max_connections_while_too_many_are_open_loses_no_permit() {
 }
 
 #[test]
+fn reloaded_max_connections_counts_connections_of_before() {
+    let config = |most: u32| format!("[server]\nmax_connections = {most}\nworkers = 1\n{}", says("x"));
+    // The number of connections that are open at the reloads from 4 on.
+    let cases =
+        [(4, &[1, 4][..]), (4, &[1, 2, 3, 4]), (4, &[3, 1, 4]), (3, &[1, 4]), (0, &[2]), (1, &[2]), (2, &[2, 3])];
+    for (open, steps) in cases {
+        let gateway = Gateway::start(&with_admin(&config(4)));
+        let answered_client = || {
+            let mut client = gateway.client();
+            assert_eq!(client.get("/says").status, 200, "{open} open, {steps:?}");
+            client
+        };
+        let mut clients: Vec<_> = (0..open).map(|_| answered_client()).collect();
+        for most in steps {
+            reloads(&gateway, &config(*most));
+        }
+        let most = *steps.last().unwrap();
+        clients.extend((open..most).map(|_| answered_client()));
+        let mut next = gateway.client();
+        next.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
+        eventually("the next one waits", || gateway.log().contains("max_connections"));
+        assert_eq!(metric(&gateway, "connections"), f64::from(most), "{open} open, {steps:?}");
+        clients.pop();
+        assert_eq!(next.reply().unwrap().status, 200, "{open} open, {steps:?}: when another one is closed");
+    }
+}
+
+#[test]
 fn reload_raises_and_lowers_max_connections_per_ip() {
     let config = |most: u32| format!("[server]\nmax_connections_per_ip = {most}\n{}", says("x"));
     let gateway = Gateway::start(&with_admin(&config(1)));

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::support::admin_listener::{ask, with_admin};
+use crate::support::admin_listener::{ask, metric, with_admin};
 use crate::support::client::{Client, load};
 use crate::support::cluster::Cluster;
 use crate::support::eventually;
@@ -405,6 +405,52 @@ fn failed_check_is_refunded_by_every_master_that_charged_it() {
         for limit in ["a", "b", "c", "d", "e", "f"] {
             assert_eq!(reply.remaining(limit), 3, "{limit}");
         }
+    }
+}
+
+#[test]
+fn charges_of_a_client_that_disconnects_are_refunded_by_every_master() {
+    let cluster = Cluster::start(3, 0);
+    let by = |header: &str, rest: &str| format!("by = \"header:{header}\"\non_store_error = \"deny\"\n{rest}");
+    let limits = [
+        ("a", by("x-a", "algorithm = \"fixed-window\"\nquota = \"3/3650d\"")),
+        ("b", by("x-b", "quota = \"3/3650d\"")),
+        ("c", by("x-c", "algorithm = \"sliding-log\"\nquota = \"3/3650d\"")),
+    ];
+    let limits = limits.each_ref().map(|(name, rest)| (*name, rest.as_str()));
+    let gateway = Gateway::start(&with_admin(&config(&cluster.url(), "5s", &limits)));
+    let mut client = gateway.client();
+    for id in 0..20 {
+        let id = format!("{id}");
+        let reply = client.get_with("/r", &[("x-a", &id), ("x-b", &id), ("x-c", &id)]);
+        assert_eq!(reply.status, 200, "all masters are connected");
+    }
+    let masters = cluster.masters();
+    let client_command = |arguments: &[&str]| {
+        masters.iter().for_each(|each| redis::cmd("CLIENT").arg(arguments).exec(&mut each.connection()).unwrap());
+    };
+    let charges = || masters.iter().map(|master| master.calls("set") + master.calls("rpush")).sum::<u64>();
+    let before = charges();
+    // The bus of the cluster goes on, so the masters stay available. A pause of writes also pauses scripts.
+    client_command(&["PAUSE", "60000", "WRITE"]);
+    client.send(b"GET /r HTTP/1.1\r\nHost: a\r\nx-a: a\r\nx-b: b\r\nx-c: c\r\n\r\n");
+    eventually("a master has the first call", || {
+        masters.iter().any(|master| {
+            let clients: String = redis::cmd("CLIENT").arg("LIST").query(&mut master.connection()).unwrap();
+            clients.contains("flags=b")
+        })
+    });
+    drop(client);
+    eventually("the client has disconnected", || {
+        metric(&gateway, "sluicegate_http_responses_total{route=\"r\",status=\"499\"}") == 1.0
+    });
+    client_command(&["UNPAUSE"]);
+    eventually("a check that has begun is not cancelled", || charges() >= before + 3);
+    for (limit, header) in [("a", "x-a=a"), ("b", "x-b=b"), ("c", "x-c=c")] {
+        eventually(&format!("the charge of {limit} is refunded"), || {
+            let reply = ask(&gateway, &format!("/api/identities?limit={limit}&header:{header}"));
+            reply.json()["limits"][0]["remaining"] == 3
+        });
     }
 }
 

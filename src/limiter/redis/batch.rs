@@ -412,6 +412,37 @@ impl BatchGroup {
     }
 }
 
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::key::{IdentityHasher, Key};
+    use crate::limiter::spec::LimitSpec;
+    use crate::limiter::verdict::ChargeMode;
+
+    #[test]
+    fn requests_that_may_need_memory_come_first() {
+        let hasher = IdentityHasher::new("");
+        let limit = LimitSpec::token_bucket(&hasher, "limit", "10/s".parse().unwrap()).unwrap();
+        let variant = &limit.default_variant;
+        let charge = Charge {
+            key: Key { identity: hasher.hash(b"client"), state_name: &variant.state_name },
+            rule: &variant.rule,
+            cost: 1,
+            mode: ChargeMode::Enforced,
+            permit_id: 0,
+            debt_before_us: 0,
+            usage: None,
+        };
+        let refund = Operation::Refund { charged_at: 1 };
+        let mut batch = Batch::default();
+        let pushed = [refund, Operation::Check, Operation::Renew, Operation::Charge, Operation::TakeUpTo, refund];
+        let _receivers = pushed.map(|operation| batch.push("rl", operation, &[charge], 0));
+        let order: Vec<_> = batch.groups.iter().map(|group| (group.operation, group.waiters.len())).collect();
+        let first = [Operation::Check, Operation::Charge, Operation::TakeUpTo].map(|operation| (operation, 1));
+        assert_eq!(order, [&first[..], &[(refund, 2), (Operation::Renew, 1)]].concat());
+    }
+}
+
 // The limit on the requests that one worker has in flight to one server. As in TCP Vegas, the window grows additively
 // and shrinks multiplicatively, depending on the delay that its own load adds.
 

@@ -287,13 +287,6 @@ impl Batcher {
                 return batch.fail(&BatchError::Store(StoreError::BreakerOpen));
             }
         };
-        if began >= due {
-            // The call was not sent.
-            return batch.fail(&BatchError::Store(StoreError::Overloaded));
-        }
-        if !batch.drop_cancelled() {
-            return;
-        }
         let failed = |error: &StoreError, batch: &Batch| {
             if let Some(epoch) = epoch {
                 self.call_failed(epoch, error, batch.probe_call());
@@ -306,7 +299,6 @@ impl Batcher {
                 if !error.is_overload() {
                     failed(&error, &batch);
                 }
-                return batch.fail(&BatchError::Store(error));
             }
         };
         if reply.is_some() {
@@ -566,4 +558,72 @@ impl Drop for InFlightGuard<'_> {
 fn server_time(error: &RedisError) -> Option<u64> {
     let detail = error.detail().filter(|_| error.code() == Some("RLSTALE"))?;
     detail.rsplit(' ').next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::key::{IdentityHasher, Key};
+    use crate::limiter::spec::LimitSpec;
+    use crate::limiter::verdict::ChargeMode;
+
+    /// A batcher for a server that does not exist, and the limit of its checks.
+    fn batcher(settings: &RedisSettings) -> (Arc<Batcher>, LimitSpec) {
+        let server = RedisEndpoint::Single(redis::Client::open("redis://127.0.0.1:1").unwrap());
+        let limit = LimitSpec::token_bucket(&IdentityHasher::new(""), "limit", "10/s".parse().unwrap()).unwrap();
+        (Arc::new(Batcher::new(settings, server, Arc::default(), None, Arc::default())), limit)
+    }
+
+    fn charge(limit: &LimitSpec) -> Charge<'_> {
+        let variant = &limit.default_variant;
+        let key = Key { identity: IdentityHasher::new("").hash(b"client"), state_name: &variant.state_name };
+        let mode = ChargeMode::Enforced;
+        Charge { key, rule: &variant.rule, cost: 1, mode, permit_id: 0, debt_before_us: 0, usage: None }
+    }
+
+    fn item<'a>(charges: &'a [Charge<'a>]) -> BatchItem<'a> {
+        BatchItem {
+            operation: Operation::Check,
+            charges,
+            assumed_now_us: 0,
+            purpose: Purpose::Checks,
+            deadline: monotonic(),
+        }
+    }
+
+    #[tokio::test]
+    async fn check_that_is_late_in_the_queue_is_not_sent() {
+        let (batcher, limit) = batcher(&RedisSettings::default());
+        let result = batcher.enqueue(monotonic(), Purpose::Checks, Operation::Check, &[charge(&limit)]).await;
+        assert!(matches!(result, Err(StoreError::Overloaded)), "{result:?}");
+    }
+
+    #[tokio::test]
+    async fn queue_counts_what_waits_and_the_window_what_is_in_flight() {
+        let (batcher, limit) = batcher(&RedisSettings::default());
+        let charges = [charge(&limit)];
+        let mut queue = BatchQueue::default();
+        let mut receivers: Vec<_> = (0..300).map(|_| queue.push_item(&batcher, item(&charges)).unwrap()).collect();
+        let sizes: Vec<_> = queue.batches.iter().map(|pending| pending.batch.key_count()).collect();
+        assert_eq!((sizes, queue.requests), (vec![128, 128, 44], 300));
+        let key_bytes = queue.bytes / 300;
+        for waiting in [172, 44, 0] {
+            assert!(queue.try_claim(true) && !queue.try_claim(true), "one task sends the batch");
+            assert!(queue.take_next().is_some());
+            assert_eq!((queue.requests, queue.bytes), (waiting, waiting * key_bytes));
+            assert!(waiting == 0 || queue.is_limited() && !queue.try_claim(true), "a full batch fills the window");
+            queue.in_flight = InFlightCounts::default();
+        }
+        receivers.extend(std::iter::from_fn(|| queue.push_item(&batcher, item(&charges))));
+        assert_eq!(queue.requests, MAX_WAITING_CHECKS, "the queue is full");
+    }
+
+    #[tokio::test]
+    async fn queue_is_bounded_by_the_bytes_of_its_keys() {
+        let (batcher, limit) = batcher(&RedisSettings { prefix: "p".repeat(5000), ..RedisSettings::default() });
+        let charges = [charge(&limit)];
+        let mut queue = BatchQueue::default();
+        let receivers: Vec<_> = std::iter::from_fn(|| queue.push_item(&batcher, item(&charges))).collect();
+        assert!(receivers.len() > 800 && queue.bytes < MAX_QUEUED_BYTES + 6000, "{} bytes", queue.bytes);
+    }
 }

@@ -383,6 +383,29 @@ fn has_written(operation: Operation, charges: &[Charge<'_>], verdict: &Verdict) 
 }
 
 #[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_of_calls_from_before_the_recovery_do_not_open_the_breaker() {
+        let breaker = CircuitBreaker::default();
+        let before = breaker.epoch();
+        for _ in 1..MAX_CONSECUTIVE_FAILURES {
+            assert_eq!(breaker.record_failure(before), Assessment::Suspect);
+        }
+        assert_eq!(breaker.record_failure(before), Assessment::Failing);
+        assert!(breaker.try_open(before) && !breaker.try_open(before), "one caller opens it");
+        assert_eq!(breaker.record_failure(before), Assessment::Outdated, "while it is open");
+        breaker.close();
+        for _ in 0..2 * MAX_CONSECUTIVE_FAILURES {
+            assert_eq!(breaker.record_failure(before), Assessment::Outdated, "after it has closed");
+        }
+        assert!(!breaker.try_open(before) && !breaker.is_open());
+        assert_eq!(breaker.record_failure(breaker.epoch()), Assessment::Suspect, "the first failure since it closed");
+    }
+}
+
+#[cfg(test)]
 mod failures_tests {
     use super::*;
 
