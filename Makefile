@@ -65,6 +65,7 @@ other-suites:
 	  $(call install,golang-github-fatih-color-dev golang-github-spf13-cobra-dev golang-golang-x-net-dev)
 	python3 -m venv target/suites
 	target/suites/bin/pip install --quiet --disable-pip-version-check -r tests/suites/requirements.txt
+	target/suites/bin/python -B tests/suites/linting.py $(BINARY)
 	@$(call clone,$(H2SPEC_SOURCE),H2SPEC_REPOSITORY,$(H2SPEC_COMMIT))
 	GO111MODULE=off GOCACHE=$(CURDIR)/target/suites/go GOPATH=$(CURDIR)/target/suites/gopath:/usr/share/gocode \
 	  go build -o target/suites/h2spec github.com/summerwind/h2spec/cmd/h2spec

@@ -7,7 +7,8 @@ import threading
 
 
 class Upstream(socketserver.ThreadingTCPServer):
-    """`responses` has, by the path of the request, the parts of a response: bytes, and `None` to wait for the end of the client.
+    """`responses` has, by the path of the request, the parts of a response: bytes, and `None` to wait for the end of the client;
+    or a function that returns them for the request.
 
     The connection is closed after a response of the table. For other paths the response is a JSON object with the request: `line`,
     `headers`, `body` and `trailers`. `seen` has all requests.
@@ -65,7 +66,7 @@ class Handler(socketserver.StreamRequestHandler):
                 head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(said)}\r\n\r\n"
                 self.wfile.write(head.encode() + (b"" if method == "HEAD" else said))
                 continue
-            for part in parts:
+            for part in parts(request) if callable(parts) else parts:
                 if part is None:
                     self.rfile.read()
                 else:
