@@ -60,12 +60,13 @@ test-suites:
 # H2SPEC_REPOSITORY where GitHub cannot be reached.
 other-suites: BINARY = target/debug/sluicegate
 other-suites:
-	@$(call ensure,python3 go git,python3-venv golang-go git)
+	@$(call ensure,python3 go git testssl,python3-venv golang-go git testssl.sh)
 	@cd /usr/share/gocode/src 2>/dev/null && test -e github.com/fatih/color -a -e github.com/spf13/cobra -a -e golang.org/x/net || \
 	  $(call install,golang-github-fatih-color-dev golang-github-spf13-cobra-dev golang-golang-x-net-dev)
 	python3 -m venv target/suites
 	target/suites/bin/pip install --quiet --disable-pip-version-check -r tests/suites/requirements.txt
 	target/suites/bin/python -B tests/suites/linting.py $(BINARY)
+	target/suites/bin/python -B tests/suites/tls_scanners.py $(BINARY) target/suites
 	@$(call clone,$(H2SPEC_SOURCE),H2SPEC_REPOSITORY,$(H2SPEC_COMMIT))
 	GO111MODULE=off GOCACHE=$(CURDIR)/target/suites/go GOPATH=$(CURDIR)/target/suites/gopath:/usr/share/gocode \
 	  go build -o target/suites/h2spec github.com/summerwind/h2spec/cmd/h2spec
