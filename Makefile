@@ -67,6 +67,7 @@ other-suites:
 	target/suites/bin/pip install --quiet --disable-pip-version-check -r tests/suites/requirements.txt
 	target/suites/bin/python -B tests/suites/linting.py $(BINARY)
 	target/suites/bin/python -B tests/suites/tls_scanners.py $(BINARY) target/suites
+	target/suites/bin/python -B tests/suites/interop.py $(BINARY)
 	@$(call clone,$(H2SPEC_SOURCE),H2SPEC_REPOSITORY,$(H2SPEC_COMMIT))
 	GO111MODULE=off GOCACHE=$(CURDIR)/target/suites/go GOPATH=$(CURDIR)/target/suites/gopath:/usr/share/gocode \
 	  go build -o target/suites/h2spec github.com/summerwind/h2spec/cmd/h2spec
