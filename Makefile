@@ -56,8 +56,8 @@ test-suites:
 	target/suites/bin/python -B tests/suites/forward_auth.py target/debug/sluicegate target/suites
 	$(MAKE) other-suites
 
-# The suites of other projects (docs/testing.md) against BINARY. h2spec is in no registry: it is cloned, from the folder in
-# H2SPEC_REPOSITORY where GitHub cannot be reached.
+# The suites of other projects (docs/testing.md) against BINARY. The last two are in no registry: they are cloned, from the folders in
+# H2SPEC_REPOSITORY and FIELD_TESTS_REPOSITORY where GitHub cannot be reached.
 other-suites: BINARY = target/debug/sluicegate
 other-suites:
 	@$(call ensure,python3 go git testssl,python3-venv golang-go git testssl.sh)
@@ -72,9 +72,13 @@ other-suites:
 	GO111MODULE=off GOCACHE=$(CURDIR)/target/suites/go GOPATH=$(CURDIR)/target/suites/gopath:/usr/share/gocode \
 	  go build -o target/suites/h2spec github.com/summerwind/h2spec/cmd/h2spec
 	target/suites/bin/python -B tests/suites/h2spec.py $(BINARY) target/suites/h2spec target/suites
+	@$(call clone,target/suites/structured-field-tests,FIELD_TESTS_REPOSITORY,$(FIELD_TESTS_COMMIT))
+	target/suites/bin/python -B tests/suites/structured_fields.py $(BINARY) target/suites/structured-field-tests target/suites
 
 H2SPEC_REPOSITORY = https://github.com/summerwind/h2spec
 H2SPEC_COMMIT = af83a65f0b6273ef38bf778d400d98892e7653d8
+FIELD_TESTS_REPOSITORY = https://github.com/httpwg/structured-field-tests
+FIELD_TESTS_COMMIT = 1e280c3ed9ffe0ca5fdb1d97219dddc389007677
 H2SPEC_SOURCE = target/suites/gopath/src/github.com/summerwind/h2spec
 
 # The tests of the store with Redis 6.2, 7.0 and 8.2 and Valkey 9.1, each as a single server, a cluster and a Sentinel. Redis 7.0 is

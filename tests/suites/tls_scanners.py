@@ -11,15 +11,13 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timedelta, timezone
 from importlib.metadata import version
 from pathlib import Path
 
 import servers
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from certificates import Certificate
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from report import Report
 
 KEYS = {
@@ -33,42 +31,22 @@ UNRELIABLE = {"sessionresumption_ticket"}
 
 # Case, finding, reason.
 EXPLANATIONS = [
-    ("testssl.sh *: cipher_order", "HIGH: NOT a cipher order configured", "every suite of the listener is strong, so the client chooses, as Mozilla recommends"),
+    (
+        "testssl.sh *: cipher_order",
+        "HIGH: NOT a cipher order configured",
+        "every suite of the listener is strong, so the client chooses, as Mozilla recommends",
+    ),
     ("testssl.sh *: engine_problem", "WARN: *", "of the openssl that runs the test: no GOST"),
 ]
 
 
 def certificates(folder):
     """Write a CA and a certificate of each kind, valid for 90 days."""
-    now = datetime.now(timezone.utc)
-
-    def build(common_name, public, issuer, signing, days):
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-        builder = x509.CertificateBuilder().subject_name(name).issuer_name(issuer or name).public_key(public).serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=days))
-        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        builder = builder.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), critical=False)
-        return builder, name
-
-    signing = KEYS["ecdsa"]()
-    builder, issuer = build("Test CA", signing.public_key(), None, signing, 3650)
-    usage = {name: False for name in ["content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"]}
-    of_ca = x509.KeyUsage(digital_signature=False, key_cert_sign=True, crl_sign=True, **usage)
-    authority = builder.add_extension(x509.BasicConstraints(True, 0), critical=True).add_extension(of_ca, critical=True).sign(signing, hashes.SHA256())
-    (folder / "ca.pem").write_bytes(authority.public_bytes(serialization.Encoding.PEM))
+    authority = Certificate("Test CA")
+    authority.write(folder / "ca.pem")
     for kind, generate in KEYS.items():
-        key = generate()
-        builder, _ = build("localhost", key.public_key(), issuer, signing, 90)
-        of_server = x509.KeyUsage(digital_signature=True, key_cert_sign=False, crl_sign=False, **usage)
-        builder = builder.add_extension(x509.BasicConstraints(False, None), critical=True).add_extension(of_server, critical=True)
-        builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        # Neither program asks for the list.
-        point = x509.DistributionPoint([x509.UniformResourceIdentifier("http://ca.test/list.crl")], None, None, None)
-        certificate = builder.add_extension(x509.CRLDistributionPoints([point]), critical=False).sign(signing, hashes.SHA256())
-        (folder / f"{kind}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM) + authority.public_bytes(serialization.Encoding.PEM))
-        form = serialization.PrivateFormat.PKCS8
-        (folder / f"{kind}.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+        certificate = Certificate("localhost", authority, generate(), ExtendedKeyUsageOID.SERVER_AUTH)
+        certificate.write(folder / f"{kind}.pem", folder / f"{kind}.key", [authority])
 
 
 def configuration(folder):
@@ -113,7 +91,20 @@ def sslyze(report, kind, port, folder):
 def testssl(report, kind, port, folder):
     file = folder / f"testssl.{kind}.json"
     file.unlink(missing_ok=True)
-    command = ["testssl", "--quiet", "--color", "0", "--warnings", "off", "--ip", "127.0.0.1", "--add-ca", f"{folder}/ca.pem", f"--jsonfile={file}", f"localhost:{port}"]
+    command = [
+        "testssl",
+        "--quiet",
+        "--color",
+        "0",
+        "--warnings",
+        "off",
+        "--ip",
+        "127.0.0.1",
+        "--add-ca",
+        f"{folder}/ca.pem",
+        f"--jsonfile={file}",
+        f"localhost:{port}",
+    ]
     said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900, check=False, env={**os.environ, "TERM": "dumb"})
     if "Done" not in said.stdout:
         report.case(f"testssl.sh {kind}", f"not complete: {said.stdout[-500:]} {said.stderr[-500:]}")

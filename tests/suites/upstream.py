@@ -1,5 +1,6 @@
 """An upstream that reports requests byte for byte, and sends the responses of a table byte for byte."""
 
+import itertools
 import json
 import socket
 import socketserver
@@ -11,7 +12,7 @@ class Upstream(socketserver.ThreadingTCPServer):
     or a function that returns them for the request.
 
     The connection is closed after a response of the table. For other paths the response is a JSON object with the request: `line`,
-    `headers`, `body` and `trailers`. `seen` has all requests.
+    `headers`, `body`, `trailers`, and the number of its `connection`. `seen` has all requests.
     """
 
     daemon_threads = True
@@ -21,6 +22,7 @@ class Upstream(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.responses = responses or {}
         self.seen = []
+        self.connections = itertools.count()
         self.port = self.server_address[1]
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -54,10 +56,11 @@ class Handler(socketserver.StreamRequestHandler):
         return body, self.lines()
 
     def handle(self):
+        connection = next(self.server.connections)
         while line := self.rfile.readline():
             headers = self.lines()
             body, trailers = self.body(headers)
-            request = {"line": line.decode("latin-1").strip(), "headers": headers, "body": body.decode("latin-1"), "trailers": trailers}
+            request = {"line": line.decode("latin-1").strip(), "headers": headers, "body": body.decode("latin-1"), "trailers": trailers, "connection": connection}
             self.server.seen.append(request)
             method, target, _ = request["line"].split(" ")
             parts = self.server.responses.get(target.partition("?")[0])
