@@ -60,7 +60,7 @@ test-suites:
 # H2SPEC_REPOSITORY and FIELD_TESTS_REPOSITORY where GitHub cannot be reached.
 other-suites: BINARY = target/debug/sluicegate
 other-suites:
-	@$(call ensure,python3 go git testssl,python3-venv golang-go git testssl.sh)
+	@$(call ensure,python3 go git testssl nginx haproxy,python3-venv golang-go git testssl.sh nginx haproxy)
 	@cd /usr/share/gocode/src 2>/dev/null && test -e github.com/fatih/color -a -e github.com/spf13/cobra -a -e golang.org/x/net || \
 	  $(call install,golang-github-fatih-color-dev golang-github-spf13-cobra-dev golang-golang-x-net-dev)
 	python3 -m venv target/suites
@@ -68,6 +68,7 @@ other-suites:
 	target/suites/bin/python -B tests/suites/linting.py $(BINARY)
 	target/suites/bin/python -B tests/suites/tls_scanners.py $(BINARY) target/suites
 	target/suites/bin/python -B tests/suites/interop.py $(BINARY)
+	target/suites/bin/python -B tests/suites/peers.py $(BINARY) target/suites
 	@$(call clone,$(H2SPEC_SOURCE),H2SPEC_REPOSITORY,$(H2SPEC_COMMIT))
 	GO111MODULE=off GOCACHE=$(CURDIR)/target/suites/go GOPATH=$(CURDIR)/target/suites/gopath:/usr/share/gocode \
 	  go build -o target/suites/h2spec github.com/summerwind/h2spec/cmd/h2spec

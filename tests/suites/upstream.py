@@ -60,7 +60,13 @@ class Handler(socketserver.StreamRequestHandler):
         while line := self.rfile.readline():
             headers = self.lines()
             body, trailers = self.body(headers)
-            request = {"line": line.decode("latin-1").strip(), "headers": headers, "body": body.decode("latin-1"), "trailers": trailers, "connection": connection}
+            request = {
+                "line": line.decode("latin-1").strip(),
+                "headers": headers,
+                "body": body.decode("latin-1"),
+                "trailers": trailers,
+                "connection": connection,
+            }
             self.server.seen.append(request)
             method, target, _ = request["line"].split(" ")
             parts = self.server.responses.get(target.partition("?")[0])
