@@ -1,5 +1,5 @@
 # docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
-.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check run test simulation test-long test-clients test-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-llm bench-memory bench-scale pictures release reference docs walk certs tools peers
+.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check run test simulation test-long test-clients test-suites other-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-llm bench-memory bench-scale pictures release reference docs walk certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -41,13 +41,12 @@ test-clients:
 	target/clients/mcp/bin/python -B tests/clients/agents.py target/debug/sluicegate
 
 # Mutated HTTP/1.1 requests through Sluicegate, nginx, HAProxy and Envoy to Django, Node, nginx and Go: compares the decisions with
-# what the applications saw. Then forward authentication through Sluicegate, nginx and Traefik. About a minute. Envoy, Traefik,
-# Django and gunicorn are pinned from PyPI in target/, the rest is from Debian.
+# what the applications saw. Then forward authentication through Sluicegate, nginx and Traefik, and the suites of other projects.
+# Packages of PyPI are pinned in target/, the rest is from Debian.
 test-suites:
 	@$(call ensure,python3 node nginx haproxy,python3-venv nodejs nginx haproxy)
 	@$(call ensure,go,golang-go)
-	@test -e /usr/lib/nginx/modules/ngx_http_js_module.so || \
-	  { $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libnginx-mod-http-js; }
+	@test -e /usr/lib/nginx/modules/ngx_http_js_module.so || $(call install,libnginx-mod-http-js)
 	cargo build --locked
 	mkdir -p target/suites
 	python3 -m venv target/suites
@@ -55,6 +54,33 @@ test-suites:
 	GOCACHE=$(CURDIR)/target/suites/go go build -o target/suites/go-application tests/suites/applications/main.go
 	target/suites/bin/python -B tests/suites/suites.py target/debug/sluicegate target/suites
 	target/suites/bin/python -B tests/suites/forward_auth.py target/debug/sluicegate target/suites
+	$(MAKE) other-suites
+
+# The suites of other projects (docs/testing.md) against BINARY. The last two are in no registry: they are cloned, from the folders in
+# H2SPEC_REPOSITORY and FIELD_TESTS_REPOSITORY where GitHub cannot be reached.
+other-suites: BINARY = target/debug/sluicegate
+other-suites:
+	@$(call ensure,python3 go git testssl nginx haproxy,python3-venv golang-go git testssl.sh nginx haproxy)
+	@cd /usr/share/gocode/src 2>/dev/null && test -e github.com/fatih/color -a -e github.com/spf13/cobra -a -e golang.org/x/net || \
+	  $(call install,golang-github-fatih-color-dev golang-github-spf13-cobra-dev golang-golang-x-net-dev)
+	python3 -m venv target/suites
+	target/suites/bin/pip install --quiet --disable-pip-version-check -r tests/suites/requirements.txt
+	target/suites/bin/python -B tests/suites/linting.py $(BINARY)
+	target/suites/bin/python -B tests/suites/tls_scanners.py $(BINARY) target/suites
+	target/suites/bin/python -B tests/suites/interop.py $(BINARY)
+	target/suites/bin/python -B tests/suites/peers.py $(BINARY) target/suites
+	@$(call clone,$(H2SPEC_SOURCE),H2SPEC_REPOSITORY,$(H2SPEC_COMMIT))
+	GO111MODULE=off GOCACHE=$(CURDIR)/target/suites/go GOPATH=$(CURDIR)/target/suites/gopath:/usr/share/gocode \
+	  go build -o target/suites/h2spec github.com/summerwind/h2spec/cmd/h2spec
+	target/suites/bin/python -B tests/suites/h2spec.py $(BINARY) target/suites/h2spec target/suites
+	@$(call clone,target/suites/structured-field-tests,FIELD_TESTS_REPOSITORY,$(FIELD_TESTS_COMMIT))
+	target/suites/bin/python -B tests/suites/structured_fields.py $(BINARY) target/suites/structured-field-tests target/suites
+
+H2SPEC_REPOSITORY = https://github.com/summerwind/h2spec
+H2SPEC_COMMIT = af83a65f0b6273ef38bf778d400d98892e7653d8
+FIELD_TESTS_REPOSITORY = https://github.com/httpwg/structured-field-tests
+FIELD_TESTS_COMMIT = 1e280c3ed9ffe0ca5fdb1d97219dddc389007677
+H2SPEC_SOURCE = target/suites/gopath/src/github.com/summerwind/h2spec
 
 # The tests of the store with Redis 6.2, 7.0 and 8.2 and Valkey 9.1, each as a single server, a cluster and a Sentinel. Redis 7.0 is
 # Debian's, the others are pinned from PyPI in target/. About 15 minutes.
@@ -287,4 +313,15 @@ if [ -n "$$missing" ]; then \
     $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(2); \
   else echo "please install:$$missing" >&2; exit 1; fi; \
 fi
+endef
+
+# $(1) packages of Debian without a program.
+define install
+{ $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(1); }
+endef
+
+# $(1) the folder, $(2) the variable with the repository, $(3) the commit.
+define clone
+test -d $(1) || git clone --quiet $($(2)) $(1) || { echo 'set $(2) to a copy of $($(2))' >&2; exit 1; }; \
+git -C $(1) checkout --quiet $(3)
 endef

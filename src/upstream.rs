@@ -150,6 +150,12 @@ impl UpstreamError {
     }
 }
 
+/// Return whether the upstream violated HTTP: hyper cannot parse its response, or h2 rejects its frames.
+pub fn is_protocol_error(error: &hyper::Error) -> bool {
+    let frames = error.source().and_then(|cause| cause.downcast_ref::<h2::Error>());
+    error.is_parse() || frames.is_some_and(h2::Error::is_library)
+}
+
 /// Formats a `hyper::Error` with its innermost cause.
 struct RootCause<'a>(&'a hyper::Error);
 

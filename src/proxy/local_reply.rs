@@ -30,6 +30,7 @@ use crate::proxy::body::{InspectError, UnreadBody};
 use crate::proxy::llm::LlmError;
 use crate::snapshot::cost::CostError;
 use crate::snapshot::routes::RedirectError;
+use crate::upstream;
 use crate::upstream::UpstreamError;
 use crate::upstream::connector::TlsFailure;
 
@@ -545,12 +546,12 @@ impl Rejection<'_> {
     fn proxy_status(&self) -> Option<&'static str> {
         Some(match self {
             Rejection::Preflight(_) => return None,
-            Rejection::NoRoute | Rejection::UnknownHost => "sluicegate; error=destination_not_found",
-            Rejection::Forbidden | Rejection::RateLimited { .. } => "sluicegate; error=http_request_denied",
-            Rejection::Identity(error) if error.is_credential_error() => "sluicegate; error=http_request_denied",
-            Rejection::Auth(rejection) if rejection.error.is_unavailable() => "sluicegate; error=proxy_internal_error",
+            Rejection::NoRoute | Rejection::UnknownHost => "sluicegate;error=destination_not_found",
+            Rejection::Forbidden | Rejection::RateLimited { .. } => "sluicegate;error=http_request_denied",
+            Rejection::Identity(error) if error.is_credential_error() => "sluicegate;error=http_request_denied",
+            Rejection::Auth(rejection) if rejection.error.is_unavailable() => "sluicegate;error=proxy_internal_error",
             Rejection::Auth(rejection) if rejection.error.status() != StatusCode::BAD_REQUEST => {
-                "sluicegate; error=http_request_denied"
+                "sluicegate;error=http_request_denied"
             }
             Rejection::InvalidPath(_)
             | Rejection::InvalidHost(_)
@@ -563,13 +564,13 @@ impl Rejection<'_> {
             | Rejection::MethodNotAllowed(_)
             | Rejection::Auth(_)
             | Rejection::Identity(_)
-            | Rejection::InvalidCost(_) => "sluicegate; error=http_request_error",
+            | Rejection::InvalidCost(_) => "sluicegate;error=http_request_error",
             Rejection::Llm { error: LlmError::NoCapacity, .. }
             | Rejection::Inspect(InspectError::Unread(UnreadBody::NoCapacity)) => {
-                "sluicegate; error=proxy_internal_error"
+                "sluicegate;error=proxy_internal_error"
             }
-            Rejection::Llm { .. } | Rejection::Inspect(_) => "sluicegate; error=http_request_error",
-            Rejection::StoreUnavailable(_) => "sluicegate; error=proxy_internal_error",
+            Rejection::Llm { .. } | Rejection::Inspect(_) => "sluicegate;error=http_request_error",
+            Rejection::StoreUnavailable(_) => "sluicegate;error=proxy_internal_error",
             Rejection::Upstream(error) => upstream_proxy_status(error),
         })
     }
@@ -577,29 +578,31 @@ impl Rejection<'_> {
 
 fn upstream_proxy_status(error: &UpstreamError) -> &'static str {
     match error {
-        UpstreamError::NoHealthyEndpoint { .. } => "sluicegate; error=destination_unavailable",
-        UpstreamError::Overflow { .. } => "sluicegate; error=connection_limit_reached",
+        UpstreamError::NoHealthyEndpoint { .. } => "sluicegate;error=destination_unavailable",
+        UpstreamError::Overflow { .. } => "sluicegate;error=connection_limit_reached",
         UpstreamError::Connect { source, .. } => match (TlsFailure::from_error(source), source.kind()) {
-            (Some(TlsFailure::Certificate), _) => "sluicegate; error=tls_certificate_error",
-            (Some(TlsFailure::Alert), _) => "sluicegate; error=tls_alert_received",
-            (Some(TlsFailure::Protocol), _) => "sluicegate; error=tls_protocol_error",
-            (None, ErrorKind::ConnectionRefused) => "sluicegate; error=connection_refused",
-            (None, ErrorKind::TimedOut) => "sluicegate; error=connection_timeout",
+            (Some(TlsFailure::Certificate), _) => "sluicegate;error=tls_certificate_error",
+            (Some(TlsFailure::Alert), _) => "sluicegate;error=tls_alert_received",
+            (Some(TlsFailure::Protocol), _) => "sluicegate;error=tls_protocol_error",
+            (None, ErrorKind::ConnectionRefused) => "sluicegate;error=connection_refused",
+            (None, ErrorKind::TimedOut) => "sluicegate;error=connection_timeout",
             (None, ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable) => {
-                "sluicegate; error=destination_ip_unroutable"
+                "sluicegate;error=destination_ip_unroutable"
             }
-            (None, _) => "sluicegate; error=destination_unavailable",
+            (None, _) => "sluicegate;error=destination_unavailable",
         },
-        UpstreamError::ConnectTimeout { .. } => "sluicegate; error=connection_timeout",
-        UpstreamError::Reset { .. } => "sluicegate; error=connection_terminated",
-        UpstreamError::InvalidResponse { .. } | UpstreamError::UnexpectedUpgrade { .. } => {
-            "sluicegate; error=http_protocol_error"
+        UpstreamError::ConnectTimeout { .. } => "sluicegate;error=connection_timeout",
+        UpstreamError::Reset { source, .. } if !upstream::is_protocol_error(source) => {
+            "sluicegate;error=connection_terminated"
         }
+        UpstreamError::Reset { .. }
+        | UpstreamError::InvalidResponse { .. }
+        | UpstreamError::UnexpectedUpgrade { .. } => "sluicegate;error=http_protocol_error",
         UpstreamError::ResponseTimeout { .. } | UpstreamError::RouteTimeout { .. } => {
-            "sluicegate; error=http_response_timeout"
+            "sluicegate;error=http_response_timeout"
         }
         UpstreamError::ClientTimeout | UpstreamError::BodyTooLarge | UpstreamError::ClientAborted(_) => {
-            "sluicegate; error=http_request_error"
+            "sluicegate;error=http_request_error"
         }
     }
 }

@@ -138,7 +138,7 @@ fn rules_of_listener_and_route_decide_by_the_client() {
         assert_eq!(reply.header("ratelimit").is_some(), status == 200, "{what}: a rejected request is not charged");
         if status == 403 {
             assert_eq!(reply.json()["detail"], "the client address is not allowed", "{what}");
-            assert_eq!(reply.header("proxy-status"), Some("sluicegate; error=http_request_denied"), "{what}");
+            assert_eq!(reply.header("proxy-status"), Some("sluicegate;error=http_request_denied"), "{what}");
         }
     }
     // The rejected requests took no token.
@@ -376,7 +376,7 @@ fn unknown_hosts_are_misdirected() {
             assert_eq!(reply.status, status, "{host}{path}");
             if status == 421 {
                 reply.assert_problem(421, host);
-                assert_eq!(reply.header("proxy-status"), Some("sluicegate; error=destination_not_found"));
+                assert_eq!(reply.header("proxy-status"), Some("sluicegate;error=destination_not_found"));
             }
             assert_eq!(
                 status_over_http2(gateway.address, &format!("http://{host}{path}"), &[]),

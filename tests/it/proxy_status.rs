@@ -1,6 +1,7 @@
 //! `Proxy-Status` (RFC 9209) of the errors that the gateway generates.
 
 use std::collections::BTreeSet;
+use std::io::Write;
 
 use crate::support::certificates::{Authority, NOW};
 use crate::support::client::Reply;
@@ -101,7 +102,7 @@ fn errors_have_the_type_of_the_manual() {
     let record = |outcome: &str, status: u16, reply: &Reply| {
         assert_eq!(reply.status, status, "{outcome}: {reply:?}");
         let value = reply.header("proxy-status").unwrap_or_else(|| panic!("{outcome}: {reply:?}"));
-        let error = value.strip_prefix("sluicegate; error=").unwrap_or_else(|| panic!("{outcome}: {value}"));
+        let error = value.strip_prefix("sluicegate;error=").unwrap_or_else(|| panic!("{outcome}: {value}"));
         assert!(rows.contains(&(outcome.to_owned(), error.to_owned())), "{outcome}: {error} is not in {rows:?}");
     };
     let get = |path: &str, headers: &[(&str, &str)]| gateway.client().get_with(path, headers);
@@ -158,7 +159,7 @@ fn errors_have_the_type_of_the_manual() {
     let answers = http2::ask(gateway.address, [request.body(&b""[..]).unwrap()]);
     let Some(Answer::Response(status, headers, _)) = answers.into_iter().next() else { panic!("no response") };
     assert_eq!(status.as_u16(), 431);
-    assert_eq!(headers["proxy-status"], "sluicegate; error=http_request_error");
+    assert_eq!(headers["proxy-status"], "sluicegate;error=http_request_error");
     // Every outcome of the access log has a row, except those that are no errors.
     let page = pages::read("docs/reference/access-log.md");
     let table = page.split("\n### Values of `outcome`\n").nth(1).unwrap().split("\n## ").next().unwrap();
@@ -170,13 +171,51 @@ fn errors_have_the_type_of_the_manual() {
 }
 
 #[test]
+fn invalid_response_differs_from_a_closed_connection() {
+    let upstream = |response: &'static [u8]| {
+        let address = serve(move |mut stream| {
+            read_head(&mut stream);
+            let _ = stream.write_all(response);
+        });
+        format!("http://{address}")
+    };
+    let http1 = serve(|mut stream| {
+        read_head(&mut stream);
+        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok");
+        // Until the gateway closes the connection.
+        let _ = std::io::copy(&mut stream, &mut std::io::sink());
+    });
+    let upstreams = [
+        ("closed", upstream(b""), ""),
+        ("half", upstream(b"HTTP/1.1 200 OK\r\nX-Half: "), ""),
+        ("status", upstream(b"HTTP/1.1 two hundred\r\n\r\n"), ""),
+        ("noise", upstream(b"noise\r\n\r\n"), ""),
+        ("lengths", upstream(b"HTTP/1.1 200 OK\r\nContent-Length: 2, 2\r\n\r\nok"), ""),
+        ("http1", format!("http://{http1}"), "protocol = \"http2\""),
+    ];
+    let gateway = Gateway::start(&config(&upstreams));
+    for (path, error) in [
+        ("closed", "connection_terminated"),
+        ("half", "connection_terminated"),
+        ("status", "http_protocol_error"),
+        ("noise", "http_protocol_error"),
+        ("lengths", "http_protocol_error"),
+        ("http1", "http_protocol_error"),
+    ] {
+        let reply = gateway.get(&format!("/{path}"));
+        assert_eq!(reply.status, 502, "{path}");
+        assert_eq!(reply.header("proxy-status"), Some(&*format!("sluicegate;error={error}")), "{path}");
+    }
+}
+
+#[test]
 fn header_can_be_switched_off() {
     let config = |value: &str| {
         format!("[server]\n{value}\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = {{ status = 200 }}\n")
     };
     let gateway = Gateway::start(&with_admin(&config("")));
     let header = || gateway.get("/nowhere").header("proxy-status").map(str::to_owned);
-    assert_eq!(header().as_deref(), Some("sluicegate; error=destination_not_found"));
+    assert_eq!(header().as_deref(), Some("sluicegate;error=destination_not_found"));
     assert_eq!(gateway.get("/").header("proxy-status"), None);
     reloads(&gateway, &config("proxy_status = false"));
     assert_eq!(header(), None);

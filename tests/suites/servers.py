@@ -151,8 +151,8 @@ def gateways(binary, folder, programs, upstreams):
     return ports, ours
 
 
-def sluicegate(binary, text):
-    OURS.append(Gateway(binary, text))
+def sluicegate(binary, text, files=None):
+    OURS.append(Gateway(binary, text, files))
     return OURS[-1]
 
 

@@ -299,6 +299,7 @@ impl Batcher {
                 if !error.is_overload() {
                     failed(&error, &batch);
                 }
+                return batch.fail(&BatchError::Store(error));
             }
         };
         if reply.is_some() {
