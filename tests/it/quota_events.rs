@@ -186,6 +186,23 @@ fn stream_gets_the_events_of_all_gateways_once() {
 }
 
 #[test]
+fn event_that_cannot_be_added_to_its_stream_is_added_later() {
+    let redis = Redis::start();
+    // A key of another type, as if the user lacked the permission.
+    redis::cmd("SET").arg("events").arg("1").exec(&mut redis.connection()).unwrap();
+    let gateway = Gateway::start(&by_ip(&redis.store(), DAY, "[notify.hook]\nstream = \"events\"\n"));
+    assert_eq!(statuses(&gateway, 8), [200; 8]);
+    let failed = "sluicegate_quota_event_failed_attempts_total{destination=\"hook\"}";
+    let has_failed = || crate::support::admin_listener::ask(&gateway, "/metrics").text().contains(failed);
+    eventually("two attempts fail", || has_failed() && metric(&gateway, failed) >= 2.0);
+    assert_eq!((results(&gateway, "delivered"), results(&gateway, "claimed")), (0.0, 0.0));
+    redis::cmd("DEL").arg("events").exec(&mut redis.connection()).unwrap();
+    eventually("the event is delivered", || results(&gateway, "delivered") == 1.0);
+    let length: u64 = redis::cmd("XLEN").arg("events").query(&mut redis.connection()).unwrap();
+    assert_eq!(length, 1);
+}
+
+#[test]
 fn cluster_adds_an_event_and_its_claim_in_one_call() {
     let cluster = Cluster::start(3, 0);
     let store = format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", cluster.url());
