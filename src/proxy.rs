@@ -199,7 +199,12 @@ impl Gateway {
             return Err(Rejection::BodyTooLarge);
         }
         let rewritten_target = target.rewrite(route, request.uri().query())?;
-        let (credentials, authenticated) = authentication::authenticate(config, route, request.headers(), context.peer);
+        let (mut credentials, mut authenticated) =
+            authentication::authenticate(config, route, request.headers(), context.peer);
+        if let Some(pending) = pending_provider(&authenticated) {
+            authenticated =
+                authentication::resume_from_cache(context, route, &mut credentials, pending, &target, request);
+        }
         if route.rate_limits.reads_body() && (authenticated.is_ok() || pending_provider(&authenticated).is_some()) {
             // Boxed: few requests need space for this future.
             Box::pin(inspection::inspect(context, route, request, body)).await?;
