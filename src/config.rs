@@ -20,7 +20,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::config::error::Spanned;
-use crate::config::shorthand::{AccessLog, ConsumerKey, HeaderNames};
+use crate::config::shorthand::{AccessLog, ClaimValues, ConsumerKey, HeaderNames};
 use crate::config::tables::{Limit, LimitVariant, Notify, Route, Upstream};
 
 /// A string with its span.
@@ -390,9 +390,9 @@ pub struct Auth {
     /// jwt: required value in `aud`. If not set, tokens with an `aud` are rejected, because they are for another
     /// audience.
     pub audience: Option<Text>,
-    /// jwt: required claims, such as `{ scope = "write" }`. A list must contain the value. A string must be equal to
-    /// the value, or contain it as a word between spaces. Otherwise: 403.
-    pub claims: Option<Spanned<BTreeMap<String, Text>>>,
+    /// jwt: required claims, such as `{ scope = "write", role = ["admin", "editor"] }`. One value of a list is enough; a
+    /// nested list requires all of its values ([claims](#claims)). Otherwise: 403.
+    pub claims: Option<Spanned<BTreeMap<String, Spanned<ClaimValues>>>>,
     /// basic: file of users that Apache's `htpasswd` writes, with bcrypt (`htpasswd -B`) or apr1 (its default). Reloaded
     /// when it changes.
     pub users: Option<Text>,
