@@ -20,7 +20,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::config::error::Spanned;
-use crate::config::shorthand::{AccessLog, ConsumerKey, HeaderNames};
+use crate::config::shorthand::{AccessLog, ClaimValues, ConsumerKey, HeaderNames};
 use crate::config::tables::{Limit, LimitVariant, Notify, Route, Upstream};
 
 /// A string with its span.
@@ -402,10 +402,9 @@ pub struct Auth {
     /// jwt: required value in `aud`. If the key is not set, tokens with an `aud` are rejected, because they are for
     /// another audience.
     pub audience: Option<Text>,
-    /// jwt: claims that a token must have, such as `{ scope = "write" }`. A claim that is a list must contain the
-    /// value. A claim that is a string must be equal to the value, or contain it as a word between spaces. Otherwise
-    /// the request gets 403.
-    pub claims: Option<Spanned<BTreeMap<String, Text>>>,
+    /// jwt: required claims, such as `{ scope = "write", role = ["admin", "editor"] }`. One value of a list is enough; a
+    /// nested list requires all of its values ([claims](#claims)). Otherwise: 403.
+    pub claims: Option<Spanned<BTreeMap<String, Spanned<ClaimValues>>>>,
     /// basic: file of users that Apache's `htpasswd` writes, with bcrypt (`htpasswd -B`) or apr1 (its default). The
     /// gateway reloads the file when it changes.
     pub users: Option<Text>,

@@ -203,7 +203,12 @@ impl Gateway {
             return Err(Rejection::BodyTooLarge);
         }
         let rewritten_target = target.rewrite(route, request.uri().query())?;
-        let (credentials, authenticated) = authentication::authenticate(config, route, request.headers(), context.peer);
+        let (mut credentials, mut authenticated) =
+            authentication::authenticate(config, route, request.headers(), context.peer);
+        if let Some(pending) = pending_provider(&authenticated) {
+            authenticated =
+                authentication::resume_from_cache(context, route, &mut credentials, pending, &target, request);
+        }
         if route.rate_limits.reads_body() && (authenticated.is_ok() || pending_provider(&authenticated).is_some()) {
             // The future is boxed, because only few requests need space for it.
             Box::pin(inspection::inspect(context, route, &target, request, body)).await?;

@@ -139,7 +139,7 @@ impl UpstreamError {
     pub fn is_invalid_response(&self) -> bool {
         match self {
             UpstreamError::InvalidResponse { .. } | UpstreamError::UnexpectedUpgrade { .. } => true,
-            UpstreamError::Reset { source, .. } => source.is_parse(),
+            UpstreamError::Reset { source, .. } => is_protocol_error(source),
             _ => false,
         }
     }

@@ -16,6 +16,8 @@ use support::random::seed;
 mod access_log;
 #[path = "../fuzz/targets/canonical_path.rs"]
 mod canonical_path;
+#[path = "../fuzz/targets/conditions.rs"]
+mod conditions;
 #[path = "../fuzz/targets/configuration.rs"]
 mod configuration;
 #[path = "../fuzz/targets/credentials.rs"]
@@ -26,6 +28,8 @@ mod field_writer;
 mod forwarded;
 #[path = "../fuzz/targets/head.rs"]
 mod head;
+#[path = "../fuzz/targets/htpasswd.rs"]
+mod htpasswd;
 #[path = "../fuzz/targets/json_body.rs"]
 mod json_body;
 #[path = "../fuzz/targets/key_set.rs"]
@@ -454,6 +458,47 @@ fn credentials_of_requests() {
         "\u{e9}",
     ];
     fuzz("credentials", &examples, &tokens, credentials::run);
+}
+
+/// A byte that selects two requirements, their texts, and values.
+#[test]
+fn route_conditions() {
+    let examples: [&[u8]; 8] = [
+        b"\x00gold\nfree\ngold",
+        b"\x06go\nold\ngold\nsilver",
+        b"\x0cg.*d\n/v(?<id>[0-9]+)/.*\n/v17/a/../b",
+        b"\x0d(?i)GOLD|free\n\ngold",
+        b"\x18\n\n",
+        b"\x02\\bgold\\b\n(a|ab)(c|bcd)\nabcd\n/fixed",
+        b"\x0b(?x) a # b\n^/[^/]*$\n/a%2fb",
+        b"\x01caf\xc3\xa9\n\xff\ncaf\xc3\xa9 & more",
+    ];
+    let tokens = [
+        "\n", "\u{0}", "\u{6}", "\u{c}", "\u{13}", ".*", "(?:", ")", "|", "[^/]+", "{2,3}", "{1000}", "\\z", "\\A",
+        "^", "$", "(?x)", "(?m)", "(?s)", "(?-u)", "(?i)", "(?<id>", "#", "/", "/fixed", "..", "%2e", "&x-plan=", "+",
+        "gold", "go", "\u{e9}",
+    ];
+    fuzz("route conditions", &examples, &tokens, conditions::run);
+}
+
+/// Files that Apache's htpasswd wrote, with its default and with bcrypt.
+#[test]
+fn htpasswd_files() {
+    const APR1: &str = "$apr1$r31.....$HqJZimcKQFAMYayBlzkrA/";
+    const BCRYPT: &str = "$2y$05$1YAV4cQ8jU2TeMYvqqe7SulqsE0lAVKqV9gG57pHwjZblwUax6Mh.";
+    let examples = [
+        format!("# users\n\nalice:{APR1}\r\nbob:{BCRYPT}\n"),
+        format!("alice:{BCRYPT}:Alice\njos\u{e9}:{APR1}"),
+        format!("alice:{APR1}\nalice:{BCRYPT}\n"),
+        "bob:{SHA}W6ph5Mm5Pz8GgiULbPgzG37mj9g=\nbob:rqXexS6ZhobKA\n".to_owned(),
+        String::new(),
+    ];
+    let examples = examples.each_ref().map(|example| example.as_bytes());
+    let tokens = [
+        "\n", "\r\n", ":", "#", " ", "$", "$apr1$", "$2y$", "$2a$05$", "$2x$05$", "$5$", "{SHA}", "$04$", "$16$",
+        "$17$", "$+5$", "bob:", APR1, BCRYPT, "\u{e9}", "\0", "/", ".",
+    ];
+    fuzz("htpasswd file", &examples, &tokens, htpasswd::run);
 }
 
 /// JSON Web Key Sets, as issuers publish them.

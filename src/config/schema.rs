@@ -126,6 +126,11 @@ pub(super) fn one_or_many(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "anyOf": [one, array_schema(&one)] })
 }
 
+/// A value, or alternatives that are a value or a list of values.
+pub(super) fn claim_values(generator: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "anyOf": [{ "type": "string" }, array_schema(&one_or_many(generator))] })
+}
+
 pub(super) fn dialects(_: &mut SchemaGenerator) -> Schema {
     array_schema(
         &json_schema!({ "type": "string", "enum": ["ietf", "draft-11", "draft-07", "draft-03", "github", "openai", "anthropic"] }),

@@ -177,6 +177,10 @@ pub struct HeaderNames(#[schemars(schema_with = "schema::one_or_many")] pub Vec<
 #[derive(Debug, Default, JsonSchema)]
 pub struct Requirement(#[schemars(schema_with = "schema::one_or_many")] pub Vec<String>);
 
+/// `"write"` or `["admin", ["read", "write"]]`: alternatives, each with all values that a claim must have.
+#[derive(Debug, Default, JsonSchema)]
+pub struct ClaimValues(#[schemars(schema_with = "schema::claim_values")] pub Vec<Requirement>);
+
 /// `"sha256:…"` or `{ hash = "sha256:…", name = "ci", … }`.
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
@@ -323,6 +327,25 @@ impl<'de> Deserialize<'de> for HeaderNames {
 impl<'de> Deserialize<'de> for Requirement {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         one_or_many(deserializer).map(Requirement)
+    }
+}
+
+impl<'de> Deserialize<'de> for ClaimValues {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = Vec<Requirement>;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a string or a list of strings and lists")
+            }
+            fn visit_str<E>(self, value: &str) -> Result<Vec<Requirement>, E> {
+                Ok(vec![Requirement(vec![value.to_owned()])])
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Vec<Requirement>, A::Error> {
+                Vec::deserialize(value::SeqAccessDeserializer::new(seq))
+            }
+        }
+        deserializer.deserialize_any(Either).map(ClaimValues)
     }
 }
 

@@ -193,14 +193,21 @@ impl ForwardCache {
         key
     }
 
+    /// Return the cached admission of this key.
+    pub fn get(&self, key: CacheKey) -> Option<Arc<Admission>> {
+        let cached = self.admissions.get(&key)?;
+        if monotonic() < cached.expires_at {
+            return Some(cached.admission);
+        }
+        self.admissions.remove(&key);
+        None
+    }
+
     /// Return the role of a request with this key: it uses a cached admission, calls the server, or waits for the
     /// request that calls the server.
     pub fn role(&self, key: CacheKey) -> CacheRole<'_> {
-        if let Some(cached) = self.admissions.get(&key) {
-            if monotonic() < cached.expires_at {
-                return CacheRole::Hit(cached.admission);
-            }
-            self.admissions.remove(&key);
+        if let Some(admission) = self.get(key) {
+            return CacheRole::Hit(admission);
         }
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         match pending.get(&key) {

@@ -39,8 +39,17 @@ pub struct JwtVerifier {
     pub issuer: Option<Box<str>>,
     /// Required value in `aud`. `None` rejects tokens with an `aud`.
     pub audience: Option<Box<str>>,
-    /// Required claims, each with a value that the claim must be equal to or contain.
-    pub claims: Vec<(Arc<str>, Box<str>)>,
+    /// Required claims.
+    pub claims: Vec<RequiredClaim>,
+}
+
+/// A claim that tokens must have.
+#[derive(Debug)]
+pub struct RequiredClaim {
+    /// Name of the claim.
+    pub name: Arc<str>,
+    /// Alternatives, each with all values that the claim must have or contain.
+    pub alternatives: Vec<Vec<String>>,
 }
 
 /// The claims of a verified token.
@@ -154,8 +163,8 @@ impl JwtVerifier {
             Err(error) => return Verification::Invalid(error),
         };
         match self.verify(token, request.now_us as f64 / 1e6) {
-            Ok(claims) => match self.claims.iter().find(|(name, value)| !claims.contains(name, value)) {
-                Some((name, _)) => Verification::Forbidden(AuthError::Claim(name.clone())),
+            Ok(claims) => match self.claims.iter().find(|required| !claims.satisfy(required)) {
+                Some(missing) => Verification::Forbidden(AuthError::Claim(missing.name.clone())),
                 None => Verification::Valid(Proof::Jwt(claims)),
             },
             Err(TokenError::NoKeys) if is_jwt_shaped(token) => {
@@ -253,8 +262,14 @@ impl JwtVerifier {
 }
 
 impl Claims {
-    /// Return whether a claim has a value. A list must contain the value. A string must be equal to it, or contain it
-    /// as a word between spaces (`scope`, RFC 8693 §4.2).
+    /// Return whether a required claim has all values of an alternative.
+    fn satisfy(&self, required: &RequiredClaim) -> bool {
+        let RequiredClaim { name, alternatives } = required;
+        alternatives.iter().any(|values| values.iter().all(|value| self.contains(name, value)))
+    }
+
+    /// Return whether a claim has a value: a list contains it; a string is equal to it, or has it as one of its words
+    /// separated by spaces (`scope`, RFC 8693 §4.2).
     fn contains(&self, name: &str, value: &str) -> bool {
         match self.0.get(name) {
             Some(Value::Array(list)) => list.iter().any(|item| *item == *value),

@@ -406,4 +406,23 @@ mod tests {
         }
         assert_eq!(queue.dropped(), 10);
     }
+
+    #[tokio::test(start_paused = true)]
+    async fn number_of_remembered_events_is_bounded_until_their_periods_end() {
+        let (queue, mut events) = EventQueue::new();
+        let (notify, rule) = (notify(&[80]), window("10/min".parse().unwrap()));
+        let mut offer = |identities: std::ops::Range<usize>| {
+            for number in identities {
+                let found = usage(&notify, &rule, outcome(2, Status::Ok), 1, 0).unwrap();
+                queue.offer(&LimitUsage { identity: Identity(number as u128), ..found });
+                let _ = events.try_recv();
+            }
+            queue.dropped()
+        };
+        assert_eq!(offer(0..MAX_REMEMBERED), 0);
+        assert_eq!(offer(MAX_REMEMBERED..MAX_REMEMBERED + 10), 10);
+        tokio::time::advance(Duration::from_micros(MINUTE_US)).await;
+        queue.forget_ended();
+        assert_eq!(offer(MAX_REMEMBERED..MAX_REMEMBERED + 10), 10, "the periods have ended");
+    }
 }

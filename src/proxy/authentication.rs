@@ -38,7 +38,37 @@ pub fn authenticate<'a>(
     (credentials, result.map_err(|error| reject(route, &auth.challenges, error)))
 }
 
-/// Continue an authentication in which the provider `pending` has to wait for another server, or for the hash of a
+/// Continue an authentication for which the provider `pending` has to wait, as long as the caches of authentication
+/// servers have their admissions. All limits can then be checked in one call.
+///
+/// # Errors
+/// As for [`authenticate`].
+pub(super) fn resume_from_cache<'a>(
+    context: &mut RequestContext<'a>,
+    route: &'a Route,
+    credentials: &mut Credentials<'a>,
+    mut pending: usize,
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
+) -> Result<(), Rejection<'a>> {
+    let Some(auth) = &route.auth else { return Ok(()) };
+    let providers = &context.snapshot.config.auth.providers;
+    let result = loop {
+        let cached = match &providers[pending].kind {
+            ProviderKind::Forward(forward) => forward_auth::verify_cached(context, pending, forward, target, request),
+            ProviderKind::ApiKey(_) | ProviderKind::Jwt(_) | ProviderKind::ClientCert | ProviderKind::Basic(_) => None,
+        };
+        let Some(verification) = cached else { break Err(AuthError::Pending(pending)) };
+        let auth_request = auth_request(route, request.headers(), context.peer);
+        match credentials.resume(pending, verification, &auth_request) {
+            Err(AuthError::Pending(next)) => pending = next,
+            result => break result,
+        }
+    };
+    result.map_err(|error| reject(route, &auth.challenges, error))
+}
+
+/// Continue an authentication for which the provider `pending` has to wait: for another server, or for the hash of a
 /// password.
 ///
 /// # Errors

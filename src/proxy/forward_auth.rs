@@ -75,7 +75,21 @@ pub(super) async fn verify(
     }
 }
 
-/// Return the headers that the server gets, except `Host`. With a cache, these headers are the cache key.
+/// Return the result of a provider whose admission of the request is cached.
+pub(super) fn verify_cached(
+    context: &mut RequestContext<'_>,
+    index: usize,
+    provider: &ForwardProvider,
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
+) -> Option<Verification> {
+    let cache = provider.cache.as_ref()?;
+    let admission = cache.get(cache.key(&told_headers(context, provider, target, request)))?;
+    context.snapshot.metrics.record_forward_auth(index, AuthResult::Cached);
+    Some(Verification::Valid(Proof::Forward(admission)))
+}
+
+/// Return the headers for the server, except `Host`. With a cache, they are the key.
 fn told_headers(
     context: &mut RequestContext<'_>,
     provider: &ForwardProvider,

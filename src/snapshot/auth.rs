@@ -12,13 +12,14 @@ use crate::config;
 use crate::config::Config;
 use crate::config::error::{Issue, Spanned};
 use crate::config::file::FileSnapshot;
+use crate::config::shorthand::Requirement;
 use crate::http::headers::{Direction, reserved_reason};
 use crate::identity::Descriptor;
 use crate::identity::api_key::{
     ApiKeyProvider, ConsumerDirectory, ConsumerKey, Consumers, KeyPlace, MAX_PLACES, OnUnknownKey,
 };
 use crate::identity::auth::{AuthProvider, Challenge, ProviderKind, RouteAuth, TierSource};
-use crate::identity::jwt::{JwtVerifier, KeySet};
+use crate::identity::jwt::{JwtVerifier, KeySet, RequiredClaim};
 use crate::limiter::key::IdentityHasher;
 use crate::snapshot::CompiledLimit;
 use crate::snapshot::identities::{self, KnownNames, LimitsByName};
@@ -327,13 +328,12 @@ fn jwt(
     reader: &mut Validator<'_>,
 ) -> JwtVerifier {
     let text_of = |text: &Option<config::Text>| text.as_ref().map(|text| text.get_ref().as_str().into());
-    let claims = auth.claims.iter().flat_map(|claims| claims.get_ref());
     let mut verifier = JwtVerifier {
         issuer: text_of(&auth.issuer),
         audience: text_of(&auth.audience),
         keys: Arc::default(),
         remote: None,
-        claims: claims.map(|(name, value)| (name.as_str().into(), value.get_ref().as_str().into())).collect(),
+        claims: required_claims(auth, reader),
     };
     if let Some(url) = &auth.jwks_url {
         if let Some(file) = &auth.jwks_file {
@@ -388,6 +388,26 @@ fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Va
         let hint = "tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]";
         reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
     }
+}
+
+/// Compile `claims`.
+fn required_claims(auth: &config::Auth, reader: &mut Validator<'_>) -> Vec<RequiredClaim> {
+    let mut required = Vec::new();
+    for (name, values) in auth.claims.iter().flat_map(|claims| claims.get_ref()) {
+        let alternatives: Vec<_> = values.get_ref().0.iter().map(|Requirement(all)| all.clone()).collect();
+        if alternatives.is_empty() || alternatives.iter().any(Vec::is_empty) {
+            let message = match alternatives.is_empty() {
+                true => format!("the claim `{name}` has no value: no token would be admitted"),
+                false => format!("a list of values of the claim `{name}` is empty: it requires nothing"),
+            };
+            reader.push_issue(
+                Issue::new(values.span(), message)
+                    .with_hint(format!("name the values: {name} = [\"read\", \"write\"]")),
+            );
+        }
+        required.push(RequiredClaim { name: name.as_str().into(), alternatives });
+    }
+    required
 }
 
 // `require` and `identify` of routes.

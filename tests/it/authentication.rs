@@ -274,6 +274,61 @@ fn keys_expire_and_are_disabled_and_bound_to_routes() {
 }
 
 #[test]
+fn required_claims_have_a_value_one_of_several_or_all_of_several() {
+    let key = Key::ed("k");
+    let provider = |name: &str, claims: &str| {
+        format!("[auth.{name}]\nkind = \"jwt\"\njwks_file = \"jwks.json\"\nclaims = {claims}\n")
+    };
+    let respond = |name: &str| {
+        format!(
+            "[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nrequire = [\"{name}\"]\nrespond = {{ status = 200 }}\n"
+        )
+    };
+    let providers = [
+        ("one", "{ scope = \"write\" }"),
+        ("any", "{ scope = [\"write\", \"admin\"] }"),
+        ("all", "{ scope = [[\"read\", \"write\"]] }"),
+        ("mixed", "{ scope = [\"admin\", [\"read\", \"write\"]] }"),
+        ("two", "{ scope = [\"write\"], tenant = [\"7\", \"true\"] }"),
+    ];
+    let config: String = providers.iter().map(|(name, claims)| provider(name, claims) + &respond(name)).collect();
+    let gateway = Gateway::start_with(&config, &[("jwks.json", &key_set(&[&key]))]);
+    let mut client = gateway.client();
+    for (scope, tenant, expected) in [
+        (json!("write"), json!(7), [true, true, false, false, true]),
+        (json!("read write"), json!("7"), [true, true, true, true, true]),
+        (json!("write read openid"), json!(8), [true, true, true, true, false]),
+        (json!("read"), json!(7), [false; 5]),
+        (json!("admin"), json!(true), [false, true, false, true, false]),
+        (json!(["write"]), json!([7]), [true, true, false, false, false]),
+        (json!(["read", "write"]), json!(["7", "8"]), [true, true, true, true, true]),
+        // A list has whole values, a string has words between spaces.
+        (json!(["read write"]), json!("7"), [false; 5]),
+        (json!("read,write"), json!("7"), [false; 5]),
+        (json!("Write"), json!("7"), [false; 5]),
+        (json!("write\tadmin"), json!("7"), [false; 5]),
+        (json!({"write": true}), json!("7"), [false; 5]),
+        (json!(null), json!("7"), [false; 5]),
+        (json!(""), json!("7"), [false; 5]),
+    ] {
+        let mut claims = claims("alice");
+        (claims["scope"], claims["tenant"]) = (scope.clone(), tenant.clone());
+        let token = bearer(&key.token(&claims));
+        for ((name, _), expected) in providers.iter().zip(expected) {
+            let reply = client.get_with(&format!("/{name}"), &[("Authorization", &token)]);
+            let what = format!("{name}: {scope} {tenant}: {}", reply.text());
+            match expected {
+                true => assert_eq!(reply.status, 200, "{what}"),
+                false => {
+                    reply.assert_problem(403, &what);
+                    assert_eq!(reply.header("www-authenticate"), Some("Bearer error=\"insufficient_scope\""), "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn alternatives_are_tried_in_order() {
     let upstream_server = Upstream::start();
     let folder = tempfile::tempdir().unwrap();

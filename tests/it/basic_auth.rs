@@ -3,6 +3,7 @@
 use std::process::Command;
 use std::thread;
 
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
@@ -177,11 +178,11 @@ fn unusable_files_are_errors_that_name_user_and_line() {
 fn users_have_limits_and_attempts_are_charged_to_the_address() {
     let (upstream, redis) = (Upstream::start(), Redis::start());
     let window = "algorithm = \"fixed-window\"\nstart = \"first-request\"";
-    let text = format!(
+    let text = with_admin(&format!(
         "{}{}[limit.ip]\nby = \"ip\"\nquota = \"7/hour\"\n{window}\n[limit.user]\nby = \"basic\"\nquota = \"2/hour\"\n{window}\n",
         redis.store(),
         config("", "\"ip\", \"user\"", &upstream)
-    );
+    ));
     let users = htpasswd(&["-B"], "alice", "a") + &htpasswd(&[], "bob", "b");
     let gateway = Gateway::start_with(&text, &[("htpasswd", &users)]);
     let mut client = gateway.client();
@@ -189,8 +190,9 @@ fn users_have_limits_and_attempts_are_charged_to_the_address() {
         let reply = login(&mut client, user, password);
         (reply.status, ["ip", "user"].map(|limit| reply.remaining(limit)))
     };
-    assert_eq!(remaining("alice", "a"), (200, [6, 1]), "hashed: two calls");
-    assert_eq!(remaining("alice", "a"), (200, [5, 0]), "remembered: one call");
+    let calls = || metric(&gateway, "sluicegate_store_calls_total");
+    assert_eq!((remaining("alice", "a"), calls()), ((200, [6, 1]), 2.0), "hashed: two calls");
+    assert_eq!((remaining("alice", "a"), calls()), ((200, [5, 0]), 3.0), "remembered: one call");
     assert_eq!(login(&mut gateway.client(), "alice", "a").status, 429);
     assert_eq!(remaining("bob", "b"), (200, [4, 1]));
     for (count, password) in ["x", "x", "y", "y"].iter().enumerate() {

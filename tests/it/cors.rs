@@ -1,14 +1,18 @@
 //! CORS: preflights, and the headers of all responses of a route with a policy.
 
+use std::io::Write;
 use std::net::SocketAddr;
 
 use http::Request;
 
+use crate::support::admin_listener;
+use crate::support::admin_listener::metric;
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::http2;
 use crate::support::http2::Answer;
+use crate::support::redis::Redis;
 use crate::support::reload::{reloads, with_admin};
 use crate::support::upstream::Upstream;
 
@@ -100,6 +104,59 @@ fn preflight_is_answered_without_charge_credential_and_upstream() {
     let first: serde_json::Value = serde_json::from_str(log.lines().next().unwrap()).unwrap();
     assert_eq!((&first["outcome"], &first["route"]), (&"preflight".into(), &"items".into()), "{first}");
     assert_eq!((&first["client"], &first["limits"]), (&"127.0.0.1".into(), &serde_json::Value::Null), "{first}");
+}
+
+#[test]
+fn flood_of_preflights_costs_no_store_call_and_is_bounded_by_connections() {
+    const CONNECTIONS: usize = 8;
+    let (upstream, server, redis) = (Upstream::start(), Upstream::start(), Redis::start());
+    let config = format!(
+        "[server]\nmax_connections_per_ip = {CONNECTIONS}\n{}[auth.sso]\nkind = \"forward\"\nurl = \"{}\"\n\
+         [limit.ip]\nby = \"ip\"\nquota = \"5/day\"\nalgorithm = \"fixed-window\"\n\
+         [limit.all]\nby = \"global\"\nquota = \"2\"\nalgorithm = \"concurrency\"\n\
+         [upstream.u]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"items\"\npath = \"/items/{{id}}\"\nupstream = \"u\"\nrequire = [\"sso\"]\n\
+         limits = [\"ip\", \"all\"]\ncors = {{ origins = [\"https://*.example.com\"], methods = [\"*\"], headers = [\"*\"] }}\n",
+        redis.store(),
+        server.url(),
+        upstream.url()
+    );
+    let gateway = Gateway::start(&admin_listener::with_admin(&config));
+    let figures = || {
+        let decided = |limit: &str, decision: &str| {
+            metric(&gateway, &format!("sluicegate_limit_decisions_total{{limit=\"{limit}\",decision=\"{decision}\"}}"))
+        };
+        let decisions = ["ip", "all"].map(|limit| decided(limit, "allowed") + decided(limit, "denied"));
+        (metric(&gateway, "sluicegate_store_calls_total"), decisions, redis.keys().len())
+    };
+    let flood = |mut client: Client, thread: usize| {
+        for number in 0..1000 {
+            let (origin, name) = (format!("https://{thread}-{number}.example.com"), format!("x-{number}"));
+            let headers = [
+                ("origin", &*origin),
+                ("access-control-request-method", "PUT"),
+                ("access-control-request-headers", &name),
+            ];
+            let reply = client.request("OPTIONS", &format!("/items/{number}"), &headers, b"");
+            assert_eq!((reply.status, reply.header("access-control-allow-origin")), (204, Some(&*origin)));
+        }
+        client
+    };
+    let clients: Vec<_> = std::thread::scope(|scope| {
+        let connections = (0..CONNECTIONS).map(|_| gateway.client());
+        let threads: Vec<_> =
+            connections.enumerate().map(|(thread, client)| scope.spawn(move || flood(client, thread))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(figures(), (0.0, [0.0, 0.0], 0));
+    assert_eq!((upstream.count(), server.count()), (0, 0));
+    gateway.client().assert_closed("more connections than a client may have");
+    drop(clients);
+    eventually("the connections are closed", || {
+        let mut client = gateway.client();
+        let sent = client.stream.get_mut().write_all(b"GET /items/7 HTTP/1.1\r\nHost: a\r\n\r\n");
+        sent.is_ok() && client.reply().is_some_and(|reply| (reply.status, reply.remaining("ip")) == (200, 4))
+    });
 }
 
 #[test]

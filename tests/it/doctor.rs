@@ -285,6 +285,37 @@ fn each_missing_permission_of_the_manual_is_named() {
     assert!(status == "failed" && found.contains("~PREFIX:*"), "{found}");
 }
 
+#[test]
+fn stream_of_quota_events_needs_a_permission_and_its_key() {
+    const STREAM: &str = "[notify.billing]\nstream = \"sluicegate:events\"\n\
+                          [limit.events]\nby = \"ip\"\nquota = \"3/24h\"\nnotify = \"billing\"\n";
+    let redis = Redis::start();
+    let (url, _) = user_of_the_manual(&redis, "gateway");
+    let permissions = |begin: &str| {
+        let examined = run("doctor", begin, &url, "5s", &["--json"], &[]);
+        let report: Value = serde_json::from_str(&examined.out).unwrap();
+        let checks = report["servers"][0]["checks"].as_array().unwrap();
+        let check = checks.iter().find(|check| check["name"] == "permissions").unwrap();
+        (examined.code, check["status"].as_str().unwrap().to_owned(), check.to_string())
+    };
+    for (grant, expected) in [
+        ("+xadd", "failed"),
+        // The key of the stream is not below the prefix of the limits.
+        ("-xadd", "failed"),
+        ("~sluicegate:events", "failed"),
+        ("+xadd", "ok"),
+        ("-xadd", "failed"),
+    ] {
+        command(&redis, &["ACL", "SETUSER", "gateway", grant]);
+        let (code, status, found) = permissions(STREAM);
+        assert_eq!((code, status.as_str()), (Some(i32::from(expected == "failed")), expected), "{grant}: {found}");
+        let is_named = found.contains("missing: +xadd ~sluicegate:events (of ") && found.contains("ACL SETUSER");
+        assert_eq!(is_named, expected == "failed", "{grant}: {found}");
+    }
+    let (code, status, found) = permissions("");
+    assert_eq!((code, status.as_str()), (Some(0), "ok"), "without a stream: {found}");
+}
+
 /// A relay that delays the replies of the server. `hold` is called with the number of each piece, from 0.
 fn relay(port: u16, hold: impl Fn(usize) + Send + Sync + 'static) -> String {
     let address = upstream::serve(move |mut client| {

@@ -566,6 +566,40 @@ fn limits_without_a_credential_are_charged_before_the_server_and_refunded_if_oth
 }
 
 #[test]
+fn cached_admission_is_checked_in_one_call() {
+    let server = Upstream::responding(|seen| match seen.headers("cookie")[..] {
+        [cookie] => response("200 OK", &format!("X-User: {}\r\nX-Plan: gold\r\n", &cookie[2..])),
+        _ => response("401 Unauthorized", ""),
+    });
+    let (upstream, redis) = (Upstream::start(), Redis::start());
+    let text =
+        limited(&server, &upstream, &redis).replace("kind = \"forward\"\n", &format!("kind = \"forward\"\n{CACHE}\n"));
+    let gateway = Gateway::start(&with_admin(&text));
+    let mut client = gateway.client();
+    let mut get = |expected_calls: f64, what: &str| {
+        let calls = || metric(&gateway, "sluicegate_store_calls_total");
+        let before = calls();
+        let reply = client.get_with("/", &[("Cookie", "s=midas")]);
+        assert_eq!(calls() - before, expected_calls, "{what}: {reply:?}");
+        reply
+    };
+    let remaining = |reply: &Reply| ["ip", "all", "user"].map(|limit| reply.remaining(limit));
+    assert_eq!(remaining(&get(2.0, "not cached")), [5, 99, 3]);
+    for left in (0..3).rev() {
+        assert_eq!(remaining(&get(1.0, "cached")), [2 + left, 96 + left, left]);
+        assert_eq!(upstream.last().headers("x-user"), ["midas"]);
+    }
+    let denied = get(1.0, "denied");
+    assert_eq!((denied.status, &denied.json()["violated-policies"]), (429, &json!(["user"])));
+    assert_eq!(counts(&redis), [4, 4, 4], "no limit is charged, so that nothing is refunded");
+    assert_eq!(get(0.0, "the denial cache").status, 429);
+    assert_eq!(server.count(), 1);
+    // Other clients of the same address are asked for first.
+    assert_eq!(gateway.get("/").status, 401);
+    assert_eq!(counts(&redis), [4, 4, 5]);
+}
+
+#[test]
 fn concurrent_requests_are_charged_exactly() {
     let (server, upstream, redis) = (session_server(), Upstream::start(), Redis::start());
     let text = limited(&server, &upstream, &redis).replace("quota = \"6/hour\"", "quota = \"1000/hour\"");

@@ -6,6 +6,7 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 use crate::support::admin_listener::{metric, with_admin};
 use crate::support::certificates::{Authority, NOW};
@@ -20,6 +21,7 @@ use aws_lc_rs::digest::{SHA256, digest};
 use aws_lc_rs::hmac::{HMAC_SHA256, Key, verify};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use jiff::Timestamp;
 use serde_json::Value;
 
 /// 32 bytes of `k`.
@@ -68,7 +70,7 @@ fn verified(request: &Seen) -> Value {
     let signed = format!("{}.{}.", header("webhook-id"), header("webhook-timestamp"));
     let signature = STANDARD.decode(header("webhook-signature").strip_prefix("v1,").unwrap()).unwrap();
     verify(&key, &[signed.as_bytes(), &request.body].concat(), &signature).expect("a signature");
-    let age = jiff::Timestamp::now().as_second() - header("webhook-timestamp").parse::<i64>().unwrap();
+    let age = Timestamp::now().as_second() - header("webhook-timestamp").parse::<i64>().unwrap();
     assert!((0..60).contains(&age) && header("content-type") == "application/json", "{request:?}");
     assert!(request.head.starts_with("POST /hook HTTP/1.1\r\n"), "{request:?}");
     serde_json::from_slice(&request.body).unwrap()
@@ -181,6 +183,23 @@ fn stream_gets_the_events_of_all_gateways_once() {
     };
     let events: Vec<Value> = entries.iter().map(event).collect();
     assert_eq!(thresholds(&events), [80, 100]);
+}
+
+#[test]
+fn event_that_cannot_be_added_to_its_stream_is_added_later() {
+    let redis = Redis::start();
+    // A key of another type, as if the user lacked the permission.
+    redis::cmd("SET").arg("events").arg("1").exec(&mut redis.connection()).unwrap();
+    let gateway = Gateway::start(&by_ip(&redis.store(), DAY, "[notify.hook]\nstream = \"events\"\n"));
+    assert_eq!(statuses(&gateway, 8), [200; 8]);
+    let failed = "sluicegate_quota_event_failed_attempts_total{destination=\"hook\"}";
+    let has_failed = || crate::support::admin_listener::ask(&gateway, "/metrics").text().contains(failed);
+    eventually("two attempts fail", || has_failed() && metric(&gateway, failed) >= 2.0);
+    assert_eq!((results(&gateway, "delivered"), results(&gateway, "claimed")), (0.0, 0.0));
+    redis::cmd("DEL").arg("events").exec(&mut redis.connection()).unwrap();
+    eventually("the event is delivered", || results(&gateway, "delivered") == 1.0);
+    let length: u64 = redis::cmd("XLEN").arg("events").query(&mut redis.connection()).unwrap();
+    assert_eq!(length, 1);
 }
 
 #[test]
@@ -398,4 +417,159 @@ fn routes_without_notify_queue_nothing() {
     eventually("the event arrives", || hook.events().len() == 1);
     assert_eq!(hook.events()[0]["data"]["limit"], "l");
     assert_eq!(metric(&gateway, "sluicegate_quota_events_dropped_total"), 0.0);
+}
+
+// === Checks that need no separate call, other quotas, and rolling windows ===
+
+/// A limit `l` by the header `x-id` on `/r`.
+fn by_header(begin: &str, limit: &str, hook: &str) -> String {
+    with_admin(&format!(
+        "{begin}\n[limit.l]\nby = \"header:x-id\"\nalgorithm = \"fixed-window\"\n{limit}\n{hook}\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+    ))
+}
+
+#[test]
+fn prefetched_tokens_cause_each_event_at_most_one_prefetch_early() {
+    let (redis, hook) = (Redis::start(), Hook::start());
+    let limit = "quota = \"400/day\"\nprefetch = 40\nnotify = { to = \"hook\", at = [80] }";
+    let gateway = Gateway::start(&by_header(&redis.store(), limit, &hook.config()));
+    let prefetched = || metric(&gateway, "sluicegate_checks_total{answered_by=\"prefetch\"}");
+    let hot = |identity: &str, requests: usize| {
+        let statuses = load(&[gateway.address], 8, requests, "/r", &[("x-id", identity)]);
+        assert_eq!(statuses, vec![200; requests]);
+    };
+    // With 40 tokens in advance, 319 are used.
+    ["a", "b", "c", "d"].iter().for_each(|identity| hot(identity, 279));
+    hot("z", 320);
+    eventually("the event arrives", || results(&gateway, "delivered") == 1.0);
+    assert_eq!(metric(&gateway, "sluicegate_quota_events_pending{destination=\"hook\"}"), 0.0);
+    // Tokens that were taken in advance suffice for the requests up to the threshold: no check in Redis follows.
+    let mut client = gateway.client();
+    for identity in ["e", "f", "g", "h"] {
+        hot(identity, 279);
+        (0..41).for_each(|_| assert_eq!(client.get_with("/r", &[("x-id", identity)]).status, 200));
+    }
+    eventually("each identity has an event", || hook.events().len() == 5);
+    for event in &hook.events() {
+        assert!((320..=360).contains(&event["data"]["used"].as_u64().unwrap()), "{event}");
+    }
+    assert!(prefetched() > 100.0, "{} of 2716 requests took prefetched tokens", prefetched());
+}
+
+#[test]
+fn thresholds_are_percentages_of_an_override() {
+    const TOKEN: (&str, &str) = ("authorization", "Bearer sesame");
+    let (redis, hook) = (Redis::start(), Hook::start());
+    let config = by_ip(&redis.store(), DAY, &hook.config()).replace("[admin]\n", "[admin]\ntoken = \"sesame\"\n");
+    let gateway = Gateway::start(&config);
+    let set = |quota: &str| {
+        let body = format!(
+            "{{\"limit\": \"l\", \"identity\": {{\"ip\": \"127.0.0.1\"}}, \"quota\": \"{quota}\", \"ttl\": \"1h\"}}"
+        );
+        let headers = [TOKEN, ("content-type", "application/json")];
+        let reply = Client::connect(gateway.admin()).request("POST", "/api/overrides", &headers, body.as_bytes());
+        assert_eq!(reply.status, 200, "{}", reply.text());
+    };
+    set("20/day");
+    assert_eq!(statuses(&gateway, 16), [200; 16]);
+    eventually("the event arrives", || hook.events().len() == 1);
+    let data = &hook.events()[0]["data"];
+    assert_eq!((&data["quota"], &data["capacity"], &data["used"]), (&"20/day".into(), &20.into(), &16.into()));
+    // 17 of 18 is above the same threshold in the same window.
+    set("18/day");
+    assert_eq!(statuses(&gateway, 3), [200, 200, 429]);
+    eventually("the other threshold has an event", || hook.events().len() == 2);
+    let data = &hook.events()[1]["data"];
+    assert_eq!((&data["threshold"], &data["quota"], &data["used"]), (&100.into(), &"18/day".into(), &18.into()));
+    let page = Client::connect(gateway.admin()).get_with("/metrics", &[TOKEN]);
+    assert!(page.text().contains("sluicegate_quota_events_pending{destination=\"hook\"} 0\n"), "{}", page.text());
+}
+
+#[test]
+fn denials_from_the_denial_cache_have_the_event_of_the_first_denial() {
+    let (redis, hook) = (Redis::start(), Hook::start());
+    let config = by_ip(&redis.store(), DAY, &format!("cost = 4\n{}", hook.config()));
+    let gateway = Gateway::start(&config);
+    let statuses = statuses(&gateway, 50);
+    assert_eq!((&statuses[..2], &statuses[2..]), (&[200, 200][..], &[429; 48][..]));
+    let cached = metric(&gateway, "sluicegate_checks_total{answered_by=\"denial-cache\"}");
+    assert!(cached >= 30.0, "{cached} denials were answered by the cache");
+    eventually("both events arrive", || hook.events().len() == 2);
+    assert_eq!(thresholds(&hook.events()), [80, 100]);
+    let events = hook.events();
+    let of = |threshold: u64| &events.iter().find(|event| event["data"]["threshold"] == threshold).unwrap()["data"];
+    assert_eq!((&of(80)["used"], &of(80)["denied"]), (&8.into(), &false.into()));
+    assert_eq!((&of(100)["used"], &of(100)["denied"]), (&8.into(), &true.into()), "2 are too few for a cost of 4");
+    assert_eq!(metric(&gateway, "sluicegate_quota_events_pending{destination=\"hook\"}"), 0.0);
+}
+
+#[test]
+fn rolling_windows_of_two_gateways_have_one_event_for_each_threshold() {
+    for algorithm in ["sliding-window", "sliding-buckets", "sliding-log", "token-bucket"] {
+        let (redis, hook) = (Redis::start(), Hook::start());
+        let limit = format!("algorithm = \"{algorithm}\"\nquota = \"10/day\"");
+        let gateways = [0; 2].map(|_| Gateway::start(&by_ip(&redis.store(), &limit, &hook.config())));
+        for request in 0..15 {
+            let expected = if request < 10 { 200 } else { 429 };
+            assert_eq!(gateways[request % 2].get("/r").status, expected, "{algorithm}: {request}");
+        }
+        eventually("all events are decided", || sum(&gateways, "delivered") + sum(&gateways, "claimed") == 4.0);
+        assert_eq!((thresholds(&hook.events()), sum(&gateways, "delivered")), (vec![80, 100], 2.0), "{algorithm}");
+    }
+}
+
+#[test]
+fn rolling_window_of_two_gateways_has_its_next_event_after_its_length() {
+    const WINDOW: Duration = Duration::from_secs(2);
+    let (redis, hook) = (Redis::start(), Hook::start());
+    let limit = "algorithm = \"sliding-window\"\nquota = \"20/2s\"";
+    let gateways = [0; 2].map(|_| Gateway::start(&by_ip(&redis.store(), limit, &hook.config())));
+    let mut clients = gateways.each_ref().map(Gateway::client);
+    let times = |threshold: u64| {
+        let events = hook.events();
+        let of = events.iter().filter(|event| event["data"]["threshold"] == threshold);
+        let mut times: Vec<Timestamp> = of.map(|event| event["timestamp"].as_str().unwrap().parse().unwrap()).collect();
+        times.sort_unstable();
+        times
+    };
+    eventually("each threshold has three events", || {
+        clients.iter_mut().for_each(|client| drop(client.get("/r")));
+        [80, 100].iter().all(|threshold| times(*threshold).len() >= 3)
+    });
+    for threshold in [80, 100] {
+        let times = times(threshold);
+        for pair in times.windows(2) {
+            // A gateway may claim the next event a tenth of the window before its end.
+            assert!(pair[1].duration_since(pair[0]) >= (WINDOW * 9 / 10).try_into().unwrap(), "{threshold}: {times:?}");
+        }
+    }
+}
+
+#[test]
+fn undelivered_events_of_a_destination_are_bounded_and_counted() {
+    let gate = Arc::new((Mutex::new(false), Condvar::new()));
+    let inner = gate.clone();
+    let server = Upstream::responding(move |_| {
+        drop(inner.1.wait_while(inner.0.lock().unwrap(), |open| !*open).unwrap());
+        b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n".to_vec()
+    });
+    let hook = destination(&format!("{}/hook", server.url()), "timeout = \"1m\"");
+    let limit = "quota = \"1/day\"\nnotify = { to = \"hook\", at = [100] }";
+    let gateway = Gateway::start(&by_header("", limit, &hook));
+    let pending = || metric(&gateway, "sluicegate_quota_events_pending{destination=\"hook\"}");
+    let mut client = gateway.client();
+    let mut request = |identity: u64| client.get_with("/r", &[("x-id", &identity.to_string())]).status;
+    for identity in 0..1200 {
+        assert_eq!(request(identity), 200, "requests do not wait for the webhook");
+    }
+    eventually("the events above the bound are dropped", || results(&gateway, "dropped") == 200.0);
+    assert_eq!(pending(), 1000.0);
+    assert!(gateway.log().contains("too many undelivered quota events"), "{}", gateway.log());
+    *gate.0.lock().unwrap() = true;
+    gate.1.notify_all();
+    eventually("the others are delivered", || results(&gateway, "delivered") == 1000.0 && pending() == 0.0);
+    assert_eq!((request(1200), request(0)), (200, 429));
+    eventually("there is room again", || results(&gateway, "delivered") == 1001.0);
+    assert_eq!((server.count(), results(&gateway, "dropped")), (1001, 200.0));
 }

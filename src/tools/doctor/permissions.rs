@@ -68,6 +68,7 @@ pub(super) async fn check_permissions(
     if requirements.sends_events {
         commands.push("set KEY x nx px 1".to_owned());
         commands.push("get KEY".to_owned());
+        commands.push("del KEY".to_owned());
     }
     commands.extend(requirements.streams.iter().map(|stream| format!("xadd {stream} maxlen ~ 1 * x x")));
     commands.sort_unstable();
