@@ -24,6 +24,9 @@ from compare import BINARY, WITH_PGO, Bench, tree  # noqa: E402
 # Requests per second at which latency is measured: below what the slowest contestant can do.
 RATE = 2000
 CONNECTIONS = 64
+# At a fixed rate: TLS handshakes delay the first requests, with few connections fewer than 1 % of them.
+CONNECTIONS_AT_RATE = 8
+PGO = "Sluicegate, PGO"
 MARKS = "<!-- field: begin, written by field.py --write -->\n", "<!-- field: end -->\n"
 COLUMNS = ["round", "contestant", "version", "case", "proxy_us", "redis_us", "requests_per_second", "rate", "p50_ms", "p99_ms",
            "failed", "resident_mib", "stolen", "admitted"]
@@ -90,9 +93,8 @@ def contestants():
     yield Contestant("Envoy", envoy, "envoy.yaml", [*PROXYING, "local limit"], ask=["--version"], two=["local"])
     yield Contestant("Traefik", [str(peers / "traefik"), "--configFile=CONFIG"], "traefik.yml", PROXYING + limits, ask=["version"], two=KINDS)
     yield Contestant("Caddy", [str(peers / "caddy"), "run", "--adapter", "caddyfile", "--config", "CONFIG"], "Caddyfile", PROXYING, ask=["version"])
-    for name, binary in [("Sluicegate, plain build", BINARY), ("Sluicegate, PGO", WITH_PGO)]:
-        if binary.exists():
-            yield Contestant(name, [str(binary), "--config", "CONFIG"], "sluicegate.toml", PROXYING + limits, ask=["--version"], variants=ours, two=KINDS)
+    for name, binary in [("Sluicegate, plain build", BINARY), (PGO, WITH_PGO)]:
+        yield Contestant(name, [str(binary), "--config", "CONFIG"], "sluicegate.toml", PROXYING + limits, ask=["--version"], variants=ours, two=KINDS)
 
 
 def version(contestant):
@@ -110,8 +112,9 @@ def resident(pid):
 class Field(Bench):
     def __init__(self, directory, seconds, minutes):
         super().__init__(directory, seconds)
-        self.ports, self.prefixes, self.finish, self.share = {}, itertools.count(920), time.monotonic() + 60 * minutes, 0
-        self.begin = time.monotonic()
+        self.ports, self.prefixes = {}, itertools.count(920)
+        # For repeated rounds: when the run began, how long it may take, and which share of it is done after the current row.
+        self.begin, self.limit, self.share = 0, 60 * minutes, 0
         root = pathlib.Path(directory)
         (root / "20k").write_bytes(b"0123456789abcdef" * 1280)
         (root / "both.pem").write_text((ROOT / "certs/dev.pem").read_text() + (ROOT / "certs/dev.key").read_text())
@@ -174,7 +177,7 @@ class Field(Bench):
     def fixed(self, case, url):
         """Requests at a fixed rate of one client, by oha. Latency counts from when a request was due."""
         rate = case.rate or RATE
-        streams = ["--http2", "-c", CONNECTIONS // 4, "-p", 4] if case.http2 else ["-c", CONNECTIONS]
+        streams = ["--http2", "-c", CONNECTIONS_AT_RATE // 4, "-p", 4] if case.http2 else ["-c", CONNECTIONS_AT_RATE]
         out = on_core_1(OHA, "-z", f"{self.seconds}s", "-q", rate, "--latency-correction", "--no-tui", "--insecure", "--output-format", "json",
                         "-H", "X-API-Key: key-1", *streams, url)
         said = json.loads(out)
@@ -186,7 +189,7 @@ class Field(Bench):
 
     def quietest(self, measure, rounds=3):
         """Rounds are repeated while the run is ahead of its time."""
-        is_ahead = time.monotonic() - self.begin < self.share * (self.finish - self.begin)
+        is_ahead = time.monotonic() - self.begin < self.share * self.limit
         return super().quietest(measure, rounds if is_ahead else 1)
 
     def row(self, contestant, case):
@@ -194,6 +197,8 @@ class Field(Bench):
         url = self.url(name, case)
         at_rate = self.quietest(lambda: self.measure(name, lambda: self.fixed(case, url)))
         full = at_rate if case.rate else self.quietest(lambda: self.measure(name, lambda: self.full(case, url)))
+        if case.name == "shared limit" and not full["redis_us"]:
+            raise SystemExit(f"{name}: {url} does not use Redis")
         return dict(proxy_us=f"{full['proxy_us']:.2f}", redis_us=f"{full['redis_us'] if case.name == 'shared limit' else 0:.2f}",
                     requests_per_second=round(full["rps"]), rate=at_rate["rate"], p50_ms=f"{at_rate['p50']:.3f}", p99_ms=f"{at_rate['p99']:.3f}",
                     failed=f"{max(full['not_2xx'], at_rate['not_2xx']):.4f}", resident_mib=f"{resident(self.procs[name].pid):.1f}",
@@ -255,7 +260,7 @@ def run(arguments):
         print("  ".join(f"{name} {values[name]}" for name in COLUMNS if values.get(name, "") != ""), flush=True)
 
     try:
-        field = list(contestants())
+        field = [contestant for contestant in contestants() if contestant.name != PGO or WITH_PGO.exists()]
         for contestant in field:
             bench.launch(contestant)
         for contestant in field:
@@ -264,8 +269,9 @@ def run(arguments):
         counts = [(kind, contestant) for kind in KINDS for contestant in field if kind in contestant.two]
         loads = [load for load in loads if not wanted or any(word in f"{load[1].name} {load[0].name}" for word in wanted)]
         counts = [count for count in counts if not wanted or any(word in f"{count[1].name} limit of 100" for word in wanted)]
+        bench.begin = time.monotonic()
         for number in range(1, arguments.rounds + 1):
-            for index, (case, contestant) in enumerate(loads):
+            for index, (case, contestant) in enumerate(loads, 1):
                 bench.share = (number - 1 + index / len(loads)) / arguments.rounds
                 record(round=number, contestant=contestant.name, version=contestant.version, case=case.name, **bench.row(contestant, case))
             for kind, contestant in counts:
@@ -287,7 +293,8 @@ class Results:
     def __init__(self, path):
         with open(path, newline="") as file:
             self.rows = list(csv.DictReader(file))
-        self.versions = {row["contestant"]: row["version"] for row in self.rows}
+        versions = {row["contestant"]: row["version"] for row in self.rows}
+        self.versions = {contestant.name: versions[contestant.name] for contestant in contestants() if contestant.name in versions}
 
     def of(self, contestant, case, *columns):
         """The sum of the columns in each round."""
@@ -300,12 +307,12 @@ class Results:
         text = f"{statistics.median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
         served, rate = (statistics.median(self.of(contestant, case, column)) for column in ("requests_per_second", "rate"))
         if (failed := max(self.of(contestant, case, "failed"))) > 0.0005:
-            text += f", {failed:.1%} failed"
+            text += f", {failed * 100:.1f} % failed"
         return text + (f", at {served:,.0f}/s" if served < 0.97 * rate else "")
 
     def latency(self, contestant, case):
         p50, p99 = (self.of(contestant, case, column) for column in ("p50_ms", "p99_ms"))
-        return f"{statistics.median(p50):.2f}, {statistics.median(p99):.1f}" if p50 else "–"
+        return f"{statistics.median(p50):.2f}, {statistics.median(p99):.2f}" if p50 else "–"
 
     def memory(self, contestant):
         """The most that a process had at the end of a case of the last round."""
@@ -327,11 +334,11 @@ class Results:
                   for name, version in self.versions.items()]
         return "\n".join([
             f"**CPU** per request of the proxy and Redis in µs: median (smallest–largest) of the rounds. Rounds: {rounds}.",
-            f"Most stolen time in a load: {stolen:.1%}.", "",
+            f"Most stolen time in a load: {stolen * 100:.1f} %.", "",
             markdown(["", *names], cpu),
             f"**Latency** in ms: p50, p99, medians of the rounds. {RATE:,} requests per second; 20 KB: as above.", "",
             markdown(["", *names], latency),
-            "**Admitted** of 1,000 requests of one client at two instances, each with a limit of 100 per minute;", "memory of one instance.", "",
+            "**Admitted** of 1,000 requests of one client at two instances, each with a limit of 100 per minute;", "memory of one instance after the last round.", "",
             markdown(["", "version", "memory", *(f"{kind} limit of 100" for kind in KINDS)], others)])
 
     def charts(self):
