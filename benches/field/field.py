@@ -205,24 +205,25 @@ class Field(Bench):
                     stolen=f"{max(full['stolen'], at_rate['stolen']):.4f}")
 
     def admitted(self, contestant, kind, client, requests=1000):
-        """Requests of one client with 16 connections, alternately to two instances: how many got 200."""
+        """Requests of one client with 16 connections to each of two instances, alternately: how many got 200."""
         name = contestant.process(f"{kind} limit")
-        ports, numbers, statuses = [self.ports[name], self.ports[name + " 2"]], itertools.count(), Counter()
+        ports, numbers = [self.ports[name], self.ports[name + " 2"]], itertools.count()
         # HAProxy has one path for its limit: the peers make it a shared one.
         path = "/local-100" if contestant.file == "haproxy.cfg" else f"/{kind}-100"
 
         def send(_):
-            connections = [http.client.HTTPConnection("127.0.0.1", int(f"{port}0")) for port in ports]
+            connections, statuses = [http.client.HTTPConnection("127.0.0.1", int(f"{port}0")) for port in ports], Counter()
             while (number := next(numbers)) < requests:
                 connection = connections[number % len(connections)]
                 connection.request("GET", path, headers={"X-API-Key": client})
                 response = connection.getresponse()
                 response.read()
                 statuses[response.status] += 1
+            return statuses
 
         began = time.monotonic()
         with ThreadPoolExecutor(16) as pool:
-            list(pool.map(send, range(16)))
+            statuses = sum(pool.map(send, range(16)), Counter())
         others = requests - statuses[200] - statuses[429]
         return dict(requests_per_second=round(requests / (time.monotonic() - began)), failed=f"{others / requests:.4f}", admitted=statuses[200])
 
@@ -333,8 +334,8 @@ class Results:
         others = [[name, version, f"{memory:.0f} MiB" if (memory := self.memory(name)) else "–", *(self.admitted(name, kind) for kind in KINDS)]
                   for name, version in self.versions.items()]
         return "\n".join([
-            f"**CPU** per request of the proxy and Redis in µs: median (smallest–largest) of the rounds. Rounds: {rounds}.",
-            f"Most stolen time in a load: {stolen * 100:.1f} %.", "",
+            f"**CPU** per request of the proxy and Redis in µs: median (smallest–largest) of the rounds.",
+            f"Rounds: {rounds}. Most stolen time in a load: {stolen * 100:.1f} %.", "",
             markdown(["", *names], cpu),
             f"**Latency** in ms: p50, p99, medians of the rounds. {RATE:,} requests per second; 20 KB: as above.", "",
             markdown(["", *names], latency),
