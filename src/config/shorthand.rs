@@ -60,7 +60,7 @@ pub struct CostTable {
     /// With `llm`: estimated tokens of an audio part.
     #[schemars(range(min = 0, max = 1_000_000_000), extend("default" = 1000))]
     pub audio_tokens: Option<Spanned<i64>>,
-    /// With `llm`: cost of one token: `{ input = 1, cached_input = 0.1, output = 4 }`. With `unit = "usd-micros"`, a
+    /// With `llm`: cost of one token of each kind, such as `{ input = 1, cached_input = 0.1, output = 4 }`. With `unit = "usd-micros"`, a
     /// weight is a price in dollars per million tokens.
     pub weights: Option<Spanned<TokenWeights>>,
     /// With `llm`: weights by model. `*` in a name stands for any number of characters. If several names match, the

@@ -428,7 +428,7 @@ fn parse_field(field: &str) -> Option<(&str, &str, Identity)> {
     Some((subject, limit, Identity::from_hex(identity)?))
 }
 
-/// Return the key of an identity's override in the table, which does not depend on the window.
+/// Return the key under which the table has the override of an identity. The key is the same in all windows.
 fn table_key(limit: &LimitSpec, identity: Identity) -> u128 {
     Key { identity, state_name: &limit.default_variant.state_name }.local_hash()
 }

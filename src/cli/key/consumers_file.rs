@@ -54,7 +54,8 @@ pub(super) struct KeyDetails {
     pub(super) name: Option<String>,
     pub(super) expires: Option<Datetime>,
     pub(super) routes: Vec<String>,
-    /// Time at which the key was created. The time is written only if the key has another detail.
+    /// Time at which the key was created. The file has this time only for keys with a name, an expiry
+    /// or routes.
     pub(super) created: Option<Datetime>,
 }
 

@@ -96,7 +96,7 @@ impl InputEstimate {
         text.saturating_add(media)
     }
 
-    /// Return the output tokens that a request to this provider may use.
+    /// Return the maximum number of output tokens of a request to this provider.
     pub fn output(&self, info: &RequestInfo, provider: Provider) -> u64 {
         info.bounds.of(provider).unwrap_or(self.default_output).saturating_mul(info.choices)
     }
