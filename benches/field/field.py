@@ -185,8 +185,9 @@ class Field(Bench):
         said = json.loads(out)
         count = sum(said["statusCodeDistribution"].values())
         failed = sum(number for error, number in said["errorDistribution"].items() if "deadline" not in error)
-        return dict(count=count, rps=count / said["summary"]["total"], rate=rate, p50=said["latencyPercentiles"]["p50"] * 1000,
-                    p99=said["latencyPercentiles"]["p99"] * 1000,
+        # No percentiles without a response: `failed` is 1 then.
+        p50, p99 = ((said["latencyPercentiles"][name] or float("nan")) * 1000 for name in ("p50", "p99"))
+        return dict(count=count, rps=count / said["summary"]["total"], rate=rate, p50=p50, p99=p99,
                     not_2xx=1 - said["statusCodeDistribution"].get("200", 0) / max(count + failed, 1))
 
     def quietest(self, measure, rounds=3):
