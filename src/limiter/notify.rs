@@ -410,19 +410,24 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn number_of_remembered_events_is_bounded_until_their_periods_end() {
         let (queue, mut events) = EventQueue::new();
-        let (notify, rule) = (notify(&[80]), window("10/min".parse().unwrap()));
-        let mut offer = |identities: std::ops::Range<usize>| {
+        let rule = window("10/min".parse().unwrap());
+        let limits =
+            ["a", "b", "c"].map(|limit| Arc::new(Notify { limit: limit.into(), to: "t".into(), at: [80].into() }));
+        let mut offer = |limit: usize, identities: std::ops::Range<usize>| {
             for number in identities {
-                let found = usage(&notify, &rule, outcome(2, Status::Ok), 1, 0).unwrap();
+                let found = usage(&limits[limit], &rule, outcome(2, Status::Ok), 1, 0).unwrap();
                 queue.offer(&LimitUsage { identity: Identity(number as u128), ..found });
                 let _ = events.try_recv();
             }
             queue.dropped()
         };
-        assert_eq!(offer(0..MAX_REMEMBERED), 0);
-        assert_eq!(offer(MAX_REMEMBERED..MAX_REMEMBERED + 10), 10);
+        const HALF: usize = MAX_REMEMBERED / 2;
+        assert_eq!(offer(0, 0..HALF), 0);
+        assert_eq!(offer(0, HALF..HALF + 10), 10, "one limit may have half of them");
+        assert_eq!(offer(1, 0..HALF), 10, "the other half is for other limits");
+        assert_eq!(offer(2, 0..10), 20);
         tokio::time::advance(Duration::from_micros(MINUTE_US)).await;
         queue.forget_ended();
-        assert_eq!(offer(MAX_REMEMBERED..MAX_REMEMBERED + 10), 10, "the periods have ended");
+        assert_eq!(offer(2, 0..10), 20, "the periods have ended");
     }
 }

@@ -556,20 +556,23 @@ fn undelivered_events_of_a_destination_are_bounded_and_counted() {
     });
     let hook = destination(&format!("{}/hook", server.url()), "timeout = \"1m\"");
     let limit = "quota = \"1/day\"\nnotify = { to = \"hook\", at = [100] }";
-    let gateway = Gateway::start(&by_header("", limit, &hook));
+    let other = "[limit.other]\nby = \"global\"\nquota = \"1/day\"\nnotify = { to = \"hook\", at = [100] }\n\
+                 [[route]]\nname = \"o\"\npath = \"/o\"\nlimits = [\"other\"]\nrespond = { status = 200 }\n";
+    let gateway = Gateway::start(&(by_header("", limit, &hook) + other));
     let pending = || metric(&gateway, "sluicegate_quota_events_pending{destination=\"hook\"}");
     let mut client = gateway.client();
     let mut request = |identity: u64| client.get_with("/r", &[("x-id", &identity.to_string())]).status;
     for identity in 0..1200 {
         assert_eq!(request(identity), 200, "requests do not wait for the webhook");
     }
-    eventually("the events above the bound are dropped", || results(&gateway, "dropped") == 200.0);
-    assert_eq!(pending(), 1000.0);
+    eventually("the events above the bound are dropped", || results(&gateway, "dropped") == 700.0);
+    assert_eq!((pending(), gateway.get("/o").status), (500.0, 200));
+    eventually("another limit has room", || pending() == 501.0);
     assert!(gateway.log().contains("too many undelivered quota events"), "{}", gateway.log());
     *gate.0.lock().unwrap() = true;
     gate.1.notify_all();
-    eventually("the others are delivered", || results(&gateway, "delivered") == 1000.0 && pending() == 0.0);
-    assert_eq!((request(1200), request(0)), (200, 429));
-    eventually("there is room again", || results(&gateway, "delivered") == 1001.0);
-    assert_eq!((server.count(), results(&gateway, "dropped")), (1001, 200.0));
+    eventually("the others are delivered", || results(&gateway, "delivered") == 501.0 && pending() == 0.0);
+    assert_eq!((request(1200), request(0), request(1199)), (200, 429, 429));
+    eventually("there is room again, also for what was dropped", || results(&gateway, "delivered") == 503.0);
+    assert_eq!((server.count(), results(&gateway, "dropped")), (503, 700.0));
 }

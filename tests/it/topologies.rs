@@ -362,7 +362,7 @@ fn redis_user_of_the_manual_suffices_for_a_cluster() {
     let cluster = Cluster::start(3, 0);
     let manual = include_str!("../../docs/how-to/redis.md");
     let line = manual.lines().find_map(|line| line.trim().strip_prefix("ACL SETUSER gateway ")).unwrap();
-    let more = manual.split_once("For a cluster the user also needs `").unwrap().1.split('`').next().unwrap();
+    let more = manual.split_once("For a cluster, the user also needs `").unwrap().1.split('`').next().unwrap();
     for master in cluster.masters() {
         let mut command = redis::cmd("ACL");
         command.arg("SETUSER").arg("gateway");

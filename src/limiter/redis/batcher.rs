@@ -287,6 +287,13 @@ impl Batcher {
                 return batch.fail(&BatchError::Store(StoreError::BreakerOpen));
             }
         };
+        if began >= due {
+            // The call was not sent.
+            return batch.fail(&BatchError::Store(StoreError::Overloaded));
+        }
+        if !batch.drop_cancelled() {
+            return;
+        }
         let failed = |error: &StoreError, batch: &Batch| {
             if let Some(epoch) = epoch {
                 self.call_failed(epoch, error, batch.probe_call());

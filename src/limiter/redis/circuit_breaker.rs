@@ -321,7 +321,7 @@ impl OutageLog {
         let node = self.node.as_ref().map(display);
         let advice = error.error_reply().map(diagnose_reply);
         if self.logged.is_empty() {
-            warn!(%error, advice, node, "the store is down: limits follow on_store_error until the store answers again");
+            warn!(%error, advice, node, "the store is down: limits follow on_store_error until it answers again");
         } else {
             warn!(%error, advice, node, "the store is still down, with another error");
         }
