@@ -237,11 +237,6 @@ impl BufferBudget {
         (fits(self) && self.parent.as_ref().is_none_or(|parent| fits(parent))).then_some(reservation)
     }
 
-    /// Return the budget that contains all others.
-    pub(super) fn root(self: &Arc<Self>) -> &Arc<Self> {
-        self.parent.as_ref().map_or(self, |parent| parent.root())
-    }
-
     pub(super) fn add(&self, bytes: usize) {
         self.used.fetch_add(bytes, Ordering::Relaxed);
         self.parent.iter().for_each(|parent| parent.add(bytes));
@@ -389,7 +384,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for ReadLimitedStream<S> {
                 return Poll::Pending;
             }
         }
-        // The limit is reset for each read, so that `Take` never reports an end of its own.
+        // The limit is reset for each read, so that `Take` ends only where the stream ends.
         self.stream.set_limit(limit);
         Pin::new(&mut self.stream).poll_read(cx, buffer)
     }

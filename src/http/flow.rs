@@ -163,6 +163,8 @@ static EPOCH: LazyLock<time::Instant> = LazyLock::new(time::Instant::now);
 pub struct StreamFlow {
     /// Buffer budget, shared with other streams.
     budget: Arc<BufferBudget>,
+    /// Budget of request bodies that the gateway has to read, shared with the other streams of the connection.
+    inspected: Arc<BufferBudget>,
     /// Whether the connection has several streams, each of which buffers chunks of its response.
     is_multiplexed: bool,
     /// Buffered bytes of the response.
@@ -189,17 +191,18 @@ pub struct StreamFlow {
 impl StreamFlow {
     /// Create the flow of a new HTTP/1.x connection.
     pub fn for_connection(budget: Arc<BufferBudget>) -> Arc<Self> {
-        StreamFlow::new(budget, false)
+        StreamFlow::new(budget.clone(), budget, false)
     }
 
-    /// Create the flow of a new HTTP/2 stream.
-    pub fn for_stream(budget: Arc<BufferBudget>) -> Arc<Self> {
-        StreamFlow::new(budget, true)
+    /// Create the flow of a new HTTP/2 stream. `inspected` is the budget of request bodies that the gateway has to read.
+    pub fn for_stream(budget: Arc<BufferBudget>, inspected: Arc<BufferBudget>) -> Arc<Self> {
+        StreamFlow::new(budget, inspected, true)
     }
 
-    fn new(budget: Arc<BufferBudget>, is_multiplexed: bool) -> Arc<Self> {
+    fn new(budget: Arc<BufferBudget>, inspected: Arc<BufferBudget>, is_multiplexed: bool) -> Arc<Self> {
         Arc::new(StreamFlow {
             budget,
+            inspected,
             is_multiplexed,
             buffered: AtomicUsize::new(0),
             written_waker: AtomicWaker::new(),
@@ -238,10 +241,9 @@ impl StreamFlow {
         self.budget.try_reserve(bytes)
     }
 
-    /// Start a reservation for a body that the gateway has to read: in the budget of the process, because the budget of
-    /// an HTTP/2 connection is smaller than such a body may be.
+    /// Start a reservation for a body that the gateway has to read.
     pub(super) fn reserve_inspected(&self) -> Option<BufferReservation> {
-        self.budget.root().try_reserve(0)
+        self.inspected.try_reserve(0)
     }
 
     /// Return ready when the response may continue: all buffered chunks are written, or the budget has capacity. Each

@@ -18,9 +18,10 @@ use jsonwebtoken::{Algorithm, DecodingKey, DecodingKeyKind, crypto, decode_heade
 use quick_cache::Weighter;
 use quick_cache::sync::Cache;
 use serde_json::{Map, Value};
+use tokio::time::timeout;
 
 use crate::identity::auth::{AuthError, AuthRequest, Proof, Verification};
-use crate::identity::remote_keys::RemoteKeys;
+use crate::identity::remote_keys::{REFRESH_TIMEOUT, RemoteKeys};
 
 /// Leeway in seconds for different clocks of issuer and gateway. RFC 7519 §4.1.4 allows "usually no more than a few
 /// minutes". Clocks that are synchronized by NTP differ by less than a second. Clocks of virtual machines differ by
@@ -137,20 +138,29 @@ impl From<jsonwebtoken::errors::Error> for TokenError {
 impl JwtVerifier {
     /// Verify the bearer token of a request.
     pub(super) fn verify_request(&self, request: &AuthRequest<'_>) -> Verification {
-        match self.verify_with_current_keys(request) {
-            Verification::Foreign(AuthError::Token(TokenError::UnknownKey))
-                if self.remote.as_ref().is_some_and(|remote| remote.may_refresh()) =>
-            {
-                Verification::Pending
+        match (self.verify_with_current_keys(request), &self.remote) {
+            (Verification::Foreign(AuthError::Token(TokenError::UnknownKey)), Some(remote)) => {
+                match remote.may_refresh() {
+                    true => Verification::Pending,
+                    // A refresh may have ended after the keys were read.
+                    false => self.verify_with_current_keys(request),
+                }
             }
-            verification => verification,
+            (verification, _) => verification,
         }
     }
 
-    /// Verify the bearer token of a request after a refresh of the keys.
+    /// Verify the bearer token of a request after a refresh of the keys, at most 5 s later.
     pub async fn verify_with_new_keys(&self, request: &AuthRequest<'_>) -> Verification {
         if let Some(remote) = &self.remote {
-            remote.refresh().await;
+            let refreshes = async {
+                remote.refresh().await;
+                // A refresh that was running may have read the keys before the issuer published this one.
+                if let Verification::Pending = self.verify_request(request) {
+                    remote.refresh().await;
+                }
+            };
+            let _ = timeout(REFRESH_TIMEOUT, refreshes).await;
         }
         self.verify_with_current_keys(request)
     }
@@ -516,6 +526,30 @@ mod tests {
         assert_eq!(verify(900.0), Err(TokenError::Signature), "other keys did not verify it");
         verifier.keys.store(Some(Arc::default()));
         assert_eq!(verify(900.0), Err(TokenError::UnknownKey));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn key_that_is_published_during_a_refresh_is_fetched_by_another_one() {
+        let (pair, keys) = issuer();
+        let remote = Arc::new(RemoteKeys::default());
+        remote.store(KeySet::default(), 1);
+        let (current, claims) = (remote.keys().clone(), json!({ "sub": "alice", "exp": 1000 }));
+        let verifier = JwtVerifier { keys: current, remote: Some(remote.clone()), ..JwtVerifier::default() };
+        let value = format!("Bearer {}", token(&pair, &claims)).parse().unwrap();
+        let headers = HeaderMap::from_iter([(AUTHORIZATION, value)]);
+        let request = AuthRequest { headers: &headers, has_client_cert: false, route: "r", now_us: 900_000_000 };
+        let earlier = remote.begin();
+        let fetches = async {
+            tokio::task::yield_now().await;
+            drop(earlier);
+            remote.wanted().await;
+            let attempt = remote.begin();
+            remote.store(keys, 2);
+            drop(attempt);
+        };
+        let both = async { tokio::join!(verifier.verify_with_new_keys(&request), fetches) };
+        let (verification, ()) = timeout(2 * REFRESH_TIMEOUT, both).await.expect("another refresh");
+        assert!(matches!(verification, Verification::Valid(_)), "{verification:?}");
     }
 
     #[test]

@@ -136,3 +136,34 @@ pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     }
     Ok((verdict, checks_with_room))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::clock::Clock;
+    use crate::limiter::key::IdentityHasher;
+    use crate::limiter::spec::LimitSpec;
+
+    #[test]
+    fn one_limit_that_denies_decides_for_all_limits_of_the_request() {
+        use OnStoreError::{Allow, Deny, Local};
+        let hasher = IdentityHasher::new("");
+        let memory = MemoryStore::new(100, Clock::Store);
+        let limit = |on_store_error, shadow| {
+            let limit = LimitSpec::token_bucket(&hasher, "limit", "10/s".parse().unwrap()).unwrap();
+            LimitSpec { on_store_error, shadow, ..limit }
+        };
+        for one in [Allow, Deny, Local] {
+            for other in [Allow, Deny, Local] {
+                for shadow in [false, true] {
+                    let limits = [limit(one, false), limit(other, shadow)];
+                    let checks = limits.each_ref().map(|limit| LimitCheck::new(limit, hasher.hash(b"client")));
+                    let counters = (&memory, &EventQueue::default());
+                    let result = decide_without_store(counters, &checks, StoreError::Timeout, 0);
+                    let is_denied = one == Deny || (other == Deny && !shadow);
+                    assert_eq!(result.is_err(), is_denied, "{one:?} {other:?} {shadow}");
+                }
+            }
+        }
+    }
+}

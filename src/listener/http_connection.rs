@@ -47,6 +47,9 @@ const HTTP2_SEND_BUFFER: usize = 128 << 10;
 /// stream continues only when all its data has been written.
 const HTTP2_CONNECTION_BUFFER: usize = 256 << 10;
 
+/// A connection may use one part in this many of `max_buffered` for request bodies that the gateway has to read.
+const INSPECTED_SHARE: usize = 4;
+
 /// An error that ends a connection: an error of the socket, of the TLS handshake or of HTTP.
 pub(super) type BoxError = Box<dyn Error + Send + Sync>;
 
@@ -96,6 +99,8 @@ pub(super) struct HttpConnection {
 struct StreamExecutor {
     body_idle_timeout: Duration,
     budget: Arc<BufferBudget>,
+    /// Budget of the request bodies that the gateway has to read. It is larger, because each is held as a whole.
+    inspected: Arc<BufferBudget>,
     /// The flow of the stream that is spawned next. hyper calls the service and then passes the future of the service
     /// to the executor, both in the task of the connection.
     next_flow: Arc<Mutex<Option<Arc<StreamFlow>>>>,
@@ -123,7 +128,7 @@ impl HttpConnection {
                 self.drive(connection, &flow, drain_grace, |connection| connection.graceful_shutdown()).await
             }
             Protocol::Http2 => {
-                let executor = StreamExecutor::new(settings.body_idle_timeout, self.buffer_budget.clone());
+                let executor = StreamExecutor::new(settings, self.buffer_budget.clone());
                 // hyper spawns each request as a separate task.
                 let service = service_fn(|request| {
                     let in_flight = self.activity.start_request(executor.start_stream());
@@ -244,16 +249,22 @@ impl HttpConnection {
 
 impl StreamExecutor {
     /// Create the executor of a connection whose streams share a part of `budget`.
-    fn new(body_idle_timeout: Duration, budget: Arc<BufferBudget>) -> Self {
+    fn new(settings: &ServerSettings, budget: Arc<BufferBudget>) -> Self {
+        let max_inspected = (settings.max_buffered / INSPECTED_SHARE).max(settings.inspect_body);
+        let inspected = Arc::new(BufferBudget::with_parent(budget.clone(), max_inspected));
         let budget = Arc::new(BufferBudget::with_parent(budget, HTTP2_CONNECTION_BUFFER));
-        StreamExecutor { body_idle_timeout, budget, next_flow: Arc::default() }
+        StreamExecutor { body_idle_timeout: settings.body_idle_timeout, budget, inspected, next_flow: Arc::default() }
     }
 
     /// Create the flow of the stream that is spawned next.
     fn start_stream(&self) -> Arc<StreamFlow> {
-        let flow = StreamFlow::for_stream(self.budget.clone());
+        let flow = self.new_flow();
         *self.lock_next_flow() = Some(flow.clone());
         flow
+    }
+
+    fn new_flow(&self) -> Arc<StreamFlow> {
+        StreamFlow::for_stream(self.budget.clone(), self.inspected.clone())
     }
 
     fn lock_next_flow(&self) -> MutexGuard<'_, Option<Arc<StreamFlow>>> {
@@ -263,7 +274,7 @@ impl StreamExecutor {
 
 impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
     fn execute(&self, stream: F) {
-        let flow = self.lock_next_flow().take().unwrap_or_else(|| StreamFlow::for_stream(self.budget.clone()));
+        let flow = self.lock_next_flow().take().unwrap_or_else(|| self.new_flow());
         let mut watchdog = WriteWatchdog::new(self.body_idle_timeout, flow);
         let mut stream = Box::pin(stream);
         // Dropping the stream sends RST_STREAM.

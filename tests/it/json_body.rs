@@ -196,6 +196,17 @@ fn http2_bodies_larger_than_the_window_of_a_connection_are_read() {
 }
 
 #[test]
+fn streams_of_one_connection_occupy_a_quarter_of_the_memory_for_bodies() {
+    let upstream = Upstream::start();
+    let server = "max_buffered = \"256KiB\"\ninspect_body = \"32KiB\"";
+    let gateway = Gateway::start(&routed(&upstream, server, ""));
+    // Of three bodies whose end does not come, two fit into the share of their connection.
+    let status = http2::first_status_of_unfinished(gateway.addresses()[0], "http://a.test/chat", &[b' '; 30_000], 3);
+    assert_eq!(status, 503);
+    assert_eq!(post(&gateway, "/chat", br#"{"model":"gpt-5"}"#).status, 200, "another connection has room");
+}
+
+#[test]
 fn announced_bodies_occupy_no_memory_before_they_arrive() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&routed(&upstream, "max_buffered = \"256KiB\"", ""));

@@ -98,3 +98,24 @@ pub fn ask(address: SocketAddr, requests: impl IntoIterator<Item = Request<&'sta
     };
     runtime.block_on(async { tokio::time::timeout(super::MAX_WAIT, talk).await.expect("a response over HTTP/2") })
 }
+
+/// Send POST requests on one connection, each with this part of a body and without its end. Return the status of the
+/// first response.
+pub fn first_status_of_unfinished(address: SocketAddr, uri: &str, part: &'static [u8], requests: usize) -> u16 {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let talk = async {
+        let stream = TcpStream::connect(address).await.unwrap();
+        let (mut sender, connection) = h2::client::handshake(stream).await.unwrap();
+        tokio::spawn(connection);
+        let (mut bodies, mut responses) = (Vec::new(), JoinSet::new());
+        for _ in 0..requests {
+            sender = sender.ready().await.unwrap();
+            let (response, mut body) = sender.send_request(Request::post(uri).body(()).unwrap(), false).unwrap();
+            body.send_data(Bytes::from_static(part), false).unwrap();
+            bodies.push(body);
+            responses.spawn(async move { response.await.unwrap().status().as_u16() });
+        }
+        responses.join_next().await.unwrap().unwrap()
+    };
+    runtime.block_on(async { tokio::time::timeout(super::MAX_WAIT, talk).await.expect("a response over HTTP/2") })
+}
