@@ -239,8 +239,7 @@ impl Gateway {
         if !decision.admitted {
             return Err(Rejection::RateLimited {
                 decision,
-                header_styles: &route.rate_limits.header_styles,
-                expose_headers: route.rate_limits.expose_header.as_ref(),
+                rate_limits: &route.rate_limits,
                 is_grpc: is_grpc_call(request),
                 provider: context.llm.as_ref().map(|llm| llm.provider),
             });
@@ -298,7 +297,7 @@ impl Gateway {
         // The header rules of the route may remove headers that the settlement has read. The rate limit headers are
         // appended after the header rules.
         route.response_headers.apply(response.headers_mut(), &context.response_values);
-        rate_limit::append_ratelimit_headers(response.headers_mut(), route, &decision);
+        route.rate_limits.append_headers(response.headers_mut(), &decision);
         // The concurrency permits of the request are released when the response body ends.
         context.permits = decision.permits;
         Ok(response)

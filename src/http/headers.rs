@@ -340,6 +340,10 @@ fn append_element(headers: &mut HeaderMap, name: HeaderName, element: HeaderValu
 /// well.
 pub fn join_cookies(headers: &mut HeaderMap) {
     let name = http::header::COOKIE;
+    if headers.len() == headers.keys_len() {
+        // Each header has a single line.
+        return;
+    }
     if headers.get_all(&name).iter().nth(1).is_some() {
         let joined = headers.get_all(&name).iter().map(HeaderValue::as_bytes).filter(|line| !line.is_empty());
         let joined = joined.collect::<Vec<_>>().join(&b"; "[..]);

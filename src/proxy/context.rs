@@ -252,7 +252,7 @@ impl<'a> RequestContext<'a> {
 
     /// Return the response to the client. The metrics are updated now. The access log record and the spans are written
     /// when the response body ends.
-    pub(super) fn complete(mut self, result: Result<Response<Body>, Rejection<'_>>) -> Response<Body> {
+    pub(super) fn complete(&mut self, result: Result<Response<Body>, Rejection<'_>>) -> Response<Body> {
         let (mut response, outcome) = match result {
             Ok(response) => (response, "ok"),
             Err(rejection) => {

@@ -4,8 +4,7 @@ use std::io::ErrorKind;
 
 use bytes::Bytes;
 use http::header::{
-    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue,
-    RETRY_AFTER, WWW_AUTHENTICATE,
+    ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE,
 };
 use http::{HeaderMap, Method, Response, StatusCode};
 use serde_json::Value;
@@ -15,7 +14,6 @@ use crate::http::headers::X_REQUEST_ID;
 use crate::http::problem;
 use crate::http::problem::{NO_STORE, Problem};
 use crate::http::ratelimit_headers;
-use crate::http::ratelimit_headers::HeaderStyle;
 use crate::http::target::PathError;
 use crate::identity::Descriptor;
 use crate::identity::IdentityError;
@@ -29,7 +27,7 @@ use crate::proxy::authentication::AuthRejection;
 use crate::proxy::body::{InspectError, UnreadBody};
 use crate::proxy::llm::LlmError;
 use crate::snapshot::cost::CostError;
-use crate::snapshot::routes::RedirectError;
+use crate::snapshot::routes::{RedirectError, RouteLimits};
 use crate::upstream;
 use crate::upstream::UpstreamError;
 use crate::upstream::connector::TlsFailure;
@@ -73,10 +71,8 @@ pub enum Rejection<'a> {
     RateLimited {
         /// The decision, with the exceeded limits and the time to wait for each.
         decision: Decision<'a>,
-        /// Header styles of the response.
-        header_styles: &'a [HeaderStyle],
-        /// Value of `Access-Control-Expose-Headers`, if the route sets it.
-        expose_headers: Option<&'a HeaderValue>,
+        /// The limits of the route.
+        rate_limits: &'a RouteLimits,
         /// Whether the request is a gRPC call.
         is_grpc: bool,
         /// The format of the response, if a limit counts the tokens of an LLM API.
@@ -162,7 +158,9 @@ impl Rejection<'_> {
         if let Some(id) = rpc_id {
             set_rpc_error(&mut response, id, rpc_code);
         }
-        response.headers_mut().extend(status.map(|status| (PROXY_STATUS, HeaderValue::from_static(status))));
+        if let Some(status) = status {
+            response.headers_mut().append(PROXY_STATUS, HeaderValue::from_static(status));
+        }
         (response, outcome)
     }
 
@@ -234,11 +232,9 @@ impl Rejection<'_> {
             Rejection::InvalidCost(error) => {
                 (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-cost")
             }
-            Rejection::RateLimited { decision, header_styles, expose_headers, is_grpc, provider } => {
-                let mut response = rate_limited_response(&decision, header_styles, is_grpc, provider);
-                response
-                    .headers_mut()
-                    .extend(expose_headers.map(|names| (ACCESS_CONTROL_EXPOSE_HEADERS, names.clone())));
+            Rejection::RateLimited { decision, rate_limits, is_grpc, provider } => {
+                let mut response = rate_limited_response(&decision, is_grpc, provider);
+                rate_limits.append_headers(response.headers_mut(), &decision);
                 (response, "rate-limited")
             }
             Rejection::Inspect(error) => {
@@ -454,12 +450,7 @@ fn provider_response(
     response
 }
 
-fn rate_limited_response(
-    decision: &Decision<'_>,
-    header_styles: &[HeaderStyle],
-    is_grpc: bool,
-    provider: Option<Provider>,
-) -> Response<Body> {
+fn rate_limited_response(decision: &Decision<'_>, is_grpc: bool, provider: Option<Provider>) -> Response<Body> {
     let detail = match decision.retry_us() {
         Some(us) => retry_detail(ratelimit_headers::ceil_seconds(us).max(1)),
         None => "the request costs more than the limit ever allows".to_owned(),
@@ -472,7 +463,7 @@ fn rate_limited_response(
         violated_policies: announced_names(decision),
         request_id: None,
     };
-    let mut response = match provider {
+    match provider {
         _ if is_grpc => resource_exhausted_response(&detail),
         Some(provider) => {
             let names = problem.violated_policies.join("`, `");
@@ -482,9 +473,7 @@ fn rate_limited_response(
             provider_response(StatusCode::TOO_MANY_REQUESTS, provider, unit, &message)
         }
         None => problem.into_response(),
-    };
-    ratelimit_headers::append_decision_headers(response.headers_mut(), header_styles, None, decision);
-    response
+    }
 }
 
 /// Return the names of the violated limits that are announced to clients.
@@ -501,7 +490,7 @@ fn retry_detail(seconds: u64) -> String {
         7200..172_800 => (3600, "hours"),
         172_800.. => (86_400, "days"),
     };
-    format!("try again in {} {name}", seconds.div_ceil(unit))
+    ["try again in ", itoa::Buffer::new().format(seconds.div_ceil(unit)), " ", name].concat()
 }
 
 /// Build a trailers-only response, as in gRPC over HTTP/2. gRPC clients read `grpc-status`, and would map a 429 to

@@ -2,12 +2,10 @@
 
 use std::net::IpAddr;
 
-use http::header::ACCESS_CONTROL_EXPOSE_HEADERS;
 use http::{HeaderMap, Request, Response};
 use tracing::warn;
 
 use crate::http::body::Body;
-use crate::http::ratelimit_headers::append_decision_headers;
 use crate::http::request_body::RequestBody;
 use crate::identity::auth::Credentials;
 use crate::identity::{IdentitySpec, RequestAttributes};
@@ -248,20 +246,6 @@ fn settle_action(
             route_limit.cost.response_cost(headers).map_or(SettleAction::Nothing, SettleAction::Charge)
         }
         _ => SettleAction::Nothing,
-    }
-}
-
-/// Append the RateLimit headers of an admitted request.
-pub fn append_ratelimit_headers(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
-    if decision.results.is_empty() {
-        return;
-    }
-    let is_standard = decision.results.len() == route.rate_limits.enforced
-        && decision.results.iter().all(|judged| judged.quota == judged.limit.default_variant.quota);
-    let policy = route.rate_limits.policy_header.as_ref().filter(|_| is_standard);
-    append_decision_headers(headers, &route.rate_limits.header_styles, policy, decision);
-    if let Some(expose) = &route.rate_limits.expose_header {
-        headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
     }
 }
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONTENT_TYPE, LOCATION};
-use http::{HeaderValue, Method, Request, Response, StatusCode};
+use http::header::{ACCESS_CONTROL_EXPOSE_HEADERS, CONTENT_TYPE, LOCATION};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 
 use crate::config;
 use crate::config::Config;
@@ -27,7 +27,7 @@ use crate::identity::IdentitySpec;
 use crate::identity::access::AccessRules;
 use crate::identity::auth::RouteAuth;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
-use crate::limiter::decision::LimitResult;
+use crate::limiter::decision::{Decision, LimitResult};
 use crate::limiter::spec::LimitSpec;
 use crate::payload::json::rpc::CountedMessages;
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
@@ -166,6 +166,20 @@ impl LlmInspection {
 }
 
 impl RouteLimits {
+    /// Append the RateLimit headers of a decision, and the header that lets scripts of other origins read them.
+    pub fn append_headers(&self, headers: &mut HeaderMap, decision: &Decision<'_>) {
+        if decision.results.is_empty() {
+            return;
+        }
+        let is_standard = decision.results.len() == self.enforced
+            && decision.results.iter().all(|result| result.quota == result.limit.default_variant.quota);
+        let policy = self.policy_header.as_ref().filter(|_| is_standard);
+        ratelimit_headers::append_decision_headers(headers, &self.header_styles, policy, decision);
+        if let Some(expose) = &self.expose_header {
+            headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
+        }
+    }
+
     /// Return whether a limit depends on the body of a request.
     pub fn reads_body(&self) -> bool {
         self.reads_values || self.llm.is_some()

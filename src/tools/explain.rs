@@ -235,8 +235,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             Some(decision) if !decision.admitted => {
                 return Err(Rejection::RateLimited {
                     decision,
-                    header_styles: &route.rate_limits.header_styles,
-                    expose_headers: route.rate_limits.expose_header.as_ref(),
+                    rate_limits: &route.rate_limits,
                     is_grpc: is_grpc_call(request),
                     provider: llm.as_ref().map(|llm| llm.provider),
                 });

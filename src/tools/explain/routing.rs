@@ -17,7 +17,6 @@ use crate::proxy::forward::{ForwardedCertificate, UpstreamRequestInfo, prepare_u
 use crate::proxy::header_values::RequestVariables;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::mirror::MIRROR_HEADER;
-use crate::proxy::rate_limit::append_ratelimit_headers;
 use crate::routing::RouteRequest;
 use crate::routing::condition::ConditionSource;
 use crate::routing::explain::{Candidate, MismatchReason};
@@ -279,7 +278,7 @@ pub(super) fn admitted_response(
     let apply_headers = |headers: &mut HeaderMap| {
         mutations.apply(headers, &values);
         if let Some(decision) = decision {
-            append_ratelimit_headers(headers, route, decision);
+            route.rate_limits.append_headers(headers, decision);
         }
         if let Some(cors) = cors {
             cors.apply(headers);
