@@ -84,6 +84,11 @@ impl ConnectionActivity {
         (counter & 1 == 1 && Arc::strong_count(self) <= CONNECTION_REFS && is_kept_alive()).then_some(counter)
     }
 
+    /// Return whether bytes have arrived that are not part of a request, or not yet.
+    pub fn has_unparsed_bytes(self: &Arc<Self>) -> bool {
+        self.headers_counter.load(Ordering::Relaxed) & 1 == 1 && Arc::strong_count(self) <= CONNECTION_REFS
+    }
+
     /// Set whether responses announce from now on that the connection will be closed (RFC 9112 §9.6).
     pub fn announce_close(&self, announce: bool) {
         self.announces_close.store(announce, Ordering::Relaxed);

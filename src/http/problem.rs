@@ -12,6 +12,20 @@ pub(crate) const CONTENT_TYPE: &str = "application/problem+json";
 /// send it to other clients.
 pub(crate) const NO_STORE: HeaderValue = HeaderValue::from_static("no-store");
 
+/// Return a whole HTTP/1.1 response with a problem document, for requests that do not reach hyper or that hyper cannot
+/// parse. `headers` are further header lines, each with its line end.
+pub(crate) fn raw_response(status: StatusCode, detail: &str, headers: &str) -> Vec<u8> {
+    let body = Problem::new(status, detail).to_json();
+    let mut response = format!(
+        "HTTP/1.1 {status}\r\ncontent-type: {CONTENT_TYPE}\r\ncache-control: no-store\r\n{headers}\
+         content-length: {}\r\nconnection: close\r\n\r\n",
+        body.len()
+    )
+    .into_bytes();
+    response.extend_from_slice(&body);
+    response
+}
+
 /// A problem document (RFC 9457).
 pub(crate) struct Problem<'a> {
     pub(crate) kind: &'a str,

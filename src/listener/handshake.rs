@@ -12,7 +12,7 @@ use tokio_rustls::server::TlsStream;
 use tokio_rustls::{LazyConfigAcceptor, TlsAcceptor};
 use tracing::{info, warn};
 
-use crate::http::problem::{CONTENT_TYPE, Problem};
+use crate::http::problem;
 use crate::limiter::clock::LogThrottle;
 use crate::listener::metrics::HandshakeFailure;
 use crate::listener::stream::ReclaimableStream;
@@ -50,15 +50,7 @@ pub(super) fn is_plain_http(first_bytes: &[u8]) -> bool {
 /// Return the response to an HTTP request without TLS.
 pub(super) fn plain_http_response() -> Vec<u8> {
     let detail = "the request was sent without TLS to a port that serves HTTPS: use https:// in the URL";
-    let body = Problem::new(StatusCode::BAD_REQUEST, detail).to_json();
-    let mut response = format!(
-        "HTTP/1.1 400 Bad Request\r\nContent-Type: {CONTENT_TYPE}\r\nCache-Control: no-store\r\n\
-         Content-Length: {}\r\nConnection: close\r\n\r\n",
-        body.len()
-    )
-    .into_bytes();
-    response.extend_from_slice(&body);
-    response
+    problem::raw_response(StatusCode::BAD_REQUEST, detail, "")
 }
 
 /// Accept the handshake of a client. For a CA that validates a name by TLS-ALPN-01 (RFC 8737), complete the validation

@@ -113,7 +113,7 @@ impl HttpConnection {
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let settings = &self.settings;
-        let io = TokioIo::new(MonitoredStream::new(stream, protocol, self.activity.clone()));
+        let io = TokioIo::new(MonitoredStream::new(stream, protocol, self.activity.clone(), settings.proxy_status));
         let flow = StreamFlow::for_connection(self.buffer_budget.clone());
         match protocol {
             Protocol::Http1 => {

@@ -5,16 +5,18 @@ use std::io::IoSlice;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Poll, Wake, Waker, ready};
 use std::time::Instant;
 
-use bytes::Bytes;
+use bytes::{Buf, Bytes};
+use http::StatusCode;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::sync::oneshot::{Receiver, Sender};
 
 use crate::http::flow::ConnectionActivity;
+use crate::http::problem;
 use crate::limiter::clock::monotonic;
 use crate::listener::handshake::{PREFACE, Protocol};
 use crate::listener::metrics::ListenerMetrics;
@@ -233,12 +235,16 @@ const PADDING: u32 = 256;
 /// The GOAWAY frame with ENHANCE_YOUR_CALM and the highest stream ID (RFC 9113 §6.8, §7).
 const GOAWAY_ENHANCE_YOUR_CALM: &[u8; 17] = b"\0\0\x08\x07\0\0\0\0\0\x7f\xff\xff\xff\0\0\0\x0b";
 
-/// A stream that counts the HTTP/2 frames of its input.
+/// A stream that counts the HTTP/2 frames of its input, and completes the responses of the HTTP/1 parser.
 #[derive(Debug)]
 pub(super) struct MonitoredStream<S> {
     stream: S,
     activity: Arc<ConnectionActivity>,
     frames: Option<FrameMonitor>,
+    /// The part of a [`ParserError`]'s response that is not written yet.
+    parser_error: Option<Bytes>,
+    /// Whether errors have the header `Proxy-Status`.
+    proxy_status: bool,
 }
 
 /// Frame counts of an HTTP/2 connection.
@@ -268,7 +274,7 @@ struct FrameParser {
 }
 
 impl<S> MonitoredStream<S> {
-    pub(super) fn new(stream: S, protocol: Protocol, activity: Arc<ConnectionActivity>) -> Self {
+    pub(super) fn new(stream: S, protocol: Protocol, activity: Arc<ConnectionActivity>, proxy_status: bool) -> Self {
         let frames = (protocol == Protocol::Http2).then(|| FrameMonitor {
             input: FrameParser { remaining_payload: PREFACE.len(), ..FrameParser::default() },
             output: FrameParser::default(),
@@ -279,7 +285,7 @@ impl<S> MonitoredStream<S> {
             received: 0,
             is_exceeded: false,
         });
-        MonitoredStream { stream, activity, frames }
+        MonitoredStream { stream, activity, frames, parser_error: None, proxy_status }
     }
 
     fn record_written(&mut self, slices: &[IoSlice<'_>], count: usize) {
@@ -406,7 +412,19 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for MonitoredStream<S> {
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let polled = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        let mut written_now = bytes;
+        if self.frames.is_none()
+            && let Some(error) = ParserError::find(bytes)
+            && self.activity.has_unparsed_bytes()
+        {
+            if error.start == 0 {
+                let response = error.response(self.proxy_status);
+                return self.poll_write_parser_error(cx, response, bytes.len());
+            }
+            // The end of an earlier response comes first.
+            written_now = &bytes[..error.start];
+        }
+        let polled = Pin::new(&mut self.stream).poll_write(cx, written_now);
         if let Poll::Ready(Ok(count)) = polled {
             self.record_written(&[IoSlice::new(bytes)], count);
         }
@@ -435,5 +453,84 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
 
     fn is_write_vectored(&self) -> bool {
         self.stream.is_write_vectored()
+    }
+}
+
+// === Errors of the HTTP/1 parser: hyper responds to requests that it cannot parse ===
+
+/// A response of hyper to a request that it cannot parse. The response has no body and no `Cache-Control`, and it is the
+/// last one of its connection. The gateway sends a problem document instead.
+///
+/// The response is recognized by its bytes, but only if the client has sent bytes after its last request: content that
+/// contains the same bytes is not changed. Malformed requests that are pipelined, in one packet with the request before
+/// them, keep the response of hyper.
+#[derive(Debug)]
+struct ParserError<'a> {
+    /// Position of the response in the written bytes.
+    start: usize,
+    status: StatusCode,
+    detail: &'static str,
+    /// Value of `Date`.
+    date: &'a str,
+}
+
+/// The heads of these responses up to the date, with the statuses and the details of the problem documents.
+const PARSER_ERRORS: [(&[u8], StatusCode, &str); 3] = [
+    (
+        b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\ndate: ",
+        StatusCode::BAD_REQUEST,
+        "the request is malformed",
+    ),
+    (
+        b"HTTP/1.1 414 URI Too Long\r\nconnection: close\r\ncontent-length: 0\r\ndate: ",
+        StatusCode::URI_TOO_LONG,
+        "the target is too long",
+    ),
+    (
+        b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\ndate: ",
+        StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+        "the request has too many or too large headers",
+    ),
+];
+
+/// Length of the value of `Date` (RFC 9110 §5.6.7).
+const DATE_LENGTH: usize = "Sun, 06 Nov 1994 08:49:37 GMT".len();
+
+impl<'a> ParserError<'a> {
+    /// Find the response at the end of these bytes.
+    fn find(bytes: &'a [u8]) -> Option<Self> {
+        let head = bytes.strip_suffix(b"\r\n\r\n")?;
+        let (head, date) = head.split_at_checked(head.len().checked_sub(DATE_LENGTH)?)?;
+        let (known, status, detail) = PARSER_ERRORS.iter().find(|(known, ..)| head.ends_with(known))?;
+        let date = str::from_utf8(date).ok()?;
+        Some(ParserError { start: head.len() - known.len(), status: *status, detail, date })
+    }
+
+    /// Return the response with a problem document.
+    fn response(&self, proxy_status: bool) -> Bytes {
+        let mut headers = format!("date: {}\r\n", self.date);
+        if proxy_status {
+            headers += "proxy-status: sluicegate;error=http_request_error\r\n";
+        }
+        problem::raw_response(self.status, self.detail, &headers).into()
+    }
+}
+
+impl<S: AsyncWrite + Unpin> MonitoredStream<S> {
+    /// Write a response in place of the `replaced` bytes of hyper.
+    fn poll_write_parser_error(
+        &mut self,
+        cx: &mut Context<'_>,
+        response: Bytes,
+        replaced: usize,
+    ) -> Poll<io::Result<usize>> {
+        let rest = self.parser_error.get_or_insert(response);
+        while !rest.is_empty() {
+            match ready!(Pin::new(&mut self.stream).poll_write(cx, rest))? {
+                0 => return Poll::Ready(Ok(0)),
+                count => rest.advance(count),
+            }
+        }
+        Poll::Ready(Ok(replaced))
     }
 }

@@ -135,6 +135,46 @@ fn malformed_and_huge_heads_are_rejected_and_take_no_memory() {
     assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
 }
 
+#[test]
+fn requests_that_cannot_be_parsed_get_a_problem_document() {
+    let upstream = Upstream::start();
+    let gateway = gateway(&upstream);
+    let huge = |count: usize| [b"GET / HTTP/1.1\r\nHost: a".to_vec(), b"\r\nx: y".repeat(count)].concat();
+    let (few, many) = (huge(101), huge(2000));
+    let long = [&b"GET /"[..], &[b'a'; 70 << 10]].concat();
+    let oversized: [(&str, &str, &[u8], u16); 3] =
+        [("101 lines", "", &few, 431), ("2,000 lines", "", &many, 431), ("a target of 70 KiB", "", &long, 431)];
+    for (what, _, head, status) in BROKEN.iter().chain(&oversized) {
+        for before in [0, 2] {
+            let what = format!("{what} after {before} requests");
+            let mut client = gateway.client();
+            for _ in 0..before {
+                assert_eq!(client.get("/").status, 200, "{what}");
+            }
+            client.send(&[head, &b"\r\n\r\n"[..]].concat());
+            let reply = client.reply().unwrap_or_else(|| panic!("{what}: no response"));
+            reply.assert_problem(*status, &what);
+            assert_eq!(reply.header("cache-control"), Some("no-store"), "{what}");
+            assert_eq!(reply.header("proxy-status"), Some("sluicegate;error=http_request_error"), "{what}");
+            assert!(reply.header("date").is_some(), "{what}");
+            client.assert_closed(&what);
+        }
+    }
+}
+
+#[test]
+fn content_that_looks_like_a_response_of_the_parser_stays() {
+    let text = "x\nHTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\
+                date: Sun, 06 Nov 1994 08:49:37 GMT\r\n\r\n";
+    let gateway = Gateway::start(&format!(
+        "[[route]]\nname = \"text\"\npath = \"/\"\nrespond = {{ status = 200, body = {text:?} }}\n"
+    ));
+    let mut client = gateway.client();
+    for _ in 0..3 {
+        assert_eq!(client.get("/").text(), text);
+    }
+}
+
 /// A request up to the empty line; Host and target at the upstream, or the status of the rejection.
 type Case = (&'static str, &'static str, Result<(&'static str, &'static str), u16>);
 
