@@ -1,7 +1,6 @@
 //! The gateway process: opens the sockets, starts the threads and owns the state that they share.
 
 pub mod acme;
-pub(crate) mod admin_socket;
 mod collector;
 pub mod hot_restart;
 pub mod jwks_refresh;
@@ -23,15 +22,13 @@ use std::{io, thread};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::admin::state::AdminState;
-use crate::admin::{AdminDeps, AdminSockets};
+use crate::admin::{AdminDeps, AdminSockets, AdminState};
 use crate::app::acme::{AcmeClient, AcmeDeps, AcmeError};
-use crate::app::admin_socket::AdminSocketFile;
 use crate::app::hot_restart::HotRestart;
-use crate::app::listen::{InheritedSockets, ListenerSockets};
+use crate::app::listen::{AdminSocketFile, InheritedSockets, ListenerSockets};
 use crate::app::quota_events::{EventDeps, EventThread};
 use crate::app::reload::file_watcher::FileWatcher;
-use crate::app::reload::{Reloader, WorkerGateways, files};
+use crate::app::reload::{Reloader, WorkerGateways, file_watcher};
 use crate::app::upstream_maintenance::MaintenanceThread;
 use crate::app::worker::Worker;
 use crate::limiter::clock;
@@ -163,7 +160,7 @@ impl App {
         });
         let admin = admin.transpose()?;
         inherited.close_unclaimed();
-        let admin_socket = admin_socket::socket_path(&config.admin_socket)
+        let admin_socket = listen::socket_path(&config.admin_socket)
             .map(|path| AdminSocketFile::open(&path).map_err(|source| AppError::AdminSocket { path, source }));
         let admin_socket = admin_socket.transpose()?;
         let spans = config.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
@@ -172,7 +169,7 @@ impl App {
         let config = Arc::new(config);
         let (config_handle, reload_requests) = ConfigHandle::new(config.clone());
         let config_handle = Arc::new(config_handle);
-        let watcher = files::watch_files(&config_handle);
+        let watcher = file_watcher::watch_files(&config_handle);
         let admin_stop = CancellationToken::new();
         Ok(App {
             config,

@@ -1,10 +1,5 @@
 //! Certificates by ACME (RFC 8555). A thread obtains and renews the certificates of all names.
-
-mod ca_client;
-mod cipher;
-mod directory;
 mod order;
-mod shared;
 mod storage;
 
 use std::collections::BTreeMap;
@@ -22,12 +17,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use crate::app::AppError;
-use crate::app::acme::ca_client::CaClient;
-use crate::app::acme::directory::Directory;
-use crate::app::acme::order::{OrderContext, OrderError, SuggestedRenewal, publish_challenges};
-use crate::app::acme::shared::SharedRecords;
+use crate::app::acme::order::{CaClient, OrderContext, OrderError, SuggestedRenewal, publish_challenges};
 use crate::app::acme::storage::{
-    ACCOUNT, Attempts, RenewalRecord, Storage, StorageError, attempts_record, certificate_record, renewal_record,
+    ACCOUNT, Attempts, Directory, RenewalRecord, SharedRecords, Storage, StorageError, attempts_record,
+    certificate_record, renewal_record,
 };
 use crate::limiter::clock::{LogThrottle, unix_us};
 use crate::limiter::redis::RedisSettings;
@@ -200,7 +193,7 @@ impl AcmeClient {
             return Ok(());
         };
         let redis = RedisSettings { timeout: redis.timeout.max(MIN_STORE_TIMEOUT), connections: 1, ..redis.clone() };
-        let key = format!("{}:acme:{}", redis.prefix, directory::directory_name(&acme.settings.directory));
+        let key = format!("{}:acme:{}", redis.prefix, storage::directory_name(&acme.settings.directory));
         let (breaker, topology) = (deps.circuit_breaker.clone(), deps.cluster_map.clone());
         let store = RedisStore::new(&(deployment.clone(), redis), breaker, topology, Arc::default());
         self.storage.share(SharedRecords::new(store, key, acme.settings.secret.as_bytes())?);

@@ -1,26 +1,30 @@
 //! The explanation of a request. The explanation calls the functions that serve requests, but sends nothing and charges
 //! nothing.
 
-mod access;
-mod authentication;
 pub mod limits;
 pub mod report;
 mod routing;
 
-use http::header::CONTENT_LENGTH;
+use std::net::IpAddr;
+
+use http::header::{CONTENT_LENGTH, ORIGIN};
 use http::{HeaderMap, Request};
 use serde_json::Value;
+use tokio::runtime::Builder;
 
 use crate::http::cors;
 use crate::http::cors::CorsDecision;
 use crate::http::headers;
 use crate::http::headers::is_grpc_call;
-use crate::identity::auth::{AuthError, Credentials};
+use crate::identity::access::{AccessDecision, AccessRules, ListSource};
+use crate::identity::api_key::Caller;
+use crate::identity::auth::{AuthError, AuthProvider, Credentials, Proof, ProviderKind, Verification};
+use crate::identity::basic::BasicProvider;
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::verdict::Verdict;
 use crate::payload::json::body::JsonBody;
 use crate::proxy::access::{access_rules, check_host};
-use crate::proxy::authentication::AuthRejection;
+use crate::proxy::authentication::{AuthRejection, auth_request, authenticate};
 use crate::proxy::body as inspection;
 use crate::proxy::body::{BodyContent, UnreadBody};
 use crate::proxy::context::Peer;
@@ -34,7 +38,7 @@ use crate::routing::condition::RouteBody;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteAction, RouteLimits};
 use crate::tools::explain::limits::{Counters, CountersUnavailable};
-use crate::tools::explain::report::{ClientReport, Explanation, ResponseReport};
+use crate::tools::explain::report::{AccessReport, AuthReport, ClientReport, CorsReport, Explanation, ResponseReport};
 
 /// A configuration and the counters of its limits.
 #[derive(Debug)]
@@ -161,10 +165,10 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         explanation.route = found.route.map(|route| comparison.matched_route(route));
         let policy = found.route.and_then(|route| route.cors.as_deref());
         found.cors = policy.map(|policy| policy.decide(request.headers(), is_preflight));
-        explanation.cors = found.cors.as_ref().map(|cors| access::cors_report(cors, request, is_preflight));
+        explanation.cors = found.cors.as_ref().map(|cors| cors_report(cors, request, is_preflight));
         check_host(config, &target)?;
         let rules = access_rules(config, peer.listener, found.route);
-        explanation.access = access::access_reports(rules, explanation.client.address);
+        explanation.access = access_reports(rules, explanation.client.address);
         if explanation.access.iter().any(|report| !report.allowed) {
             return Err(Rejection::Forbidden);
         }
@@ -178,10 +182,10 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         }
         let rewritten = target.rewrite(route, request.uri().query())?;
         let limit_context = LimitContext::new(request, &target, peer);
-        let (credentials, authenticated) = authentication::verify(config, route, request.headers(), peer);
+        let (credentials, authenticated) = verify_credentials(config, route, request.headers(), peer);
         found.credentials = credentials;
         let credentials = &found.credentials;
-        explanation.authentication = authentication::steps(config, route, credentials);
+        explanation.authentication = auth_reports(config, route, credentials);
         let is_pending =
             matches!(authenticated, Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(_), .. })));
         let mut llm = None;
@@ -286,4 +290,135 @@ fn body_length(headers: &HeaderMap) -> Option<u64> {
         return None;
     }
     headers.get(CONTENT_LENGTH).map_or(Some(0), |length| length.to_str().ok()?.parse().ok())
+}
+
+// === Access rules and CORS ===
+
+/// Report what the access rules of the listener and of the route decide about a client.
+pub(super) fn access_reports(rules: [Option<&AccessRules>; 2], client: IpAddr) -> Vec<AccessReport> {
+    let reports = ["listener", "route"].into_iter().zip(rules).filter_map(|(rule, rules)| {
+        let decision = rules?.decide(client);
+        Some(AccessReport { rule, allowed: decision.is_allowed(), reason: access_reason(decision, client) })
+    });
+    reports.collect()
+}
+
+fn access_reason(decision: AccessDecision<'_>, client: IpAddr) -> String {
+    let from = |source| match source {
+        ListSource::Inline => String::new(),
+        ListSource::File(name) => format!(", by the file {name}"),
+    };
+    match decision {
+        AccessDecision::NotDenied => format!("{client} is not in `deny`"),
+        AccessDecision::Allowed(source) => format!("{client} is in `allow`{}", from(source)),
+        AccessDecision::Denied(source) => format!("{client} is in `deny`{}", from(source)),
+        AccessDecision::NotAllowed => format!("{client} is not in `allow`"),
+    }
+}
+
+/// Report the decision of the CORS policy about a request.
+pub(super) fn cors_report(cors: &CorsDecision<'_>, request: &Request<()>, is_preflight: bool) -> CorsReport {
+    let origin = request.headers().get(ORIGIN);
+    CorsReport {
+        origin: origin.map(|origin| String::from_utf8_lossy(origin.as_bytes()).into_owned()),
+        allowed: cors.is_allowed(),
+        preflight: is_preflight,
+    }
+}
+
+// === Authentication ===
+
+/// Verify the credentials of a request as a gateway does. Passwords are compared with their hashes. The keys of issuers
+/// are not fetched, and authentication servers are not called. The error in these cases is [`AuthError::Pending`].
+pub(super) fn verify_credentials<'a>(
+    config: &'a CompiledConfig,
+    route: &'a Route,
+    headers: &HeaderMap,
+    peer: &Peer,
+) -> (Credentials<'a>, Result<(), Rejection<'a>>) {
+    let (mut credentials, mut result) = authenticate(config, route, headers, peer);
+    let request = auth_request(route, headers, peer);
+    while let Err(Rejection::Auth(AuthRejection { error: AuthError::Pending(index), challenges })) = &result {
+        let (index, challenges) = (*index, *challenges);
+        let verification = match &config.auth.providers[index].kind {
+            ProviderKind::Basic(basic) => hash_password(basic, headers),
+            ProviderKind::Jwt(verifier) => verifier.verify_with_current_keys(&request),
+            _ => break,
+        };
+        let resumed = credentials.resume(index, verification, &request);
+        result = resumed.map_err(|error| Rejection::Auth(AuthRejection { error, challenges }));
+    }
+    (credentials, result)
+}
+
+fn hash_password(basic: &BasicProvider, headers: &HeaderMap) -> Verification {
+    match Builder::new_current_thread().enable_time().build() {
+        Ok(runtime) => runtime.block_on(basic.verify_with_hash(headers)),
+        Err(_) => Verification::Unavailable(AuthError::Unavailable("the password cannot be hashed")),
+    }
+}
+
+/// Report the providers of a route in the order of their checks, followed by the providers that were not checked.
+pub(super) fn auth_reports(config: &CompiledConfig, route: &Route, credentials: &Credentials<'_>) -> Vec<AuthReport> {
+    let Some(auth) = &route.auth else { return Vec::new() };
+    let mut reports: Vec<AuthReport> =
+        credentials.checked().map(|(provider, verification)| verification_report(provider, verification)).collect();
+    for index in &auth.providers {
+        let provider = &config.auth.providers[*index];
+        if !reports.iter().any(|report| *report.provider == *provider.name) {
+            let reason = "not checked: an earlier step decided".to_owned();
+            reports.push(auth_report(provider, "not_checked", reason));
+        }
+    }
+    reports
+}
+
+fn verification_report(provider: &AuthProvider, verification: &Verification) -> AuthReport {
+    let (result, reason) = match verification {
+        Verification::Absent => ("absent", format!("the request has no {}", credential(provider))),
+        Verification::Foreign(error) => ("foreign", format!("the credential is not for this provider: {error}")),
+        Verification::Valid(proof) => ("valid", proof_text(provider, proof)),
+        Verification::Invalid(error) => ("invalid", error.to_string()),
+        Verification::Forbidden(error) => ("forbidden", error.to_string()),
+        Verification::Unavailable(error) => ("unavailable", error.to_string()),
+        Verification::Pending => ("pending", pending_text(provider)),
+    };
+    auth_report(provider, result, reason)
+}
+
+fn auth_report(provider: &AuthProvider, result: &'static str, reason: String) -> AuthReport {
+    AuthReport { provider: provider.name.to_string(), kind: provider.kind.label(), result, reason }
+}
+
+fn credential(provider: &AuthProvider) -> &'static str {
+    match provider.kind {
+        ProviderKind::ApiKey(_) => "API key",
+        ProviderKind::Jwt(_) => "bearer token",
+        ProviderKind::ClientCert => "client certificate",
+        ProviderKind::Basic(_) => "Basic credentials",
+        ProviderKind::Forward(_) => "admission",
+    }
+}
+
+fn pending_text(provider: &AuthProvider) -> String {
+    match provider.kind {
+        ProviderKind::Forward(_) => "its server decides; explain does not call it",
+        _ => "not verified",
+    }
+    .to_owned()
+}
+
+fn proof_text(provider: &AuthProvider, proof: &Proof) -> String {
+    match proof {
+        Proof::ApiKey(Caller::Consumer(consumer), _) => format!("API key of the consumer {}", consumer.name),
+        Proof::ApiKey(Caller::Accepted(_), _) => "unknown API key, accepted (on_unknown)".to_owned(),
+        Proof::ApiKey(Caller::Anonymous | Caller::Missing, _) => "anonymous, without a known API key".to_owned(),
+        Proof::Jwt(claims) => match claims.text("sub") {
+            Some(subject) => format!("token of {subject}"),
+            None => "token without a subject".to_owned(),
+        },
+        Proof::ClientCert => format!("the {} of the connection", credential(provider)),
+        Proof::Basic(user) => format!("the user {user}"),
+        Proof::Forward(_) => "admitted by its server".to_owned(),
+    }
 }

@@ -9,7 +9,7 @@ pub mod resolve;
 pub mod simulator;
 
 use crate::snapshot::CompiledConfig;
-use crate::tools::replay::format::nginx::FormatError;
+use crate::tools::replay::format::text::FormatError;
 use crate::tools::replay::format::{FieldMapping, Format, FormatCapabilities};
 use crate::tools::replay::log_input::{KWayMerge, LogInput, LogStatistics};
 use crate::tools::replay::quota_search::{QuotaProposal, Recording, Suggestion};

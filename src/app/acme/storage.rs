@@ -1,20 +1,28 @@
 //! Storage of the account, the certificates, and the state of orders: in the storage directory, or in Redis with a copy
 //! of the certificates in the directory.
 
-use std::fs::File;
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::future;
 use std::io;
+use std::io::Write;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use aws_lc_rs::aead::{AES_256_GCM, Aad, NONCE_LEN, Nonce, RandomizedNonceKey};
+use aws_lc_rs::error::Unspecified;
+use aws_lc_rs::hkdf::{HKDF_SHA256, KeyType, Salt};
+use http::Uri;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
-use tracing::warn;
+use tracing::{debug, warn};
+use uuid::Uuid;
 
 use crate::app::acme::TICK;
-use crate::app::acme::directory::{Directory, Records};
-use crate::app::acme::shared::{LockKeeper, SharedRecords};
 use crate::limiter::clock::LogThrottle;
+use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::StoreError;
 use crate::tls::Certificate;
 
@@ -339,4 +347,335 @@ impl Storage {
 fn is_older(one: &[u8], other: &[u8]) -> bool {
     let issued_s = |pem: &[u8]| Certificate::from_pem(pem, pem).map_or(i64::MIN, |found| found.validity_s().0);
     issued_s(one) < issued_s(other)
+}
+
+// === The storage directory: one file per record, with mode 0600, replaced atomically ===
+
+/// Contents by file name.
+pub(super) type Records = BTreeMap<String, Vec<u8>>;
+
+/// Name of the file that is locked by the process that places orders.
+const LOCK_FILE: &str = "lock";
+
+/// Suffix of a file while it is being written.
+const TEMPORARY_SUFFIX: &str = ".tmp";
+
+/// The directory of one CA in the storage directory.
+#[derive(Debug)]
+pub(super) struct Directory {
+    path: PathBuf,
+}
+
+impl Directory {
+    /// Open or create the directory for a CA.
+    ///
+    /// # Errors
+    /// It cannot be created.
+    pub(super) fn open(storage: &Path, ca: &Uri) -> io::Result<Self> {
+        let path = storage.join(directory_name(ca));
+        DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
+        // Fail early if the files cannot be written.
+        open_lock(&path)?;
+        Ok(Directory { path })
+    }
+
+    /// Return the path of the directory.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Read all records.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub(super) fn read_all(&self) -> io::Result<Records> {
+        let mut records = Records::new();
+        for entry in self.path.read_dir()? {
+            let Ok(name) = entry?.file_name().into_string() else { continue };
+            if name == LOCK_FILE || name.ends_with(TEMPORARY_SUFFIX) {
+                continue;
+            }
+            match std::fs::read(self.path.join(&name)) {
+                Ok(content) => drop(records.insert(name, content)),
+                // The file was removed after the directory was listed.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(records)
+    }
+
+    /// Write a record. After a crash, the record has either the old or the new content.
+    ///
+    /// # Errors
+    /// The file cannot be written. The old content remains.
+    pub(super) fn write(&self, name: &str, content: &[u8]) -> io::Result<()> {
+        let temporary = self.path.join(format!("{name}{TEMPORARY_SUFFIX}"));
+        // A process that was killed may have left the file with another mode.
+        let _ = std::fs::remove_file(&temporary);
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
+        file.write_all(content)?;
+        file.sync_all()?;
+        std::fs::rename(&temporary, self.path.join(name))?;
+        File::open(&self.path)?.sync_all()
+    }
+
+    /// Write a copy of a record from the shared store. Log an error.
+    pub(super) fn keep_copy(&self, name: &str, content: &[u8]) {
+        if let Err(error) = self.write(name, content) {
+            let directory = self.path.display();
+            warn!(%directory, record = name, %error, "cannot write a certificate to acme.storage: after a restart, the gateway must read it from Redis");
+        }
+    }
+
+    /// Remove a record.
+    ///
+    /// # Errors
+    /// The file cannot be removed. A missing file is not an error.
+    pub(super) fn remove(&self, name: &str) -> io::Result<()> {
+        match std::fs::remove_file(self.path.join(name)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            result => result,
+        }
+    }
+
+    /// Lock the directory against other processes until the returned value is dropped. Return `None` if another process
+    /// has locked it.
+    ///
+    /// # Errors
+    /// The file system has no locks, or the file cannot be opened.
+    pub(super) fn try_lock(&self) -> io::Result<Option<File>> {
+        let file = open_lock(&self.path)?;
+        match file.try_lock() {
+            Ok(()) => Ok(Some(file)),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) => Err(error),
+        }
+    }
+}
+
+fn open_lock(path: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path.join(LOCK_FILE))
+}
+
+/// Return host, port and path of the URL as a file name, such as `acme-v02.api.letsencrypt.org-directory`.
+pub(super) fn directory_name(ca: &Uri) -> String {
+    let authority = ca.authority().map_or("", |authority| authority.as_str());
+    let path = ca.path().trim_matches('/');
+    let is_kept = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-');
+    format!("{authority}-{path}").chars().map(|c| if is_kept(c) { c.to_ascii_lowercase() } else { '-' }).collect()
+}
+
+// === Shared records: encrypted fields of one Redis hash, protected by a lock ===
+
+/// Time after which another gateway may acquire the lock of a gateway that has ended.
+const LOCK_TTL: Duration = Duration::from_secs(10);
+
+/// Interval in which the holder of the lock renews the lock.
+const RENEW_INTERVAL: Duration = Duration::from_secs(3);
+
+/// The shared records of one CA.
+#[derive(Debug)]
+pub(super) struct SharedRecords {
+    keeper: LockKeeper,
+    cipher: Cipher,
+    /// Version of the records that were read last. 0: no records were read.
+    version: u64,
+    /// Fencing token of the lock. `None` if this gateway does not hold the lock.
+    token: Option<u64>,
+}
+
+/// Acquires and renews the lock.
+#[derive(Debug, Clone)]
+pub(super) struct LockKeeper {
+    store: RedisStore,
+    /// Key of the hash.
+    key: String,
+    /// Name of this process as the owner of the lock.
+    owner: String,
+}
+
+impl LockKeeper {
+    async fn lock(&self) -> Result<Option<u64>, StorageError> {
+        Ok(self.store.lock_fenced(&self.key, &self.owner, LOCK_TTL).await?)
+    }
+
+    /// Renew the lock until the future is dropped. If the lock was lost, a write fails.
+    pub(super) async fn run(&self) {
+        loop {
+            sleep(RENEW_INTERVAL).await;
+            if let Err(error) = self.lock().await {
+                debug!(%error, "cannot renew the lock for ACME orders");
+            }
+        }
+    }
+}
+
+impl SharedRecords {
+    /// Use the records in the hash at `key`.
+    ///
+    /// # Errors
+    /// The key for encryption cannot be derived.
+    pub(super) fn new(store: RedisStore, key: String, secret: &[u8]) -> Result<Self, StorageError> {
+        let cipher = Cipher::new(secret).map_err(|_| StorageError::Cipher)?;
+        let keeper = LockKeeper { store, key, owner: Uuid::new_v4().to_string() };
+        Ok(SharedRecords { keeper, cipher, version: 0, token: None })
+    }
+
+    /// Return the future that renews the lock.
+    pub(super) fn keeper(&self) -> LockKeeper {
+        self.keeper.clone()
+    }
+
+    /// Return all records, if they have changed since the last call.
+    ///
+    /// # Errors
+    /// The store cannot be read, or a record is encrypted with another secret.
+    pub(super) async fn read(&mut self) -> Result<Option<Records>, StorageError> {
+        let (version, fields) = self.keeper.store.read_fenced(&self.keeper.key, self.version).await?;
+        let Some(fields) = fields else { return Ok(None) };
+        let decrypt = |(name, value): (String, Vec<u8>)| {
+            let content = self.cipher.decrypt(&name, &value);
+            content.map_err(|_| StorageError::Decrypt(name.clone())).map(|content| (name, content))
+        };
+        let records = fields.into_iter().map(decrypt).collect::<Result<_, _>>()?;
+        self.version = version;
+        Ok(Some(records))
+    }
+
+    /// Acquire the lock. Return whether this gateway holds it.
+    ///
+    /// # Errors
+    /// The store cannot be reached.
+    pub(super) async fn lock(&mut self) -> Result<bool, StorageError> {
+        self.token = self.keeper.lock().await?;
+        Ok(self.token.is_some())
+    }
+
+    /// Release the lock. If the store cannot be reached, the lock expires.
+    pub(super) async fn unlock(&mut self) {
+        if let Some(token) = self.token.take()
+            && let Err(error) = self.keeper.store.unlock_fenced(&self.keeper.key, token).await
+        {
+            debug!(%error, "cannot release the lock for ACME orders");
+        }
+    }
+
+    /// Write a record, or remove it.
+    ///
+    /// # Errors
+    /// The store cannot be reached, or another gateway has acquired the lock.
+    pub(super) async fn write(&mut self, name: &str, content: Option<&[u8]>) -> Result<(), StorageError> {
+        let token = self.token.ok_or(StorageError::LockLost)?;
+        let encrypted = content.map(|content| self.cipher.encrypt(name, content).map_err(|_| StorageError::Cipher));
+        let encrypted = encrypted.transpose()?.unwrap_or_default();
+        match self.keeper.store.write_fenced(&self.keeper.key, token, name, &encrypted).await? {
+            true => Ok(()),
+            false => Err(StorageError::LockLost),
+        }
+    }
+}
+
+// === Encryption of shared records: AES-256-GCM with a key derived from `store.secret` ===
+
+/// Salt of the key derivation (HKDF, RFC 5869), which separates this key from other uses of the secret.
+const SALT: &[u8] = b"sluicegate acme";
+
+/// Label that identifies this use of the derived key.
+const LABEL: &[u8] = b"shared records, AES-256-GCM";
+
+/// First byte of an encrypted record: the version of its format.
+const VERSION: u8 = 1;
+
+/// Length of the key in bytes.
+struct KeyLength;
+
+impl KeyType for KeyLength {
+    fn len(&self) -> usize {
+        AES_256_GCM.key_len()
+    }
+}
+
+/// Encrypts and decrypts records.
+#[derive(Debug)]
+pub(super) struct Cipher(RandomizedNonceKey);
+
+impl Cipher {
+    /// Derive the key from the secret of the store.
+    ///
+    /// # Errors
+    /// The cryptographic library fails.
+    pub(super) fn new(secret: &[u8]) -> Result<Self, Unspecified> {
+        let mut key = [0; 32];
+        Salt::new(HKDF_SHA256, SALT).extract(secret).expand(&[LABEL], KeyLength)?.fill(&mut key)?;
+        RandomizedNonceKey::new(&AES_256_GCM, &key).map(Cipher)
+    }
+
+    /// Encrypt a record. Decryption succeeds only with the same name.
+    ///
+    /// # Errors
+    /// The cryptographic library fails.
+    pub(super) fn encrypt(&self, name: &str, content: &[u8]) -> Result<Vec<u8>, Unspecified> {
+        let mut sealed = content.to_vec();
+        let nonce = self.0.seal_in_place_append_tag(Aad::from(name.as_bytes()), &mut sealed)?;
+        Ok([&[VERSION][..], nonce.as_ref(), &sealed].concat())
+    }
+
+    /// Decrypt a record.
+    ///
+    /// # Errors
+    /// The record was encrypted with another secret or for another name, or it was changed.
+    pub(super) fn decrypt(&self, name: &str, encrypted: &[u8]) -> Result<Vec<u8>, Unspecified> {
+        let [VERSION, rest @ ..] = encrypted else { return Err(Unspecified) };
+        let (nonce, sealed) = rest.split_at_checked(NONCE_LEN).ok_or(Unspecified)?;
+        let mut sealed = sealed.to_vec();
+        let nonce = Nonce::try_assume_unique_for_key(nonce)?;
+        Ok(self.0.open_in_place(nonce, Aad::from(name.as_bytes()), &mut sealed)?.to_vec())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    #[test]
+    fn records_are_private_and_replaced_atomically() {
+        let storage = tempfile::tempdir().unwrap();
+        let ca = Uri::from_static("https://ca.test:14000/Dir/x");
+        let directory = Directory::open(&storage.path().join("new/acme"), &ca).unwrap();
+        assert!(directory.path().ends_with("new/acme/ca.test-14000-dir-x"), "{directory:?}");
+        // A process that was killed while it wrote leaves such a file.
+        std::fs::write(directory.path().join("a.pem.tmp"), "half").unwrap();
+        directory.write("a.pem", b"one").unwrap();
+        directory.write("a.pem", b"two").unwrap();
+        assert_eq!(directory.read_all().unwrap(), Records::from([("a.pem".to_owned(), b"two".to_vec())]));
+        let mode = |path: &Path| path.metadata().unwrap().mode() & 0o777;
+        assert_eq!(mode(&directory.path().join("a.pem")), 0o600);
+        assert_eq!(mode(directory.path()), 0o700);
+        let lock = directory.try_lock().unwrap();
+        assert!(lock.is_some() && directory.try_lock().unwrap().is_none());
+        drop(lock);
+        assert!(directory.try_lock().unwrap().is_some());
+        directory.remove("a.pem").unwrap();
+        directory.remove("a.pem").unwrap();
+        assert!(directory.read_all().unwrap().is_empty());
+    }
+
+    #[test]
+    fn records_decrypt_only_with_their_name_and_secret() {
+        let cipher = Cipher::new(b"secret").unwrap();
+        let encrypted = cipher.encrypt("a.pem", b"key").unwrap();
+        assert_eq!(cipher.decrypt("a.pem", &encrypted).unwrap(), b"key");
+        assert_ne!(cipher.encrypt("a.pem", b"key").unwrap(), encrypted, "each has its own nonce");
+        assert!(cipher.decrypt("b.pem", &encrypted).is_err());
+        assert!(Cipher::new(b"other").unwrap().decrypt("a.pem", &encrypted).is_err());
+        for wrong in [&[][..], &[1], &[2; 40], &encrypted[..encrypted.len() - 1]] {
+            assert!(cipher.decrypt("a.pem", wrong).is_err(), "{wrong:?}");
+        }
+        let mut changed = encrypted;
+        *changed.last_mut().unwrap() ^= 1;
+        assert!(cipher.decrypt("a.pem", &changed).is_err());
+    }
 }

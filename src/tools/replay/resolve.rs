@@ -25,7 +25,7 @@ use crate::routing::NoMatch;
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
-use crate::tools::replay::format::native::identity_hash_field;
+use crate::tools::replay::format::json::identity_hash_field;
 use crate::tools::replay::format::{FieldMapping, FormatCapabilities, LogEntry};
 use crate::tools::replay::quota_search::{ProposalError, QuotaProposal, proposed_variant, with_unbounded_permit_ttl};
 
