@@ -3,17 +3,14 @@
 pub(crate) mod api;
 mod configuration;
 mod connections;
-mod dashboard;
 mod events;
 mod health;
 mod metrics;
-mod process;
-pub mod state;
 pub mod usage;
 
 use std::convert::Infallible;
 use std::io;
-use std::net::{IpAddr, Ipv6Addr, TcpListener as StdListener};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener as StdListener};
 use std::os::unix::net::UnixListener as StdUnixListener;
 use std::pin::pin;
 use std::sync::Arc;
@@ -23,7 +20,10 @@ use std::time::Duration;
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use bytes::Bytes;
 use futures_util::future::OptionFuture;
-use http::header::{ACCEPT, ALLOW, AUTHORIZATION, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HOST, WWW_AUTHENTICATE};
+use http::header::{
+    ACCEPT, ALLOW, AUTHORIZATION, CACHE_CONTROL, CONNECTION, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HOST, HeaderName,
+    REFERRER_POLICY, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
+};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{Either, Full};
@@ -41,14 +41,22 @@ use tracing::warn;
 use crate::admin::api::ApiError;
 use crate::admin::connections::{AdminConnection, AdminConnections};
 use crate::admin::events::{EventBody, EventStream};
-use crate::admin::state::AdminState;
 use crate::limiter::admin::LimiterAdmin;
 use crate::limiter::memory::MemoryStore;
+use crate::limiter::metrics::{LimiterMetrics, MetricFamily};
+use crate::limiter::notify::{DeliveryStats, EventQueue};
 use crate::limiter::overrides::Overrides;
 use crate::limiter::redis::RedisSettings;
+use crate::limiter::redis::circuit_breaker::CircuitBreaker;
+use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::store::RedisStore;
+use crate::listener::connection_limit::ConnectionLimits;
+use crate::listener::metrics::ListenerMetrics;
+use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::current::ConfigHandle;
 use crate::snapshot::settings::AdminToken;
+use crate::telemetry::access_log::TelemetrySinks;
 use crate::telemetry::prometheus as text_form;
 use crate::telemetry::prometheus::ExpositionFormat;
 
@@ -205,7 +213,7 @@ impl AdminServer {
                 let mut response = self.handle(request, &connection).await;
                 connection.set_idle();
                 response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-                dashboard::add_security_headers(&mut response);
+                add_security_headers(&mut response);
                 Ok::<_, Infallible>(response)
             }
         });
@@ -241,7 +249,7 @@ impl AdminServer {
                 "without admin.token only requests to localhost, 127.0.0.1 or [::1] are served\n",
             );
         }
-        if let Some(file) = dashboard::find_file(path, self.token().is_some()) {
+        if let Some(file) = find_file(path, self.token().is_some()) {
             return if is_read_method(method) { file } else { method_not_allowed("GET, HEAD") };
         }
         if !self.is_authenticated(headers) {
@@ -365,4 +373,114 @@ fn typed_response(status: StatusCode, content_type: &'static str, body: impl Int
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
     response
+}
+
+// === State of the process ===
+
+/// State of the process for health checks, metrics, the API and the dashboard.
+#[derive(Debug)]
+pub struct AdminState {
+    /// Request metrics of all workers.
+    pub request_metrics: Arc<RequestMetrics>,
+    /// Limiter metrics of all workers.
+    pub limiter_metrics: Arc<MetricFamily<LimiterMetrics>>,
+    /// Listener metrics of all workers.
+    pub listener_metrics: Arc<MetricFamily<ListenerMetrics>>,
+    /// Open client connections and their limits.
+    pub connection_limits: Arc<ConnectionLimits>,
+    /// Bound addresses of the listeners, in the order of the configuration.
+    pub listener_addresses: Vec<SocketAddr>,
+    /// Display name of the store, without credentials.
+    pub store_name: String,
+    /// The active configuration, and reload requests.
+    pub config_handle: Arc<ConfigHandle>,
+    /// The memory store.
+    pub memory: Arc<MemoryStore>,
+    /// Circuit breaker of a single Redis server.
+    pub circuit_breaker: Arc<CircuitBreaker>,
+    /// Slot map of a Redis Cluster, with a circuit breaker per node.
+    pub cluster_map: Arc<ClusterMap>,
+    /// The queue of quota events.
+    pub event_queue: Arc<EventQueue>,
+    /// Deliveries of quota events by destination.
+    pub delivery_stats: Arc<MetricFamily<DeliveryStats>>,
+    /// Access log and trace exporter.
+    pub telemetry_sinks: TelemetrySinks,
+    /// Start time of the process, s since the Unix epoch.
+    pub started_at_s: u64,
+    /// Cancelled by the first signal to stop, before `accept_grace`. A hot restart does not cancel this token, because
+    /// the service continues in the new process.
+    pub stopping: CancellationToken,
+    /// Cancelled when the admin listener stops: at the end of the process, or when a hot restart has succeeded.
+    pub admin_stop: CancellationToken,
+}
+
+impl AdminState {
+    /// Return how often a circuit breaker of the store has opened.
+    pub fn breaker_open_count(&self) -> u64 {
+        self.circuit_breaker.open_count() + self.cluster_map.open_count()
+    }
+
+    /// Return the names of the store, or of its nodes, whose circuit breaker is open.
+    pub fn failing_stores(&self) -> Vec<String> {
+        let mut failing_stores = self.cluster_map.open_nodes();
+        if self.circuit_breaker.is_open() {
+            failing_stores.push(self.store_name.clone());
+        }
+        failing_stores
+    }
+}
+
+// === The dashboard at `/`: static files without data, and browser security headers ===
+
+const INDEX_HTML: &str = include_str!("admin/dashboard/index.html");
+
+/// Attribute of `<body>` that tells the scripts whether `admin.token` is configured.
+const WITHOUT_TOKEN: &str = "data-token=\"none\"";
+const WITH_TOKEN: &str = "data-token=\"required\"";
+
+const JAVASCRIPT_TYPE: &str = "text/javascript; charset=utf-8";
+
+const FILES: [(&str, &str, &str); 10] = [
+    ("/page.css", "text/css; charset=utf-8", include_str!("admin/dashboard/page.css")),
+    ("/page.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/page.js")),
+    ("/api.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/api.js")),
+    ("/chart.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/chart.js")),
+    ("/dialogs.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/dialogs.js")),
+    ("/dom.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/dom.js")),
+    ("/flow.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/flow.js")),
+    ("/inspect.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/inspect.js")),
+    ("/limits.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/limits.js")),
+    ("/tokens.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/tokens.js")),
+];
+
+/// Content Security Policy. Scripts and styles come only from the files above: no inline code, no other origins, no
+/// framing. Trusted Types prevent scripts from converting text into markup.
+const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
+                      base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
+                      trusted-types 'none'";
+
+const SECURITY_HEADERS: [(HeaderName, &str); 4] = [
+    (CONTENT_SECURITY_POLICY, CSP),
+    (X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    (X_FRAME_OPTIONS, "DENY"),
+    (REFERRER_POLICY, "no-referrer"),
+];
+
+/// Return the file of the dashboard at `path`, or `None` if it does not exist. The files need no authentication: they
+/// contain no data, and their scripts request the data with the token.
+pub(super) fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
+    if path == "/" {
+        let index = if has_token { INDEX_HTML.replace(WITHOUT_TOKEN, WITH_TOKEN) } else { INDEX_HTML.to_owned() };
+        return Some(typed_response(StatusCode::OK, "text/html; charset=utf-8", index));
+    }
+    let (_, content_type, text) = FILES.iter().find(|(name, ..)| *name == path)?;
+    Some(typed_response(StatusCode::OK, content_type, (*text).to_owned()))
+}
+
+/// Add the browser security headers. Every response of the admin listener has these headers.
+pub(super) fn add_security_headers(response: &mut AdminResponse) {
+    for (name, value) in SECURITY_HEADERS {
+        response.headers_mut().insert(name, HeaderValue::from_static(value));
+    }
 }

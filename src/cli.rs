@@ -15,8 +15,6 @@ pub mod explain;
 mod generate;
 mod init;
 pub(crate) mod key;
-mod probe;
-mod reload;
 pub mod replay;
 mod run;
 mod status;
@@ -165,7 +163,7 @@ enum Command {
         "sluicegate probe --live --timeout 1s",
         "sluicegate probe --url http://127.0.0.1:9180",
     ])]
-    Probe(probe::Options),
+    Probe(status::ProbeOptions),
     /// Show the state of the running gateway on one page
     ///
     /// The page shows the version, configuration, requests of the last minute, listeners, store, upstreams,
@@ -255,9 +253,9 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Some(Command::Explain(explain_arguments)) => {
             return explain::run(explain_arguments, &load()?, &arguments.config);
         }
-        Some(Command::Reload { admin, json }) => reload::run(&arguments.config, admin.as_deref(), *json)?,
+        Some(Command::Reload { admin, json }) => status::reload(&arguments.config, admin.as_deref(), *json)?,
         Some(Command::Status(options)) => status::run(&arguments.config, options)?,
-        Some(Command::Probe(options)) => probe::run(&arguments.config, options)?,
+        Some(Command::Probe(options)) => status::probe(&arguments.config, options)?,
         Some(Command::Admin(command)) => {
             let client = match command.admin_url() {
                 Some(url) => admin::client::AdminClient::from_url(url)?,

@@ -8,9 +8,8 @@ pub mod diff;
 pub mod error;
 pub mod file;
 pub mod include;
-pub mod redact;
 pub mod schema;
-mod secrets;
+pub mod secrets;
 pub mod shorthand;
 pub mod tables;
 

@@ -37,7 +37,7 @@ use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::FileSnapshot;
 use crate::config::file::{EnvLookup, ParsedFile, UnsetVariables};
 use crate::config::include::ConfigFiles;
-use crate::config::redact::redacted_config;
+use crate::config::secrets::redacted_config;
 use crate::config::{Config, file};
 use crate::http::headers::ProtectedHeaders;
 use crate::identity::access::{AccessRules, NetworkFile};

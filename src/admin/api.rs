@@ -1,10 +1,6 @@
 //! `/api`: rate limit usage, resets and quota overrides of identities, as JSON.
 
-mod certificates;
 mod identities;
-mod overrides;
-mod status;
-mod usage;
 
 use std::time::Duration;
 
@@ -13,24 +9,31 @@ use http::header::{ALLOW, CONTENT_TYPE, HeaderValue};
 use http::{HeaderMap, Method, Request, StatusCode};
 use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
+use jiff::Timestamp;
+use jiff::civil::Date;
 use percent_encoding::percent_decode_str;
 use serde::de::DeserializeOwned;
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
 use tokio::time::timeout;
 
-use crate::admin::events::EventStream;
-use crate::admin::state::AdminState;
-use crate::admin::{AdminResponse, AdminServer, typed_response};
+use crate::admin::api::identities::IdentityQuery;
+use crate::admin::configuration::format_rfc3339;
+use crate::admin::events::{EventStream, PeriodStats};
+use crate::admin::usage::{FilterError, GroupBy, IdentityFilter, UsageFilter, UsageReport};
+use crate::admin::{AdminResponse, AdminServer, AdminState, typed_response};
 use crate::http::problem;
 use crate::http::problem::Problem;
 use crate::identity::display::IdentityDisplay;
 use crate::limiter::admin::{AdminError, LimiterAdmin};
-use crate::limiter::clock::monotonic;
+use crate::limiter::clock::{monotonic, unix_us};
+use crate::limiter::key::Identity;
 use crate::limiter::metrics::MetricFamily;
+use crate::limiter::store::UsageError;
 use crate::limiter::verdict::StoreError;
 use crate::proxy::top_identities::{HeavyHitter, TopIdentities, WINDOW};
 use crate::snapshot::cost::Cost;
 use crate::snapshot::{CompiledConfig, CompiledLimit};
+use crate::tls::Certificate;
 
 /// Maximum size of a request body, in bytes.
 const MAX_BODY_BYTES: usize = 16 * 1024;
@@ -93,16 +96,16 @@ async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<Adm
     };
     match (&*path, method) {
         ("/api/top", _) => top_identities(context, query),
-        ("/api/status", _) => Ok(status::show(context)),
+        ("/api/status", _) => Ok(show_status(context)),
         ("/api/differences", _) => differences(context, query),
-        ("/api/certificates", _) => Ok(certificates::list(context)),
-        ("/api/certificates/renew", _) => certificates::renew(context, &read_json(request).await?),
+        ("/api/certificates", _) => Ok(list_certificates(context)),
+        ("/api/certificates/renew", _) => renew_certificate(context, &read_json(request).await?),
         ("/api/identities", _) => identities::identity_statuses(context, query).await,
-        ("/api/usage", _) => usage::usage(context, query).await,
+        ("/api/usage", _) => usage(context, query).await,
         ("/api/reset", _) => identities::reset(context, read_json(request).await?).await,
-        (_, Method::GET) => overrides::list_overrides(context).await,
-        (_, Method::DELETE) => overrides::remove_override(context, query).await,
-        _ => overrides::put_override(context, read_json(request).await?).await,
+        (_, Method::GET) => identities::list_overrides(context).await,
+        (_, Method::DELETE) => identities::remove_override(context, query).await,
+        _ => identities::put_override(context, read_json(request).await?).await,
     }
 }
 
@@ -362,4 +365,237 @@ fn top_identities(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Ad
         }
         _ => Err(ApiError::bad_request("`by` must be `denied` or `cost`")),
     }
+}
+
+// === `/api/status`: version, uptime, listeners, store and requests of the last minute ===
+
+#[derive(Serialize)]
+struct StatusResponse<'a> {
+    version: &'static str,
+    commit: &'static str,
+    /// Process id.
+    pid: u32,
+    /// Time of this response by the clock of the gateway, in RFC 3339.
+    time: String,
+    started_at: String,
+    uptime_seconds: u64,
+    connections: ConnectionCounts,
+    listeners: Vec<ListenerStatus<'a>>,
+    store: StoreStatus<'a>,
+    /// Requests of the last minute.
+    last_minute: PeriodStats,
+}
+
+#[derive(Serialize)]
+struct ConnectionCounts {
+    open: usize,
+    max: usize,
+}
+
+#[derive(Serialize)]
+struct ListenerStatus<'a> {
+    /// Name of the listener, if it has one.
+    name: Option<&'a str>,
+    /// The bound address.
+    address: String,
+    tls: bool,
+    proxy_protocol: bool,
+    /// Open connections.
+    connections: usize,
+}
+
+#[derive(Serialize)]
+struct StoreStatus<'a> {
+    /// The store, without credentials.
+    name: &'a str,
+    /// `closed`, or `open` if one of several circuit breakers is open. `None` for the store in the memory of this
+    /// process.
+    circuit_breaker: Option<&'static str>,
+    /// The store, or the cluster nodes, whose circuit breaker is open.
+    failing: Vec<String>,
+    /// How often a circuit breaker has opened since the start.
+    circuit_breaker_openings: u64,
+}
+
+/// Return the status of the process.
+fn show_status(context: &ApiContext<'_>) -> AdminResponse {
+    let ApiContext { config, state, .. } = context;
+    let (open, max) = state.connection_limits.open_and_max();
+    let connections = state.listener_addresses.iter().zip(state.connection_limits.open_by_listener());
+    let listeners = config.listeners.iter().zip(connections).map(|(listener, (address, connections))| ListenerStatus {
+        name: listener.name.as_deref(),
+        address: address.to_string(),
+        tls: listener.tls.is_some(),
+        proxy_protocol: listener.proxy_protocol,
+        connections,
+    });
+    let failing = state.failing_stores();
+    let breaker_state = if failing.is_empty() { "closed" } else { "open" };
+    let now_us = unix_us();
+    json_response(&StatusResponse {
+        version: env!("CARGO_PKG_VERSION"),
+        commit: env!("SLUICEGATE_COMMIT"),
+        pid: std::process::id(),
+        time: format_rfc3339(now_us),
+        started_at: format_rfc3339(state.started_at_s * 1_000_000),
+        uptime_seconds: (now_us / 1_000_000).saturating_sub(state.started_at_s),
+        connections: ConnectionCounts { open, max },
+        listeners: listeners.collect(),
+        store: StoreStatus {
+            name: &state.store_name,
+            circuit_breaker: config.store.redis.as_ref().map(|_| breaker_state),
+            failing,
+            circuit_breaker_openings: state.breaker_open_count(),
+        },
+        last_minute: context.event_stream.last_minute(state),
+    })
+}
+
+// === `/api/certificates`: the certificates of all listeners, and requests to renew a certificate ===
+
+#[derive(Serialize)]
+struct CertificatesResponse {
+    certificates: Vec<CertificateView>,
+}
+
+/// One certificate. Times are RFC 3339.
+#[derive(Serialize)]
+struct CertificateView {
+    /// DNS names and addresses of the certificate.
+    names: Vec<String>,
+    /// `file` or `acme`.
+    source: &'static str,
+    /// The issuer. `None` before the first certificate.
+    issuer: Option<String>,
+    not_before: Option<String>,
+    not_after: Option<String>,
+    /// Time at which the next order is planned. `None` for certificates from files.
+    next_renewal: Option<String>,
+    /// Failed attempts since the last success.
+    failures: u32,
+    /// The reason why the last attempt failed.
+    error: Option<Box<str>>,
+}
+
+/// Body of `POST /api/certificates/renew_certificate`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RenewRequest {
+    name: String,
+}
+
+#[derive(Serialize)]
+struct RenewResponse {
+    name: String,
+    requested: bool,
+}
+
+fn format_time(time_s: i64) -> Option<String> {
+    Timestamp::from_second(time_s).ok().map(|time| time.to_string())
+}
+
+impl CertificateView {
+    fn new(certificate: Option<&Certificate>, source: &'static str) -> Self {
+        let (start, end) = certificate.map(Certificate::validity_s).unzip();
+        CertificateView {
+            names: certificate.map(Certificate::names).unwrap_or_default(),
+            source,
+            issuer: certificate.map(Certificate::issuer),
+            not_before: start.and_then(format_time),
+            not_after: end.and_then(format_time),
+            next_renewal: None,
+            failures: 0,
+            error: None,
+        }
+    }
+}
+
+fn views(config: &CompiledConfig) -> Vec<CertificateView> {
+    let tls = config.listeners.iter().filter_map(|listener| listener.tls.as_ref());
+    let mut shown = Vec::new();
+    let files = tls.flat_map(|tls| tls.tls.certificates()).filter(|certificate| {
+        // Several listeners may use the same file.
+        let leaf = certificate.certified_key.cert.first().cloned();
+        let is_new = !shown.contains(&leaf);
+        shown.push(leaf);
+        is_new
+    });
+    let mut views: Vec<_> = files.map(|certificate| CertificateView::new(Some(&certificate), "file")).collect();
+    for (acme, name) in config.acme.iter().flat_map(|acme| acme.names.iter().map(move |name| (acme, name))) {
+        let managed = acme.certificates.get(name);
+        views.push(CertificateView {
+            names: vec![name.to_string()],
+            next_renewal: managed.next_order_s.and_then(|time_s| format_time(time_s as i64)),
+            failures: managed.failures,
+            error: managed.last_error,
+            ..CertificateView::new(managed.certificate.as_deref(), "acme")
+        });
+    }
+    views
+}
+
+/// Return the certificates of all listeners.
+fn list_certificates(context: &ApiContext<'_>) -> AdminResponse {
+    json_response(&CertificatesResponse { certificates: views(context.config) })
+}
+
+/// Request the renewal of a certificate by ACME. The log and the list_certificates show the result.
+fn renew_certificate(context: &ApiContext<'_>, request: &RenewRequest) -> Result<AdminResponse> {
+    let name = request.name.to_ascii_lowercase();
+    match context.config.acme.as_ref().filter(|acme| acme.names.iter().any(|known| **known == *name)) {
+        Some(acme) => {
+            acme.certificates.request_renewal(&name);
+            Ok(json_response(&RenewResponse { name, requested: true }))
+        }
+        None => Err(ApiError::new(
+            StatusCode::NOT_FOUND,
+            format!(
+                "no listener obtains a certificate for `{name}` by ACME; `sluicegate certificates` lists all certificates"
+            ),
+        )),
+    }
+}
+
+// === `/api/usage`: usage totals of limits by day, month, identity or model ===
+
+/// Maximum number of totals in a response. Each total needs about 130 bytes.
+const MAX_ROWS: usize = 50_000;
+
+async fn usage(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
+    let by = match query.take("by") {
+        None => GroupBy::Day,
+        Some(name) => GroupBy::from_name(&name)
+            .ok_or_else(|| ApiError::bad_request(format!("`by` must be one of {}", GroupBy::NAMES.join(", "))))?,
+    };
+    let [from, to] = ["from", "to"].map(|name| date(&mut query, name));
+    let limit = query.take("limit");
+    let identity = match IdentityQuery::from_query(query)? {
+        IdentityQuery::Parts(parts) if parts.is_empty() => None,
+        IdentityQuery::Parts(parts) => Some(IdentityFilter::Parts(parts)),
+        IdentityQuery::Hash(hash) => {
+            let invalid = || ApiError::bad_request("`identity` must be 32 hexadecimal digits, as in Redis keys");
+            Some(IdentityFilter::Hash(Identity::from_hex(&hash).ok_or_else(invalid)?))
+        }
+    };
+    let filter = UsageFilter { limit, identity, from: from?, to: to? };
+    let usage_query = filter.query(context.config, by, unix_us(), MAX_ROWS).map_err(|error| match error {
+        FilterError::UnknownLimit(name) => ApiError::new(StatusCode::NOT_FOUND, unknown_limit(context.config, &name)),
+        FilterError::NoUsage | FilterError::EmptyRange { .. } | FilterError::Identity(_) => {
+            ApiError::bad_request(error.to_string())
+        }
+    })?;
+    let rows = context.limiter_admin.usage(&usage_query).await.map_err(|error| match error {
+        UsageError::Store(error) => store_error(&error),
+        UsageError::TooMany(_) => {
+            ApiError::bad_request(format!("{error}: select fewer totals with `limit`, `from`, `to` or an identity"))
+        }
+    })?;
+    Ok(json_response(&UsageReport::new(context.config, &usage_query, &filter, rows, by)))
+}
+
+fn date(query: &mut QueryParams, name: &str) -> Result<Option<Date>> {
+    let Some(text) = query.take(name) else { return Ok(None) };
+    let date =
+        text.parse().map_err(|_| ApiError::bad_request(format!("`{name}` must be a date such as 2026-11-23")))?;
+    Ok(Some(date))
 }

@@ -19,13 +19,12 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-use crate::admin::AdminResponse;
 use crate::admin::api::ApiError;
 use crate::admin::configuration::format_rfc3339;
 use crate::admin::connections::AdminConnection;
 use crate::admin::health::ReadinessReport;
 use crate::admin::metrics::sum_counts;
-use crate::admin::state::AdminState;
+use crate::admin::{AdminResponse, AdminState};
 use crate::limiter::clock::{monotonic, unix_us};
 use crate::limiter::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
 use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES, split_token_counter_name};

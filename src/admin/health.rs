@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use crate::admin::state::AdminState;
+use crate::admin::AdminState;
 use crate::snapshot::Listener;
 use crate::upstream::cluster::EndpointStatus;
 

@@ -1,18 +1,21 @@
-//! `sluicegate status`: one page about the running gateway, from several endpoints of its admin API.
+//! `sluicegate status`, `probe` and `reload`: the state of the running gateway, from its admin API.
 
 use std::io::{Write, stdout};
 use std::path::Path;
+use std::time::Duration;
 use std::{env, io};
 
 use anstyle::{AnsiColor, Style};
+use anyhow::{Context, bail};
 use clap::Args;
-use http::Method;
+use http::{Method, StatusCode};
 use jiff::Timestamp;
 use rustix::termios::tcgetwinsize;
 use serde_json::{Value, json};
 
-use crate::cli::admin::client::AdminClient;
+use crate::cli::admin::client::{AdminClient, AdminLocation};
 use crate::cli::admin::{as_list, as_number, format_duration, format_parts, printable, write_table_within};
+use crate::limiter::quota::parse_duration_us;
 use crate::telemetry::pluralize;
 
 /// Maximum number of limits on the page.
@@ -295,4 +298,92 @@ impl<W: Write> Page<'_, W> {
 /// Format milliseconds with one decimal place. The result is empty if the value is not a number.
 fn format_ms(value: &Value) -> String {
     value.as_f64().map_or_else(String::new, |ms| format!("{ms:.1} ms"))
+}
+
+// === `sluicegate probe`: whether the running gateway is ready, for health checks in containers without a shell ===
+
+#[derive(Debug, Args)]
+pub(super) struct ProbeOptions {
+    /// Ask whether the gateway is alive (/healthz) instead of ready (/readyz)
+    #[arg(long)]
+    live: bool,
+    /// Ask the admin listener at this URL or this admin socket [default: the admin socket, or the `[admin]` address if
+    /// no gateway listens on the socket]
+    #[arg(long, value_name = "SOCKET|URL")]
+    url: Option<String>,
+    /// Fail if the gateway does not respond within this time
+    #[arg(long, value_name = "DURATION", default_value = "3s", value_parser = parse_timeout)]
+    timeout: Duration,
+}
+
+/// Ask the gateway, and print its status.
+///
+/// # Errors
+/// The gateway is not ready, not alive, or unreachable.
+pub(super) fn probe(config_path: &Path, options: &ProbeOptions) -> anyhow::Result<()> {
+    let client = match &options.url {
+        Some(url) => AdminClient::from_option("--url", url)?,
+        None => {
+            let location = AdminLocation::read(config_path);
+            let advice = || format!("{}; name the gateway with --url", location.missing(config_path));
+            location.client()?.with_context(advice)?
+        }
+    };
+    let path = if options.live { "/healthz" } else { "/readyz" };
+    let (status, body) = client.get(options.timeout, path)?;
+    let word = match serde_json::from_slice::<Value>(&body) {
+        _ if options.live && &body[..] == b"ok\n" => Some("ok".to_owned()),
+        Ok(report) if !options.live => report["status"].as_str().map(str::to_owned),
+        Ok(_) | Err(_) => None,
+    };
+    match (status, word) {
+        (StatusCode::OK, Some(word)) => Ok(writeln!(stdout(), "{client}: {word}")?),
+        (StatusCode::SERVICE_UNAVAILABLE, Some(word)) => bail!("the gateway at {client} is not ready: {word}"),
+        (status, _) => bail!("the server at {client} is not a Sluicegate admin listener ({status})"),
+    }
+}
+
+fn parse_timeout(text: &str) -> anyhow::Result<Duration> {
+    let us = parse_duration_us(text).context("write a number with ms, s, m, h or d, such as 500ms")?;
+    Ok(Duration::from_micros(us))
+}
+
+// === `sluicegate reload`: reloads the running gateway and waits for the result ===
+
+/// Reload the gateway, and print what changed.
+///
+/// # Errors
+/// No gateway is found, or the gateway rejects the new configuration.
+pub(super) fn reload(config_path: &Path, admin: Option<&str>, json: bool) -> anyhow::Result<()> {
+    let client = AdminClient::find(config_path, admin)?;
+    let response = client.reload()?;
+    if json {
+        writeln!(stdout(), "{}", serde_json::to_string_pretty(&response)?)?;
+    }
+    if response["result"] != "ok" {
+        let error = response["error"].as_str().unwrap_or("the gateway did not say why").trim_end();
+        bail!("the gateway rejected the new configuration, and the active configuration stays in force:\n{error}");
+    }
+    if !json {
+        stdout().write_all(describe(&response).as_bytes())?;
+    }
+    Ok(())
+}
+
+/// Return the changes of a reload as text.
+fn describe(response: &Value) -> String {
+    let file = response["file"].as_str().unwrap_or_default();
+    /// Maximum age of a reload by the file watcher, in seconds. Such a reload has probably applied the operator's
+    /// change already.
+    const RECENT: f64 = 60.0;
+    let age = response["changed_seconds_ago"].as_f64().filter(|age| *age < RECENT);
+    let changes: Vec<_> = response["changes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let (Some(_), false) = (age, changes.is_empty()) else {
+        return format!(
+            "{file}: reloaded; no key has another value. Environment variables, secrets and other files may have\n"
+        );
+    };
+    let mut text = format!("{file}: reloaded; {}\n", pluralize(changes.len() as u64, "difference"));
+    changes.iter().for_each(|change| text += &format!("  {change}\n"));
+    text
 }

@@ -9,8 +9,7 @@ use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{Deserialize, Serialize};
 
-use crate::config::redact::RedactedText;
-use crate::config::secrets::redact;
+use crate::config::secrets::{RedactedText, redact};
 
 /// One error or warning in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]

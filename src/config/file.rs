@@ -15,8 +15,7 @@ use toml::de::{DeTable, DeValue};
 use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::include;
 use crate::config::include::Sources;
-use crate::config::redact::has_secret;
-use crate::config::secrets::{is_secret, secret_ranges};
+use crate::config::secrets::{has_secret, is_secret, secret_ranges};
 use crate::config::shorthand::{CostTable, KeyTable, ServerTable};
 use crate::config::tables::{
     Cors, DirectResponse, Eject, HeaderRules, Health, Limit, LimitVariant, MatchRules, Mirror, Redirect,

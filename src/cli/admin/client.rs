@@ -20,7 +20,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 use toml::de::DeTable;
 
-use crate::app::admin_socket::default_path;
+use crate::app::listen::default_path;
 use crate::cli::{env_var, load_for};
 use crate::config::file::substituted;
 use crate::snapshot::CompiledConfig;
