@@ -21,8 +21,8 @@ use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarWindows;
 use sluicegate::limiter::quota::{CalendarUnit, Quota};
 use sluicegate::limiter::redis::RedisSettings;
+use sluicegate::limiter::redis::batcher::ServerStore;
 use sluicegate::limiter::redis::server::RedisEndpoint;
-use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 
 // As in the gateway: what a state takes depends on who allocates it.

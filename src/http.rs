@@ -5,7 +5,6 @@ pub mod body;
 pub mod body_limits;
 pub mod cors;
 pub mod flow;
-pub mod header_template;
 pub mod headers;
 pub(crate) mod problem;
 pub mod ratelimit_headers;

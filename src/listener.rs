@@ -36,7 +36,7 @@ use crate::listener::stream::{ReclaimableStream, SelectiveWaker};
 use crate::proxy::Gateway;
 use crate::proxy::context::Peer;
 use crate::snapshot::{CompiledConfig, Listener};
-use crate::upstream::proxy_protocol::ProxiedConnection;
+use crate::upstream::connector::ProxiedConnection;
 
 /// Length of the accept queue (backlog) of each listening socket.
 pub const BACKLOG: usize = 4096;

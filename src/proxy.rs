@@ -1,28 +1,24 @@
 //! Request handling: routing, rate limits, forwarding and the response.
 
-pub mod access;
 pub mod authentication;
 pub mod body;
 pub mod context;
 pub mod forward;
-mod forward_auth;
-pub mod header_values;
 pub mod llm;
 pub mod local_reply;
 pub mod metrics;
 pub mod mirror;
 pub mod rate_limit;
-pub mod target;
-pub mod top_identities;
 
+use std::borrow::Cow;
 use std::mem;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
-use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
-use http::uri::PathAndQuery;
-use http::{Method, Request, Response, StatusCode};
+use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue, TRANSFER_ENCODING};
+use http::uri::{PathAndQuery, Uri};
+use http::{Method, Request, Response, StatusCode, Version};
 use http_body::Body as _;
 use tokio::time::Instant;
 
@@ -30,9 +26,11 @@ use crate::http::body::Body;
 use crate::http::cors;
 use crate::http::flow::StreamFlow;
 use crate::http::headers;
-use crate::http::headers::is_grpc_call;
+use crate::http::headers::{http1_header_count, is_grpc_call};
 use crate::http::request_body;
 use crate::http::request_body::RequestBody;
+use crate::http::target::{canonical_path, forwarded_path, request_host};
+use crate::identity::access::AccessRules;
 use crate::identity::auth::AuthError;
 use crate::limiter::Limiter;
 use crate::limiter::clock::monotonic;
@@ -40,17 +38,17 @@ use crate::limiter::decision::Decision;
 use crate::payload::json::body::JsonBody;
 use crate::proxy::authentication::AuthRejection;
 use crate::proxy::body as inspection;
-use crate::proxy::context::Peer;
-use crate::proxy::context::RequestContext;
+use crate::proxy::body::InspectError;
+use crate::proxy::context::{Peer, RequestContext};
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::{RequestMetrics, WorkerMetrics};
 use crate::proxy::mirror::MirrorTasks;
-use crate::proxy::target::{RequestTarget, origin_form};
-use crate::routing::NoMatch;
 use crate::routing::condition::RouteBody;
+use crate::routing::{NoMatch, RouteRequest};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::acme::Acme;
 use crate::snapshot::routes::{Route, RouteAction};
+use crate::snapshot::settings::ServerSettings;
 use crate::telemetry::access_log::TelemetrySinks;
 use crate::upstream::Upstream;
 use crate::upstream::cluster::UpstreamCluster;
@@ -178,22 +176,22 @@ impl Gateway {
             Err(NoMatch::NeedsBody) => {
                 if config.checks_access {
                     // Check access before the body of a denied client is read.
-                    access::check(context, &target, None, request)?;
+                    check_access(context, &target, None, request)?;
                 }
                 // The future is boxed, because only few requests need space for it.
                 Box::pin(inspection::read_for_route(context, request, body)).await?;
                 let no_values = JsonBody::default();
                 let values = context.body.as_ref().and_then(|body| body.json()).unwrap_or(&no_values);
-                find_route(RouteBody::Read(values)).map_err(target::rejection)
+                find_route(RouteBody::Read(values)).map_err(routing_rejection)
             }
-            Err(error) => Err(target::rejection(error)),
+            Err(error) => Err(routing_rejection(error)),
         };
         if let Ok(route) = found {
             context.set_route(route);
             context.set_cors(route, request.headers(), preflight_route.is_some());
         }
         if config.checks_access {
-            access::check(context, &target, found.as_ref().ok().copied(), request)?;
+            check_access(context, &target, found.as_ref().ok().copied(), request)?;
         }
         let route = found?;
         if preflight_route.is_some() {
@@ -383,4 +381,214 @@ impl ConfigSnapshot {
         let mirror_tasks = previous.mirror_tasks.clone();
         ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), config, metrics, mirror_tasks }
     }
+}
+
+// === The request target: host and path in the form used for routing ===
+
+/// Maximum length in bytes of a target that `http::Uri` supports.
+const MAX_URI_BYTES: usize = 65_534;
+
+/// Return the rejection of a request that no route matches, or that is not routed because of its body.
+pub fn routing_rejection(error: NoMatch) -> Rejection<'static> {
+    match error {
+        // The caller has read the body before.
+        NoMatch::NotFound | NoMatch::NeedsBody => Rejection::NoRoute,
+        NoMatch::MethodNotAllowed(allowed) => Rejection::MethodNotAllowed(allowed),
+        NoMatch::Ambiguous(pointer) => Rejection::Inspect(InspectError::Ambiguous(pointer)),
+    }
+}
+
+/// Host and path of a request in the form that routes match.
+#[derive(Debug)]
+pub struct RequestTarget<'a> {
+    /// Host in lower case without port; empty if the request has none.
+    pub host: Cow<'a, str>,
+    /// Path in canonical form.
+    pub path: Cow<'a, str>,
+    /// Path to forward, if it differs from the canonical path: delimiters keep their received encoding.
+    pub forwarded_path: Option<Box<str>>,
+}
+
+impl<'a> RequestTarget<'a> {
+    /// Parse and check the target of a request.
+    ///
+    /// # Errors
+    /// The target, the method, the headers or the transfer coding is not acceptable.
+    pub fn from_request<B>(request: &'a Request<B>, settings: &ServerSettings) -> Result<Self, Rejection<'static>> {
+        let uri = request.uri();
+        // This is checked first because it closes the connection: the bytes that follow may not be a request.
+        let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
+        let is_chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
+        if !is_chunked || codings.next().is_some() {
+            return Err(Rejection::UnsupportedTransferCoding);
+        }
+        if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
+            return Err(Rejection::MethodNotImplemented);
+        }
+        // Servers that ignore the case of methods treat `post` as POST, but routes and limits name POST.
+        if request.method().as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
+            return Err(Rejection::LowercaseMethod);
+        }
+        // For HTTP/1.1, hyper itself enforces the maximum.
+        let (headers, max_headers) = (request.headers(), settings.max_headers);
+        if request.version() == Version::HTTP_2
+            && headers.len() > max_headers
+            && http1_header_count(headers) > max_headers
+        {
+            return Err(Rejection::TooManyHeaders);
+        }
+        let length = uri.path_and_query().map_or(0, |target| target.as_str().len());
+        if length > settings.max_uri {
+            return Err(Rejection::UriTooLong);
+        }
+        let host = request_host(uri, request.headers(), request.version()).map_err(Rejection::InvalidHost)?;
+        let path = canonical_path(uri.path()).map_err(Rejection::InvalidPath)?;
+        let forwarded_path = if uri.path().contains('%') {
+            let forwarded_path = forwarded_path(uri.path()).map_err(Rejection::InvalidPath)?;
+            (forwarded_path != path).then(|| forwarded_path.into())
+        } else {
+            None
+        };
+        let target = RequestTarget { host, path, forwarded_path };
+        // Percent-encoding may make the target longer than the received target, and longer than the maximum.
+        if length - uri.path().len().min(length) + target.forwarded_path().len() > settings.max_uri.min(MAX_URI_BYTES) {
+            return Err(Rejection::UriTooLong);
+        }
+        Ok(target)
+    }
+
+    /// Return the path to forward. The forwarded path has the same segments as the canonical path.
+    pub fn forwarded_path(&self) -> &str {
+        self.forwarded_path.as_deref().unwrap_or(&self.path)
+    }
+
+    /// Return the canonical form of the path that the upstream gets: after the rewrite of the route.
+    ///
+    /// # Errors
+    /// See [`RequestTarget::rewrite`].
+    pub fn upstream_path(&self, route: &Route) -> Result<Cow<'_, str>, Rejection<'static>> {
+        let Some(rewritten) = self.rewrite(route, None)? else { return Ok(Cow::Borrowed(&self.path)) };
+        let path = canonical_path(rewritten.path()).map_err(Rejection::InvalidPath)?;
+        Ok(Cow::Owned(path.into_owned()))
+    }
+
+    /// Return the parts of the request that routes match. `listener` is the index of the listener.
+    pub fn route_request<'r, B>(&'r self, request: &'r Request<B>, listener: usize) -> RouteRequest<'r> {
+        RouteRequest {
+            host: &self.host,
+            path: &self.path,
+            uri: request.uri(),
+            method: request.method(),
+            headers: request.headers(),
+            listener,
+            body: RouteBody::Unread,
+        }
+    }
+
+    /// Return the route of the request. `listener` is the index of the listener.
+    ///
+    /// # Errors
+    /// No route matches the request, or only routes with other methods match. The error also occurs if the route
+    /// depends on the body.
+    pub fn find_route<'r, B>(
+        &self,
+        config: &'r CompiledConfig,
+        request: &Request<B>,
+        listener: usize,
+        body: RouteBody<'_>,
+    ) -> Result<&'r Route, NoMatch> {
+        let route_request = RouteRequest { body, ..self.route_request(request, listener) };
+        config.table.find(&route_request).map(|route| &**route)
+    }
+
+    /// Return the route of a CORS preflight: the route for the requested method, if this route has a CORS policy.
+    /// Return `None` if the request is not a preflight, or if the upstream answers it.
+    pub fn find_preflight_route<'r, B>(
+        &self,
+        config: &'r CompiledConfig,
+        request: &Request<B>,
+        listener: usize,
+    ) -> Option<&'r Route> {
+        let method = cors::requested_method(request.method(), request.headers())?;
+        // A preflight does not have the body of the request that follows it.
+        let body = RouteBody::Unknown;
+        let route_request = RouteRequest { method: &method, body, ..self.route_request(request, listener) };
+        let route = config.table.find(&route_request).ok()?;
+        route.cors.is_some().then_some(&**route)
+    }
+
+    /// Return path and query after the route's rewrite, or `None` if the route has no rewrite.
+    ///
+    /// # Errors
+    /// The result is longer than the maximum, or its path is not canonical.
+    pub fn rewrite(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
+        let Some(rewrite) = &route.rewrite else { return Ok(None) };
+        let target = rewrite.apply(&route.path_pattern, self.forwarded_path(), query);
+        // The result is canonical as well, so it is a valid target unless it is too long.
+        let target = PathAndQuery::try_from(target.map_err(Rejection::InvalidPath)?);
+        target.map(Some).map_err(|_| Rejection::UriTooLong)
+    }
+}
+
+/// Return the origin form of the target with the path to forward, or `None` if the received target already has this
+/// form.
+pub fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
+    if path.is_none() && uri.authority().is_none() {
+        return None;
+    }
+    let path = path.unwrap_or(uri.path());
+    let target = match uri.query() {
+        Some(query) => format!("{path}?{query}"),
+        None => path.to_owned(),
+    };
+    // A canonical path and an already parsed query form a valid target.
+    Some(PathAndQuery::try_from(target).unwrap_or(PathAndQuery::from_static("/")))
+}
+
+// === Access: unknown hosts, and the access rules of the listener and the route ===
+
+/// Check the host and the client address of a request. The rules of the listener also apply if no route matches, so
+/// that a denied client cannot find out which routes exist.
+///
+/// # Errors
+/// No route names the host, or an access rule denies the client.
+fn check_access<B>(
+    context: &mut RequestContext<'_>,
+    target: &RequestTarget<'_>,
+    route: Option<&Route>,
+    request: &Request<B>,
+) -> Result<(), Rejection<'static>> {
+    let config = &*context.snapshot.config;
+    check_host(config, target)?;
+    let rules = access_rules(config, context.peer.listener, route);
+    if rules.iter().all(Option::is_none) {
+        return Ok(());
+    }
+    let client = context.peer.client_address(request.headers());
+    if rules.into_iter().flatten().all(|rules| rules.decide(client).is_allowed()) {
+        return Ok(());
+    }
+    context.record_client(client, route);
+    Err(Rejection::Forbidden)
+}
+
+/// Check that a route names the host, if `server.block_unknown_hosts` is set.
+///
+/// # Errors
+/// No route names the host of the request.
+pub fn check_host(config: &CompiledConfig, target: &RequestTarget<'_>) -> Result<(), Rejection<'static>> {
+    match config.server.block_unknown_hosts && !config.table.names_host(&target.host) {
+        true => Err(Rejection::UnknownHost),
+        false => Ok(()),
+    }
+}
+
+/// Return the access rules of a listener, given by its index, and of a route.
+pub fn access_rules<'r>(
+    config: &'r CompiledConfig,
+    listener: usize,
+    route: Option<&'r Route>,
+) -> [Option<&'r AccessRules>; 2] {
+    let listener = config.listeners.get(listener);
+    [listener.and_then(|listener| listener.access.as_ref()), route.and_then(|route| route.access.as_deref())]
 }

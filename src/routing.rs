@@ -6,7 +6,6 @@
 
 pub mod condition;
 pub mod explain;
-pub mod expression;
 pub mod pattern;
 
 use std::collections::HashMap;
@@ -14,8 +13,7 @@ use std::collections::HashMap;
 use http::{HeaderMap, HeaderName, Method, Uri};
 
 use crate::payload::json::pointer::JsonPointer;
-use crate::routing::condition::{Condition, ConditionSource, Met, RouteBody};
-use crate::routing::expression::Expression;
+use crate::routing::condition::{Condition, ConditionSource, Expression, Met, RouteBody};
 use crate::routing::pattern::{PathForm, PathPattern, Segment};
 
 /// Conditions that a request must meet.

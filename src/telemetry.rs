@@ -2,9 +2,7 @@
 //! the limiter.
 
 pub mod access_log;
-pub mod batch_writer;
 pub mod log;
-pub mod log_socket;
 pub mod prometheus;
 pub mod trace;
 

@@ -7,9 +7,6 @@ pub mod dns;
 pub mod endpoint;
 pub mod fetch;
 pub mod health;
-mod http2;
-pub mod load_balancer;
-pub mod proxy_protocol;
 pub mod retry;
 
 use std::error::Error;
@@ -25,12 +22,9 @@ use tokio::time::timeout;
 use crate::http::body_limits::BodyError;
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::connection_pool::EndpointPool;
-use crate::upstream::connector::EndpointTls;
-use crate::upstream::endpoint::Endpoint;
-use crate::upstream::endpoint::RequestPermit;
+use crate::upstream::connector::{EndpointTls, ProxiedConnection};
+use crate::upstream::endpoint::{Endpoint, LoadBalancer, LoadBalancingPolicy, RequestPermit, Rng};
 use crate::upstream::health::{EjectionSettings, HealthSettings};
-use crate::upstream::load_balancer::{LoadBalancer, LoadBalancingPolicy, Rng};
-use crate::upstream::proxy_protocol::ProxiedConnection;
 
 /// `Retry-After` if no endpoint has an address yet and the upstream has no health checks.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);

@@ -10,8 +10,9 @@ use serde_json::json;
 use sluicegate::http::target::canonical_path;
 use sluicegate::payload::json::body;
 use sluicegate::payload::json::pointer::JsonPointer;
-use sluicegate::routing::condition::{Condition, ConditionSource, Met, RouteBody, ValueTest, query_values};
-use sluicegate::routing::expression::{Expression, MAX_LENGTH};
+use sluicegate::routing::condition::{
+    Condition, ConditionSource, Expression, MAX_LENGTH, Met, RouteBody, ValueTest, query_values,
+};
 use sluicegate::routing::pattern::PathPattern;
 use sluicegate::routing::{NoMatch, RouteMatch, RouteRequest, RouteTable};
 

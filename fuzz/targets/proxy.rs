@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 
 use sluicegate::listener::proxy_protocol::{ProxySource, parse};
-use sluicegate::upstream::proxy_protocol::ProxiedConnection;
+use sluicegate::upstream::connector::ProxiedConnection;
 
 const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 

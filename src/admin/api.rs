@@ -30,7 +30,7 @@ use crate::limiter::key::Identity;
 use crate::limiter::metrics::MetricFamily;
 use crate::limiter::store::UsageError;
 use crate::limiter::verdict::StoreError;
-use crate::proxy::top_identities::{HeavyHitter, TopIdentities, WINDOW};
+use crate::proxy::metrics::{HeavyHitter, TopIdentities, WINDOW};
 use crate::snapshot::cost::Cost;
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::tls::Certificate;
@@ -477,7 +477,7 @@ struct CertificateView {
     error: Option<Box<str>>,
 }
 
-/// Body of `POST /api/certificates/renew_certificate`.
+/// Body of `POST /api/certificates/renew`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RenewRequest {
@@ -539,7 +539,7 @@ fn list_certificates(context: &ApiContext<'_>) -> AdminResponse {
     json_response(&CertificatesResponse { certificates: views(context.config) })
 }
 
-/// Request the renewal of a certificate by ACME. The log and the list_certificates show the result.
+/// Request the renewal of a certificate by ACME. The log and the list show the result.
 fn renew_certificate(context: &ApiContext<'_>, request: &RenewRequest) -> Result<AdminResponse> {
     let name = request.name.to_ascii_lowercase();
     match context.config.acme.as_ref().filter(|acme| acme.names.iter().any(|known| **known == *name)) {

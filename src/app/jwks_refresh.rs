@@ -14,8 +14,7 @@ use tokio::time::{sleep, timeout};
 use tracing::{info, warn};
 use uuid::Uuid;
 
-use crate::identity::jwt::{KeySet, KeySetError};
-use crate::identity::remote_keys::REFRESH_TIMEOUT;
+use crate::identity::jwt::{KeySet, KeySetError, REFRESH_TIMEOUT};
 use crate::limiter::clock::unix_us;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::remote_auth::KeyUrl;

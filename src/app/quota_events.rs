@@ -33,7 +33,7 @@ use crate::limiter::notify::{DeliveryResult, DeliveryStats, EventPeriod, EventQu
 use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
-use crate::limiter::redis::event_claim::{EventClaim, StreamEntry};
+use crate::limiter::redis::commands::{EventClaim, StreamEntry};
 use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::StoreError;
 use crate::snapshot::CompiledConfig;

@@ -17,7 +17,7 @@ use crate::cli::admin::{printable_text, request_target, unit_suffix, write_table
 use crate::identity::display::IdentityInput;
 use crate::limiter::clock::unix_us;
 use crate::limiter::key::Identity;
-use crate::limiter::redis::diagnosis::diagnose_reply;
+use crate::limiter::redis::error::diagnose_reply;
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::store::{RedisStore, UsageError};

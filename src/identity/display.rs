@@ -10,9 +10,10 @@ use std::sync::Arc;
 
 use crate::http::target;
 use crate::identity::api_key::{Caller, ConsumerDirectory};
-use crate::identity::client_ip::ClientIpResolver;
-use crate::identity::{ANONYMOUS_TAG, Descriptor, IP_TAG, IdentityPart, RpcSource, cookie_value};
-use crate::identity::{IdentitySpec, OnMissing, RequestAttributes, octets};
+use crate::identity::{
+    ANONYMOUS_TAG, ClientIpResolver, Descriptor, IP_TAG, IdentityPart, IdentitySpec, OnMissing, RequestAttributes,
+    RpcSource, cookie_value, octets,
+};
 use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
 
 /// Maximum number of bytes of a value that is shown. The number is limited, because clients may choose the value.

@@ -1,5 +1,5 @@
 //! Forward authentication: the parts of a request that an authentication server receives, and its decision.
-//! `proxy/forward_auth.rs` contains the exchange itself.
+//! `proxy/authentication.rs` contains the exchange itself.
 
 use std::collections::HashMap;
 use std::fmt;

@@ -12,14 +12,13 @@ use crate::limiter::clock::elapsed_since;
 use crate::limiter::key::Identity;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::{AnsweredBy, LimiterMetrics};
+use crate::limiter::redis::batcher::ServerStore;
 use crate::limiter::redis::circuit_breaker::{CircuitBreaker, RecoverySignal};
 use crate::limiter::redis::cluster::ClusterStore;
 use crate::limiter::redis::cluster::topology::{ClusterMap, identity_slot, key_slot};
-use crate::limiter::redis::event_claim::EventClaim;
-use crate::limiter::redis::fenced_hash::Fields;
+use crate::limiter::redis::commands::{EventClaim, Fields};
 use crate::limiter::redis::overrides::{OverrideEntry, OverrideWrite, Snapshot, WriteStatus};
-use crate::limiter::redis::server_store::ServerStore;
-use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, event_claim, fenced_hash, overrides, usage};
+use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, commands, overrides};
 use crate::limiter::usage::{UsageAmount, UsageFields, UsageKey, UsageMonth, UsagePost, UsageQuery, UsageRow};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
@@ -170,9 +169,9 @@ impl RedisStore {
     /// # Errors
     /// See [`StoreError`].
     pub async fn read_fenced(&self, key: &str, known_version: u64) -> Result<(u64, Option<Fields>), StoreError> {
-        let command = fenced_hash::read_command(key, known_version);
+        let command = commands::read_hash_command(key, known_version);
         let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
-        fenced_hash::parse_read_reply(reply, known_version)
+        commands::parse_hash_reply(reply, known_version)
     }
 
     /// Lock a fenced hash for `ttl`, or renew the lock. Return the fencing token. `None` means that another owner has
@@ -181,9 +180,9 @@ impl RedisStore {
     /// # Errors
     /// See [`StoreError`].
     pub async fn lock_fenced(&self, key: &str, owner: &str, ttl: Duration) -> Result<Option<u64>, StoreError> {
-        let command = fenced_hash::lock_command(key, owner, ttl);
+        let command = commands::lock_hash_command(key, owner, ttl);
         let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
-        Ok(Some(fenced_hash::parse_number(reply)?).filter(|token| *token != 0))
+        Ok(Some(commands::parse_number(reply)?).filter(|token| *token != 0))
     }
 
     /// Release the lock of a fenced hash.
@@ -191,7 +190,7 @@ impl RedisStore {
     /// # Errors
     /// See [`StoreError`].
     pub async fn unlock_fenced(&self, key: &str, token: u64) -> Result<(), StoreError> {
-        self.admin_command(key_slot(key.as_bytes()), &fenced_hash::unlock_command(key, token)).await.map(drop)
+        self.admin_command(key_slot(key.as_bytes()), &commands::unlock_hash_command(key, token)).await.map(drop)
     }
 
     /// Write a field of a fenced hash; an empty value removes it. Return whether the token is still the token of the
@@ -200,9 +199,9 @@ impl RedisStore {
     /// # Errors
     /// See [`StoreError`].
     pub async fn write_fenced(&self, key: &str, token: u64, field: &str, value: &[u8]) -> Result<bool, StoreError> {
-        let command = fenced_hash::write_command(key, token, field, value);
+        let command = commands::write_hash_command(key, token, field, value);
         let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
-        Ok(fenced_hash::parse_number(reply)? == 1)
+        Ok(commands::parse_number(reply)? == 1)
     }
 
     /// Claim a quota event, and add it to a stream. Return whether no other event has the claim. The call may be
@@ -212,9 +211,9 @@ impl RedisStore {
     /// See [`StoreError`].
     pub async fn claim_event(&self, claim: &EventClaim<'_>) -> Result<bool, StoreError> {
         let key = format!("{}:{}", self.prefix(), claim.key);
-        let command = event_claim::claim_command(&key, claim);
+        let command = commands::claim_event_command(&key, claim);
         let reply = self.admin_command(key_slot(key.as_bytes()), &command).await?;
-        Ok(fenced_hash::parse_number(reply)? == 1)
+        Ok(commands::parse_number(reply)? == 1)
     }
 
     /// Add a post to the totals of usage. Return whether the post was not added before. The call may be repeated
@@ -223,7 +222,7 @@ impl RedisStore {
     /// # Errors
     /// See [`StoreError`].
     pub async fn post_usage(&self, post: &UsagePost) -> Result<bool, StoreError> {
-        let command = usage::post_command(self.prefix(), post);
+        let command = commands::post_usage_command(self.prefix(), post);
         let reply = self.admin_command(identity_slot(Identity(post.key.identity)), &command).await?;
         Ok(reply == Value::Int(1))
     }
@@ -241,9 +240,9 @@ impl RedisStore {
         let mut rows = Vec::new();
         for keys in keys.chunks(MAX_CONCURRENT_READS) {
             let hashes = join_all(keys.iter().map(async |key| {
-                let command = usage::read_command(self.prefix(), key);
+                let command = commands::read_usage_command(self.prefix(), key);
                 let reply = self.admin_command(identity_slot(Identity(key.identity)), &command).await?;
-                usage::parse_read_reply(reply)
+                commands::parse_usage_reply(reply)
             }));
             for (key, amounts) in keys.iter().zip(hashes.await) {
                 let row = |UsageAmount { day, model, cost }| {
@@ -267,9 +266,9 @@ impl RedisStore {
         for node in self.nodes().await? {
             let mut cursor = 0;
             loop {
-                let command = usage::scan_command(self.prefix(), cursor);
+                let command = commands::scan_usage_command(self.prefix(), cursor);
                 let reply = node.admin_command(node.timeout(), false, &command).await?;
-                let (next, found) = usage::parse_scan_reply(self.prefix(), reply)?;
+                let (next, found) = commands::parse_usage_scan_reply(self.prefix(), reply)?;
                 let is_asked = |key: &UsageKey| {
                     (from..=to).contains(&key.month)
                         && query.limits.contains(&key.limit)

@@ -8,7 +8,7 @@ use ppp::{v1, v2};
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 
-use crate::upstream::proxy_protocol::ProxiedConnection;
+use crate::upstream::connector::ProxiedConnection;
 
 /// Length of the fixed part of a version 2 header in bytes (§2.2).
 const V2_FIXED_LENGTH: usize = 16;

@@ -1,18 +1,38 @@
 //! The authentication of a request: verifies its credentials with the providers of the route.
 
-use http::{HeaderMap, Request};
-use tokio::time::timeout_at;
-use tracing::debug;
+use std::sync::Arc;
+use std::time::Duration;
 
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use http::header::{
+    CONTENT_LANGUAGE, CONTENT_TYPE, HOST, HeaderName, HeaderValue, LOCATION, RETRY_AFTER, SET_COOKIE, WWW_AUTHENTICATE,
+};
+use http::{HeaderMap, Request, Response, Uri};
+use http_body_util::BodyExt;
+use tokio::time::{Instant, timeout, timeout_at};
+use tracing::{debug, warn};
+
+use crate::http::body::Body;
+use crate::http::body_limits::{BodyLimits, UploadLimits};
+use crate::http::headers::{
+    ForwardedInfo, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID, join_cookies,
+};
 use crate::http::request_body::RequestBody;
-use crate::identity::auth::{AuthError, AuthRequest, Challenge, Credentials, ProviderKind, Verification};
+use crate::http::target::strip_trailing_dot;
+use crate::identity::auth::{AuthError, AuthRequest, Challenge, Credentials, Proof, ProviderKind, Verification};
+use crate::identity::forward::{
+    Admission, CacheRole, Denial, ForwardCache, ForwardProvider, ForwardSettings, PendingExchange, SharedResult,
+};
 use crate::limiter::clock;
+use crate::limiter::clock::monotonic;
+use crate::proxy::RequestTarget;
 use crate::proxy::context::{Peer, RequestContext};
-use crate::proxy::forward_auth;
 use crate::proxy::local_reply::Rejection;
-use crate::proxy::target::RequestTarget;
+use crate::proxy::metrics::AuthResult;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
+use crate::upstream::UpstreamError;
+use crate::upstream::retry::AttemptLog;
 
 /// The reason why a request is not authenticated, with the challenges of its route.
 #[derive(Debug)]
@@ -55,7 +75,7 @@ pub(super) fn resume_from_cache<'a>(
     let providers = &context.snapshot.config.auth.providers;
     let result = loop {
         let cached = match &providers[pending].kind {
-            ProviderKind::Forward(forward) => forward_auth::verify_cached(context, pending, forward, target, request),
+            ProviderKind::Forward(forward) => verify_with_cached_admission(context, pending, forward, target, request),
             ProviderKind::ApiKey(_) | ProviderKind::Jwt(_) | ProviderKind::ClientCert | ProviderKind::Basic(_) => None,
         };
         let Some(verification) = cached else { break Err(AuthError::Pending(pending)) };
@@ -103,7 +123,7 @@ async fn verify_pending(
     let (config, peer, deadline) = (&context.snapshot.config, context.peer, context.deadline);
     let verify = async {
         match &config.auth.providers[index].kind {
-            ProviderKind::Forward(forward) => forward_auth::verify(context, index, forward, target, request).await,
+            ProviderKind::Forward(forward) => verify_with_server(context, index, forward, target, request).await,
             ProviderKind::Basic(basic) => basic.verify_with_hash(request.headers()).await,
             ProviderKind::Jwt(verifier) => {
                 verifier.verify_with_new_keys(&auth_request(route, request.headers(), peer)).await
@@ -130,4 +150,262 @@ fn reject<'a>(route: &Route, challenges: &'a [Challenge], error: AuthError) -> R
         debug!(route = &*route.name, %error, "request is not authenticated");
     }
     Rejection::Auth(AuthRejection { error, challenges })
+}
+
+// === Forward authentication: an authentication server decides, as with `auth_request` of nginx and ForwardAuth of Traefik ===
+
+const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
+const X_FORWARDED_URI: HeaderName = HeaderName::from_static("x-forwarded-uri");
+
+/// Headers of the denial that are sent to the client.
+static DENIAL_HEADERS: [HeaderName; 6] =
+    [LOCATION, SET_COOKIE, WWW_AUTHENTICATE, CONTENT_TYPE, CONTENT_LANGUAGE, RETRY_AFTER];
+
+/// Maximum size of a denial's body in bytes, such as the page of a login form. A longer body is not sent to the client.
+const MAX_DENIAL_BODY: usize = 256 << 10;
+
+/// Maximum size in bytes of an admission's body that is read so that the connection can be reused.
+const MAX_ADMISSION_BODY: usize = 64 << 10;
+
+/// Ask the authentication server of a provider about a request. `index` is the index of the provider.
+pub(super) async fn verify_with_server(
+    context: &mut RequestContext<'_>,
+    index: usize,
+    provider: &ForwardProvider,
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
+) -> Verification {
+    let headers = told_headers(context, provider, target, request);
+    let (result, is_cached) = match &provider.cache {
+        None => (exchange(context, index, provider, headers).await.result, false),
+        Some(cache) => ask_once(context, index, (provider, cache), headers).await,
+    };
+    let counted = match &result {
+        Ok(_) if is_cached => AuthResult::Cached,
+        Ok(_) => AuthResult::Admitted,
+        Err(AuthError::Denied(_)) => AuthResult::Denied,
+        Err(_) => AuthResult::Error,
+    };
+    context.snapshot.metrics.record_forward_auth(index, counted);
+    match result {
+        Ok(admission) => Verification::Valid(Proof::Forward(admission)),
+        // Another alternative of `require` may still admit the request.
+        Err(error @ AuthError::Denied(_)) => Verification::Foreign(error),
+        // The client may be able to cause an invalid response, and must not be admitted because of it.
+        Err(error @ AuthError::InvalidResponse) => Verification::Unavailable(error),
+        Err(_) if provider.settings.fail_open => Verification::Valid(Proof::Forward(Arc::default())),
+        Err(error) => Verification::Unavailable(error),
+    }
+}
+
+/// Return the result of a provider whose admission of the request is cached.
+pub(super) fn verify_with_cached_admission(
+    context: &mut RequestContext<'_>,
+    index: usize,
+    provider: &ForwardProvider,
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
+) -> Option<Verification> {
+    let cache = provider.cache.as_ref()?;
+    let admission = cache.get(cache.key(&told_headers(context, provider, target, request)))?;
+    context.snapshot.metrics.record_forward_auth(index, AuthResult::Cached);
+    Some(Verification::Valid(Proof::Forward(admission)))
+}
+
+/// Return the headers for the server, except `Host`. With a cache, they are the key.
+fn told_headers(
+    context: &mut RequestContext<'_>,
+    provider: &ForwardProvider,
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
+) -> HeaderMap {
+    let ForwardSettings { request_headers, told, cache, .. } = &provider.settings;
+    let received = request.headers();
+    let mut headers = HeaderMap::new();
+    for name in request_headers {
+        for value in received.get_all(name) {
+            headers.append(name, value.clone());
+        }
+    }
+    join_cookies(&mut headers);
+    let ForwardedInfo { scheme, trusted, .. } = &context.peer.forwarded;
+    // As for upstreams, a trusted proxy sends the host and the scheme that the client has used.
+    let from_proxy = |name: &HeaderName| received.get(name).filter(|_| *trusted).cloned();
+    if told.method {
+        // A method is a token, and therefore a valid header value.
+        let method = HeaderValue::from_str(request.method().as_str()).ok();
+        headers.extend(method.map(|method| (X_FORWARDED_METHOD, method)));
+    }
+    if told.uri {
+        let path = target.forwarded_path();
+        let uri = match request.uri().query() {
+            Some(query) => HeaderValue::try_from(format!("{path}?{query}")),
+            None => HeaderValue::from_str(path),
+        };
+        // The parts come from a target that is valid.
+        headers.insert(X_FORWARDED_URI, uri.unwrap_or(HeaderValue::from_static("/")));
+    }
+    if told.host {
+        let authority = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
+        let host = authority.or_else(|| received.get(HOST).cloned());
+        let host = host.map(|host| strip_trailing_dot(&host).unwrap_or(host));
+        headers.extend(from_proxy(&X_FORWARDED_HOST).or(host).map(|host| (X_FORWARDED_HOST, host)));
+        headers.insert(X_FORWARDED_PROTO, from_proxy(&X_FORWARDED_PROTO).unwrap_or_else(|| scheme.clone()));
+    }
+    if told.ip {
+        let client = context.peer.client_address(received).to_string();
+        headers.extend(HeaderValue::try_from(client).ok().map(|client| (X_FORWARDED_FOR, client)));
+    }
+    if cache.is_none() {
+        headers.insert(X_REQUEST_ID, context.request_id(received).to_header_value());
+    }
+    headers
+}
+
+/// Call the server, unless its admission is cached or another request with the same cache key is calling it. Return
+/// whether the decision was made without calling the server.
+async fn ask_once(
+    context: &RequestContext<'_>,
+    index: usize,
+    (provider, cache): (&ForwardProvider, &ForwardCache),
+    headers: HeaderMap,
+) -> (Result<Arc<Admission>, AuthError>, bool) {
+    let key = cache.key(&headers);
+    loop {
+        let mut waiting = match cache.role(key) {
+            CacheRole::Hit(admission) => return (Ok(admission), true),
+            CacheRole::Ask(pending) => return (ask(context, index, provider, headers, pending).await, false),
+            CacheRole::Wait(waiting) => waiting,
+        };
+        // If the other request was cancelled, one of the waiting requests calls the server.
+        if waiting.changed().await.is_err() {
+            continue;
+        }
+        let shared = waiting.borrow().clone();
+        match shared {
+            Some(SharedResult::Admitted(admission)) => return (Ok(admission), true),
+            Some(SharedResult::Unavailable(error)) => return (Err(error), false),
+            // A denial may start a session, so it must be sent to only one client.
+            Some(SharedResult::Private) => return (exchange(context, index, provider, headers).await.result, false),
+            None => {}
+        }
+    }
+}
+
+async fn ask(
+    context: &RequestContext<'_>,
+    index: usize,
+    provider: &ForwardProvider,
+    headers: HeaderMap,
+    pending: PendingExchange<'_>,
+) -> Result<Arc<Admission>, AuthError> {
+    let Exchange { result, response } = exchange(context, index, provider, headers).await;
+    let ttl = provider.settings.cache.map_or(Duration::ZERO, |(ttl, _)| ttl);
+    pending.finish(&result, &response, ttl);
+    result
+}
+
+/// The result of an exchange, with all headers of the response.
+struct Exchange {
+    result: Result<Arc<Admission>, AuthError>,
+    response: HeaderMap,
+}
+
+/// Send a request to the server and interpret its response. The gateway does not follow redirects.
+async fn exchange(
+    context: &RequestContext<'_>,
+    index: usize,
+    provider: &ForwardProvider,
+    headers: HeaderMap,
+) -> Exchange {
+    let settings = &provider.settings;
+    let deadline = Instant::now() + settings.timeout;
+    let name = &context.snapshot.config.auth.providers[index].name;
+    let failed = |reason: &dyn std::fmt::Display| {
+        warn!(provider = &**name, error = %reason, "authentication server did not respond");
+        let result = Err(AuthError::Unavailable("the request cannot be authenticated at the moment"));
+        Exchange { result, response: HeaderMap::new() }
+    };
+    let invalid = |reason: &dyn std::fmt::Display| {
+        warn!(provider = &**name, error = %reason, "authentication server sent an invalid response");
+        Exchange { result: Err(AuthError::InvalidResponse), response: HeaderMap::new() }
+    };
+    let response = match timeout_at(deadline, send(context, settings, headers)).await {
+        Ok(Ok(response)) if response.status().is_informational() => return invalid(&"it switched protocols"),
+        Ok(Ok(response)) => response,
+        Ok(Err(error)) if error.is_invalid_response() => return invalid(&error),
+        Ok(Err(error)) => return failed(&error),
+        Err(_) => return failed(&format_args!("no response within {:?}", settings.timeout)),
+    };
+    let (parts, body) = response.into_parts();
+    if parts.status.is_success() {
+        drain(body, settings.timeout);
+        let admission = Admission { headers: selected(&parts.headers, &settings.response_headers) };
+        return Exchange { result: Ok(Arc::new(admission)), response: parts.headers };
+    }
+    let mut headers = selected(&parts.headers, &DENIAL_HEADERS);
+    // The server has denied the request, whatever happens to the body.
+    let body = match timeout_at(deadline, read(body, MAX_DENIAL_BODY)).await {
+        Ok(Some(body)) => body,
+        Ok(None) | Err(_) => {
+            let status = parts.status.as_u16();
+            warn!(provider = &**name, status, "response body of the authentication server is incomplete or too long");
+            [CONTENT_TYPE, CONTENT_LANGUAGE].iter().for_each(|name| drop(headers.remove(name)));
+            Bytes::new()
+        }
+    };
+    let denial = Denial { status: parts.status, headers, body };
+    Exchange { result: Err(AuthError::Denied(Arc::new(denial))), response: parts.headers }
+}
+
+async fn send(
+    context: &RequestContext<'_>,
+    settings: &ForwardSettings,
+    headers: HeaderMap,
+) -> Result<Response<Body>, UpstreamError> {
+    let upstream = &*context.snapshot.upstreams[settings.upstream];
+    let mut request = Box::new(Request::new(RequestBody::empty()));
+    *request.uri_mut() = Uri::from(settings.target.clone());
+    *request.headers_mut() = headers;
+    request.headers_mut().insert(HOST, settings.authority.clone());
+    let idle_timeout = settings.timeout;
+    let upload = UploadLimits { idle_timeout, min_rate: 0, total_timeout: None };
+    let limits = BodyLimits { deadline: None, upload, idle_timeout, max_body: None };
+    let started_at = monotonic();
+    let mut attempts = AttemptLog::new(false);
+    let result = upstream.send(request, limits, context.flow, &mut attempts).await;
+    context.snapshot.metrics.record_upstream(settings.upstream, &result, started_at.elapsed(), &attempts);
+    result
+}
+
+/// Return the headers with these names, with all their values.
+fn selected(headers: &HeaderMap, names: &[HeaderName]) -> HeaderMap {
+    let mut selected = HeaderMap::new();
+    for name in names {
+        for value in headers.get_all(name) {
+            selected.append(name, value.clone());
+        }
+    }
+    selected
+}
+
+/// Read a whole body. Return `None` if the body is longer than `max` bytes or incomplete.
+async fn read(mut body: Body, max: usize) -> Option<Bytes> {
+    let mut content = BytesMut::new();
+    while let Some(frame) = body.frame().await {
+        let Ok(data) = frame.ok()?.into_data() else { continue };
+        if content.len() + data.remaining() > max {
+            return None;
+        }
+        content.put(data);
+    }
+    Some(content.freeze())
+}
+
+/// Read a short body in the background, so that the connection can be reused. The request does not wait for the body.
+fn drain(body: Body, time: Duration) {
+    if http_body::Body::is_end_stream(&body) {
+        return;
+    }
+    tokio::spawn(async move { timeout(time, read(body, MAX_ADMISSION_BODY)).await.ok() });
 }

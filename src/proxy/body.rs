@@ -14,10 +14,10 @@ use crate::payload::json::rpc::RpcError;
 use crate::payload::json::{body, mcp};
 use crate::payload::llm::request;
 use crate::payload::llm::request::{RequestError, RequestInfo};
+use crate::proxy::RequestTarget;
 use crate::proxy::context::RequestContext;
 use crate::proxy::llm;
 use crate::proxy::local_reply::Rejection;
-use crate::proxy::target::RequestTarget;
 use crate::snapshot::BodyInspection;
 use crate::snapshot::routes::{BodyUse, Route};
 

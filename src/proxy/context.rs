@@ -19,16 +19,16 @@ use crate::http::flow::StreamFlow;
 use crate::http::headers::{ForwardedInfo, RenderedValues, X_REQUEST_ID};
 use crate::http::request_body::RequestBody;
 use crate::http::{ratelimit_headers, request_body};
+use crate::identity::ClientIpResolver;
 use crate::identity::auth::Credentials;
 use crate::identity::client_cert::ClientCertificate;
-use crate::identity::client_ip::ClientIpResolver;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred};
 use crate::proxy::ConfigSnapshot;
 use crate::proxy::body::BodyContent;
-use crate::proxy::header_values::RequestVariables;
+use crate::proxy::forward::RequestVariables;
 use crate::proxy::llm::{LlmRequest, LlmSettlement};
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::LimitDecision;
@@ -39,7 +39,7 @@ use crate::telemetry::access_log::{
     DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, RequestStart, TelemetrySinks, UpstreamInfo,
 };
 use crate::telemetry::trace::TraceContext;
-use crate::upstream::proxy_protocol::ProxiedConnection;
+use crate::upstream::connector::ProxiedConnection;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Upstream, UpstreamError};
 

@@ -26,7 +26,7 @@ use crate::proxy::forward::{ForwardedCertificate, set_http2_target};
 use crate::proxy::metrics::ResponseStats;
 use crate::snapshot::mirror::Mirror;
 use crate::snapshot::routes::Route;
-use crate::upstream::proxy_protocol::ProxiedConnection;
+use crate::upstream::connector::ProxiedConnection;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Protocol, Upstream};
 

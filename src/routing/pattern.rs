@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::str::FromStr;
 
-use crate::routing::expression::{Expression, ExpressionError};
+use crate::routing::condition::{Expression, ExpressionError};
 
 /// A path pattern: segments such as `/v1/users/{id}` or `/v1/{*rest}`, or a regular expression.
 #[derive(Debug, Clone, PartialEq, Eq)]

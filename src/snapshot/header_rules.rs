@@ -8,8 +8,9 @@ use http::{HeaderName, HeaderValue};
 use crate::config::Text;
 use crate::config::error::Issue;
 use crate::config::file::closest_name;
-use crate::http::header_template::{ParsedValue, TemplateError, ValueTemplate, Variable};
-use crate::http::headers::{Direction, HeaderAliases, HeaderMutations, reserved_reason};
+use crate::http::headers::{
+    Direction, HeaderAliases, HeaderMutations, ParsedValue, TemplateError, ValueTemplate, Variable, reserved_reason,
+};
 use crate::snapshot::validator::Validator;
 
 /// Maximum length in bytes of an unknown variable that an error message quotes. Values may be secrets that contain

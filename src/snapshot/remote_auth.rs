@@ -20,7 +20,7 @@ use crate::identity::Descriptor;
 use crate::identity::auth::TierSource;
 use crate::identity::basic::{BasicProvider, BasicVerifier, Htpasswd};
 use crate::identity::forward::{ForwardProvider, ForwardSettings, ToldParts};
-use crate::identity::remote_keys::RemoteKeys;
+use crate::identity::jwt::RemoteKeys;
 use crate::snapshot::client_tls;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::upstreams;

@@ -20,8 +20,7 @@ use crate::config::shorthand::{AccessLog, AccessLogTable};
 use crate::snapshot::Listener;
 use crate::snapshot::listeners::addresses_conflict;
 use crate::snapshot::validator::Validator;
-use crate::telemetry::log::LogFormat;
-use crate::telemetry::log_socket::{FACILITIES, Journald, Syslog, SyslogProtocol};
+use crate::telemetry::log::{FACILITIES, Journald, LogFormat, Syslog, SyslogProtocol};
 
 /// Minimum of `max_header_size`, because hyper needs a buffer of at least this size.
 const MIN_HEADER_SIZE: usize = 8 << 10;

@@ -8,7 +8,7 @@ use crate::config;
 use crate::config::error::{Issue, Spanned};
 use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::script::AlgorithmSet;
-use crate::limiter::redis::url::{UrlError, parse};
+use crate::limiter::redis::{UrlError, parse_redis_url};
 use crate::snapshot::StoreSettings;
 use crate::snapshot::client_tls::{TlsFiles, certificate};
 use crate::snapshot::routes::Route;
@@ -52,7 +52,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
         settings.name = "unknown, because the URL is not set".to_owned();
         return settings;
     }
-    match parse(url, certificates.as_ref()) {
+    match parse_redis_url(url, certificates.as_ref()) {
         Ok((name, servers)) => {
             settings.name = name;
             let limits = routes.iter().flat_map(|route| &route.rate_limits.limits);

@@ -14,8 +14,8 @@ use crate::config::shorthand::HealthCheck;
 use crate::snapshot::client_tls;
 use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::validator::Validator;
+use crate::upstream::endpoint::LoadBalancingPolicy;
 use crate::upstream::health::{EjectionSettings, HealthSettings};
-use crate::upstream::load_balancer::LoadBalancingPolicy;
 use crate::upstream::{Protocol, UpstreamServerSettings, UpstreamSettings};
 
 /// Compile all upstreams. Return TLS settings for the upstreams with servers at `https://` URLs.

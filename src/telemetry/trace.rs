@@ -11,8 +11,7 @@ use opentelemetry::{InstrumentationScope, KeyValue, Value};
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 use uuid::Uuid;
 
-use crate::telemetry::access_log::{AccessRecord, DecisionInfo, UpstreamInfo};
-use crate::telemetry::batch_writer::{BatchConfig, BatchWriter};
+use crate::telemetry::access_log::{AccessRecord, BatchConfig, BatchWriter, DecisionInfo, UpstreamInfo};
 
 /// The header of Trace Context, section 3.2.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");

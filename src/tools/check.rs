@@ -16,7 +16,7 @@ use crate::config;
 use crate::config::error::{Issue, Spanned};
 use crate::config::file::ParsedFile;
 use crate::config::{Config, Text};
-use crate::http::header_template::Variable;
+use crate::http::headers::Variable;
 use crate::http::target::canonical_host;
 use crate::identity::access::{AccessRules, parse_network};
 use crate::identity::auth::ProviderKind;

@@ -15,7 +15,7 @@ use crate::limiter::clock::monotonic;
 use crate::limiter::key::{Identity, IdentityHasher, Key, StateName};
 use crate::limiter::redis::RedisDeployment;
 use crate::limiter::redis::connection::ServerMode;
-use crate::limiter::redis::diagnosis::{diagnose_call, diagnose_connect, diagnose_timeout, missing_permission};
+use crate::limiter::redis::error::{diagnose_call, diagnose_connect, diagnose_timeout, missing_permission};
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::server::{ConnectError, RedisEndpoint as Target};
 use crate::telemetry::pluralize;

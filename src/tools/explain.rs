@@ -23,16 +23,15 @@ use crate::identity::basic::BasicProvider;
 use crate::limiter::decision::LimitCheck;
 use crate::limiter::verdict::Verdict;
 use crate::payload::json::body::JsonBody;
-use crate::proxy::access::{access_rules, check_host};
 use crate::proxy::authentication::{AuthRejection, auth_request, authenticate};
 use crate::proxy::body as inspection;
 use crate::proxy::body::{BodyContent, UnreadBody};
 use crate::proxy::context::Peer;
-use crate::proxy::header_values::RequestVariables;
+use crate::proxy::forward::RequestVariables;
 use crate::proxy::llm;
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::rate_limit::{LimitContext, build_checks, build_unauthenticated_checks};
-use crate::proxy::target::{RequestTarget, origin_form, rejection};
+use crate::proxy::{RequestTarget, access_rules, check_host, origin_form, routing_rejection};
 use crate::routing::NoMatch;
 use crate::routing::condition::RouteBody;
 use crate::snapshot::CompiledConfig;
@@ -145,9 +144,9 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             Ok(route) => Ok(route),
             Err(NoMatch::NeedsBody) => {
                 content.require(config.server.inspect_body).map_err(Rejection::Inspect)?;
-                find_route(RouteBody::Read(content.json().unwrap_or(&no_values))).map_err(rejection)
+                find_route(RouteBody::Read(content.json().unwrap_or(&no_values))).map_err(routing_rejection)
             }
-            Err(error) => Err(rejection(error)),
+            Err(error) => Err(routing_rejection(error)),
         };
         found.route = route.as_ref().ok().copied();
         let is_preflight = preflight_route.is_some();

@@ -12,12 +12,11 @@ use tokio::sync::Notify;
 use tracing::{info, warn};
 
 use crate::limiter::clock::monotonic;
-use crate::upstream::endpoint::Endpoint;
-use crate::upstream::endpoint::{PendingQueue, RequestPermit};
-use crate::upstream::health::{EjectionSettings, Health, HealthSettings, HealthState};
-use crate::upstream::load_balancer::{
-    LoadBalancer, LoadBalancingPolicy, PickContext, RendezvousTable, Rng, endpoint_weights, hash,
+use crate::upstream::endpoint::{
+    Endpoint, LoadBalancer, LoadBalancingPolicy, PendingQueue, PickContext, RendezvousTable, RequestPermit, Rng,
+    endpoint_weights, hash,
 };
+use crate::upstream::health::{EjectionSettings, Health, HealthSettings, HealthState};
 use crate::upstream::retry::RetryBudget;
 use crate::upstream::{Upstream, UpstreamSettings};
 

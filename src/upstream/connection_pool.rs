@@ -1,29 +1,29 @@
 //! Connections of one worker to one endpoint: idle HTTP/1.1 connections, or a shared HTTP/2 connection.
 
 use std::collections::VecDeque;
+use std::error::Error;
 use std::future::Future;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures_util::future::Either;
-use http::{Request, Response, StatusCode};
+use http::uri::Scheme;
+use http::{Request, Response, StatusCode, Uri};
 use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
-use hyper::client::conn::http1::{Builder, SendRequest};
-use hyper_util::rt::TokioIo;
+use hyper::client::conn::{http1, http2};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::sync::Mutex as AsyncMutex;
 
 use crate::http::body::{Body, UpstreamLease, declares_forbidden_body};
-use crate::http::body_limits::BodyLimits;
-use crate::http::body_limits::LazyTimer;
-use crate::http::body_limits::{ReadBound, ReadLimit, ReadLimitedStream};
+use crate::http::body_limits::{BodyLimits, LazyTimer, ReadBound, ReadLimit, ReadLimitedStream};
 use crate::http::request_body::RequestBody;
 use crate::limiter::clock::monotonic;
-use crate::upstream::endpoint::Endpoint;
-use crate::upstream::endpoint::RequestPermit;
-use crate::upstream::http2::{SharedConnection, StreamOutcome};
-use crate::upstream::proxy_protocol::ProxiedConnection;
-use crate::upstream::{Protocol, UpstreamSettings, http2, proxy_protocol};
+use crate::upstream::connector::ProxiedConnection;
+use crate::upstream::endpoint::{Endpoint, RequestPermit};
+use crate::upstream::{Protocol, UpstreamSettings, connector};
 
 /// Connection pool for an endpoint.
 #[derive(Debug)]
@@ -46,7 +46,7 @@ pub(super) enum Connection {
     /// The connection is used by only one request at a time.
     Http1(Http1Connection),
     /// Many requests share the connection.
-    Http2(http2::Http2Connection, LazyTimer),
+    Http2(Http2Connection, LazyTimer),
 }
 
 /// The lease of an HTTP/1.1 connection: returns the connection to its pool when the data has been read, and releases
@@ -104,7 +104,7 @@ impl EndpointPool {
     pub(super) async fn connect(&self, client: Option<&ProxiedConnection>) -> io::Result<(Connection, bool)> {
         match &self.pool {
             ProtocolPool::Http1(_) => {
-                let header = self.proxy_protocol.then(|| proxy_protocol::header(client));
+                let header = self.proxy_protocol.then(|| connector::proxy_header(client));
                 let mut connection = connect(&self.endpoint, header.as_deref()).await?;
                 connection.client = client.copied().map(Box::new);
                 Ok((Connection::Http1(connection), false))
@@ -171,7 +171,7 @@ impl Connection {
             Connection::Http1(..) if error.is_parse() => StreamOutcome::PeerError,
             Connection::Http1(..) => StreamOutcome::Unknown,
             Connection::Http2(connection, _) => {
-                let (outcome, is_alive) = http2::classify_error(error);
+                let (outcome, is_alive) = classify_error(error);
                 if !is_alive {
                     connection.start_draining();
                 }
@@ -214,7 +214,7 @@ pub(super) type SendError = TrySendError<Request<RequestBody>>;
 /// An HTTP/1.1 connection. An HTTP/1.1 connection serves one request at a time.
 #[derive(Debug)]
 pub(super) struct Http1Connection {
-    sender: SendRequest<RequestBody>,
+    sender: http1::SendRequest<RequestBody>,
     pub(super) timer: LazyTimer,
     pub(super) reads: ReadBound,
     /// Client in the PROXY header of the connection.
@@ -240,7 +240,7 @@ struct IdleConnection {
 /// Connect, and spawn the connection task on the current worker.
 async fn connect(endpoint: &Endpoint, proxy_header: Option<&[u8]>) -> io::Result<Http1Connection> {
     let (stream, reads) = ReadLimitedStream::new(endpoint.connect(proxy_header).await?);
-    let (sender, connection) = Builder::new()
+    let (sender, connection) = http1::Builder::new()
         .writev(false)
         .max_buf_size(MAX_BUFFER_SIZE)
         .max_header_size(MAX_BUFFER_SIZE)
@@ -304,4 +304,133 @@ impl Http1Connection {
         self.reads.set(reads);
         self.sender.try_send_request(request)
     }
+}
+
+// === HTTP/2 (RFC 9113): one connection, which all requests of a worker share ===
+
+/// Stream window for responses and send buffer for request bodies, in bytes per stream.
+const STREAM_BUFFER: u32 = 128 << 10;
+
+/// Connection window in bytes. Streams with slow readers cannot use up this window, so they do not block other streams.
+const CONNECTION_WINDOW: u32 = 1 << 30;
+
+/// Maximum size of the response headers in bytes, as for HTTP/1.1.
+const MAX_HEADER_LIST_SIZE: u32 = 64 << 10;
+
+/// The shared connection of a pool.
+#[derive(Debug)]
+pub(super) struct SharedConnection {
+    // The lock is held while connecting, so that concurrent requests wait for the new connection.
+    current: AsyncMutex<Option<Http2Connection>>,
+    idle_timeout: Duration,
+}
+
+/// An HTTP/2 connection. The connection serves many requests concurrently.
+#[derive(Debug, Clone)]
+pub(super) struct Http2Connection {
+    sender: http2::SendRequest<RequestBody>,
+    /// Set when the connection accepts no new requests.
+    is_draining: Arc<AtomicBool>,
+    last_used_at: Instant,
+    /// Value of `:scheme` (RFC 9113 §8.3.1).
+    scheme: Scheme,
+}
+
+impl SharedConnection {
+    pub(super) fn new(idle_timeout: Duration) -> Self {
+        SharedConnection { current: AsyncMutex::default(), idle_timeout }
+    }
+
+    /// Return the connection if it is usable and no other request is connecting.
+    pub(super) fn try_get(&self) -> Option<Http2Connection> {
+        self.usable(&mut *self.current.try_lock().ok()?)
+    }
+
+    fn usable(&self, current: &mut Option<Http2Connection>) -> Option<Http2Connection> {
+        let now = monotonic();
+        let connection = current.as_mut().filter(|connection| connection.is_usable(now, self.idle_timeout))?;
+        connection.last_used_at = now;
+        Some(connection.clone())
+    }
+
+    /// If the connection is usable, return it; otherwise connect. The second value is true if the connection was
+    /// reused.
+    pub(super) async fn get_or_connect(&self, endpoint: &Endpoint) -> io::Result<(Http2Connection, bool)> {
+        let mut current = self.current.lock().await;
+        if let Some(connection) = self.usable(&mut current) {
+            return Ok((connection, true));
+        }
+        // Requests in flight on the old connection continue.
+        *current = None;
+        let connection = connect_http2(endpoint).await?;
+        *current = Some(connection.clone());
+        Ok((connection, false))
+    }
+}
+
+async fn connect_http2(endpoint: &Endpoint) -> io::Result<Http2Connection> {
+    let stream = endpoint.connect(None).await?;
+    let scheme = if stream.is_tls() { Scheme::HTTPS } else { Scheme::HTTP };
+    let (sender, connection) = http2::Builder::new(TokioExecutor::new())
+        .initial_stream_window_size(STREAM_BUFFER)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_send_buf_size(STREAM_BUFFER as usize)
+        .max_header_list_size(MAX_HEADER_LIST_SIZE)
+        .handshake(TokioIo::new(stream))
+        .await
+        .map_err(io::Error::other)?;
+    // The senders of the requests receive the error.
+    tokio::spawn(async move { connection.await.ok() });
+    Ok(Http2Connection { sender, is_draining: Arc::default(), last_used_at: monotonic(), scheme })
+}
+
+impl Http2Connection {
+    fn is_usable(&self, now: Instant, idle_timeout: Duration) -> bool {
+        !self.sender.is_closed() && !self.is_draining.load(Ordering::Relaxed) && now - self.last_used_at < idle_timeout
+    }
+
+    pub(super) fn send(
+        &mut self,
+        mut request: Request<RequestBody>,
+    ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + Send + use<> {
+        if request.uri().scheme() != Some(&self.scheme) {
+            let mut uri = std::mem::take(request.uri_mut()).into_parts();
+            uri.scheme = Some(self.scheme.clone());
+            // A URI with authority and path is valid with any scheme.
+            *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
+        }
+        self.sender.try_send_request(request)
+    }
+
+    /// Exclude the connection from new requests.
+    pub(super) fn start_draining(&self) {
+        self.is_draining.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What is known about a request whose stream ended with an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum StreamOutcome {
+    /// The server has not processed the request (RFC 9113 §8.7): REFUSED_STREAM or GOAWAY.
+    NotProcessed,
+    /// The server reset the stream, or sent invalid frames.
+    PeerError,
+    /// The gateway reset the stream, because the client aborted the request.
+    LocalReset,
+    /// The state of the request is unknown, because the connection is lost.
+    Unknown,
+}
+
+/// Classify an error. The second value is true if the connection is still usable.
+pub(super) fn classify_error(error: &hyper::Error) -> (StreamOutcome, bool) {
+    let Some(cause) = error.source().and_then(|source| source.downcast_ref::<h2::Error>()) else {
+        return (StreamOutcome::Unknown, false);
+    };
+    let refused = cause.is_go_away() || cause.reason() == Some(h2::Reason::REFUSED_STREAM);
+    let outcome = match (cause.is_remote(), cause.is_library()) {
+        (true, _) if refused => StreamOutcome::NotProcessed,
+        (true, _) | (_, true) => StreamOutcome::PeerError,
+        _ => StreamOutcome::LocalReset,
+    };
+    (outcome, cause.is_reset())
 }

@@ -15,8 +15,7 @@ use crate::http::request_body::RequestBody;
 use crate::upstream::Protocol;
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::connection_pool::EndpointPool;
-use crate::upstream::endpoint::Endpoint;
-use crate::upstream::load_balancer::Rng;
+use crate::upstream::endpoint::{Endpoint, Rng};
 
 /// User-Agent of health checks.
 const USER_AGENT_VALUE: HeaderValue = HeaderValue::from_static("sluicegate-health");

@@ -18,11 +18,9 @@ use crate::http::body_limits::LazyTimer;
 use crate::http::flow::StreamFlow;
 use crate::http::headers::{is_grpc, is_safe};
 use crate::http::request_body::{RequestBody, UploadProgress};
-use crate::upstream::connection_pool::SendError;
-use crate::upstream::connector::EndpointConnection;
+use crate::upstream::connection_pool::{SendError, StreamOutcome, classify_error};
+use crate::upstream::connector::{EndpointConnection, ProxiedConnection};
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::http2::{StreamOutcome, classify_error};
-use crate::upstream::proxy_protocol::ProxiedConnection;
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError, UpstreamSettings};
 
 /// The ways in which a request may still be sent again.

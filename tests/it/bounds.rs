@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use sluicegate::limiter::algorithm::Status;
 use sluicegate::limiter::clock::{Clock, monotonic, unix_us};
 use sluicegate::limiter::quota::CalendarUnit;
-use sluicegate::limiter::redis::server_store::ServerStore;
+use sluicegate::limiter::redis::batcher::ServerStore;
 use sluicegate::limiter::verdict::{Charge, Operation};
 
 #[test]

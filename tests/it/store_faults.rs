@@ -12,8 +12,8 @@ use crate::support::resp::{Answer, Command, FakeRedis, error};
 use crate::support::stores::{Limit, SECOND, bucket, call};
 use sluicegate::limiter::clock::monotonic;
 use sluicegate::limiter::redis::RedisSettings;
+use sluicegate::limiter::redis::batcher::ServerStore;
 use sluicegate::limiter::redis::server::{Address, RedisEndpoint};
-use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::verdict::{Operation, StoreError};
 
 /// One route per `on_store_error`, and one with a shadow limit.

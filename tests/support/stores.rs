@@ -20,8 +20,8 @@ use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarWindows;
 use sluicegate::limiter::quota::{CalendarUnit, EXACT_INTEGER_LIMIT, Quota};
 use sluicegate::limiter::redis::RedisSettings;
+use sluicegate::limiter::redis::batcher::ServerStore;
 use sluicegate::limiter::redis::server::RedisEndpoint;
-use sluicegate::limiter::redis::server_store::ServerStore;
 use sluicegate::limiter::usage::{RETENTION_DAYS, UsageDays, UsageFields, UsageKey, UsageQuery};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 

@@ -11,7 +11,7 @@ use tracing::{info, warn};
 
 use crate::limiter::clock::{elapsed_since, monotonic, unix_us};
 use crate::limiter::redis::connection::MAX_UNANSWERED_CALLS;
-use crate::limiter::redis::diagnosis::diagnose_reply;
+use crate::limiter::redis::error::diagnose_reply;
 use crate::limiter::redis::server::Address;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 

@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use crate::limiter::clock::monotonic;
-use crate::limiter::redis::diagnosis;
+use crate::limiter::redis::error;
 use crate::limiter::redis::script::{AlgorithmSet, all_scripts};
 use crate::limiter::redis::server::{ConnectError, RedisEndpoint};
 use crate::limiter::verdict::StoreError;
@@ -215,7 +215,7 @@ impl Manager {
     async fn open(&self) -> Result<Connection, ConnectError> {
         let client = self.server.client(self.connect_timeout).await?;
         let address = client.get_connection_info().addr();
-        self.open_at(&client).await.map_err(|error| ConnectError::new(&diagnosis::diagnose_connect(&error, address)))
+        self.open_at(&client).await.map_err(|error| ConnectError::new(&error::diagnose_connect(&error, address)))
     }
 
     async fn open_at(&self, client: &Client) -> RedisResult<Connection> {
@@ -263,7 +263,7 @@ impl ManageConnection for Manager {
 
     async fn is_valid(&self, pooled: &mut Pooled) -> Result<(), ConnectError> {
         let reply = pooled.current().send(&redis::cmd("PING")).await;
-        reply.map(drop).map_err(|error| ConnectError::new(&diagnosis::diagnose_call(&error)))
+        reply.map(drop).map_err(|error| ConnectError::new(&error::diagnose_call(&error)))
     }
 
     fn has_broken(&self, pooled: &mut Pooled) -> bool {

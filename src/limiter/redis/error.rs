@@ -1,11 +1,14 @@
-//! Classification of Redis error replies by their effect on the call, the identity and the store.
+//! Classification of Redis error replies by their effect on the call, the identity and the store, and their
+//! diagnosis.
 
+use std::error::Error;
+use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use redis::RedisError;
+use redis::{ConnectionAddr, ErrorKind, RedisError};
 
 use crate::limiter::clock::monotonic;
-use crate::limiter::redis::diagnosis;
 use crate::limiter::verdict::{ErrorReply, StoreError};
 
 /// Delay before a rejected call is sent again. Each further delay is twice as long, up to [`MAX_BACKOFF`].
@@ -51,7 +54,7 @@ impl RedisErrorKind {
     /// Convert the error of a call.
     pub fn to_store_error(error: &RedisError) -> StoreError {
         let Some(kind) = RedisErrorKind::from_error(error) else {
-            return StoreError::Unreachable(diagnosis::diagnose_call(error));
+            return StoreError::Unreachable(diagnose_call(error));
         };
         let (code, detail) = code_and_detail(error).unwrap_or_default();
         let reply = ErrorReply::new(code, detail);
@@ -83,7 +86,7 @@ fn code_and_detail(error: &RedisError) -> Option<(&str, &str)> {
     let detail = error.detail().unwrap_or_default();
     let is_redis_6 = code == REDIS_6_CALL_ERROR || (code == "ERR" && detail.starts_with(REDIS_6_SCRIPT_ERROR));
     let segments = detail.split(": ");
-    if (is_redis_6 || code == "ERR") && segments.clone().any(diagnosis::is_script_permission_error) {
+    if (is_redis_6 || code == "ERR") && segments.clone().any(is_script_permission_error) {
         return Some(("NOPERM", detail));
     }
     let is_code = |word: &str| word.len() > 1 && word.bytes().all(|byte| byte.is_ascii_uppercase());
@@ -116,6 +119,210 @@ impl Iterator for Backoff {
         self.next_delay = (2 * delay).min(MAX_BACKOFF);
         (monotonic() + delay < self.deadline).then_some(delay)
     }
+}
+
+// === Diagnosis: a sentence for each error, which says what to do ===
+
+/// Diagnose a URL that names no server.
+pub fn diagnose_url(error: &RedisError) -> String {
+    let message = error.to_string();
+    let starts_with = |words| message.starts_with(words);
+    if starts_with("Redis URL did not parse") {
+        "this URL cannot be read; write redis://USER:PASSWORD@HOST:PORT/DB, and @ : / # % inside a password as %40 %3A %2F %23 %25".to_owned()
+    } else if starts_with("Missing hostname") {
+        "this URL names no host; write redis://HOST:PORT/DB".to_owned()
+    } else if starts_with("Missing path") {
+        "this URL names no socket; write redis+unix:///PATH?db=0".to_owned()
+    } else if starts_with("Invalid database number") {
+        "the database is not a number; write it as in redis://HOST:PORT/0 or redis+unix:///PATH?db=0".to_owned()
+    } else if starts_with("Cannot connect to a wildcard") {
+        "this address is only for listening; write the address at which Redis can be reached".to_owned()
+    } else {
+        message
+    }
+}
+
+/// Diagnose a failed attempt to connect to `address`.
+pub fn diagnose_connect(error: &RedisError, address: &ConnectionAddr) -> String {
+    match error.kind() {
+        // The server at the address has another mode: see [`super::connection::HelloReply::mismatch`].
+        ErrorKind::InvalidClientConfig => error.detail().map_or_else(|| error.to_string(), str::to_owned),
+        ErrorKind::Parse => diagnose_protocol(error, address),
+        _ => match io_error(error) {
+            Some(io) => diagnose_socket(io, address),
+            None => diagnose_call(error),
+        },
+    }
+}
+
+/// Diagnose an error of a call on a connection.
+pub fn diagnose_call(error: &RedisError) -> String {
+    let code = error.code().unwrap_or_default();
+    let detail = error.detail().unwrap_or_default();
+    diagnose_code(code, detail).unwrap_or_else(|| match error.kind() {
+        ErrorKind::AuthenticationFailed => WRONG_PASSWORD.to_owned(),
+        ErrorKind::Parse => "the server is not Redis; correct the address in store.url".to_owned(),
+        ErrorKind::Io => format!("the connection broke ({error}); is Redis being restarted?"),
+        _ => error.to_string(),
+    })
+}
+
+/// Diagnose an error reply to a call.
+pub fn diagnose_reply(reply: &ErrorReply) -> String {
+    diagnose_code(reply.code(), reply.detail()).unwrap_or_else(|| reply.to_string())
+}
+
+const WRONG_PASSWORD: &str = "Redis rejects this user or password; correct them in store.url";
+
+/// Diagnose an error reply. Return `None` if the error is unknown.
+fn diagnose_code(code: &str, detail: &str) -> Option<String> {
+    if let Some(permission) = permission_in_reply(code, detail) {
+        return Some(format!(
+            "the Redis user lacks a permission that the gateway needs, {permission}; grant the permissions that docs/how-to/redis.md lists"
+        ));
+    }
+    let diagnosis = match code {
+        "WRONGPASS" => WRONG_PASSWORD,
+        "NOAUTH" => "Redis requires a password; set it in store.url: redis://USER:PASSWORD@HOST:PORT/DB",
+        "DENIED" => "Redis is in protected mode and serves only its own machine; set a password in Redis",
+        "READONLY" => "this Redis is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER",
+        "MOVED" | "ASK" | "CROSSSLOT" => "this Redis is a node of a cluster; use redis+cluster://",
+        "CLUSTERDOWN" => {
+            return Some(format!(
+                "the cluster rejects commands ({detail}); find the reason with redis-cli --cluster check"
+            ));
+        }
+        "MASTERDOWN" => "this Redis is a replica that has lost its master; give the address of a master",
+        "LOADING" => "Redis is still loading its data; wait until it has loaded them",
+        "BUSY" => "Redis is busy running a script; wait until it ends, or send SCRIPT KILL",
+        "OOM" => "Redis is out of memory; raise its maxmemory, or use a separate Redis for the limits",
+        "MISCONF" => "Redis rejects writes because it cannot save to its disk; see its log",
+        "ERR" if detail.contains("DB index is out of range") => {
+            "this Redis has no database with this number; correct the number at the end of store.url"
+        }
+        "ERR" if detail.contains("SELECT is not allowed in cluster mode") => {
+            "this Redis is a node of a cluster; use redis+cluster://, without a database"
+        }
+        "ERR" if detail.contains("unknown command 'SELECT'") => {
+            "this server has no databases, so it may be a Sentinel; use redis+sentinel://HOST:PORT/MASTER then"
+        }
+        _ => return None,
+    };
+    Some(diagnosis.to_owned())
+}
+
+/// Diagnose a server that accepts no connection or does not reply in time.
+pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
+    match address {
+        ConnectionAddr::TcpTls { .. } => {
+            format!("{address} does not answer the TLS handshake in time; if Redis does not use TLS, write redis://")
+        }
+        _ => format!(
+            "{address} does not answer in time; it is stopped, overloaded, behind a firewall or too far away for the timeout: \
+             `sluicegate doctor` measures the round trip"
+        ),
+    }
+}
+
+/// The beginnings of the error of a script that lacks a permission for a command or key: up to Redis 7.0, and since
+/// Redis 7.2 and in Valkey.
+const SCRIPT_PERMISSION_ERRORS: [&str; 2] = ["The user executing the script can't", "ACL failure in script"];
+
+/// Return whether a part of an error reply is the error of a script that lacks a permission.
+pub(super) fn is_script_permission_error(detail: &str) -> bool {
+    SCRIPT_PERMISSION_ERRORS.iter().any(|start| detail.starts_with(start))
+}
+
+/// Return the permission that the user lacks, in the syntax of `ACL SETUSER`. Return `None` for other errors.
+pub fn missing_permission(error: &RedisError) -> Option<String> {
+    permission_in_reply(error.code().unwrap_or_default(), error.detail()?)
+}
+
+fn permission_in_reply(code: &str, detail: &str) -> Option<String> {
+    // Redis 7.0 does not name the command that the script called.
+    let script = is_script_permission_error(detail);
+    if code != "NOPERM" && !script {
+        return None;
+    }
+    // Examples: "… has no permissions to run the 'config|get' command", "… to access one of the keys used as arguments"
+    match detail.split_once(" run the '").and_then(|(_, rest)| rest.split_once('\'')) {
+        Some((command, _)) => Some(format!("+{command}")),
+        None if detail.contains("key") => Some("~PREFIX:* for the keys of store.prefix".to_owned()),
+        None if script => Some("a command of the scripts".to_owned()),
+        None => Some(detail.to_owned()),
+    }
+}
+
+fn diagnose_socket(error: &io::Error, address: &ConnectionAddr) -> String {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    if let Some(error) = inner {
+        return diagnose_tls(error, address);
+    }
+    let message = error.to_string();
+    match (error.kind(), address) {
+        (io::ErrorKind::ConnectionRefused, _) => {
+            format!("nothing listens at {address}; start Redis there, or correct the address in store.url")
+        }
+        (io::ErrorKind::NotFound, ConnectionAddr::Unix(_)) => {
+            format!("there is no socket {address}; start Redis with it, or correct the path in store.url")
+        }
+        (io::ErrorKind::PermissionDenied, ConnectionAddr::Unix(_)) => {
+            format!("the gateway may not open the socket {address}; see unixsocketperm of Redis")
+        }
+        (io::ErrorKind::TimedOut, _) => diagnose_timeout(address),
+        (
+            io::ErrorKind::ConnectionReset
+            | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::NotConnected,
+            _,
+        ) => {
+            let (other, scheme) = match address {
+                ConnectionAddr::TcpTls { .. } => ("speaks no TLS", "redis://"),
+                _ => ("speaks TLS", "rediss://"),
+            };
+            format!("{address} closes the connection before it answers; if the server {other}, use {scheme}")
+        }
+        _ if message.starts_with("failed to lookup") => {
+            format!("the host name of {address} does not resolve; correct the host in store.url, or check the DNS")
+        }
+        _ => {
+            format!("{address} cannot be reached ({message}); correct the address in store.url, or check the network")
+        }
+    }
+}
+
+fn diagnose_tls(error: &rustls::Error, address: &ConnectionAddr) -> String {
+    match error {
+        rustls::Error::InvalidMessage(_) => {
+            format!("{address} does not use TLS; use redis://, or correct the port in store.url")
+        }
+        rustls::Error::InvalidCertificate(why) => {
+            format!(
+                "the certificate of {address} is not accepted ({why}); name its CA in store.tls.ca, and use a host \
+                 name of the certificate in store.url"
+            )
+        }
+        rustls::Error::AlertReceived(why) => format!(
+            "{address} ends the TLS handshake ({why:?}); if it requires a client certificate, set store.tls.cert and store.tls.key"
+        ),
+        _ => format!("the TLS handshake with {address} failed ({error}); check store.tls"),
+    }
+}
+
+/// Diagnose a reply of another protocol. The error of the parser contains the first bytes of the reply.
+fn diagnose_protocol(error: &RedisError, address: &ConnectionAddr) -> String {
+    let detail = error.detail().unwrap_or_default();
+    let unexpected_byte = |byte: u8| detail.contains(&format!("Unexpected `{byte}`"));
+    let protocol = if unexpected_byte(b'H') || unexpected_byte(b'<') { "a web server" } else { "not Redis" };
+    format!("the server at {address} is {protocol}; correct the address in store.url")
+}
+
+fn io_error(error: &RedisError) -> Option<&io::Error> {
+    // The redis crate keeps the I/O error in an `Arc`, which is the type of the error source.
+    let inner = error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?;
+    inner.downcast_ref()
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, Redis
 use crate::limiter::clock::monotonic;
 use crate::limiter::redis::connection;
 use crate::limiter::redis::connection::{Dial, ServerMode};
-use crate::limiter::redis::diagnosis::{diagnose_connect, diagnose_timeout};
+use crate::limiter::redis::error::{diagnose_connect, diagnose_timeout};
 
 /// Interval for asking the Sentinels whether another server has become the master.
 const SENTINEL_QUERY_INTERVAL: Duration = Duration::from_secs(1);

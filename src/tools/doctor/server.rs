@@ -6,7 +6,7 @@ use redis::{Client, Value};
 
 use crate::limiter::clock::{monotonic, unix_us};
 use crate::limiter::redis::connection::{HelloReply, ServerRole};
-use crate::limiter::redis::diagnosis::diagnose_connect;
+use crate::limiter::redis::error::diagnose_connect;
 use crate::limiter::redis::overrides;
 use crate::telemetry::pluralize;
 use crate::tools::doctor::{CALL_TIMEOUT, CallError, Check, DiagnosticConnection, InfoSection, Status};
