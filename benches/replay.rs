@@ -6,8 +6,7 @@ use std::path::Path;
 
 use sluicegate::limiter::clock::monotonic;
 use sluicegate::snapshot::CompiledConfig;
-use sluicegate::tools::replay::log_input::{LogInput, ReadProgress};
-use sluicegate::tools::replay::{Replay, ReplayOptions};
+use sluicegate::tools::replay::{LogInput, ReadProgress, Replay, ReplayOptions};
 
 /// Whose requests they are: as many as a busy service sees in an hour.
 const CLIENTS: u64 = 10_000;

@@ -4,10 +4,10 @@ pub(crate) mod api;
 mod configuration;
 mod connections;
 mod events;
-mod health;
 mod metrics;
 pub mod usage;
 
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener as StdListener};
@@ -31,6 +31,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use serde::Serialize;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::time::{sleep, timeout};
@@ -50,15 +51,16 @@ use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::store::RedisStore;
-use crate::listener::connection_limit::ConnectionLimits;
+use crate::listener::ConnectionLimits;
 use crate::listener::metrics::ListenerMetrics;
 use crate::proxy::metrics::RequestMetrics;
-use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::ConfigHandle;
 use crate::snapshot::settings::AdminToken;
+use crate::snapshot::{CompiledConfig, Listener};
 use crate::telemetry::access_log::TelemetrySinks;
 use crate::telemetry::prometheus as text_form;
 use crate::telemetry::prometheus::ExpositionFormat;
+use crate::upstream::cluster::EndpointStatus;
 
 /// Maximum time to complete the requests in progress at shutdown.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
@@ -469,7 +471,7 @@ const SECURITY_HEADERS: [(HeaderName, &str); 4] = [
 
 /// Return the file of the dashboard at `path`, or `None` if it does not exist. The files need no authentication: they
 /// contain no data, and their scripts request the data with the token.
-pub(super) fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
+fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     if path == "/" {
         let index = if has_token { INDEX_HTML.replace(WITHOUT_TOKEN, WITH_TOKEN) } else { INDEX_HTML.to_owned() };
         return Some(typed_response(StatusCode::OK, "text/html; charset=utf-8", index));
@@ -479,8 +481,99 @@ pub(super) fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
 }
 
 /// Add the browser security headers. Every response of the admin listener has these headers.
-pub(super) fn add_security_headers(response: &mut AdminResponse) {
+fn add_security_headers(response: &mut AdminResponse) {
     for (name, value) in SECURITY_HEADERS {
         response.headers_mut().insert(name, HeaderValue::from_static(value));
     }
+}
+
+// === `/readyz`: readiness of the process, its store and its upstreams ===
+
+/// Response body of `/readyz`.
+#[derive(Debug, Serialize)]
+struct ReadinessReport<'a> {
+    status: ReadinessStatus,
+    store: StoreReadiness<'a>,
+    upstreams: BTreeMap<Box<str>, Vec<EndpointReadiness>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    certificates: Option<CertificateReadiness>,
+}
+
+/// Certificates that are obtained by ACME.
+#[derive(Debug, Serialize)]
+struct CertificateReadiness {
+    /// Names without a certificate.
+    missing: Vec<Box<str>>,
+}
+
+/// Overall status.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum ReadinessStatus {
+    /// The store is available.
+    Ready,
+    /// A circuit breaker of the store is open: the gateway serves requests, and limits follow `on_store_error`.
+    Degraded,
+    /// A listener has no certificate from the CA yet, and serves a self-signed certificate.
+    Pending,
+    /// The process has received a signal to stop, and waits for `accept_grace` or drains connections.
+    Stopping,
+}
+
+#[derive(Debug, Serialize)]
+struct StoreReadiness<'a> {
+    name: &'a str,
+    /// The store, or its nodes, whose circuit breaker is open.
+    failing: Vec<String>,
+}
+
+/// One endpoint of an upstream.
+#[derive(Debug, Serialize)]
+struct EndpointReadiness {
+    server: String,
+    state: &'static str,
+    in_flight: usize,
+}
+
+impl ReadinessReport<'_> {
+    /// Return whether load balancers should send requests.
+    fn is_ready(&self) -> bool {
+        matches!(self.status, ReadinessStatus::Ready | ReadinessStatus::Degraded)
+    }
+}
+
+impl AdminState {
+    /// Return the current readiness.
+    fn readiness(&self) -> ReadinessReport<'_> {
+        let failing_stores = self.failing_stores();
+        let active = self.config_handle.active();
+        let lacks_certificates = active.config.listeners.iter().any(lacks_certificates);
+        let status = match (self.stopping.is_cancelled(), lacks_certificates, failing_stores.is_empty()) {
+            (true, ..) => ReadinessStatus::Stopping,
+            (false, true, _) => ReadinessStatus::Pending,
+            (false, false, true) => ReadinessStatus::Ready,
+            (false, false, false) => ReadinessStatus::Degraded,
+        };
+        let to_server = |EndpointStatus { server, state, in_flight }| EndpointReadiness { server, state, in_flight };
+        let certificates = active.config.acme.as_ref().map(|acme| {
+            let missing = acme.names.iter().filter(|name| acme.certificates.get(name).certificate.is_none());
+            CertificateReadiness { missing: missing.cloned().collect() }
+        });
+        let upstreams = active.clusters.iter().map(|cluster| {
+            let servers = cluster.status().into_iter().map(to_server).collect();
+            (cluster.settings.name.clone(), servers)
+        });
+        ReadinessReport {
+            status,
+            store: StoreReadiness { name: &self.store_name, failing: failing_stores },
+            upstreams: upstreams.collect(),
+            certificates,
+        }
+    }
+}
+
+/// Return whether a listener waits for its first certificate by ACME.
+fn lacks_certificates(listener: &Listener) -> bool {
+    let managed = listener.tls.as_ref().and_then(|tls| tls.tls.managed());
+    managed.is_some_and(|(names, certificates)| names.iter().all(|name| certificates.get(name).certificate.is_none()))
 }

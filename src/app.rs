@@ -3,22 +3,21 @@
 pub mod acme;
 mod collector;
 pub mod hot_restart;
-pub mod jwks_refresh;
 pub(crate) mod listen;
+pub mod maintenance;
 pub mod quota_events;
 mod reload;
-pub mod sd_notify;
-mod upstream_maintenance;
-mod worker;
 
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 use std::{io, thread};
 
+use tokio::net::TcpListener;
+use tokio::runtime::Builder;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -26,24 +25,27 @@ use crate::admin::{AdminDeps, AdminSockets, AdminState};
 use crate::app::acme::{AcmeClient, AcmeDeps, AcmeError};
 use crate::app::hot_restart::HotRestart;
 use crate::app::listen::{AdminSocketFile, InheritedSockets, ListenerSockets};
+use crate::app::maintenance::MaintenanceThread;
 use crate::app::quota_events::{EventDeps, EventThread};
 use crate::app::reload::file_watcher::FileWatcher;
 use crate::app::reload::{Reloader, WorkerGateways, file_watcher};
-use crate::app::upstream_maintenance::MaintenanceThread;
-use crate::app::worker::Worker;
 use crate::limiter::clock;
 use crate::limiter::clock::Clock;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
-use crate::limiter::metrics::MetricFamily;
+use crate::limiter::metrics::{LimiterMetrics, MetricFamily};
 use crate::limiter::notify::EventQueue;
 use crate::limiter::overrides::Overrides;
 use crate::limiter::prefetch::PrefetchPool;
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
+use crate::limiter::redis::overrides;
+use crate::limiter::store::{RedisStore, Store};
 use crate::limiter::wait_queue::WaitQueues;
-use crate::listener::connection_limit::ConnectionLimits;
+use crate::limiter::{Limiter, random_permit_id};
 use crate::listener::metrics::ListenerMetrics;
+use crate::listener::{ConnectionLimits, Server};
+use crate::proxy::Gateway;
 use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::current::{ConfigHandle, ReloadRequest};
 use crate::snapshot::routes::RouteAction;
@@ -335,7 +337,7 @@ impl App {
             if let Some(Err(error)) = admin_socket_file.as_mut().map(AdminSocketFile::publish) {
                 warn!(%error, "cannot rename the admin socket to its final path");
             }
-            sd_notify::notify_ready();
+            hot_restart::notify_ready();
         }
         let mut result = Ok(());
         for worker in workers {
@@ -389,4 +391,86 @@ fn open_access_log(config: &CompiledConfig) -> Result<Option<AccessLog>, AppErro
     };
     let access_log = AccessLog::start(log.access_format, log.access_sample, destination);
     access_log.map(Some).map_err(|source| AppError::AccessLog { path, source })
+}
+
+// === A worker thread: a tokio runtime with its own store connections, gateway and server ===
+
+/// Maximum time that a worker waits for its first store connection when it starts.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Everything that a worker thread needs.
+struct Worker {
+    config: Arc<CompiledConfig>,
+    memory: Arc<MemoryStore>,
+    breaker: Arc<CircuitBreaker>,
+    topology: Arc<ClusterMap>,
+    wait_queues: Arc<WaitQueues>,
+    prefetch_pool: Arc<PrefetchPool>,
+    denial_cache: Option<Arc<DenialCache>>,
+    overrides: Arc<Overrides>,
+    events: Arc<EventQueue>,
+    connection_limits: Arc<ConnectionLimits>,
+    config_handle: Arc<ConfigHandle>,
+    gateways: Arc<WorkerGateways>,
+    metrics: Arc<RequestMetrics>,
+    listener_metrics: Arc<MetricFamily<ListenerMetrics>>,
+    limit_metrics: Arc<MetricFamily<LimiterMetrics>>,
+    index: usize,
+    sinks: TelemetrySinks,
+    stop: CancellationToken,
+}
+
+impl Worker {
+    /// Serve the sockets, each with the index of its listener, until `stop` is cancelled and the worker has drained its
+    /// connections. `threads` is the number of runtime threads. Send to `ready_sender` when the worker serves requests.
+    ///
+    /// # Errors
+    /// The runtime cannot be created, or a socket cannot be registered with it.
+    fn run(self, threads: usize, sockets: Vec<(usize, StdListener)>, ready_sender: Sender<()>) -> Result<(), AppError> {
+        let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
+        let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
+        runtime.block_on(async {
+            let listener = |(index, socket)| Ok((index, TcpListener::from_std(socket)?));
+            let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
+            let limiter = self.build_limiter().await;
+            let metrics = (self.metrics, self.index);
+            let listener_metrics = self.listener_metrics.get_or_create("", self.index);
+            let gateway = self.gateways.register(&self.config_handle, |active| {
+                Gateway::new(active.config.clone(), limiter, &active.clusters, self.sinks, metrics)
+            });
+            let server = Server::new(gateway, self.connection_limits, listener_metrics, self.stop);
+            // The receiver may have been dropped.
+            let _ = ready_sender.send(());
+            drop(ready_sender);
+            server.run(listeners).await;
+            Ok(())
+        })
+    }
+
+    async fn build_limiter(&self) -> Limiter {
+        let store = match &self.config.store.redis {
+            None => Store::Memory(self.memory.clone()),
+            Some(redis) => {
+                let breaker = self.breaker.clone();
+                let topology = self.topology.clone();
+                let metrics = self.limit_metrics.get_or_create("", self.index);
+                let store = RedisStore::new(redis, breaker, topology, metrics.clone());
+                // Connect before the first request. If the store does not respond in time, start without a connection.
+                store.connect_within(CONNECT_TIMEOUT).await;
+                if self.index == 0 {
+                    let overrides = self.overrides.clone();
+                    let store = store.clone();
+                    let key = overrides::hash_key(&redis.1.prefix);
+                    tokio::spawn(async move { overrides.poll(&store, &key).await });
+                }
+                Store::Redis { store, fallback: self.memory.clone(), metrics }
+            }
+        };
+        let denial_cache = self.denial_cache.clone();
+        let prefetch_pool = self.prefetch_pool.clone();
+        let wait_queues = self.wait_queues.clone();
+        let shared = (prefetch_pool, wait_queues);
+        let (overrides, events) = (self.overrides.clone(), self.events.clone());
+        Limiter::new(store, denial_cache, shared, overrides, events, random_permit_id())
+    }
 }

@@ -13,7 +13,6 @@ pub(crate) mod check;
 mod doctor;
 pub mod explain;
 mod generate;
-mod init;
 pub(crate) mod key;
 pub mod replay;
 mod run;
@@ -118,7 +117,7 @@ enum Command {
     Init {
         /// Use this template
         #[arg(long = "template", visible_alias = "for", value_name = "TEMPLATE", default_value = "single-api")]
-        template: init::Template,
+        template: generate::Template,
         /// Overwrite existing files
         #[arg(long)]
         force: bool,
@@ -273,7 +272,7 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         }
         Some(Command::Usage(arguments_of_usage)) => usage::run(arguments_of_usage, &load()?, &arguments.config)?,
         Some(Command::Replay(replay_arguments)) => return replay::run(replay_arguments, &arguments.config),
-        Some(Command::Init { template, force }) => init::run(&arguments.config, *template, *force)?,
+        Some(Command::Init { template, force }) => generate::write_config(&arguments.config, *template, *force)?,
         Some(Command::Key { auth, action }) => key::run(&arguments.config, auth.as_deref(), action)?,
         Some(Command::Schema { file }) => generate::print_schema(*file)?,
         Some(Command::Completions { shell }) => generate::print_completions(*shell)?,

@@ -43,10 +43,11 @@ use crate::proxy::context::{Peer, RequestContext};
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::metrics::{RequestMetrics, WorkerMetrics};
 use crate::proxy::mirror::MirrorTasks;
+use crate::proxy::rate_limit::append_ratelimit_headers;
 use crate::routing::condition::RouteBody;
 use crate::routing::{NoMatch, RouteRequest};
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::acme::Acme;
+use crate::snapshot::listeners::Acme;
 use crate::snapshot::routes::{Route, RouteAction};
 use crate::snapshot::settings::ServerSettings;
 use crate::telemetry::access_log::TelemetrySinks;
@@ -295,7 +296,7 @@ impl Gateway {
         // The header rules of the route may remove headers that the settlement has read. The rate limit headers are
         // appended after the header rules.
         route.response_headers.apply(response.headers_mut(), &context.response_values);
-        route.rate_limits.append_headers(response.headers_mut(), &decision);
+        append_ratelimit_headers(response.headers_mut(), &route.rate_limits, &decision);
         // The concurrency permits of the request are released when the response body ends.
         context.permits = decision.permits;
         Ok(response)

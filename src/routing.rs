@@ -12,7 +12,7 @@ use std::collections::HashMap;
 
 use http::{HeaderMap, HeaderName, Method, Uri};
 
-use crate::payload::json::pointer::JsonPointer;
+use crate::payload::json::body::JsonPointer;
 use crate::routing::condition::{Condition, ConditionSource, Expression, Met, RouteBody};
 use crate::routing::pattern::{PathForm, PathPattern, Segment};
 

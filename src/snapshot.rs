@@ -1,41 +1,34 @@
 //! The compiled configuration: all references are resolved, all values are validated, and all errors have been
 //! reported. Code that uses it reports no further errors about the configuration.
-
-mod access;
-pub mod acme;
 pub mod auth;
-pub mod client_tls;
-mod cors;
 pub mod cost;
 pub mod current;
 mod header_rules;
 mod identities;
 mod limits;
 pub mod listeners;
-mod llm;
-pub mod mirror;
 pub mod notify;
 pub mod remote_auth;
-mod restart_required;
 pub mod route_action;
 pub(crate) mod route_match;
 pub mod routes;
 pub mod settings;
-pub(crate) mod store;
 mod upstreams;
 mod validator;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use aws_lc_rs::hmac::{HMAC_SHA256, Key, sign};
+use serde::Serialize;
 use serde_json::Value;
 
 use crate::config::error::{ConfigError, FileIssues, Issue};
-use crate::config::file::FileSnapshot;
-use crate::config::file::{EnvLookup, ParsedFile, UnsetVariables};
+use crate::config::file::{EnvLookup, FileSnapshot, ParsedFile, UnsetVariables};
 use crate::config::include::ConfigFiles;
 use crate::config::secrets::redacted_config;
 use crate::config::{Config, file};
@@ -47,19 +40,17 @@ use crate::identity::{ClientIpResolver, Descriptor, IdentitySpec};
 use crate::limiter::key::IdentityHasher;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::spec::LimitSpec;
-use crate::payload::json::body::MAX_POINTERS;
-use crate::payload::json::pointer::JsonPointer;
+use crate::payload::json::body::{JsonPointer, MAX_POINTERS};
 use crate::routing::RouteTable;
-use crate::snapshot::access::NetworkFiles;
-use crate::snapshot::acme::{Acme, AcmeListeners};
 use crate::snapshot::auth::Authentication;
-use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::cost::{Cost, RefundOn};
+use crate::snapshot::identities::NetworkFiles;
+use crate::snapshot::listeners::{Acme, AcmeListeners};
 use crate::snapshot::notify::EventDestination;
 use crate::snapshot::remote_auth::InternalUpstreams;
-use crate::snapshot::restart_required::RestartOnlyKeys;
 use crate::snapshot::routes::Route;
 use crate::snapshot::settings::{AdminSettings, AdminSocket, LogSettings, ServerSettings};
+use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
 use crate::tls::{ClientAuth, DownstreamTls};
 use crate::upstream::UpstreamSettings;
@@ -286,12 +277,12 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let mut network_files = NetworkFiles::default();
     let mut acme = AcmeListeners::new(config, reader);
     let listeners = listeners::listeners(&config.listener, trusted_proxies, &mut acme, &mut network_files, reader);
-    let acme = acme::acme(config, acme, &listeners, reader);
+    let acme = listeners::acme(config, acme, &listeners, reader);
     let admin = config.admin.as_ref().and_then(|admin| settings::admin(admin, &listeners, reader));
     let admin_socket = settings::admin_socket(config.admin.as_ref(), reader);
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
-    let instances = store::gateway_count(&config.store, reader);
+    let instances = settings::gateway_count(&config.store, reader);
     let (mut upstreams, mut upstream_tls) = upstreams::upstreams(&config.upstream, reader);
     let tier_source = remote_auth::tier_source(config, reader);
     let bounds = (instances, server.inspect_body);
@@ -320,7 +311,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let auth_headers = auth.providers.iter().flat_map(AuthProvider::headers).cloned();
     let read_headers = identity_headers.chain(auth_headers).chain(table.matched_headers().cloned());
     let guarded = ProtectedHeaders::new(trusted_headers, read_headers);
-    let store = store::store(&config.store, &routes, reader);
+    let store = settings::store(&config.store, &routes, reader);
     let fixed = RestartOnlyKeys::from_config(config, &server, &listeners);
     CompiledConfig {
         files: ConfigFiles::from_sources(&file.sources),
@@ -373,4 +364,62 @@ fn body_inspection(
         reader.file_issue(&message, &format!("at most {MAX_POINTERS} are supported"));
     }
     BodyInspection { pointers: pointers.into(), ..inspection }
+}
+
+// === Keys that cannot change while the process runs, because a change requires a restart ===
+
+/// The values of the restart-only keys, by key.
+#[derive(Default, PartialEq, Eq)]
+pub(crate) struct RestartOnlyKeys(BTreeMap<String, String>);
+
+/// Omits the values, because some of them are secret.
+impl fmt::Debug for RestartOnlyKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.0.keys()).finish()
+    }
+}
+
+impl RestartOnlyKeys {
+    /// Collect the values from a configuration.
+    pub(crate) fn from_config(config: &Config, server: &ServerSettings, listeners: &[Listener]) -> Self {
+        let addresses: Vec<_> = listeners.iter().map(|listener| listener.address.to_string()).collect();
+        let admin = config.admin.as_ref().and_then(|admin| admin.get_ref().address.as_ref());
+        let mut fixed = BTreeMap::from([
+            ("server.workers".to_owned(), server.workers.to_string()),
+            ("server.threading".to_owned(), format!("{:?}", server.worker_model)),
+            ("listener.address".to_owned(), addresses.join(" ")),
+            ("admin.address".to_owned(), admin.map_or(String::new(), |address| address.get_ref().clone())),
+        ]);
+        let socket = config.admin.as_ref().and_then(|admin| admin.get_ref().socket.as_ref());
+        // A key that is absent is omitted, as in `add_table`.
+        fixed.extend(socket.map(|socket| ("admin.socket".to_owned(), socket.get_ref().clone())));
+        add_table("acme", &config.acme.as_ref().map(|acme| acme.get_ref()), &mut fixed);
+        add_table("store", &config.store, &mut fixed);
+        add_table("log", &config.log, &mut fixed);
+        RestartOnlyKeys(fixed)
+    }
+
+    /// Return the HMAC-SHA-256 of each value with the salt as the key, in hex.
+    pub(crate) fn digests(&self, salt: &str) -> BTreeMap<String, String> {
+        let key = Key::new(HMAC_SHA256, salt.as_bytes());
+        let digest =
+            |value: &String| sign(&key, value.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        self.0.iter().map(|(name, value)| (name.clone(), digest(value))).collect()
+    }
+
+    /// Return the keys whose values differ.
+    pub(crate) fn changed_keys(&self, other: &RestartOnlyKeys) -> Vec<String> {
+        let names: BTreeSet<_> = self.0.keys().chain(other.0.keys()).collect();
+        names.into_iter().filter(|name| self.0.get(*name) != other.0.get(*name)).cloned().collect()
+    }
+}
+
+/// Add all keys of a table, as they are written.
+fn add_table(name: &str, values: &impl Serialize, fixed: &mut BTreeMap<String, String>) {
+    // Serializing structs of strings and numbers to JSON cannot fail.
+    if let Ok(serde_json::Value::Object(keys)) = serde_json::to_value(values) {
+        // Absent keys are omitted, so that digests of versions without these keys are equal.
+        let keys = keys.into_iter().filter(|(_, value)| !value.is_null());
+        fixed.extend(keys.map(|(key, value)| (format!("{name}.{key}"), value.to_string())));
+    }
 }

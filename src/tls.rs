@@ -1,13 +1,14 @@
 //! TLS with clients: certificates selected by server name (SNI, RFC 6066 §3), verification of client certificates, and
 //! trust roots. Certificates and the verifier of client certificates can be replaced while connections are open.
 
-pub mod managed;
-
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Ipv4Addr, Ipv6Addr};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
+use aws_lc_rs::digest::{SHA256, digest};
+use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, KeyPair};
 use rustls::RootCertStore;
 use rustls::client::verify_server_name;
 use rustls::crypto::aws_lc_rs::{Ticketer, default_provider};
@@ -18,14 +19,13 @@ use rustls::server::{
     ClientHello, NoClientAuth, ParsedCertificate, ResolvesServerCert, ServerConfig, VerifierBuilderError,
     WebPkiClientVerifier,
 };
-use rustls::sign::CertifiedKey;
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use tokio::sync::Notify;
 use tokio_rustls::TlsAcceptor;
 use x509_parser::certificate::{Validity, X509Certificate};
 use x509_parser::extensions::GeneralName;
 use x509_parser::parse_x509_certificate;
 use x509_parser::time::ASN1Time;
-
-use crate::tls::managed::ManagedCertificates;
 
 /// The reason why a certificate, key or trust root cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -365,5 +365,210 @@ impl Certificate {
     pub(crate) fn matches_server_name(&self, name: &ServerName<'_>) -> bool {
         let parsed = self.certified_key.cert.first().map(ParsedCertificate::try_from);
         parsed.is_some_and(|parsed| parsed.is_ok_and(|certificate| verify_server_name(&certificate, name).is_ok()))
+    }
+}
+
+// === Managed certificates: obtained and renewed while the gateway runs (ACME, RFC 8555) ===
+
+/// ALPN protocol ID of TLS-ALPN-01 (RFC 8737 §6.2).
+pub const ALPN_ACME_TLS: &[u8] = b"acme-tls/1";
+
+/// Common name of the certificate that is served until the CA has issued the first certificate.
+const SELF_SIGNED_NAME: &str = "sluicegate: no certificate yet";
+
+/// The certificates of all names, and the pending challenges. The certificates are kept when the configuration is
+/// reloaded.
+#[derive(Debug)]
+pub struct ManagedCertificates {
+    /// The keys of this map are server names in lower case.
+    entries: ArcSwap<BTreeMap<Box<str>, ManagedCertificate>>,
+    challenges: ArcSwap<Vec<Challenge>>,
+    /// The certificate that is served while there is no other certificate.
+    self_signed: Arc<CertifiedKey>,
+    /// Names whose renewal an administrator has requested.
+    renewal_requests: Mutex<BTreeSet<Box<str>>>,
+    /// Notified when an administrator requests a renewal.
+    wake: Notify,
+    /// Number of certificates obtained, and number of attempts that failed.
+    results: [AtomicU64; 2],
+}
+
+/// The certificate of one name, and the state of its renewal.
+#[derive(Debug, Clone, Default)]
+pub struct ManagedCertificate {
+    /// The certificate that is served. `None` until the first certificate is obtained.
+    pub certificate: Option<Arc<Certificate>>,
+    /// Time of the next planned order, in seconds since the Unix epoch. `None` until the first order is planned.
+    pub next_order_s: Option<u64>,
+    /// Number of failed attempts since the last success.
+    pub failures: u32,
+    /// The reason why the last attempt failed. `None` after a success.
+    pub last_error: Option<Box<str>>,
+}
+
+/// Kinds of challenges that the gateway answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ChallengeKind {
+    /// HTTP-01 (RFC 8555 §8.3): a response on port 80.
+    Http01,
+    /// TLS-ALPN-01 (RFC 8737): a certificate on port 443.
+    TlsAlpn01,
+}
+
+/// A pending challenge.
+#[derive(Debug, Clone)]
+pub struct Challenge {
+    /// The name to validate, in lower case.
+    pub name: Box<str>,
+    /// The token of the CA.
+    pub token: Box<str>,
+    /// The token and the thumbprint of the account key (RFC 8555 §8.1).
+    pub key_authorization: Box<str>,
+    /// TLS configuration that answers a TLS-ALPN-01 challenge. `None` if the challenge is HTTP-01.
+    tls: Option<Arc<ServerConfig>>,
+}
+
+impl ChallengeKind {
+    /// Return the name of the challenge in RFC 8555 and RFC 8737.
+    pub fn name(self) -> &'static str {
+        match self {
+            ChallengeKind::Http01 => "http-01",
+            ChallengeKind::TlsAlpn01 => "tls-alpn-01",
+        }
+    }
+}
+
+impl Challenge {
+    /// Create a challenge. For TLS-ALPN-01, also create its certificate (RFC 8737 §3).
+    ///
+    /// # Errors
+    /// An error if the name is not a DNS name, or if rustls rejects the TLS configuration.
+    pub fn new(kind: ChallengeKind, name: &str, token: &str, key_authorization: &str) -> Result<Self, TlsError> {
+        let tls = match kind {
+            ChallengeKind::Http01 => None,
+            ChallengeKind::TlsAlpn01 => Some(Arc::new(challenge_config(name, key_authorization)?)),
+        };
+        Ok(Challenge { name: name.into(), token: token.into(), key_authorization: key_authorization.into(), tls })
+    }
+}
+
+/// Return the TLS configuration for the validation of `name` by the CA. This TLS configuration requests no client
+/// certificate and resumes no session.
+fn challenge_config(name: &str, key_authorization: &str) -> Result<ServerConfig, TlsError> {
+    let mut params = CertificateParams::new([name.to_owned()]).map_err(TlsError::Generate)?;
+    let authorization = digest(&SHA256, key_authorization.as_bytes());
+    params.custom_extensions = vec![CustomExtension::new_acme_identifier(authorization.as_ref())];
+    let certificate = self_sign(&params)?;
+    let builder = ServerConfig::builder_with_provider(Arc::new(default_provider()));
+    let builder = builder.with_safe_default_protocol_versions().map_err(TlsError::Setup)?;
+    let resolver = Arc::new(SingleCertAndKey::from(certificate));
+    let mut config = builder.with_no_client_auth().with_cert_resolver(resolver);
+    config.alpn_protocols = vec![ALPN_ACME_TLS.to_vec()];
+    config.send_tls13_tickets = 0;
+    Ok(config)
+}
+
+fn self_sign(params: &CertificateParams) -> Result<Arc<CertifiedKey>, TlsError> {
+    let key = KeyPair::generate().map_err(TlsError::Generate)?;
+    let certificate = params.self_signed(&key).map_err(TlsError::Generate)?;
+    let key = PrivateKeyDer::Pkcs8(key.serialize_der().into());
+    let key = default_provider().key_provider.load_private_key(key).map_err(TlsError::UnusableKey)?;
+    // `from_der` would reject the critical extension of a TLS-ALPN-01 certificate.
+    Ok(Arc::new(CertifiedKey::new(vec![certificate.der().clone()], key)))
+}
+
+impl ManagedCertificates {
+    /// Create the state without certificates. A self-signed certificate is served until the first certificate is
+    /// obtained.
+    ///
+    /// # Errors
+    /// An error if the self-signed certificate cannot be generated.
+    pub fn new() -> Result<Self, TlsError> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = DistinguishedName::new();
+        params.distinguished_name.push(DnType::CommonName, SELF_SIGNED_NAME);
+        Ok(ManagedCertificates {
+            entries: ArcSwap::default(),
+            challenges: ArcSwap::default(),
+            self_signed: self_sign(&params)?,
+            renewal_requests: Mutex::default(),
+            wake: Notify::new(),
+            results: Default::default(),
+        })
+    }
+
+    /// Return the certificate for a server name. If it is one of `names`, this is its own certificate. Otherwise, this
+    /// is the certificate of the first of `names` that has one. If there is none, this is the self-signed certificate.
+    fn resolve(&self, server_name: Option<&str>, names: &[Box<str>]) -> Arc<CertifiedKey> {
+        let entries = self.entries.load();
+        let find = |name: &str| entries.get(name)?.certificate.as_ref().map(|found| found.certified_key.clone());
+        let lower = server_name.map(str::to_ascii_lowercase).filter(|name| names.iter().any(|known| **known == **name));
+        lower
+            .and_then(|name| find(&name))
+            .or_else(|| names.iter().find_map(|name| find(name)))
+            .unwrap_or_else(|| self.self_signed.clone())
+    }
+
+    /// Return the certificate of a name and the state of its renewal.
+    pub fn get(&self, name: &str) -> ManagedCertificate {
+        self.entries.load().get(name).cloned().unwrap_or_default()
+    }
+
+    /// Change the certificate of a name or the state of its renewal.
+    pub fn update(&self, name: &str, change: impl Fn(&mut ManagedCertificate)) {
+        self.entries.rcu(|entries| {
+            let mut entries = BTreeMap::clone(entries);
+            change(entries.entry(name.into()).or_default());
+            entries
+        });
+    }
+
+    /// Replace the pending challenges.
+    pub fn set_challenges(&self, challenges: Vec<Challenge>) {
+        self.challenges.store(Arc::new(challenges));
+    }
+
+    /// Return the key authorization that belongs to the token of a pending HTTP-01 challenge.
+    pub fn http_response(&self, token: &str) -> Option<Box<str>> {
+        let challenges = self.challenges.load();
+        let found = challenges.iter().find(|challenge| challenge.tls.is_none() && *challenge.token == *token);
+        found.map(|challenge| challenge.key_authorization.clone())
+    }
+
+    /// Return whether a TLS-ALPN-01 challenge is pending.
+    pub fn has_tls_challenge(&self) -> bool {
+        self.challenges.load().iter().any(|challenge| challenge.tls.is_some())
+    }
+
+    /// Return the TLS configuration for the validation of a name by TLS-ALPN-01.
+    pub fn tls_challenge(&self, server_name: &str) -> Option<Arc<ServerConfig>> {
+        let challenges = self.challenges.load();
+        challenges.iter().find(|challenge| challenge.name.eq_ignore_ascii_case(server_name))?.tls.clone()
+    }
+
+    /// Request the renewal of a name.
+    pub fn request_renewal(&self, name: &str) {
+        self.renewal_requests.lock().unwrap_or_else(PoisonError::into_inner).insert(name.into());
+        self.wake.notify_one();
+    }
+
+    /// Take all requests for renewals.
+    pub fn take_renewal_requests(&self) -> BTreeSet<Box<str>> {
+        std::mem::take(&mut *self.renewal_requests.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Wait for a request for a renewal.
+    pub async fn renewal_requested(&self) {
+        self.wake.notified().await;
+    }
+
+    /// Count an attempt to obtain a certificate.
+    pub fn count_result(&self, succeeded: bool) {
+        self.results[usize::from(!succeeded)].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Return the number of certificates obtained and the number of attempts that failed.
+    pub fn results(&self) -> [u64; 2] {
+        [&self.results[0], &self.results[1]].map(|count| count.load(Ordering::Relaxed))
     }
 }

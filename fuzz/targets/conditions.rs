@@ -9,7 +9,7 @@ use regex::bytes::RegexBuilder;
 use serde_json::json;
 use sluicegate::http::target::canonical_path;
 use sluicegate::payload::json::body;
-use sluicegate::payload::json::pointer::JsonPointer;
+use sluicegate::payload::json::body::JsonPointer;
 use sluicegate::routing::condition::{
     Condition, ConditionSource, Expression, MAX_LENGTH, Met, RouteBody, ValueTest, query_values,
 };

@@ -4,9 +4,8 @@ use std::sync::Arc;
 
 use http::{HeaderMap, HeaderValue};
 use serde_json::Value;
-use sluicegate::payload::json::body::{Collector, JsonValue, read};
-use sluicegate::payload::json::mcp::{MCP_METHOD, MCP_NAME, MCP_PROTOCOL_VERSION, check_headers};
-use sluicegate::payload::json::pointer::JsonPointer;
+use sluicegate::payload::json::body::{Collector, JsonPointer, JsonValue, read};
+use sluicegate::payload::json::rpc::{MCP_METHOD, MCP_NAME, MCP_PROTOCOL_VERSION, check_mcp_headers};
 use sluicegate::payload::llm::request;
 
 const POINTERS: [&str; 4] = ["/model", "/a/b", "/0/a", "/params/name"];
@@ -48,7 +47,7 @@ pub(crate) fn run(data: &[u8]) {
     }
     let Some(Ok(messages)) = found.messages else { return };
     assert_eq!(messages.is_batch, value.is_array());
-    let matches = check_headers(&headers, &messages).is_ok();
+    let matches = check_mcp_headers(&headers, &messages).is_ok();
     if let (true, Some(tool)) = (matches && messages.list[0].has_id, messages.list[0].tool()) {
         assert!(headers.contains_key(MCP_NAME), "{tool}");
         assert_eq!(value["params"]["name"], tool);

@@ -3,13 +3,13 @@
 
 use std::net::IpAddr;
 
-use sluicegate::listener::proxy_protocol::{ProxySource, parse};
+use sluicegate::listener::handshake::{ProxySource, parse_proxy_header};
 use sluicegate::upstream::connector::ProxiedConnection;
 
 const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 
 pub(crate) fn run(data: &[u8]) {
-    let Ok(sender) = parse(data) else { return };
+    let Ok(sender) = parse_proxy_header(data) else { return };
     let length = match data.strip_prefix(SIGNATURE) {
         Some([command, family, high, low, rest @ ..]) => {
             let length = usize::from(u16::from_be_bytes([*high, *low]));
@@ -26,10 +26,15 @@ pub(crate) fn run(data: &[u8]) {
         }
     };
     // The header says it all: not what follows it, and nothing as long as some of it is missing.
-    assert_eq!(parse(&data[..length]).ok().as_ref(), Some(&sender), "{}", data.escape_ascii());
-    assert_eq!(parse(&[&data[..length], b"PROXY "].concat()).ok().as_ref(), Some(&sender), "{}", data.escape_ascii());
+    assert_eq!(parse_proxy_header(&data[..length]).ok().as_ref(), Some(&sender), "{}", data.escape_ascii());
+    assert_eq!(
+        parse_proxy_header(&[&data[..length], b"PROXY "].concat()).ok().as_ref(),
+        Some(&sender),
+        "{}",
+        data.escape_ascii()
+    );
     for cut in 0..length {
-        assert!(parse(&data[..cut]).is_err(), "{} of {}", cut, data.escape_ascii());
+        assert!(parse_proxy_header(&data[..cut]).is_err(), "{} of {}", cut, data.escape_ascii());
     }
 }
 
@@ -52,7 +57,7 @@ fn version_1(line: &str, sender: &ProxySource) {
             let ports = [connection.source, connection.destination].map(|address| address.port().to_string());
             assert_eq!(ports, [*of_source, *of_destination], "{line:?}");
             let again = format!("PROXY {family} {source} {destination} {of_source} {of_destination}\r\n");
-            assert_eq!(parse(again.as_bytes()).ok().as_ref(), Some(sender), "{line:?} is {again:?}");
+            assert_eq!(parse_proxy_header(again.as_bytes()).ok().as_ref(), Some(sender), "{line:?} is {again:?}");
         }
         (ProxySource::Unknown, ["PROXY", "UNKNOWN", ..]) => {}
         _ => panic!("{sender:?} of {line:?}"),
@@ -72,14 +77,14 @@ fn version_2(command: u8, family: u8, rest: &[u8], sender: &ProxySource) {
             assert_eq!(connection.source.ip(), octets(&rest[..4]));
             assert_eq!(connection.destination.ip(), octets(&rest[4..8]));
             ports(connection, &rest[8..12]);
-            assert_eq!(parse(&header(&rest[..12])).ok().as_ref(), Some(sender));
+            assert_eq!(parse_proxy_header(&header(&rest[..12])).ok().as_ref(), Some(sender));
         }
         (ProxySource::Proxied(connection), 0x21, 0x21) => {
             let octets = |bytes: &[u8]| IpAddr::from(<[u8; 16]>::try_from(bytes).expect("sixteen bytes"));
             assert_eq!(connection.source.ip(), octets(&rest[..16]).to_canonical());
             assert_eq!(connection.destination.ip(), octets(&rest[16..32]).to_canonical());
             ports(connection, &rest[32..36]);
-            assert_eq!(parse(&header(&rest[..36])).ok().as_ref(), Some(sender));
+            assert_eq!(parse_proxy_header(&header(&rest[..36])).ok().as_ref(), Some(sender));
         }
         (ProxySource::Unknown, 0x21, family) => assert!(!matches!(family, 0x11 | 0x21)),
         _ => panic!("{sender:?} of {command:#x}, {family:#x}"),

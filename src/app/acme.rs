@@ -27,10 +27,9 @@ use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::store::RedisStore;
-use crate::snapshot::acme::{Acme, AcmeSettings};
 use crate::snapshot::current::ConfigHandle;
-use crate::tls::managed::ChallengeKind;
-use crate::tls::{Certificate, TlsError};
+use crate::snapshot::listeners::{Acme, AcmeSettings};
+use crate::tls::{Certificate, ChallengeKind, TlsError};
 
 /// Interval in which the thread looks for names to renew and for records of other processes.
 const TICK: Duration = Duration::from_secs(1);

@@ -11,7 +11,7 @@ use listenfd::ListenFd;
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use tracing::warn;
 
-use crate::app::sd_notify::is_hot_restart;
+use crate::app::hot_restart::is_hot_restart;
 use crate::listener::BACKLOG;
 use crate::snapshot::settings::AdminSocket;
 

@@ -11,15 +11,15 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::app::hot_restart;
+use crate::app::maintenance::MaintenanceThread;
 use crate::app::reload::file_watcher::{FileWatcher, watch_files};
-use crate::app::sd_notify;
-use crate::app::upstream_maintenance::MaintenanceThread;
 use crate::config::diff;
 use crate::config::error::ConfigError;
 use crate::config::include::ConfigFiles;
 use crate::identity::auth::ProviderKind;
 use crate::limiter::clock;
-use crate::listener::connection_limit::ConnectionLimits;
+use crate::listener::ConnectionLimits;
 use crate::proxy::Gateway;
 use crate::snapshot::current::{ActiveConfig, ConfigChange, ConfigHandle, ReloadCause, ReloadRequest};
 use crate::snapshot::remote_auth::internal_name;
@@ -82,9 +82,9 @@ impl Reloader {
         while let Ok(first) = self.requests.recv() {
             // One reload serves all requests that are already queued.
             let requests: Vec<_> = std::iter::once(first).chain(self.requests.try_iter()).collect();
-            sd_notify::notify_reloading();
+            hot_restart::notify_reloading();
             let result = self.apply().map_err(|error| error.to_string());
-            sd_notify::notify_reloaded();
+            hot_restart::notify_reloaded();
             let path = self.config_handle.active().config.files.main.path.display().to_string();
             match &result {
                 Ok(_) => self.log_success(&path),

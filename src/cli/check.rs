@@ -16,7 +16,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 use uuid::Uuid;
 
-use crate::app::jwks_refresh;
+use crate::app::maintenance;
 use crate::cli::admin::client::AdminClient;
 use crate::cli::admin::{request_target, unit_suffix};
 use crate::cli::against;
@@ -151,7 +151,7 @@ fn check_loaded(
             let url = parsed.auth.get(&*source.name).and_then(|auth| auth.get_ref().jwks_url.as_ref());
             let (reason, hint) = match fetched {
                 Ok(fetched) if fetched.skipped.is_empty() => continue,
-                Ok(fetched) => (jwks_refresh::describe(&fetched), None),
+                Ok(fetched) => (maintenance::describe_key_set(&fetched), None),
                 Err(error) => (error.to_string(), Some(error.hint().to_owned())),
             };
             let message = format!("[auth.{}]: {reason}", source.name);

@@ -8,8 +8,8 @@ use anstyle::{AnsiColor, Style};
 use futures_util::future::join_all;
 use serde::Serialize;
 
-use crate::app::jwks_refresh;
-use crate::app::jwks_refresh::{FetchedKeys, JwksError};
+use crate::app::maintenance;
+use crate::app::maintenance::{FetchedKeys, JwksError};
 use crate::app::quota_events;
 use crate::app::quota_events::DeliveryError;
 use crate::limiter::redis::RedisSettings;
@@ -77,7 +77,7 @@ pub(super) fn fetch_key_sets(config: &CompiledConfig) -> std::io::Result<Vec<Fet
         return Ok(Vec::new());
     }
     let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let fetched = tokio_runtime.block_on(join_all(sources.iter().map(jwks_refresh::fetch_keys)));
+    let fetched = tokio_runtime.block_on(join_all(sources.iter().map(maintenance::fetch_keys)));
     // Do not wait for a DNS lookup that blocks a thread.
     tokio_runtime.shutdown_background();
     Ok(sources.iter().zip(fetched).collect())
@@ -85,8 +85,8 @@ pub(super) fn fetch_key_sets(config: &CompiledConfig) -> std::io::Result<Vec<Fet
 
 fn issuer(source: &KeyUrl, fetched: &Result<FetchedKeys, JwksError>) -> ServerReport {
     let (status, message, advice) = match fetched {
-        Ok(fetched) if fetched.skipped.is_empty() => (Status::Ok, jwks_refresh::describe(fetched), None),
-        Ok(fetched) => (Status::Warning, jwks_refresh::describe(fetched), None),
+        Ok(fetched) if fetched.skipped.is_empty() => (Status::Ok, maintenance::describe_key_set(fetched), None),
+        Ok(fetched) => (Status::Warning, maintenance::describe_key_set(fetched), None),
         Err(error) => (Status::Failed, error.to_string(), Some(error.hint().to_owned())),
     };
     let check = Check { name: "key set", status, message, advice };

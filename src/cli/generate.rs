@@ -1,10 +1,11 @@
-//! `sluicegate completions`, `man` and `schema`: generated files for packages and editors.
+//! `sluicegate init`, `completions`, `man` and `schema`: files for administrators, packages and editors.
 
+use std::fs::File;
 use std::io;
-use std::io::{Write, stdout};
+use std::io::{ErrorKind, Write, stderr, stdout};
 use std::path::Path;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::{Command, CommandFactory, ValueEnum};
 use clap_complete::Shell;
 use clap_mangen::Man;
@@ -58,7 +59,7 @@ pub(super) fn print_schema(file: SchemaFile) -> anyhow::Result<()> {
 type Entries = &'static [(&'static str, &'static str)];
 
 /// Write the pages of a program and of all its commands into a folder.
-pub(super) fn write_pages(program: &Command, folder: &Path) -> io::Result<()> {
+fn write_pages(program: &Command, folder: &Path) -> io::Result<()> {
     write_tree(&built(program), folder)
 }
 
@@ -70,7 +71,7 @@ fn write_tree(command: &Command, folder: &Path) -> io::Result<()> {
 }
 
 /// Return the page of a program.
-pub(super) fn page(program: &Command) -> io::Result<Vec<u8>> {
+fn page(program: &Command) -> io::Result<Vec<u8>> {
     render(&built(program))
 }
 
@@ -280,4 +281,60 @@ fn environment(command: &str) -> Entries {
         "key" | "replay" => &[IN_CONFIG, NO_COLOR],
         _ => &[],
     }
+}
+
+// === `sluicegate init`: a commented configuration from a template ===
+
+/// The template.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(super) enum Template {
+    /// One API, limited by client address
+    SingleApi,
+    /// An API for consumers with API keys, each with the limits of its plan
+    Plans,
+    /// A site behind a CDN
+    Cdn,
+    /// An LLM API with limits on tokens and on requests in flight, with streaming
+    Llm,
+}
+
+pub(super) fn write_config(config_path: &Path, template: Template, force: bool) -> anyhow::Result<()> {
+    let (text, has_keys) = match template {
+        Template::SingleApi => (include_str!("init/single-api.toml"), false),
+        Template::Plans => (include_str!("init/plans.toml"), true),
+        Template::Cdn => (include_str!("init/cdn.toml"), false),
+        Template::Llm => (include_str!("init/llm.toml"), true),
+    };
+    let mut files = vec![(config_path.to_owned(), text)];
+    if has_keys {
+        files.push((config_path.with_file_name("consumers.toml"), include_str!("init/consumers.toml")));
+    }
+    // Check all target files before the first one is written, so that no partial configuration remains.
+    let existing: Vec<_> = files.iter().map(|(path, _)| path).filter(|path| path.symlink_metadata().is_ok()).collect();
+    if let (Some(path), false) = (existing.first(), force) {
+        bail!(
+            "the file {} exists already: overwrite it with --force, or name another file with --config",
+            path.display()
+        );
+    }
+    for (path, text) in &files {
+        write_file(path, text, force).with_context(|| format!("{} cannot be written", path.display()))?;
+    }
+    let names: Vec<_> = files.iter().map(|(path, _)| path.display().to_string()).collect();
+    let config_argument =
+        if config_path == Path::new("gateway.toml") { String::new() } else { format!(" --config {}", names[0]) };
+    let mut next_commands = vec![format!("sluicegate check{config_argument}"), format!("sluicegate{config_argument}")];
+    if has_keys {
+        next_commands.insert(0, format!("sluicegate key new --consumer acme --create --tier free{config_argument}"));
+    }
+    writeln!(stderr(), "{} written. Next:\n  {}", names.join(" and "), next_commands.join("\n  "))?;
+    Ok(())
+}
+
+fn write_file(path: &Path, text: &str, force: bool) -> std::io::Result<()> {
+    let mut file = match File::create_new(path) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists && force => File::create(path)?,
+        file => file?,
+    };
+    file.write_all(text.as_bytes())
 }

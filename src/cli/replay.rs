@@ -13,11 +13,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::cli::{EXIT_INVALID_CONFIG, is_broken_pipe};
 use crate::config::error::ConfigError;
 use crate::snapshot::CompiledConfig;
-use crate::tools::replay::log_input::{LogInput, ReadProgress, file_size};
-use crate::tools::replay::quota_search::QuotaProposal;
 use crate::tools::replay::report::{ReplayReport, html, to_json};
 use crate::tools::replay::resolve::IdentityField;
-use crate::tools::replay::{Replay, ReplayObserver, ReplayOptions, report};
+use crate::tools::replay::simulator::QuotaProposal;
+use crate::tools::replay::{LogInput, ReadProgress, Replay, ReplayObserver, ReplayOptions, file_size, report};
 
 /// Exit code for unreadable logs and for arguments that do not match the configuration.
 const EXIT_INVALID_INPUT: u8 = EXIT_INVALID_CONFIG;

@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
 use crate::app::hot_restart::HotRestart;
-use crate::app::{App, sd_notify};
+use crate::app::{App, hot_restart};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::{ConfigHandle, ReloadCause};
 use crate::telemetry::log;
@@ -27,7 +27,7 @@ pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         signal_runtime.block_on(async {
             if signals.handle(&config_handle, hot_restart).await == StopCause::Signal {
-                sd_notify::notify_stopping();
+                hot_restart::notify_stopping();
                 stopping.cancel();
                 signals.stop.wait_accept_grace(&config_handle).await;
             }

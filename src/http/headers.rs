@@ -1,4 +1,5 @@
-//! Header rules: hop-by-hop headers, forwarding headers, cookies, and the header changes of routes.
+//! Header rules: hop-by-hop headers, forwarding headers, cookies, and the header changes of routes with
+//! their variables.
 
 use std::borrow::Cow;
 use std::net::IpAddr;

@@ -1,4 +1,5 @@
-//! Verification of JSON Web Tokens (RFC 7519) that clients send as bearer tokens (RFC 6750).
+//! Verification of JSON Web Tokens (RFC 7519) that clients send as bearer tokens (RFC 6750), with keys
+//! from a file or a URL.
 
 use std::borrow::Cow;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -492,7 +493,8 @@ impl Key {
     }
 }
 
-// === Remote keys: the state of a key set that is fetched from a URL ===
+// === Remote keys: whether the keys of a URL are known, and when requests may cause a refresh. `app/maintenance.rs` has
+// the task that fetches them ===
 
 /// Minimum time between two refreshes that tokens with an unknown `kid` cause.
 const UNKNOWN_KEY_INTERVAL: Duration = Duration::from_secs(10);

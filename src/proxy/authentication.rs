@@ -1,4 +1,5 @@
-//! The authentication of a request: verifies its credentials with the providers of the route.
+//! The authentication of a request: verifies its credentials with the providers of the route, among them
+//! authentication servers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -152,7 +153,7 @@ fn reject<'a>(route: &Route, challenges: &'a [Challenge], error: AuthError) -> R
     Rejection::Auth(AuthRejection { error, challenges })
 }
 
-// === Forward authentication: an authentication server decides, as with `auth_request` of nginx and ForwardAuth of Traefik ===
+// === Forward authentication, as with `auth_request` of nginx and ForwardAuth of Traefik ===
 
 const X_FORWARDED_METHOD: HeaderName = HeaderName::from_static("x-forwarded-method");
 const X_FORWARDED_URI: HeaderName = HeaderName::from_static("x-forwarded-uri");

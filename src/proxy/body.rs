@@ -8,10 +8,9 @@ use tokio::time::timeout_at;
 
 use crate::http::body_limits::{BodyError, BodyLimits, UploadLimits};
 use crate::http::request_body::{ReadBody, RequestBody};
-use crate::payload::json::body::{Collector, JsonBody};
-use crate::payload::json::pointer::JsonPointer;
+use crate::payload::json::body::{Collector, JsonBody, JsonPointer};
 use crate::payload::json::rpc::RpcError;
-use crate::payload::json::{body, mcp};
+use crate::payload::json::{body, rpc};
 use crate::payload::llm::request;
 use crate::payload::llm::request::{RequestError, RequestInfo};
 use crate::proxy::RequestTarget;
@@ -139,7 +138,7 @@ impl BodyContent {
         let Some(messages) = messages else { return Ok(()) };
         let messages = messages.as_ref().map_err(RpcError::clone)?;
         if body_use.is_mcp {
-            mcp::check_headers(headers, messages)?;
+            rpc::check_mcp_headers(headers, messages)?;
         }
         Ok(())
     }

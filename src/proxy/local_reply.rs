@@ -22,10 +22,11 @@ use crate::identity::forward::Denial;
 use crate::limiter::decision::Decision;
 use crate::limiter::fallback::StoreUnavailable;
 use crate::payload::json::rpc;
-use crate::payload::llm::provider::Provider;
+use crate::payload::llm::usage::Provider;
 use crate::proxy::authentication::AuthRejection;
 use crate::proxy::body::{InspectError, UnreadBody};
 use crate::proxy::llm::LlmError;
+use crate::proxy::rate_limit::append_ratelimit_headers;
 use crate::snapshot::cost::CostError;
 use crate::snapshot::routes::{RedirectError, RouteLimits};
 use crate::upstream;
@@ -234,7 +235,7 @@ impl Rejection<'_> {
             }
             Rejection::RateLimited { decision, rate_limits, is_grpc, provider } => {
                 let mut response = rate_limited_response(&decision, is_grpc, provider);
-                rate_limits.append_headers(response.headers_mut(), &decision);
+                append_ratelimit_headers(response.headers_mut(), rate_limits, &decision);
                 (response, "rate-limited")
             }
             Rejection::Inspect(error) => {

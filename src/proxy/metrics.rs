@@ -1,4 +1,5 @@
-//! Request metrics of a worker: requests by route, decisions by limit, responses by upstream.
+//! Request metrics of a worker: requests by route, decisions by limit, responses by upstream, and the top
+//! identities.
 
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,7 +21,7 @@ use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
 use crate::proxy::mirror::{MirrorBudget, MirrorStats};
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::mirror::BUFFER_DIVISOR;
+use crate::snapshot::route_action::BUFFER_DIVISOR;
 use crate::upstream::UpstreamError;
 use crate::upstream::retry::AttemptLog;
 
@@ -443,10 +444,8 @@ impl WorkerMetrics {
     }
 }
 
-// === Top identities: those with the most denials or the highest cost of a limit in the last minutes ===
+// === Top identities: those with the most denials or the highest cost of a limit in the last minutes, in bounded memory ===
 
-// The identities with the most denials or the highest cost of a limit in the last minutes, in bounded memory.
-//
 // Each minute has its own frequent-items sketch, a weighted Misra-Gries summary as in Apache DataSketches (Anderson,
 // Bevin, Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm for Identifying Frequent Items in Data
 // Streams", 2017). A sketch keeps at most 96 identities. The sum of an identity is at most 3.5 / 128 = 2.7 % of the

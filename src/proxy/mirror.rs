@@ -24,7 +24,7 @@ use crate::limiter::metrics::Counter;
 use crate::proxy::context::RequestContext;
 use crate::proxy::forward::{ForwardedCertificate, set_http2_target};
 use crate::proxy::metrics::ResponseStats;
-use crate::snapshot::mirror::Mirror;
+use crate::snapshot::route_action::Mirror;
 use crate::snapshot::routes::Route;
 use crate::upstream::connector::ProxiedConnection;
 use crate::upstream::retry::AttemptLog;

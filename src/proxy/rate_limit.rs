@@ -2,10 +2,12 @@
 
 use std::net::IpAddr;
 
+use http::header::ACCESS_CONTROL_EXPOSE_HEADERS;
 use http::{HeaderMap, Request, Response};
 use tracing::warn;
 
 use crate::http::body::Body;
+use crate::http::ratelimit_headers::append_decision_headers;
 use crate::http::request_body::RequestBody;
 use crate::identity::auth::Credentials;
 use crate::identity::{IdentitySpec, RequestAttributes};
@@ -245,6 +247,20 @@ fn settle_action(
             route_limit.cost.response_cost(headers).map_or(SettleAction::Nothing, SettleAction::Charge)
         }
         _ => SettleAction::Nothing,
+    }
+}
+
+/// Append the RateLimit headers of a decision, and the header that lets scripts of other origins read them.
+pub fn append_ratelimit_headers(headers: &mut HeaderMap, limits: &RouteLimits, decision: &Decision<'_>) {
+    if decision.results.is_empty() {
+        return;
+    }
+    let is_standard = decision.results.len() == limits.enforced
+        && decision.results.iter().all(|result| result.quota == result.limit.default_variant.quota);
+    let policy = limits.policy_header.as_ref().filter(|_| is_standard);
+    append_decision_headers(headers, &limits.header_styles, policy, decision);
+    if let Some(expose) = &limits.expose_header {
+        headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
     }
 }
 

@@ -1,4 +1,4 @@
-//! Conditions of routes on request headers, query parameters and JSON bodies.
+//! Conditions of routes on request headers, query parameters and JSON bodies, and their regular expressions.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,8 +7,7 @@ use http::{HeaderMap, HeaderName};
 use percent_encoding::percent_decode_str;
 use regex::bytes::{Regex, RegexBuilder};
 
-use crate::payload::json::body::{JsonBody, JsonValue};
-use crate::payload::json::pointer::JsonPointer;
+use crate::payload::json::body::{JsonBody, JsonPointer, JsonValue};
 
 /// A condition on the values of a header or of a query parameter, or on a value of the body.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,16 +1,20 @@
-//! Compiles `request_headers` and `response_headers` of a route: headers to set and to remove.
+//! Compiles `request_headers`, `response_headers` and `cors` of a route.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
+use std::time::Duration;
 
 use http::{HeaderName, HeaderValue};
 
 use crate::config::Text;
-use crate::config::error::Issue;
+use crate::config::error::{Issue, Spanned};
 use crate::config::file::closest_name;
+use crate::config::tables::{Cors, ResponseHeaderRules, Route};
+use crate::http::cors::{AllowedNames, AllowedOrigins, CorsPolicy, OriginError, OriginPattern, is_cors_header};
 use crate::http::headers::{
     Direction, HeaderAliases, HeaderMutations, ParsedValue, TemplateError, ValueTemplate, Variable, reserved_reason,
 };
+use crate::snapshot::routes::RouteLimits;
 use crate::snapshot::validator::Validator;
 
 /// Maximum length in bytes of an unknown variable that an error message quotes. Values may be secrets that contain
@@ -107,4 +111,155 @@ fn mutated_header(
     }
     seen.push(name.clone());
     Some(name)
+}
+
+// === CORS ===
+
+/// Methods that preflights allow if neither `cors` nor the route lists methods. Browsers send these methods without a
+/// preflight (Fetch standard, "CORS-safelisted method").
+const SAFELISTED_METHODS: HeaderValue = HeaderValue::from_static("GET, HEAD, POST");
+
+/// Value that means all origins, methods or headers.
+const ALL: &str = "*";
+
+/// Compile the CORS policy of a route with these limits. The policy itself exposes the headers of the limits, so
+/// `expose_header` of the limits is moved into the policy.
+pub(super) fn cors_policy(route: &Route, limits: &mut RouteLimits, reader: &mut Validator<'_>) -> Option<CorsPolicy> {
+    let written = route.cors.as_ref()?;
+    let of_limits = limits.expose_header.take().filter(|_| !limits.limits.is_empty());
+    let (span, cors) = (written.span(), written.get_ref());
+    let credentials = cors.credentials.as_ref().is_some_and(|value| *value.get_ref());
+    let origins = origins(cors, reader);
+    if cors.origins.is_empty() {
+        let issue = Issue::new(span, "`cors` needs `origins`");
+        reader.push_issue(issue.with_hint("origins = [\"https://app.example.com\"]"));
+    }
+    if let (AllowedOrigins::Any, Some(value)) = (&origins, cors.credentials.as_ref().filter(|_| credentials)) {
+        let issue = Issue::new(
+            value.span(),
+            "`credentials` cannot be combined with all origins: browsers reject this combination",
+        );
+        reader
+            .push_issue(issue.with_hint("list the origins: [\"https://app.example.com\", \"https://*.example.com\"]"));
+    }
+    reserve_headers(route.response_headers.as_ref(), reader);
+    let methods = match &cors.methods {
+        Some(list) if is_all(list) => AllowedNames::Requested,
+        Some(list) => {
+            let methods = reader.methods(Some(list), &written.span());
+            AllowedNames::Listed(list_value(methods.iter().map(|method| method.as_str())))
+        }
+        None => {
+            let of_route = route.methods.iter().flatten().map(|method| method.get_ref().as_str());
+            AllowedNames::Listed(list_value(of_route).or(Some(SAFELISTED_METHODS)))
+        }
+    };
+    let headers = match cors.headers.as_deref() {
+        Some(list) if is_all(list) => AllowedNames::Requested,
+        list => {
+            let names = header_names(list.unwrap_or_default(), reader);
+            AllowedNames::Listed(list_value(names.iter().map(|name| name.as_str())))
+        }
+    };
+    let expose = expose(cors, of_limits.as_ref(), credentials, reader);
+    Some(CorsPolicy { origins, methods, headers, credentials, max_age: max_age(cors.max_age.as_ref(), reader), expose })
+}
+
+fn origins(cors: &Cors, reader: &mut Validator<'_>) -> AllowedOrigins {
+    let mut patterns = Vec::new();
+    for text in &cors.origins {
+        match text.get_ref().parse() {
+            Ok(OriginPattern::Any) if cors.origins.len() > 1 => {
+                let issue = Issue::new(text.span(), "`*` includes the other origins");
+                reader.push_issue(issue.with_hint("keep either `*` or the other entries"));
+            }
+            Ok(pattern) => patterns.push(pattern),
+            Err(error) => {
+                let hint = match &error {
+                    OriginError::Null => {
+                        "remove it; serve the page from an origin such as \"https://app.example.com\"".to_owned()
+                    }
+                    OriginError::MissingScheme => format!("\"https://{}\"", text.get_ref()),
+                    OriginError::HasPath(origin) => format!("\"{origin}\""),
+                    OriginError::MisplacedWildcard => {
+                        "\"https://*.example.com\", or \"*\" alone for all origins".to_owned()
+                    }
+                    OriginError::NotAscii => "\"https://xn--bcher-kva.example\" for https://bücher.example".to_owned(),
+                    OriginError::Malformed => "scheme, host and port: \"https://app.example.com:8443\"".to_owned(),
+                };
+                let message = format!("`{}`: {error}", text.get_ref());
+                reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
+            }
+        }
+    }
+    AllowedOrigins::new(patterns)
+}
+
+/// Reject changes of headers that the policy sets.
+fn reserve_headers(rules: Option<&Spanned<ResponseHeaderRules>>, reader: &mut Validator<'_>) {
+    let Some(rules) = rules.map(|rules| rules.get_ref()) else { return };
+    let set = rules.set.iter().map(|(name, value)| (name.as_str(), value.span()));
+    let removed = rules.remove.iter().map(|name| (name.get_ref().as_str(), name.span()));
+    for (name, span) in set.chain(removed) {
+        if name.parse().is_ok_and(|name: HeaderName| is_cors_header(&name)) {
+            let issue = Issue::new(span, format!("`cors` of this route already sets `{name}`"));
+            reader.push_issue(issue.with_hint("leave it out"));
+        }
+    }
+}
+
+/// Compile `max_age` to a number of seconds.
+fn max_age(text: Option<&Text>, reader: &mut Validator<'_>) -> Option<HeaderValue> {
+    let text = text?;
+    let age = reader.duration(Some(text), Duration::ZERO);
+    if age.subsec_nanos() > 0 {
+        let issue = Issue::new(text.span(), "`max_age` must be a whole number of seconds");
+        reader.push_issue(issue.with_hint("such as \"10m\"; \"0s\" disables the cache of browsers"));
+    }
+    Some(HeaderValue::from(age.as_secs()))
+}
+
+/// Return the value of `Access-Control-Expose-Headers`: the headers about the limits, `Retry-After`, and the headers in
+/// `expose`.
+fn expose(
+    cors: &Cors,
+    of_limits: Option<&HeaderValue>,
+    credentials: bool,
+    reader: &mut Validator<'_>,
+) -> Option<HeaderValue> {
+    if is_all(&cors.expose) {
+        if let Some(text) = cors.expose.first().filter(|_| credentials) {
+            let issue = Issue::new(text.span(), "`*` has no meaning for requests with credentials");
+            reader.push_issue(issue.with_hint("list the headers: expose = [\"x-total-count\"]"));
+        }
+        return Some(HeaderValue::from_static(ALL));
+    }
+    let configured = header_names(&cors.expose, reader);
+    let of_limits = of_limits.and_then(|names| names.to_str().ok()).into_iter().flat_map(|names| names.split(", "));
+    let mut seen = HashSet::new();
+    let names = of_limits.chain(["Retry-After"]).chain(configured.iter().map(|name| name.as_str()));
+    list_value(names.filter(|name| seen.insert(name.to_ascii_lowercase())))
+}
+
+fn is_all(list: &[Text]) -> bool {
+    matches!(list, [only] if only.get_ref() == ALL)
+}
+
+fn header_names(list: &[Text], reader: &mut Validator<'_>) -> Vec<HeaderName> {
+    let mut names = Vec::new();
+    for text in list {
+        if text.get_ref() == ALL {
+            let issue = Issue::new(text.span(), "`*` includes the other headers");
+            reader.push_issue(issue.with_hint("keep either `*` or the other entries"));
+            continue;
+        }
+        names.extend(reader.header_name(text.span(), text.get_ref()));
+    }
+    names
+}
+
+/// Return the value of a list header, or `None` if the list is empty. Tokens and commas form a valid header value.
+fn list_value<'t>(tokens: impl Iterator<Item = &'t str>) -> Option<HeaderValue> {
+    let list = tokens.collect::<Vec<_>>().join(", ");
+    HeaderValue::try_from(list).ok().filter(|value| !value.is_empty())
 }

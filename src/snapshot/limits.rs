@@ -26,11 +26,11 @@ use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 use crate::limiter::spec::{CONCURRENT_REQUESTS, LimitSpec, LimitVariant, LocalShare, OnStoreError, QueuePolicy};
 use crate::limiter::usage::UsageDays;
 use crate::payload::json::rpc::CountedMessages;
-use crate::payload::llm::weights::NamePattern;
+use crate::payload::llm::usage::NamePattern;
 use crate::snapshot::cost::{Cost, RefundOn, ToolCosts};
 use crate::snapshot::route_action::upstream_indices;
 use crate::snapshot::validator::Validator;
-use crate::snapshot::{CompiledLimit, identities, llm, notify, remote_auth};
+use crate::snapshot::{CompiledLimit, cost, identities, notify, remote_auth};
 use crate::upstream::UpstreamSettings;
 
 /// Time that is added to the response timeout of the slowest upstream to get the TTL of a concurrency permit. Permits
@@ -185,7 +185,7 @@ fn cost(
         LimitCost::Table(table) => table,
     };
     if table.llm.is_some() {
-        let cost = llm::llm_cost(table, inspect_body, reader);
+        let cost = cost::llm_cost(table, inspect_body, reader);
         let others = [&table.request_header, &table.response_header].into_iter().flatten().map(|key| key.span());
         let others = others.chain(table.max.as_ref().map(|key| key.span()));
         if let Some(span) = others.chain(table.tools.values().next().map(|tool| tool.span())).next() {
@@ -197,7 +197,7 @@ fn cost(
         }
         return Some(Cost::Llm(Arc::new(cost)));
     }
-    llm::check_without_llm(table, reader);
+    cost::check_without_llm(table, reader);
     if !table.tools.is_empty() {
         return Some(Cost::Tools(Arc::new(tool_costs(table, reader))));
     }

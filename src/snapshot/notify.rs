@@ -16,8 +16,8 @@ use crate::config::shorthand::LimitNotify;
 use crate::config::{Config, Text};
 use crate::limiter::algorithm::Rule;
 use crate::limiter::notify::Notify;
-use crate::snapshot::client_tls;
 use crate::snapshot::remote_auth::{InternalUpstreams, internal_table};
+use crate::snapshot::upstreams;
 use crate::snapshot::validator::Validator;
 use crate::upstream::Protocol;
 use crate::upstream::connector::EndpointTls;
@@ -149,7 +149,7 @@ fn webhook(
     }
     let url = url?;
     let upstream = internal_table(&url, text.span(), table.ca.as_ref(), reader);
-    let tls = client_tls::upstream_tls(&internal_name(name), &upstream, Protocol::Http1, reader);
+    let tls = upstreams::upstream_tls(&internal_name(name), &upstream, Protocol::Http1, reader);
     let endpoint_tls = match &tls {
         Some(tls) => Some(tls.for_server(fetch::host(&url), text.span(), reader)?),
         None => None,

@@ -21,9 +21,8 @@ use crate::identity::auth::TierSource;
 use crate::identity::basic::{BasicProvider, BasicVerifier, Htpasswd};
 use crate::identity::forward::{ForwardProvider, ForwardSettings, ToldParts};
 use crate::identity::jwt::RemoteKeys;
-use crate::snapshot::client_tls;
-use crate::snapshot::client_tls::UpstreamTls;
 use crate::snapshot::upstreams;
+use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
 use crate::upstream::connector::EndpointTls;
 use crate::upstream::fetch;
@@ -270,7 +269,7 @@ pub(super) fn key_url(
     }
     let url = server_url(text, reader)?;
     let table = internal_table(&url, text.span(), auth.ca.as_ref(), reader);
-    let tls = client_tls::upstream_tls(&internal_name(name), &table, Protocol::Http1, reader);
+    let tls = upstreams::upstream_tls(&internal_name(name), &table, Protocol::Http1, reader);
     let endpoint_tls = match &tls {
         Some(tls) => Some(tls.for_server(fetch::host(&url), text.span(), reader)?),
         None => None,

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{ACCESS_CONTROL_EXPOSE_HEADERS, CONTENT_TYPE, LOCATION};
-use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use http::header::{CONTENT_TYPE, LOCATION};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 
 use crate::config;
 use crate::config::Config;
@@ -27,21 +27,19 @@ use crate::identity::IdentitySpec;
 use crate::identity::access::AccessRules;
 use crate::identity::auth::RouteAuth;
 use crate::limiter::algorithm::{Outcome, Rule, Status};
-use crate::limiter::decision::{Decision, LimitResult};
+use crate::limiter::decision::LimitResult;
 use crate::limiter::spec::LimitSpec;
 use crate::payload::json::rpc::CountedMessages;
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
 use crate::routing::{RouteMatch, RouteTable};
 use crate::snapshot::CompiledLimit;
-use crate::snapshot::access;
-use crate::snapshot::access::NetworkFiles;
 use crate::snapshot::auth::{Authentication, check_identify_keys, check_limit, route_auth};
-use crate::snapshot::cors;
 use crate::snapshot::cost::{Cost, RefundOn};
 use crate::snapshot::header_rules;
+use crate::snapshot::identities;
+use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::limits::check_cost_fits;
-use crate::snapshot::mirror::{Mirror, mirror};
-use crate::snapshot::route_action::{WeightedUpstreams, rewrite, route_action, websocket};
+use crate::snapshot::route_action::{Mirror, WeightedUpstreams, mirror, rewrite, route_action, websocket};
 use crate::snapshot::route_match::{TrailingSlash, route_match};
 use crate::snapshot::validator::Validator;
 use crate::upstream::UpstreamSettings;
@@ -166,20 +164,6 @@ impl LlmInspection {
 }
 
 impl RouteLimits {
-    /// Append the RateLimit headers of a decision, and the header that lets scripts of other origins read them.
-    pub fn append_headers(&self, headers: &mut HeaderMap, decision: &Decision<'_>) {
-        if decision.results.is_empty() {
-            return;
-        }
-        let is_standard = decision.results.len() == self.enforced
-            && decision.results.iter().all(|result| result.quota == result.limit.default_variant.quota);
-        let policy = self.policy_header.as_ref().filter(|_| is_standard);
-        ratelimit_headers::append_decision_headers(headers, &self.header_styles, policy, decision);
-        if let Some(expose) = &self.expose_header {
-            headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
-        }
-    }
-
     /// Return whether a limit depends on the body of a request.
     pub fn reads_body(&self) -> bool {
         self.reads_values || self.llm.is_some()
@@ -473,8 +457,9 @@ pub(super) fn routes(
         let timeout = timeout(written, reader);
         let auth = route_auth(written, authentication, config, reader);
         let mut rate_limits = route_limits(written, path, limits, (auth.as_ref(), authentication), config, reader);
-        let access = access::rules(written.allow.as_deref(), written.deny.as_deref(), &span, network_files, reader);
-        let cors = cors::policy(written, &mut rate_limits, reader);
+        let access =
+            identities::access_rules(written.allow.as_deref(), written.deny.as_deref(), &span, network_files, reader);
+        let cors = header_rules::cors_policy(written, &mut rate_limits, reader);
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
         let websocket = websocket(written, upstreams, reader);
         let mirror = mirror(written, upstreams, reader);

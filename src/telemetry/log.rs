@@ -1,4 +1,4 @@
-//! The process log on standard error, and log files that can be rotated.
+//! The process log on standard error, log files that can be rotated, and log sockets.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -256,7 +256,8 @@ impl<S: Subscriber> Layer<S> for DependencyLogThrottle {
     }
 }
 
-// === Log sockets: each record is a datagram ===
+// === Log sockets: each record is a datagram to a syslog daemon (RFC 5424 or RFC 3164) or to journald in its native
+// protocol (<https://systemd.io/JOURNAL_NATIVE_PROTOCOL/>) ===
 
 /// Facilities (RFC 5424 §6.2.1) with the names that syslog(3) uses. `kern` is missing, because only the kernel may use
 /// it.

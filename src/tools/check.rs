@@ -29,7 +29,7 @@ use crate::routing::condition::{Condition, RouteBody, ValueTest};
 use crate::routing::pattern;
 use crate::snapshot::cost::Cost;
 use crate::snapshot::listeners::WarningSubject;
-use crate::snapshot::mirror::BUFFER_DIVISOR;
+use crate::snapshot::route_action::BUFFER_DIVISOR;
 use crate::snapshot::route_match::foreign_path_hint;
 use crate::snapshot::routes::{Route, RouteAction};
 use crate::snapshot::{CompiledConfig, CompiledLimit, Listener};

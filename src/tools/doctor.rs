@@ -1,7 +1,5 @@
 //! Diagnostics of the Redis servers of a configuration: whether they can decide limits, and which of their settings are
 //! risky.
-
-mod permissions;
 mod server;
 
 use std::time::Duration;
@@ -240,9 +238,9 @@ async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &
     report.record("script time", server::check_script_time_limit(connection).await)?;
     report.record("round trip", server::check_round_trip(connection, requirements.timeout).await)?;
     report.record("clock", server::check_clock(connection).await)?;
-    report.record("permissions", permissions::check_permissions(connection, server, requirements).await)?;
-    report.record("scripts", permissions::check_scripts(connection, requirements.algorithms).await)?;
-    report.record("decisions", permissions::check_decisions(server, requirements).await)
+    report.record("permissions", server::check_permissions(connection, server, requirements).await)?;
+    report.record("scripts", server::check_scripts(connection, requirements.algorithms).await)?;
+    report.record("decisions", server::check_decisions(server, requirements).await)
 }
 
 // A Redis connection for diagnosis: every call has a timeout, and errors say whether the connection is lost.

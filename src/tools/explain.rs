@@ -294,7 +294,7 @@ fn body_length(headers: &HeaderMap) -> Option<u64> {
 // === Access rules and CORS ===
 
 /// Report what the access rules of the listener and of the route decide about a client.
-pub(super) fn access_reports(rules: [Option<&AccessRules>; 2], client: IpAddr) -> Vec<AccessReport> {
+fn access_reports(rules: [Option<&AccessRules>; 2], client: IpAddr) -> Vec<AccessReport> {
     let reports = ["listener", "route"].into_iter().zip(rules).filter_map(|(rule, rules)| {
         let decision = rules?.decide(client);
         Some(AccessReport { rule, allowed: decision.is_allowed(), reason: access_reason(decision, client) })
@@ -316,7 +316,7 @@ fn access_reason(decision: AccessDecision<'_>, client: IpAddr) -> String {
 }
 
 /// Report the decision of the CORS policy about a request.
-pub(super) fn cors_report(cors: &CorsDecision<'_>, request: &Request<()>, is_preflight: bool) -> CorsReport {
+fn cors_report(cors: &CorsDecision<'_>, request: &Request<()>, is_preflight: bool) -> CorsReport {
     let origin = request.headers().get(ORIGIN);
     CorsReport {
         origin: origin.map(|origin| String::from_utf8_lossy(origin.as_bytes()).into_owned()),
@@ -329,7 +329,7 @@ pub(super) fn cors_report(cors: &CorsDecision<'_>, request: &Request<()>, is_pre
 
 /// Verify the credentials of a request as a gateway does. Passwords are compared with their hashes. The keys of issuers
 /// are not fetched, and authentication servers are not called. The error in these cases is [`AuthError::Pending`].
-pub(super) fn verify_credentials<'a>(
+fn verify_credentials<'a>(
     config: &'a CompiledConfig,
     route: &'a Route,
     headers: &HeaderMap,
@@ -358,7 +358,7 @@ fn hash_password(basic: &BasicProvider, headers: &HeaderMap) -> Verification {
 }
 
 /// Report the providers of a route in the order of their checks, followed by the providers that were not checked.
-pub(super) fn auth_reports(config: &CompiledConfig, route: &Route, credentials: &Credentials<'_>) -> Vec<AuthReport> {
+fn auth_reports(config: &CompiledConfig, route: &Route, credentials: &Credentials<'_>) -> Vec<AuthReport> {
     let Some(auth) = &route.auth else { return Vec::new() };
     let mut reports: Vec<AuthReport> =
         credentials.checked().map(|(provider, verification)| verification_report(provider, verification)).collect();

@@ -2,21 +2,31 @@
 //! identities, the memory store and the algorithms of the gateway.
 
 pub mod format;
-pub mod log_input;
-pub mod quota_search;
 pub mod report;
 pub mod resolve;
 pub mod simulator;
 
+use std::cell::Cell;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::fs::File;
+use std::io;
+use std::io::{BufRead, BufReader, Cursor, Read};
+use std::path::Path;
+use std::rc::Rc;
+
+use flate2::bufread::MultiGzDecoder;
+
 use crate::snapshot::CompiledConfig;
 use crate::tools::replay::format::text::FormatError;
-use crate::tools::replay::format::{FieldMapping, Format, FormatCapabilities};
-use crate::tools::replay::log_input::{KWayMerge, LogInput, LogStatistics};
-use crate::tools::replay::quota_search::{QuotaProposal, Recording, Suggestion};
+use crate::tools::replay::format::{FieldMapping, Format, FormatCapabilities, LineError};
 use crate::tools::replay::resolve::{
-    IdentityField, LineResolver, ReplayCheck, ReplayConfig, ReplayConfigError, ReplayRequest, field_mappings,
+    IdentityField, LineResolver, RejectReason, ReplayCheck, ReplayConfig, ReplayConfigError, ReplayRequest,
+    ResolvedLine, field_mappings,
 };
-use crate::tools::replay::simulator::{LimitStats, ReplayDecision, RequestMeta, Simulation};
+use crate::tools::replay::simulator::{
+    LimitStats, QuotaProposal, Recording, ReplayDecision, RequestMeta, Simulation, Suggestion,
+};
 
 /// The reason why logs cannot be replayed.
 #[derive(Debug, thiserror::Error)]
@@ -188,5 +198,373 @@ impl Recording {
     fn push(&mut self, meta: RequestMeta, checks: &[ReplayCheck]) {
         self.checks.extend_from_slice(checks);
         self.requests.push((meta, self.checks.len()));
+    }
+}
+
+// === Input: lines of files and standard input, gzipped or plain, merged in the order of time ===
+
+/// Maximum length of a line in bytes. A longer line is reported as unreadable.
+const MAX_LINE_BYTES: u64 = 1 << 20;
+
+/// Size of a read buffer, and of the sample for format detection, in bytes.
+const READ_BUFFER_BYTES: usize = 64 << 10;
+
+/// The first bytes of each gzip stream (RFC 1952 §2.3.1).
+const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+
+/// Number of bytes read so far from all logs, before decompression.
+#[derive(Debug, Clone, Default)]
+pub struct ReadProgress(Rc<Cell<u64>>);
+
+impl ReadProgress {
+    /// Return the number of bytes read so far.
+    pub fn bytes(&self) -> u64 {
+        self.0.get()
+    }
+}
+
+struct CountingReader<R>(R, ReadProgress);
+
+impl<R: Read> Read for CountingReader<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.0.read(buffer)?;
+        self.1.0.set(self.1.0.get() + read as u64);
+        Ok(read)
+    }
+}
+
+/// An open log.
+pub struct LogInput {
+    name: String,
+    reader: Box<dyn BufRead>,
+    /// The beginning of the log, which shows its format.
+    sample: Vec<u8>,
+    line_number: u64,
+    line: Vec<u8>,
+    error: Option<io::Error>,
+}
+
+/// The result of reading the next line of a log.
+#[derive(Debug, PartialEq, Eq)]
+pub enum NextLine<'a> {
+    /// A line without its line ending.
+    Line(&'a [u8]),
+    /// A line longer than 1 MiB, which was skipped.
+    TooLong,
+    /// The end of the log, or a read error: see [`LogInput::error`].
+    End,
+}
+
+impl std::fmt::Debug for LogInput {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Source").field("name", &self.name).field("number", &self.line_number).finish_non_exhaustive()
+    }
+}
+
+impl LogInput {
+    /// Open a log file. The path `-` is standard input.
+    ///
+    /// # Errors
+    /// An error if the file cannot be opened or read.
+    pub fn open(path: &Path, progress: &ReadProgress) -> io::Result<LogInput> {
+        if path.as_os_str() == "-" {
+            return LogInput::from_reader("stdin", Box::new(io::stdin().lock()), progress);
+        }
+        LogInput::from_reader(&path.display().to_string(), Box::new(File::open(path)?), progress)
+    }
+
+    /// Read a log from an open reader. Detect gzip by the first bytes.
+    ///
+    /// # Errors
+    /// An error if the first read fails.
+    pub fn from_reader(name: &str, input: Box<dyn Read>, progress: &ReadProgress) -> io::Result<LogInput> {
+        let mut raw = BufReader::with_capacity(READ_BUFFER_BYTES, CountingReader(input, progress.clone()));
+        let compressed = raw.fill_buf()?.starts_with(&GZIP_MAGIC);
+        let input: Box<dyn Read> = if compressed { Box::new(MultiGzDecoder::new(raw)) } else { Box::new(raw) };
+        let mut rest = BufReader::with_capacity(READ_BUFFER_BYTES, input);
+        let mut sample = Vec::new();
+        // If a later read fails, the lines before the error are still read.
+        let failure = (&mut rest).take(READ_BUFFER_BYTES as u64).read_to_end(&mut sample).err();
+        let reader = Box::new(Cursor::new(sample.clone()).chain(rest));
+        Ok(LogInput { name: name.to_owned(), reader, sample, line_number: 0, line: Vec::new(), error: failure })
+    }
+
+    /// Return the name of the log: its path, or `stdin`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Return the number of the last line that was read. The first line is number 1.
+    pub fn line_number(&self) -> u64 {
+        self.line_number
+    }
+
+    /// Return the read error that ended the log early.
+    pub fn error(&self) -> Option<&io::Error> {
+        self.error.as_ref()
+    }
+
+    /// Return the first non-empty lines of the log, without line endings.
+    pub fn sample_lines(&self) -> Vec<&[u8]> {
+        let mut lines: Vec<_> = self.sample.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii_end).collect();
+        // The sample may end in the middle of a line.
+        if lines.len() > 1 {
+            lines.pop();
+        }
+        lines.retain(|line| !line.is_empty());
+        lines
+    }
+
+    /// Read the next non-empty line.
+    pub fn next_line(&mut self) -> NextLine<'_> {
+        loop {
+            self.line.clear();
+            let read = (&mut self.reader).take(MAX_LINE_BYTES).read_until(b'\n', &mut self.line);
+            match read {
+                Ok(0) => return NextLine::End,
+                Ok(_) => self.line_number += 1,
+                Err(error) => {
+                    self.error = Some(error);
+                    return NextLine::End;
+                }
+            }
+            if self.line.len() as u64 == MAX_LINE_BYTES && self.line.last() != Some(&b'\n') {
+                // Skip the rest of the line.
+                let _ = self.reader.skip_until(b'\n');
+                return NextLine::TooLong;
+            }
+            let end = self.line.trim_ascii_end().len();
+            if end > 0 {
+                return NextLine::Line(&self.line[..end]);
+            }
+        }
+    }
+}
+
+/// Return the size of a regular file in bytes. Return `None` if the path is not a regular file.
+pub fn file_size(path: &Path) -> Option<u64> {
+    std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file).map(|file| file.len())
+}
+
+// Merge of the requests of several logs in the order of time.
+//
+// Servers write a line at the end of a request, and each worker writes independently, so lines are out of order. Each
+// log is read ahead into a heap of `REORDER_WINDOW_LINES` requests. The earliest request of all heaps comes next.
+
+/// Number of requests of each log that are sorted at a time. A request that is late by more lines than this is out of
+/// order.
+pub const REORDER_WINDOW_LINES: usize = 32_768;
+
+/// Statistics about the lines of the logs.
+#[derive(Debug, Default, Clone, PartialEq)]
+pub struct LogStatistics {
+    /// Number of lines with a request.
+    pub requests: u64,
+    /// Number of requests that no limit applies to.
+    pub unlimited: u64,
+    /// Number of requests that the gateway rejects before it checks limits, indexed by [`RejectReason`].
+    pub rejected: [u64; 6],
+    /// Number of lines that cannot be parsed.
+    pub unreadable: u64,
+    /// The first unreadable line: log, line number and error.
+    pub first_error: Option<(String, u64, LineError)>,
+    /// Logs that ended with a read error, each with its error.
+    pub read_errors: Vec<(String, String)>,
+    /// Number of requests that are decided late because they are out of order by more than [`REORDER_WINDOW_LINES`]
+    /// lines.
+    pub out_of_order: u64,
+    /// Time of the first and the last request, µs since the Unix epoch.
+    pub time_range: Option<(u64, u64)>,
+    /// Whether any time in the logs has a fraction of a second.
+    pub has_subsecond: bool,
+    /// Number of requests of which the gateway logged only a sample.
+    pub sampled: u64,
+    /// Estimated number of requests that `sampled` stands for: the sum of the inverse sample rates.
+    pub sampled_total: f64,
+}
+
+/// A log, and the heap of those of its requests that were read ahead.
+struct LogStream {
+    input: LogInput,
+    format: Format,
+    heap: BinaryHeap<Reverse<HeapEntry>>,
+    line_count: u64,
+    is_at_end: bool,
+}
+
+struct HeapEntry {
+    request: ReplayRequest,
+    line: u64,
+}
+
+impl PartialEq for HeapEntry {
+    fn eq(&self, other: &Self) -> bool {
+        self.key() == other.key()
+    }
+}
+
+impl Eq for HeapEntry {}
+
+impl PartialOrd for HeapEntry {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for HeapEntry {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.key().cmp(&other.key())
+    }
+}
+
+impl HeapEntry {
+    fn key(&self) -> (u64, u64) {
+        (self.request.time_us, self.line)
+    }
+}
+
+/// Merge of the requests of all logs that limits apply to, in the order of time.
+pub struct KWayMerge {
+    streams: Vec<LogStream>,
+    /// The statistics so far.
+    pub statistics: LogStatistics,
+    now_us: u64,
+}
+
+impl KWayMerge {
+    /// Create the merge of logs in this format.
+    pub fn new(inputs: Vec<LogInput>, format: &Format) -> Self {
+        let to_stream = |input| LogStream {
+            input,
+            format: format.clone(),
+            heap: BinaryHeap::new(),
+            line_count: 0,
+            is_at_end: false,
+        };
+        KWayMerge {
+            streams: inputs.into_iter().map(to_stream).collect(),
+            statistics: LogStatistics::default(),
+            now_us: 0,
+        }
+    }
+
+    /// Return the next request that limits apply to. Return `None` at the end of all logs.
+    pub fn next_request(&mut self, resolver: &mut LineResolver<'_>) -> Option<ReplayRequest> {
+        for stream in &mut self.streams {
+            while !stream.is_at_end && stream.heap.len() < REORDER_WINDOW_LINES {
+                stream.read_line(resolver, &mut self.statistics);
+            }
+        }
+        let earliest_us = |stream: &LogStream| stream.heap.peek().map(|Reverse(entry)| entry.request.time_us);
+        let index = (0..self.streams.len()).filter(|index| earliest_us(&self.streams[*index]).is_some());
+        let index = index.min_by_key(|index| earliest_us(&self.streams[*index]))?;
+        let Reverse(HeapEntry { request, .. }) = self.streams[index].heap.pop()?;
+        self.statistics.out_of_order += u64::from(request.time_us < self.now_us);
+        self.now_us = self.now_us.max(request.time_us);
+        Some(request)
+    }
+}
+
+impl LogStream {
+    fn read_line(&mut self, resolver: &mut LineResolver<'_>, statistics: &mut LogStatistics) {
+        let parsed = match self.input.next_line() {
+            NextLine::Line(line) => self.format.parse(line),
+            NextLine::TooLong => Err(LineError::TooLong),
+            NextLine::End => {
+                self.is_at_end = true;
+                if let Some(failure) = self.input.error() {
+                    statistics.read_errors.push((self.input.name().to_owned(), failure.to_string()));
+                }
+                return;
+            }
+        };
+        let entry = match parsed {
+            Ok(Some(entry)) => entry,
+            Ok(None) => return,
+            Err(error) => {
+                statistics.unreadable += 1;
+                let location = || (self.input.name().to_owned(), self.input.line_number(), error);
+                statistics.first_error.get_or_insert_with(location);
+                return;
+            }
+        };
+        statistics.requests += 1;
+        let time_us = entry.time_us;
+        let (first, last) = statistics.time_range.unwrap_or((time_us, time_us));
+        statistics.time_range = Some((first.min(time_us), last.max(time_us)));
+        statistics.has_subsecond |= !time_us.is_multiple_of(1_000_000);
+        if let Some(rate) = entry.sample_rate.filter(|rate| *rate > 0.0 && *rate < 1.0) {
+            statistics.sampled += 1;
+            statistics.sampled_total += 1.0 / rate;
+        }
+        self.line_count += 1;
+        match resolver.resolve(&entry) {
+            ResolvedLine::Limited(request) => self.heap.push(Reverse(HeapEntry { request, line: self.line_count })),
+            ResolvedLine::Unlimited => statistics.unlimited += 1,
+            ResolvedLine::Rejected(reason) => statistics.rejected[reason as usize] += 1,
+        }
+    }
+}
+
+impl LogStatistics {
+    /// Return the number of requests that were rejected for this reason.
+    pub fn rejected_for(&self, reason: RejectReason) -> u64 {
+        self.rejected[reason as usize]
+    }
+
+    /// Return the number of requests that limits apply to.
+    pub fn limited_requests(&self) -> u64 {
+        self.requests - self.unlimited - self.rejected.iter().sum::<u64>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    use flate2::Compression;
+    use flate2::write::GzEncoder;
+
+    fn gzip(text: &[u8]) -> Vec<u8> {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+        encoder.write_all(text).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    fn lines(bytes: Vec<u8>) -> (Vec<String>, bool) {
+        let mut input = LogInput::from_reader("log", Box::new(Cursor::new(bytes)), &ReadProgress::default()).unwrap();
+        let mut lines = Vec::new();
+        loop {
+            match input.next_line() {
+                NextLine::Line(line) => lines.push(String::from_utf8(line.to_vec()).unwrap()),
+                NextLine::TooLong => lines.push("(too long)".to_owned()),
+                NextLine::End => return (lines, input.error().is_some()),
+            }
+        }
+    }
+
+    #[test]
+    fn next_line_accepts_all_line_endings() {
+        for (bytes, expected) in [
+            (b"".to_vec(), vec![]),
+            (b"a\nb\n".to_vec(), vec!["a", "b"]),
+            (b"a\r\n\r\n\nb".to_vec(), vec!["a", "b"]),
+            (gzip(b"a\nb\n"), vec!["a", "b"]),
+            ([gzip(b"a\n"), gzip(b"b\n")].concat(), vec!["a", "b"]),
+            ([b"x".repeat(3 << 20), b"\nb\n".to_vec()].concat(), vec!["(too long)", "b"]),
+        ] {
+            assert_eq!(lines(bytes), (expected.into_iter().map(str::to_owned).collect(), false));
+        }
+    }
+
+    #[test]
+    fn truncated_gzip_is_read_up_to_the_error() {
+        let text: String = (0..20_000).map(|number| format!("line {number}\n")).collect();
+        let compressed = gzip(text.as_bytes());
+        let (read, failed) = lines(compressed[..compressed.len() / 2].to_vec());
+        assert!(failed, "the error is reported");
+        assert!(read.len() > 1000 && read.len() < 20_000, "{} lines", read.len());
+        assert!(text.starts_with(&read.join("\n")), "as they were written");
     }
 }

@@ -1,4 +1,4 @@
-//! Connecting to upstream endpoints: TCP, TLS, Happy Eyeballs, and diagnosis of TLS errors.
+//! Connecting to upstream endpoints: TCP, TLS, Happy Eyeballs, the PROXY header, and diagnosis of TLS errors.
 
 use std::io;
 use std::io::IoSlice;
@@ -491,7 +491,7 @@ fn describe_alert(alert: AlertDescription) -> String {
     }
 }
 
-// === PROXY protocol, version 2: the client address at the start of each connection ===
+// === PROXY protocol, version 2 (<https://www.haproxy.org/download/3.2/doc/proxy-protocol.txt>) ===
 
 /// Version 2, for a connection that the gateway makes for itself, such as a health check (`LOCAL`, §2.2).
 const LOCAL: u8 = 0x20;

@@ -1,4 +1,4 @@
-//! An endpoint and its request permits, and the queue of requests that wait for a permit of any endpoint.
+//! Endpoints: their request permits, the queue of requests that wait for a permit, and load balancing.
 
 use std::collections::VecDeque;
 use std::hash::Hasher;

@@ -13,10 +13,9 @@ use flate2::write::GzEncoder;
 use serde_json::Value;
 use sluicegate::snapshot::CompiledConfig;
 use sluicegate::tools::replay::format::Format;
-use sluicegate::tools::replay::log_input::{LogInput, ReadProgress};
 use sluicegate::tools::replay::resolve::ReplayRequest;
 use sluicegate::tools::replay::simulator::ReplayDecision;
-use sluicegate::tools::replay::{Replay, ReplayObserver, ReplayOptions};
+use sluicegate::tools::replay::{LogInput, ReadProgress, Replay, ReplayObserver, ReplayOptions};
 
 fn logs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/logs")

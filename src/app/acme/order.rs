@@ -24,9 +24,8 @@ use crate::app::acme::storage::{
     ACCOUNT, PendingOrder, Storage, StorageError, StoredChallenge, certificate_record, challenge_record, order_record,
 };
 use crate::limiter::clock::monotonic;
-use crate::snapshot::acme::AcmeSettings;
-use crate::tls::managed::{Challenge, ChallengeKind, ManagedCertificates};
-use crate::tls::{Certificate, TlsError, TrustRoots};
+use crate::snapshot::listeners::AcmeSettings;
+use crate::tls::{Certificate, Challenge, ChallengeKind, ManagedCertificates, TlsError, TrustRoots};
 use crate::upstream::Protocol;
 use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
 use crate::upstream::fetch;

@@ -10,7 +10,7 @@ use serde::de::{DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use crate::payload::json::body::{
     Collector, JsonBody, JsonValue, KeySeed, Position, SeenMembers, folded, shortened, text_value,
 };
-use crate::payload::llm::provider::Provider;
+use crate::payload::llm::usage::Provider;
 
 /// Maximum length of a model name in bytes. Longer names are rejected, because the access log contains the name.
 const MAX_MODEL: usize = 128;

@@ -1,4 +1,4 @@
-//! Token counts in the formats of the providers.
+//! Token counts and error bodies in the formats of the providers, and the weights of tokens.
 //!
 //! | provider | where | cached input |
 //! |---|---|---|
@@ -13,6 +13,7 @@ use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::{Value, json};
 
 /// Maximum plausible count. A report with a larger count is ignored, because it would use up a quota for years.
 pub const MAX_TOKENS: u64 = 1_000_000_000;
@@ -200,8 +201,219 @@ impl<'de> Deserialize<'de> for Count {
     }
 }
 
+// === Weights of tokens, which determine the cost of a request in the unit of its limit ===
+
+/// Maximum weight of a token.
+pub const MAX_WEIGHT: i32 = 1_000_000;
+
+/// Maximum cost that Lua 5.1 computes exactly.
+const MAX_COST: u64 = (1 << 53) - 1;
+
+/// Cost of one token of each kind, in thousandths of the limit's unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Weights {
+    /// An input token that was not read from the provider's cache.
+    pub input: u64,
+    /// An input token that was read from the provider's cache.
+    pub cached_input: u64,
+    /// A token of the output.
+    pub output: u64,
+}
+
+/// Each token costs 1.
+impl Default for Weights {
+    fn default() -> Self {
+        Weights { input: 1000, cached_input: 1000, output: 1000 }
+    }
+}
+
+impl Weights {
+    /// Return the cost of the used tokens. The weighted sum is rounded up once.
+    pub fn cost(&self, usage: TokenUsage) -> u64 {
+        let cached = usage.cached_input.min(usage.input);
+        let parts = [(usage.input - cached, self.input), (cached, self.cached_input), (usage.output, self.output)];
+        // Each product is less than 2^94: a count has 64 bits, and a weight has 30 bits.
+        let thousandths: u128 = parts.into_iter().map(|(tokens, weight)| u128::from(tokens) * u128::from(weight)).sum();
+        u64::try_from(thousandths.div_ceil(1000)).map_or(MAX_COST, |cost| cost.min(MAX_COST))
+    }
+
+    /// Return the cost of a request before its response. The function assumes that no input token is cheaper than
+    /// another.
+    pub fn reservation(&self, input: u64, output: u64) -> u64 {
+        let input_weight = self.input.max(self.cached_input);
+        Weights { input: input_weight, ..*self }.cost(TokenUsage { input, cached_input: 0, output })
+    }
+}
+
+/// The weights of a limit: default weights, and weights for single models.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ModelWeights {
+    /// Weights of models that have no weights of their own.
+    pub default: Weights,
+    /// Weights by model.
+    pub models: Vec<(NamePattern, Weights)>,
+}
+
+impl ModelWeights {
+    /// Return the weights for a model: those of the matching pattern with the most literal characters. Case is ignored,
+    /// because some servers ignore it. A name without `*` precedes a pattern with the same number of literal
+    /// characters.
+    pub fn for_model(&self, model: Option<&str>) -> Weights {
+        let model = model.map(str::to_ascii_lowercase);
+        model.and_then(|model| NamePattern::best_match(&self.models, &model)).copied().unwrap_or(self.default)
+    }
+}
+
+/// The name of a model or a tool, in which `*` stands for any number of characters.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NamePattern(Box<str>);
+
+impl NamePattern {
+    /// Create a pattern.
+    pub fn new(text: &str) -> Self {
+        NamePattern(text.into())
+    }
+
+    /// Return the value of the matching pattern with the most literal characters.
+    pub fn best_match<'p, T>(patterns: &'p [(NamePattern, T)], name: &str) -> Option<&'p T> {
+        let matching = patterns.iter().filter(|(pattern, _)| pattern.matches(name));
+        matching.max_by_key(|(pattern, _)| pattern.specificity()).map(|(_, value)| value)
+    }
+
+    /// Return the number of literal characters, and whether the pattern has no `*`.
+    fn specificity(&self) -> (usize, bool) {
+        let literals = self.0.bytes().filter(|byte| *byte != b'*').count();
+        (literals, literals == self.0.len())
+    }
+
+    /// Return whether the pattern matches the whole name.
+    pub fn matches(&self, model: &str) -> bool {
+        let mut parts = self.0.split('*');
+        let Some(mut rest) = parts.next().and_then(|first| model.strip_prefix(first)) else { return false };
+        let Some(last) = parts.next_back() else { return rest.is_empty() };
+        for part in parts {
+            // Using the leftmost occurrence leaves the most text for the parts that follow.
+            let Some(at) = rest.find(part) else { return false };
+            rest = &rest[at + part.len()..];
+        }
+        rest.ends_with(last)
+    }
+}
+
+// === Providers: the formats of error bodies that their SDKs understand ===
+
+/// Maximum number of choices for which a separate final event is written.
+const MAX_FINAL_CHOICES: u64 = 128;
+
+/// The API that a client uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Provider {
+    /// OpenAI, and the many APIs that are compatible with it.
+    OpenAi,
+    /// Anthropic Messages.
+    Anthropic,
+    /// Gemini.
+    Gemini,
+    /// Ollama.
+    Ollama,
+}
+
+impl Provider {
+    /// Return the API that the canonical path of a request belongs to. `is_anthropic` is true if the request has the header
+    /// `anthropic-version`.
+    pub fn from_request(path: &str, is_anthropic: bool) -> Self {
+        let last = operation(path);
+        if is_anthropic || last == "messages" || path.contains("/messages/count_tokens") {
+            Provider::Anthropic
+        } else if last.contains(":generate") || last.contains(":streamGenerate") || last.contains("mbedContent") {
+            Provider::Gemini
+        } else if path.contains("/api/") && matches!(last, "chat" | "generate" | "embed" | "embeddings") {
+            Provider::Ollama
+        } else {
+            Provider::OpenAi
+        }
+    }
+
+    /// Return the events that end a stream when it has reached its maximum of output tokens. `choices` is the number of
+    /// choices, and `output` is the number of output tokens so far.
+    pub fn final_events(self, path: &str, choices: u64, output: u64) -> String {
+        let event = |name: &str, data: Value| format!("event: {name}\ndata: {data}\n\n");
+        match self {
+            Provider::OpenAi if operation(path) == "responses" => event(
+                "response.incomplete",
+                json!({
+                    "type": "response.incomplete",
+                    "response": {
+                        "object": "response", "status": "incomplete", "output": [],
+                        "incomplete_details": { "reason": "max_output_tokens" },
+                    },
+                }),
+            ),
+            Provider::OpenAi | Provider::Ollama => {
+                // The Completions API, which preceded Chat Completions.
+                let is_text = operation(path) == "completions" && !path.contains("/chat/completions");
+                let choice = |index| match is_text {
+                    true => json!({ "index": index, "text": "", "finish_reason": "length" }),
+                    false => json!({ "index": index, "delta": {}, "finish_reason": "length" }),
+                };
+                let choices: Vec<_> = (0..choices.min(MAX_FINAL_CHOICES)).map(choice).collect();
+                let object = if is_text { "text_completion" } else { "chat.completion.chunk" };
+                let chunk = json!({ "id": "", "object": object, "created": 0, "model": "", "choices": choices });
+                format!("data: {chunk}\n\ndata: [DONE]\n\n")
+            }
+            Provider::Anthropic => {
+                let delta = json!({ "stop_reason": "max_tokens", "stop_sequence": null });
+                let end = json!({ "type": "message_delta", "delta": delta, "usage": { "output_tokens": output } });
+                event("message_delta", end) + &event("message_stop", json!({ "type": "message_stop" }))
+            }
+            Provider::Gemini => {
+                let candidate =
+                    json!({ "content": { "parts": [], "role": "model" }, "finishReason": "MAX_TOKENS", "index": 0 });
+                format!("data: {}\r\n\r\n", json!({ "candidates": [candidate] }))
+            }
+        }
+    }
+
+    /// Return the body of an error response in the format of this provider. `limit_unit` is the quota unit of the exceeded
+    /// limit, if a limit is exceeded.
+    pub fn error_body(self, status: u16, limit_unit: Option<&str>, message: &str) -> Vec<u8> {
+        let body = match self {
+            Provider::OpenAi => {
+                let kind = limit_unit.unwrap_or("invalid_request_error");
+                let code = limit_unit.map(|_| "rate_limit_exceeded");
+                json!({ "error": { "message": message, "type": kind, "param": null, "code": code } })
+            }
+            Provider::Anthropic => {
+                let kind = match (limit_unit, status) {
+                    (Some(_), _) => "rate_limit_error",
+                    (None, 413) => "request_too_large",
+                    (None, _) => "invalid_request_error",
+                };
+                json!({ "type": "error", "error": { "type": kind, "message": message } })
+            }
+            Provider::Gemini => {
+                let name = limit_unit.map_or("INVALID_ARGUMENT", |_| "RESOURCE_EXHAUSTED");
+                json!({ "error": { "code": status, "message": message, "status": name } })
+            }
+            Provider::Ollama => json!({ "error": message }),
+        };
+        let mut bytes = body.to_string().into_bytes();
+        // For terminals.
+        bytes.push(b'\n');
+        bytes
+    }
+}
+
+/// Return the last segment of a path that is not empty, without parameters after `;`: many servers ignore both.
+pub fn operation(path: &str) -> &str {
+    let last = path.trim_end_matches('/').rsplit('/').next().unwrap_or_default();
+    last.split(';').next().unwrap_or_default()
+}
+
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn usage(input: u64, cached_input: u64, output: u64) -> Option<TokenUsage> {
@@ -277,5 +489,97 @@ mod tests {
             assert_eq!(parse_usage(json.as_bytes()), None, "{json}");
         }
         assert_eq!((parse_count(b"7"), parse_count(b"-7"), parse_count(b"x")), (Some(7), None, None));
+    }
+
+    #[test]
+    fn weighted_sum_is_rounded_up_once() {
+        let weights = Weights { input: 1000, cached_input: 100, output: 4000 };
+        for ((input, cached_input, output), expected) in [
+            ((0, 0, 0), 0),
+            ((10, 0, 5), 30),
+            ((10, 10, 0), 1),
+            ((11, 11, 0), 2),
+            ((11, 1, 0), 11),
+            ((5, 9, 0), 1),
+            ((u64::MAX, 0, u64::MAX), MAX_COST),
+        ] {
+            assert_eq!(weights.cost(TokenUsage { input, cached_input, output }), expected, "{input} {cached_input}");
+        }
+        // Three parts of one third each cost one, not three.
+        let thirds = Weights { input: 333, cached_input: 333, output: 334 };
+        assert_eq!(thirds.cost(TokenUsage { input: 2, cached_input: 1, output: 1 }), 1);
+    }
+
+    #[test]
+    fn pattern_with_most_literal_characters_wins() {
+        let weights = |input| Weights { input, ..Weights::default() };
+        let patterns = [("gpt-5*", 1), ("gpt-5-mini*", 2), ("*", 3), ("*-haiku-*", 4), ("gpt-5-mini", 5)];
+        let models = patterns.map(|(pattern, input)| (NamePattern::new(pattern), weights(input))).to_vec();
+        let all = ModelWeights { default: weights(9), models };
+        for (model, expected) in [
+            (Some("gpt-5"), 1),
+            (Some("gpt-5-mini-2026"), 2),
+            (Some("gpt-5-mini"), 5),
+            (Some("claude-haiku-4"), 4),
+            (Some("other"), 3),
+            (None, 9),
+        ] {
+            assert_eq!(all.for_model(model).input, expected, "{model:?}");
+        }
+    }
+
+    #[test]
+    fn star_matches_any_characters() {
+        for (pattern, model, expected) in [
+            ("a", "a", true),
+            ("a", "ab", false),
+            ("a*", "a", true),
+            ("*a", "ba", true),
+            ("a*a", "a", false),
+            ("a*b*c", "a-b-b-c", true),
+            ("a*b*c", "a-c-b", false),
+            ("*", "", true),
+            ("**", "x", true),
+            ("", "", true),
+        ] {
+            assert_eq!(NamePattern::new(pattern).matches(model), expected, "{pattern} {model}");
+        }
+    }
+
+    proptest! {
+        /// A reservation is never cheaper than a response that stays within its bounds.
+        #[test]
+        fn reservation_covers_every_response_within_its_bounds(
+            weights in (0..5000u64, 0..5000u64, 0..5000u64),
+            (input, cached, output) in (0..1u64 << 40, 0..1u64 << 40, 0..1u64 << 40),
+            (less_input, less_output) in (0..1u64 << 40, 0..1u64 << 40),
+        ) {
+            let weights = Weights { input: weights.0, cached_input: weights.1, output: weights.2 };
+            let used = TokenUsage {
+                input: input.saturating_sub(less_input),
+                cached_input: cached,
+                output: output.saturating_sub(less_output),
+            };
+            prop_assert!(weights.cost(used) <= weights.reservation(input, output));
+        }
+    }
+
+    #[test]
+    fn api_is_known_by_path_and_header() {
+        for (path, is_anthropic, expected) in [
+            ("/v1/chat/completions", false, Provider::OpenAi),
+            ("/v1/responses", false, Provider::OpenAi),
+            ("/v1/messages", false, Provider::Anthropic),
+            ("/v1/messages/;x", false, Provider::OpenAi),
+            ("/v1/messages;x/", false, Provider::Anthropic),
+            ("/anything", true, Provider::Anthropic),
+            ("/v1beta/models/m:generateContent", false, Provider::Gemini),
+            ("/v1beta/models/m:streamGenerateContent", false, Provider::Gemini),
+            ("/api/chat", false, Provider::Ollama),
+            ("/ollama/api/generate", false, Provider::Ollama),
+            ("/chat", false, Provider::OpenAi),
+        ] {
+            assert_eq!(Provider::from_request(path, is_anthropic), expected, "{path}");
+        }
     }
 }

@@ -16,6 +16,7 @@ use crate::proxy::context::{Peer, RequestId};
 use crate::proxy::forward::{ForwardedCertificate, RequestVariables, UpstreamRequestInfo, prepare_upstream_headers};
 use crate::proxy::local_reply::Rejection;
 use crate::proxy::mirror::MIRROR_HEADER;
+use crate::proxy::rate_limit::append_ratelimit_headers;
 use crate::routing::RouteRequest;
 use crate::routing::condition::ConditionSource;
 use crate::routing::explain::{Candidate, MismatchReason};
@@ -277,7 +278,7 @@ pub(super) fn admitted_response(
     let apply_headers = |headers: &mut HeaderMap| {
         mutations.apply(headers, &values);
         if let Some(decision) = decision {
-            route.rate_limits.append_headers(headers, decision);
+            append_ratelimit_headers(headers, &route.rate_limits, decision);
         }
         if let Some(cors) = cors {
             cors.apply(headers);

@@ -330,7 +330,7 @@ pub(crate) fn non_empty(text: &[u8]) -> Option<&[u8]> {
 
 /// Formats of times, from the least to the most precise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum TimestampFormat {
+enum TimestampFormat {
     /// For example `10/Oct/2000:13:55:36 -0700`.
     Local,
     /// For example `2000-10-10T13:55:36.123-07:00`.
@@ -341,14 +341,14 @@ pub(super) enum TimestampFormat {
 
 /// The time that was parsed last. Consecutive lines usually have the same date.
 #[derive(Debug, Clone, Default)]
-pub(super) struct TimestampCache {
+struct TimestampCache {
     text: Vec<u8>,
     us: u64,
 }
 
 impl TimestampCache {
     /// Parse a time. The result is in µs since the Unix epoch.
-    pub(super) fn parse(&mut self, format: TimestampFormat, text: &[u8]) -> Option<u64> {
+    fn parse(&mut self, format: TimestampFormat, text: &[u8]) -> Option<u64> {
         if format == TimestampFormat::Unix {
             return parse_unix(text);
         }
@@ -397,14 +397,14 @@ fn parse_local(text: &[u8]) -> Option<u64> {
 }
 
 /// Parse an RFC 3339 time with `T` or a space. The result is in µs since the Unix epoch.
-pub(super) fn parse_iso8601(text: &[u8]) -> Option<u64> {
+fn parse_iso8601(text: &[u8]) -> Option<u64> {
     let timestamp: Timestamp = std::str::from_utf8(text).ok()?.parse().ok()?;
     u64::try_from(timestamp.as_microsecond()).ok()
 }
 
 /// Parse seconds in decimal notation with an optional fraction. The result is in µs. Ignore digits after the sixth
 /// digit.
-pub(super) fn parse_unix(text: &[u8]) -> Option<u64> {
+fn parse_unix(text: &[u8]) -> Option<u64> {
     let (whole, fraction) = match memchr::memchr(b'.', text) {
         Some(dot) => (&text[..dot], &text[dot + 1..]),
         None => (text, &[][..]),
@@ -423,7 +423,7 @@ pub(super) fn parse_unix(text: &[u8]) -> Option<u64> {
 }
 
 /// Convert a JSON number of seconds to µs. Return `None` if the number is negative, not finite or after the year 9999.
-pub(super) fn seconds_to_us(number: f64) -> Option<u64> {
+fn seconds_to_us(number: f64) -> Option<u64> {
     (0.0..253_402_300_800.0).contains(&number).then(|| (number * 1e6).round() as u64)
 }
 

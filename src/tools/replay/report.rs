@@ -10,10 +10,9 @@ use jiff::Timestamp;
 use serde::Serialize;
 
 use crate::limiter::algorithm::Rule;
-use crate::tools::replay::log_input::REORDER_WINDOW_LINES;
-use crate::tools::replay::quota_search::Suggestion;
 use crate::tools::replay::resolve::RejectReason;
-use crate::tools::replay::{Replay, ReplayResult};
+use crate::tools::replay::simulator::Suggestion;
+use crate::tools::replay::{REORDER_WINDOW_LINES, Replay, ReplayResult};
 
 /// The report of a replay. The fields are those that `replay --json` prints.
 #[derive(Debug, Serialize)]

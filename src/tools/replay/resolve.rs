@@ -27,7 +27,7 @@ use crate::snapshot::routes::{Route, RouteLimit};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 use crate::tools::replay::format::json::identity_hash_field;
 use crate::tools::replay::format::{FieldMapping, FormatCapabilities, LogEntry};
-use crate::tools::replay::quota_search::{ProposalError, QuotaProposal, proposed_variant, with_unbounded_permit_ttl};
+use crate::tools::replay::simulator::{ProposalError, QuotaProposal, proposed_variant, with_unbounded_permit_ttl};
 
 /// The check of one limit for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -241,7 +241,8 @@ impl Variable {
     }
 }
 
-// === CloudFront: tab-separated columns, named by a `#Fields` line ===
+// === CloudFront: tab-separated columns, named by a `#Fields` line
+// (<https://docs.aws.amazon.com/AmazonCloudFront/latest/DeveloperGuide/standard-logs-reference.html>) ===
 
 /// The part of a request that a column contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,26 +1,142 @@
-//! Fetches the key sets of token issuers from their URLs: at the start, at intervals, and when a token has an unknown
-//! key. The last keys stay in use while a URL fails.
+//! The maintenance thread performs DNS lookups and health checks of all upstreams, and fetches key sets of token
+//! issuers, once for all workers. On a busy worker, health checks would run late and mark healthy endpoints as
+//! unhealthy.
 
 use std::convert::Infallible;
-use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
 use std::time::Duration;
+use std::{io, thread};
 
 use aws_lc_rs::digest::{SHA256, digest};
 use bytes::Bytes;
 use http::header::{ACCEPT, LOCATION, USER_AGENT};
 use http::{HeaderValue, Request};
+use tokio::runtime::Builder;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use uuid::Uuid;
 
+use crate::app::AppError;
 use crate::identity::jwt::{KeySet, KeySetError, REFRESH_TIMEOUT};
 use crate::limiter::clock::unix_us;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::remote_auth::KeyUrl;
 use crate::telemetry::pluralize;
+use crate::upstream::cluster::UpstreamCluster;
+use crate::upstream::dns::{DnsCache, DnsResolver};
 use crate::upstream::fetch;
 use crate::upstream::fetch::FetchError;
+use crate::upstream::health;
+
+/// Maximum time to wait for the first DNS lookup of new upstreams and for new key sets. After this time, an upstream
+/// without addresses responds with 503, and so does a route whose tokens cannot be verified.
+const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
+
+type Clusters = Arc<[Arc<UpstreamCluster>]>;
+
+/// The clusters that the thread maintains from now on. The sender is dropped when every host has been looked up once.
+type Maintained = (Arc<CompiledConfig>, Clusters, mpsc::Sender<Infallible>);
+
+/// Handle of the maintenance thread.
+#[derive(Debug)]
+pub(super) struct MaintenanceThread(UnboundedSender<Maintained>);
+
+/// The running tasks.
+#[derive(Default)]
+struct MaintenanceTasks {
+    /// Clusters with DNS names, and the task that resolves the names.
+    lookups: (Vec<Arc<UpstreamCluster>>, Option<AbortHandle>),
+    health_checks: Vec<(Arc<UpstreamCluster>, AbortHandle)>,
+    key_refreshes: Vec<AbortHandle>,
+}
+
+impl MaintenanceThread {
+    /// Start the thread without clusters. The thread runs until `stop` is cancelled.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub(super) fn start(stop: CancellationToken) -> Result<(Self, JoinHandle<Result<(), AppError>>), AppError> {
+        let (sender, clusters) = unbounded_channel();
+        let run = move || {
+            let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
+            runtime.block_on(stop.run_until_cancelled(run(clusters)));
+            Ok(())
+        };
+        let thread = thread::Builder::new().name("upstreams".to_owned()).spawn(run).map_err(AppError::Worker)?;
+        Ok((MaintenanceThread(sender), thread))
+    }
+
+    /// Replace the maintained clusters and key sets. Return when all names have been resolved and unknown key sets have
+    /// been fetched once, or after [`FIRST_LOOKUP_TIMEOUT`].
+    ///
+    /// # Errors
+    /// The thread has ended.
+    pub(super) fn set_config(&self, config: &Arc<CompiledConfig>, clusters: &Clusters) -> io::Result<()> {
+        let (first, looked_up) = mpsc::channel();
+        self.0.send((config.clone(), clusters.clone(), first)).map_err(|_| io::ErrorKind::BrokenPipe)?;
+        // No value is ever sent. `recv_timeout` returns when all senders are dropped. Each lookup drops its own sender
+        // when it is done.
+        let _ = looked_up.recv_timeout(FIRST_LOOKUP_TIMEOUT);
+        Ok(())
+    }
+}
+
+async fn run(mut next: UnboundedReceiver<Maintained>) {
+    let mut tasks = MaintenanceTasks::default();
+    while let Some((config, clusters, first)) = next.recv().await {
+        tasks.refresh_keys(&config, &first);
+        tasks.update(&clusters, first);
+    }
+}
+
+impl MaintenanceTasks {
+    fn refresh_keys(&mut self, config: &Arc<CompiledConfig>, first: &mpsc::Sender<Infallible>) {
+        self.key_refreshes.drain(..).for_each(|task| task.abort());
+        for index in 0..config.auth.key_urls.len() {
+            let refresh = refresh_key_set(config.clone(), index, first.clone());
+            self.key_refreshes.push(tokio::spawn(refresh).abort_handle());
+        }
+    }
+
+    fn update(&mut self, clusters: &Clusters, first: mpsc::Sender<Infallible>) {
+        self.health_checks.retain(|(cluster, checks)| {
+            let stays = contains(cluster, clusters);
+            if !stays {
+                checks.abort();
+            }
+            stays
+        });
+        for cluster in clusters.iter().filter(|cluster| cluster.settings.health.is_some()) {
+            if !self.health_checks.iter().any(|(known, _)| Arc::ptr_eq(known, cluster)) {
+                self.health_checks
+                    .push((cluster.clone(), tokio::spawn(health::run_checks(cluster.clone())).abort_handle()));
+            }
+        }
+        let named: Vec<_> = clusters.iter().filter(|cluster| cluster.settings.needs_dns()).cloned().collect();
+        let (known, task) = &mut self.lookups;
+        if named.len() == known.len() && named.iter().all(|cluster| contains(cluster, known)) {
+            return;
+        }
+        if let Some(before) = task.take() {
+            before.abort();
+        }
+        let names = DnsCache::new(&named);
+        *task = Some(tokio::spawn(names.run(DnsResolver::System, first)).abort_handle());
+        *known = named;
+    }
+}
+
+fn contains(cluster: &Arc<UpstreamCluster>, clusters: &[Arc<UpstreamCluster>]) -> bool {
+    clusters.iter().any(|other| Arc::ptr_eq(cluster, other))
+}
+
+// === Key sets of token issuers: fetched at the start, at intervals, and when a token has an unknown key. The last keys
+// stay in use while a URL fails ===
 
 /// Maximum size of a key set, in bytes.
 const MAX_KEY_SET: usize = 1 << 20;
@@ -112,7 +228,7 @@ pub async fn fetch_keys(source: &KeyUrl) -> Result<FetchedKeys, JwksError> {
 
 /// Keep the keys of the URL `index` up to date until the future is dropped. `first` is dropped when the first attempt
 /// has ended, or at once if the keys are already known.
-pub(super) async fn refresh(config: Arc<CompiledConfig>, index: usize, first: Sender<Infallible>) {
+pub(super) async fn refresh_key_set(config: Arc<CompiledConfig>, index: usize, first: Sender<Infallible>) {
     let source = &config.auth.key_urls[index];
     let (remote, provider) = (&source.keys, &*source.name);
     // Requests that wait for a refresh stop waiting when this task is aborted.
@@ -173,7 +289,7 @@ pub(super) fn with_jitter(duration: Duration) -> Duration {
 }
 
 /// Describe a key set as text, for `check` and `doctor`.
-pub fn describe(fetched: &FetchedKeys) -> String {
+pub fn describe_key_set(fetched: &FetchedKeys) -> String {
     let mut text = pluralize(fetched.keys.len() as u64, "usable key");
     for reason in &fetched.skipped {
         text += &format!("; skipped: {reason}");
