@@ -63,7 +63,7 @@ const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
 type AdminResponse = Response<Either<Full<Bytes>, EventBody>>;
 
-/// The parts of the process that the admin listener reads and changes.
+/// References to the parts of the process that the admin listener reads and changes.
 #[derive(Debug)]
 pub struct AdminDeps {
     /// State for health, metrics and the dashboard.
@@ -87,13 +87,14 @@ struct AdminServer {
 /// The sockets of the admin listener.
 #[derive(Debug, Default)]
 pub struct AdminSockets {
-    /// The socket of `admin.address`.
+    /// The TCP socket that listens on `admin.address`.
     pub tcp: Option<StdListener>,
-    /// The socket of `admin.socket`.
+    /// The unix socket at the path `admin.socket`.
     pub unix: Option<StdUnixListener>,
 }
 
-/// Peer address of all connections of the admin socket, which their maximum number is counted by.
+/// Peer address that stands for all connections of the admin socket. The maximum number of connections per peer address
+/// therefore applies to the whole socket.
 const UNIX_PEER: IpAddr = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
 
 /// Start the thread that serves the admin listener until `admin_stop` is cancelled.
@@ -131,7 +132,7 @@ pub fn start(sockets: AdminSockets, deps: AdminDeps, admin_stop: CancellationTok
                 )
             };
             admin_stop.run_until_cancelled(service).await;
-            // Requests in progress get their response.
+            // Requests in progress at that time still get their response.
             tasks.close();
             let _ = timeout(SHUTDOWN_TIMEOUT, tasks.wait()).await;
         });
@@ -214,7 +215,7 @@ impl AdminServer {
             tokio::select! {
                 biased;
                 () = connection.close_token.cancelled() => return,
-                // A connection error concerns only this admin client.
+                // Ignore the error of a connection, because it affects only this client of the admin listener.
                 _ = &mut connection_future => return,
                 () = sleep(connection.time_left()) => if connection.time_left().is_zero() { return },
             }
@@ -277,8 +278,8 @@ impl AdminServer {
         self.state.config_handle.active().config.admin.as_ref()?.token.clone()
     }
 
-    /// Authorize a request that changes something. Changes always need the token. Without a token, any web page in a
-    /// browser on this machine could send changes to a loopback address.
+    /// Authorize a request that changes the state of the gateway. Changes always need the token. Without a token, any
+    /// web page in a browser on this machine could send changes to a loopback address.
     ///
     /// # Errors
     /// 403 if the token is missing or wrong, or if no token is configured. Requests on the admin socket are always

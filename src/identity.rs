@@ -35,9 +35,9 @@ use crate::routing::pattern::PathPattern;
 pub enum OnMissing {
     /// Reject the request.
     Reject,
-    /// Do not apply the limit.
+    /// `on_missing = "skip"`: do not apply the limit.
     Skip,
-    /// Use the client network instead.
+    /// `on_missing = "ip"`: use the client network instead.
     Ip,
 }
 
@@ -59,10 +59,10 @@ pub struct IdentitySpec {
 /// Identities that are never limited.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Exemptions {
-    /// Client networks. The networks are used if the identity contains the client network.
+    /// Exempt client networks. They apply if the identity contains the client network.
     pub networks: Vec<IpNet>,
-    /// Values, each of which belongs to one descriptor. A consumer is given by its name. A value never matches another
-    /// descriptor.
+    /// Exempt values, each of which belongs to one descriptor. A consumer is given by its name. A value never matches
+    /// another descriptor.
     pub values: Vec<(Descriptor, Box<str>)>,
 }
 
@@ -115,7 +115,7 @@ pub enum IdentityError {
     #[error("the {0} {1}")]
     Unusable(Descriptor, &'static str),
     /// The messages of a JSON-RPC batch have several values for the part.
-    #[error("the batch has messages with different values of the {0}: send them in requests of their own")]
+    #[error("the batch has messages with different values of the {0}: send them in separate requests")]
     Mixed(Descriptor),
     /// The request lacks the part.
     #[error("the {0} is required")]
@@ -169,7 +169,7 @@ impl IdentitySpec {
             Descriptor::Rpc(source) => Some(source.counted()),
             _ => None,
         });
-        // Calls of tools have a method as well.
+        // If a limit counts by tool and by method, only tool calls count, because each tool call also has a method.
         sources.reduce(|one, other| if one == CountedMessages::ToolCalls { one } else { other })
     }
 
@@ -482,17 +482,17 @@ impl Descriptor {
                     let pair = pair.trim_ascii();
                     let Some(rest) = trim_start_of_cookie(pair).strip_prefix(name.as_bytes()) else { continue };
                     match trim_start_of_cookie(rest) {
-                        // Some servers read a cookie without `=` as an empty value.
+                        // Count a cookie without `=` as a value, because some servers read it as an empty value.
                         [] => values.push(Cow::Borrowed(&b""[..])),
                         [b'=', value @ ..] => {
-                            // Some servers trim spaces from names, but not all servers do.
+                            // Reject spaces around the name: some servers trim them, and other servers do not.
                             let exact = rest.starts_with(b"=") && pair.starts_with(name.as_bytes());
                             if !exact || !is_unambiguous_cookie_value(value) {
                                 return Err(IdentityError::Malformed(self.clone()));
                             }
                             values.push(cookie_value(value));
                         }
-                        // The cookie has a longer name that begins with this name.
+                        // Ignore a cookie whose longer name begins with the name of this cookie.
                         _ => {}
                     }
                 }
@@ -557,14 +557,14 @@ impl Descriptor {
             }
             JsonValue::TooLong => return unusable(TOO_LONG),
             JsonValue::Ambiguous(_) => {
-                return unusable("is ambiguous: a member is there twice, or in another spelling");
+                return unusable("is ambiguous: a member on its path occurs twice, or in another spelling");
             }
         };
         Ok(IdentityPart::Value(self.tag(), text))
     }
 }
 
-/// The reason why a longer value cannot be an identity.
+/// Error text for a value that is too long to be an identity.
 const TOO_LONG: &str = "is longer than 1024 bytes";
 const _: () = assert!(MAX_VALUE == 1024);
 

@@ -65,8 +65,8 @@ pub struct Gateway {
     /// Current configuration snapshot. Each request uses the same snapshot from its beginning to its end.
     snapshot: ArcSwap<ConfigSnapshot>,
     limiter: Limiter,
-    /// Telemetry sinks of this worker only: each request updates the reference count, and workers must not contend for
-    /// it.
+    /// Destinations of request records. Each worker has a separate value, because each request updates its reference
+    /// count, and workers must not contend for it.
     sinks: Arc<TelemetrySinks>,
     request_metrics: Arc<RequestMetrics>,
     /// Index of the worker.
@@ -125,7 +125,8 @@ impl Gateway {
         flow: &Arc<StreamFlow>,
     ) -> Response<Body> {
         let snapshot = self.snapshot.load_full();
-        // The trusted proxies may have changed since the connection was accepted.
+        // Check again whether the peer is trusted, because the trusted proxies may have changed since the connection
+        // was accepted.
         let revalidated = peer.revalidate(&snapshot.config);
         let peer = revalidated.as_deref().unwrap_or(peer);
         let config = &snapshot.config;
@@ -136,11 +137,11 @@ impl Gateway {
             request_body::discard_body(request, flow);
             return context.complete(Ok(response));
         }
-        // The body is separate from the request headers, which are borrowed while the body is read.
+        // Take the body out of the request, because the headers are borrowed while the body is read.
         let mut body = mem::replace(request.body_mut(), RequestBody::empty());
         let admission = self.admit(&mut context, &request, &mut body).await;
         *request.body_mut() = body;
-        // The values are rendered here, because the request is consumed below.
+        // Render the values now, because the request is consumed below.
         context.render_response_headers(&request);
         let result = match admission {
             Ok(admitted) => self.respond(&mut context, admitted, request).await,
@@ -156,9 +157,9 @@ impl Gateway {
     }
 
     /// Find the route of a request, check access rules, answer CORS preflights, check the declared body length, rewrite
-    /// the target, authenticate the client and check the limits. The `body` is a separate argument. The body is polled
-    /// only if the route or a limit depends on the body. Otherwise a client that waits for `100 Continue` does not send
-    /// the body of a rejected request.
+    /// the target, authenticate the client and check the limits. The `body` is a separate argument, and is polled only
+    /// if the route or a limit depends on it. A client that waits for `100 Continue` therefore does not send the body
+    /// of a rejected request.
     ///
     /// # Errors
     /// The request is rejected or is a preflight. A [`Rejection`] is the response to any request that is not admitted.
@@ -180,7 +181,7 @@ impl Gateway {
                     // Check access before the body of a denied client is read.
                     access::check(context, &target, None, request)?;
                 }
-                // The future is boxed, because only few requests need space for it.
+                // Box the future, because only few requests need space for it.
                 Box::pin(inspection::read_for_route(context, request, body)).await?;
                 let no_values = JsonBody::default();
                 let values = context.body.as_ref().and_then(|body| body.json()).unwrap_or(&no_values);
@@ -210,12 +211,12 @@ impl Gateway {
                 authentication::resume_from_cache(context, route, &mut credentials, pending, &target, request);
         }
         if route.rate_limits.reads_body() && (authenticated.is_ok() || pending_provider(&authenticated).is_some()) {
-            // The future is boxed, because only few requests need space for it.
+            // Box the future, because only few requests need space for it.
             Box::pin(inspection::inspect(context, route, &target, request, body)).await?;
         }
         let decision = if let Some(pending) = pending_provider(&authenticated) {
             let pending = (credentials, pending);
-            // The future is boxed: requests that are authenticated without waiting need no space for it.
+            // Box the future, because requests that are authenticated without waiting need no space for it.
             Box::pin(rate_limit::check_limits_around_authentication(
                 &self.limiter,
                 context,
@@ -230,7 +231,7 @@ impl Gateway {
                 authenticated.map(|()| Decision::unlimited())
             } else {
                 let authenticated = (&credentials, authenticated);
-                // The future is boxed: requests without limits need no space for it.
+                // Box the future, because requests without limits need no space for it.
                 Box::pin(rate_limit::check_limits(&self.limiter, context, route, authenticated, &target, request)).await
             };
             context.credentials = credentials;
@@ -270,13 +271,14 @@ impl Gateway {
                 Ok(response?)
             }
             RouteAction::Forward(weighted_upstreams) => {
-                // A rewrite of the route takes precedence over the canonical path.
+                // Request the rewritten target if the route rewrites the path, otherwise the canonical path.
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
                 let index = weighted_upstreams.pick();
                 let upstream = &*context.snapshot.upstreams[index];
                 let started_at = monotonic();
                 let mut attempts = AttemptLog::new(context.is_recorded());
-                // The future is boxed. Inline, it would be part of this future and be moved with it for every request.
+                // Box the future. Otherwise it would be a part of this future, and would be moved with it for every
+                // request.
                 let result = Box::pin(forward::forward(context, route, upstream, request, target, &mut attempts)).await;
                 context.snapshot.metrics.record_upstream(index, &result, started_at.elapsed(), &attempts);
                 context.record_upstream(upstream, &attempts, &result, started_at);
@@ -289,13 +291,13 @@ impl Gateway {
         // Settle the costs even if the upstream failed: the status may cause a refund. The response waits for the
         // settlement, so that its headers contain the values after the settlement.
         rate_limit::settle(&mut decision, route, &result).await;
-        // If there is an error, dropping the decision releases the permits of the request.
+        // Return early after an error. This drops the decision, which releases the permits of the request.
         let mut response = result.map_err(Rejection::Upstream)?;
         if route.cors.is_some() {
             cors::remove_headers(response.headers_mut());
         }
-        // The header rules of the route may remove headers that the settlement has read. The rate limit headers are
-        // appended after the header rules.
+        // Apply the header rules after the settlement, which reads response headers that the rules may remove, and
+        // before the rate limit headers are appended.
         route.response_headers.apply(response.headers_mut(), &context.response_values);
         route.rate_limits.append_headers(response.headers_mut(), &decision);
         // The concurrency permits of the request are released when the response body ends.
@@ -334,7 +336,7 @@ struct AdmittedRequest<'a> {
     decision: Decision<'a>,
     /// Path in canonical form, if it differs from the received path.
     forwarded_path: Option<String>,
-    /// Path and query after the route's rewrite, if the route has one. This value replaces `forwarded_path`.
+    /// Path and query after the route's rewrite, if the route has one. If set, it replaces `forwarded_path`.
     rewritten_target: Option<PathAndQuery>,
 }
 

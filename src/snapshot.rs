@@ -1,5 +1,5 @@
 //! The compiled configuration: all references are resolved, all values are validated, and all errors have been
-//! reported. Code that uses it reports no further errors about the configuration.
+//! reported. Code that uses the compiled configuration reports no further configuration errors.
 
 mod access;
 pub mod acme;
@@ -225,20 +225,20 @@ impl CompiledConfig {
         let mut reader = Validator::new(&mut file, environment);
         let config = compile(&file, &mut reader);
         file.warnings = reader.finish(policy)?;
-        // If there are no errors, no part is missing.
+        // No part of the configuration is missing if there are no errors.
         Ok((config, file))
     }
 
     /// Return the configuration as it is written, with the tables of included files, as JSON with masked secrets.
     pub fn redacted(&self) -> Value {
         let ConfigFiles { main, included, .. } = &self.files;
-        // The texts are UTF-8 and valid TOML, because the configuration was compiled from them.
+        // Parsing cannot fail, because the configuration was compiled from the same texts.
         let texts = std::iter::once(main).chain(included).map(|file| String::from_utf8_lossy(&file.content));
         redacted_config(texts).unwrap_or_default()
     }
 
-    /// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later). A gateway that
-    /// opens such sockets itself does not start.
+    /// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later). A gateway cannot
+    /// open both sockets, and does not start.
     pub fn address_conflicts(&self) -> impl Iterator<Item = (usize, usize)> {
         listeners::address_conflicts(&self.listeners)
     }
@@ -282,7 +282,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let server = settings::server(&config.server, reader);
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
-    // Invalid networks are counted as well, so that they are the only error.
+    // Count invalid networks as well, so that a file with only invalid networks is not also reported as empty.
     let trusted_proxies = config.client_ip.trusted_proxies.as_ref().map_or(0, Vec::len);
     let mut network_files = NetworkFiles::default();
     let mut acme = AcmeListeners::new(config, reader);
@@ -307,7 +307,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         && !table.has_hosts()
     {
         let issue = Issue::new(value.span(), "no route has `hosts`: every request would be rejected");
-        reader.push_issue(issue.with_hint("set `hosts` in the routes, or leave out `block_unknown_hosts`"));
+        reader.push_issue(issue.with_hint("set `hosts` in the routes, or remove `block_unknown_hosts`"));
     }
     let body_inspection = body_inspection(&routes, &table, reader);
     let checks_access = server.block_unknown_hosts

@@ -92,7 +92,7 @@ pub enum UpstreamError {
         /// The fault in the response.
         fault: &'static str,
     },
-    /// The upstream responded with 101, although the request did not ask for this upgrade.
+    /// The upstream responded with 101, although the request did not offer this upgrade.
     #[error("upstream `{upstream}` switched to a protocol that was not requested")]
     UnexpectedUpgrade {
         /// Name of the upstream.
@@ -171,7 +171,8 @@ impl Display for RootCause<'_> {
             write!(f, ": {root}")?;
         }
         if error.is_parse() {
-            // A TLS server responds to a clear-text request with an alert, which hyper cannot parse.
+            // Detect a TLS alert, which a TLS server sends in response to a plaintext request and which hyper cannot
+            // parse.
             write!(f, "; if the server speaks TLS, use https://")?;
         }
         Ok(())

@@ -38,7 +38,7 @@ const MAX_BODY_BYTES: usize = 16 * 1024;
 /// Maximum time to receive a request body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Text of the error for other paths.
+/// Error text of a 404, for paths that the API does not have.
 const NOT_FOUND: &str = "not found: the API has /api/status, /api/config, /api/reload, /api/live, /api/top, \
                          /api/identities, /api/reset, /api/overrides, /api/certificates and /api/differences";
 
@@ -69,7 +69,7 @@ pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> A
         let allowed = methods.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
         let mut response =
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("method not allowed: use {allowed}")).into_response();
-        // Method names are valid header values.
+        // The conversion cannot fail, because method names are valid header values.
         response.headers_mut().extend(HeaderValue::try_from(allowed).ok().map(|allowed| (ALLOW, allowed)));
         return response;
     }
@@ -117,13 +117,13 @@ impl QueryParams {
         QueryParams(pairs.map(|(name, value)| (decode(name), decode(value))).collect())
     }
 
-    /// Remove a parameter and return its value.
+    /// Remove a parameter from the query and return its value.
     fn take(&mut self, name: &str) -> Option<String> {
         let index = self.0.iter().position(|(key, _)| key == name)?;
         Some(self.0.swap_remove(index).1)
     }
 
-    /// Remove a numeric parameter and return its value, or `default` if it is absent.
+    /// Remove a numeric parameter from the query and return its value, or `default` if the query does not have it.
     ///
     /// # Errors
     /// The value is not a number in `range`.
@@ -176,7 +176,7 @@ async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T>
 
 /// Return a 200 response with a JSON body.
 fn json_response(value: &impl Serialize) -> AdminResponse {
-    // Serializing a map with string keys cannot fail.
+    // Serialization cannot fail, because the value is a map with string keys.
     typed_response(StatusCode::OK, "application/json", serde_json::to_string(value).unwrap_or_default() + "\n")
 }
 

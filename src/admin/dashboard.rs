@@ -7,7 +7,7 @@ use crate::admin::{AdminResponse, typed_response};
 
 const INDEX_HTML: &str = include_str!("dashboard/index.html");
 
-/// Attribute of `<body>` that tells the scripts whether `admin.token` is configured.
+/// HTML attribute of `<body>` that tells the scripts of the dashboard whether `admin.token` is configured.
 const WITHOUT_TOKEN: &str = "data-token=\"none\"";
 const WITH_TOKEN: &str = "data-token=\"required\"";
 
@@ -39,8 +39,8 @@ const SECURITY_HEADERS: [(HeaderName, &str); 4] = [
     (REFERRER_POLICY, "no-referrer"),
 ];
 
-/// Return the file of the dashboard at `path`, or `None` if it does not exist. The files need no authentication: they
-/// contain no data, and their scripts request the data with the token.
+/// Return the file of the dashboard at `path`, or `None` if it does not exist. The files need no authentication,
+/// because they contain no data. Their scripts request the data with the token.
 pub(super) fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     if path == "/" {
         let index = if has_token { INDEX_HTML.replace(WITHOUT_TOKEN, WITH_TOKEN) } else { INDEX_HTML.to_owned() };

@@ -28,7 +28,7 @@ impl ProcessUsage {
         let mut pages = memory.split(' ').map_while(|count| count.parse::<u64>().ok());
         let page_size = page_size() as u64;
         let (virtual_pages, resident_pages) = (pages.next()?, pages.next()?);
-        // The directory that is being read uses a descriptor, too.
+        // Subtract one, because reading the directory `/proc/self/fd` itself uses a descriptor.
         let open_files = (fs::read_dir("/proc/self/fd").ok()?.count() as u64).saturating_sub(1);
         Some(ProcessUsage {
             cpu_s: cpu_ticks(&stat)? as f64 / clock_ticks_per_second() as f64,

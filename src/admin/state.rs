@@ -17,7 +17,7 @@ use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::current::ConfigHandle;
 use crate::telemetry::access_log::TelemetrySinks;
 
-/// State of the process for health checks, metrics, the API and the dashboard.
+/// References to the state of the process, for health checks, metrics, the API and the dashboard.
 #[derive(Debug)]
 pub struct AdminState {
     /// Request metrics of all workers.
@@ -36,9 +36,9 @@ pub struct AdminState {
     pub config_handle: Arc<ConfigHandle>,
     /// The memory store.
     pub memory: Arc<MemoryStore>,
-    /// Circuit breaker of a single Redis server.
+    /// Circuit breaker of the store, if the store is a single Redis server.
     pub circuit_breaker: Arc<CircuitBreaker>,
-    /// Slot map of a Redis Cluster, with a circuit breaker per node.
+    /// Slot map of the store with a circuit breaker per node, if the store is a Redis Cluster.
     pub cluster_map: Arc<ClusterMap>,
     /// The queue of quota events.
     pub event_queue: Arc<EventQueue>,

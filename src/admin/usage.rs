@@ -13,7 +13,7 @@ use crate::limiter::key::Identity;
 use crate::limiter::usage::{RETENTION_DAYS, UsageMonth, UsageQuery, UsageRow};
 use crate::snapshot::{CompiledConfig, CompiledLimit};
 
-/// The name of the cost that belongs to no model, in text output.
+/// The name that text output uses for the cost that belongs to no model.
 pub const OTHER_MODELS: &str = "other";
 
 /// How the cost is grouped within each limit.
@@ -31,7 +31,7 @@ pub enum GroupBy {
 }
 
 impl GroupBy {
-    /// The names of all values.
+    /// The names of all values of this type.
     pub const NAMES: [&str; 4] = ["day", "month", "identity", "model"];
 
     /// Return the value with this name.
@@ -157,12 +157,12 @@ impl UsageFilter {
         };
         let today = first.limit.usage.as_ref().map_or_else(utc_date, |days| days.day_at(now_us).date);
         let from = self.from.unwrap_or_else(|| UsageMonth::from(today).first_day());
-        // In other time zones, it may already be tomorrow.
+        // By default, include tomorrow, because it may have begun in the time zone of a limit.
         let to = self.to.unwrap_or_else(|| today.saturating_add(1.day()));
         if from > to {
             return Err(FilterError::EmptyRange { from, to });
         }
-        // The query includes only days that may still be kept, because each key is read.
+        // Restrict the query to days whose totals may still exist, because the query reads one key for each month.
         let oldest = today.saturating_sub((RETENTION_DAYS + 31).days());
         let (from, to) = (from.max(oldest), to.min(today.saturating_add(1.day())));
         let (limits, identities) = match &self.identity {
@@ -210,7 +210,7 @@ fn resolve<'c>(
         }
     }
     match selected.is_empty() {
-        true => Err(FilterError::Identity("no limit that counts usage is keyed by these parts alone".to_owned())),
+        true => Err(FilterError::Identity("no limit with `usage = true` has exactly these parts in `by`".to_owned())),
         false => Ok((selected, identities)),
     }
 }
@@ -242,7 +242,7 @@ impl UsageReport {
                 *total = total.saturating_add(cost);
             };
             if model.is_some() {
-                // The total of the day includes this cost as well.
+                // Do not add the cost of a model to the sum, because the total of the day already includes it.
                 add(None, -cost);
             }
             add(model, cost);

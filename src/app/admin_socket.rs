@@ -33,7 +33,7 @@ pub(crate) fn socket_path(configured: &AdminSocket) -> Option<PathBuf> {
 /// Return `$RUNTIME_DIRECTORY/admin.sock`, if the variable is set.
 pub(crate) fn default_path() -> Option<PathBuf> {
     let directories = env::var("RUNTIME_DIRECTORY").ok()?;
-    // systemd separates several directories by colons.
+    // Use the first directory, because systemd separates several directories by colons.
     let first = directories.split(':').next().filter(|directory| !directory.is_empty())?;
     Some(Path::new(first).join(DEFAULT_NAME))
 }
@@ -61,11 +61,11 @@ impl AdminSocketFile {
             Ok(found) if !found.file_type().is_socket() => {
                 return Err(io::Error::new(
                     io::ErrorKind::AlreadyExists,
-                    "the path is taken by a file that is not a socket",
+                    "a file that is not a socket exists at this path",
                 ));
             }
-            // A connection succeeds only while a process listens on the socket. During a hot restart, the socket of the
-            // old process is replaced.
+            // A connection succeeds only while a process listens on the socket. In a hot restart, the new process
+            // replaces the socket of its parent, although a process listens on it.
             Ok(_) if !is_hot_restart() && UnixStream::connect(path).is_ok() => {
                 return Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there"));
             }
@@ -73,10 +73,11 @@ impl AdminSocketFile {
         }
         let current = path.with_extension(format!("{}.new", std::process::id()));
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-        // The file was left by a process with the same id that was killed.
+        // Remove the file of an earlier process that had the same process ID and was killed.
         let _ = fs::remove_file(&current);
         socket.bind(&SockAddr::unix(&current)?)?;
-        // Connections fail before `listen`, so no other user can have connected.
+        // Set the permissions between `bind` and `listen`: connections fail before `listen`, so no other user can have
+        // connected before.
         fs::set_permissions(&current, fs::Permissions::from_mode(MODE))?;
         socket.listen(BACKLOG)?;
         socket.set_nonblocking(true)?;

@@ -43,7 +43,7 @@ pub enum JwksError {
     /// There is no response.
     #[error(transparent)]
     Fetch(#[from] FetchError),
-    /// The exchange took too long.
+    /// The request and its response took too long.
     #[error("no complete response within {} s", REFRESH_TIMEOUT.as_secs())]
     Timeout,
     /// The response has a status other than 200.
@@ -62,13 +62,15 @@ impl JwksError {
     pub fn hint(&self) -> &'static str {
         match self {
             JwksError::Fetch(FetchError::Tls(_)) => {
-                "check the certificate of the server, or name its CA: ca = \"ca.pem\""
+                "check the certificate of the server, or set `ca` to the certificate of its CA: ca = \"ca.pem\""
             }
-            JwksError::Fetch(_) | JwksError::Timeout => "check the URL, and that the gateway may connect to the server",
+            JwksError::Fetch(_) | JwksError::Timeout => {
+                "check the URL, and whether a firewall lets the gateway connect to the server"
+            }
             JwksError::Status(_) | JwksError::KeySet(_) => {
-                "the URL must be that of the JSON Web Key Set: `jwks_uri` in the metadata of the issuer"
+                "set `jwks_url` to the URL of the JSON Web Key Set, which is `jwks_uri` in the metadata of the issuer"
             }
-            JwksError::Redirect(_) => "if that URL belongs to the issuer, set it as `jwks_url`",
+            JwksError::Redirect(_) => "if the issuer owns the URL of the redirect, set `jwks_url` to this URL",
         }
     }
 }
@@ -78,7 +80,7 @@ impl JwksError {
 pub struct FetchedKeys {
     /// The keys.
     pub keys: KeySet,
-    /// The reasons why other keys were skipped.
+    /// The reasons why keys of the set were skipped.
     pub skipped: Vec<KeySetError>,
     /// SHA-256 of the response.
     digest: [u8; 32],
@@ -139,7 +141,7 @@ pub(super) async fn refresh(config: Arc<CompiledConfig>, index: usize, first: Se
             Ok(FetchedKeys { keys, skipped, digest }) => {
                 (failures, delay) = (0, source.refresh_interval);
                 if last_digest == Some(digest) {
-                    // If the keys are the same, the cache of verified tokens is kept.
+                    // Do not replace equal keys, because this would clear the cache of verified tokens.
                     remote.record_unchanged(unix_us());
                 } else {
                     info!(provider, keys = keys.len(), "key set fetched");

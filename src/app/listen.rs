@@ -15,12 +15,12 @@ use crate::listener::BACKLOG;
 pub(super) struct ListenerSockets {
     /// Bound address. If port 0 was configured, the address has the port that the system chose.
     pub(super) address: SocketAddr,
-    /// Sockets by worker. Each worker has at least one. If more sockets than workers were inherited, some workers have
-    /// more than one.
+    /// Sockets by worker. Each worker has at least one socket, and more than one if the process has inherited more
+    /// sockets than it has workers.
     pub(super) by_worker: Vec<Vec<StdListener>>,
 }
 
-/// Inherited sockets that no listener has claimed yet.
+/// Inherited listening sockets that no listener has claimed yet.
 #[derive(Debug)]
 pub(super) struct InheritedSockets(Vec<StdListener>);
 
@@ -40,8 +40,8 @@ impl InheritedSockets {
         InheritedSockets((0..count).filter_map(take).collect())
     }
 
-    /// Take all sockets with an address. If the port is 0, take those with the first inherited address that has the
-    /// same IP address.
+    /// Take all inherited sockets that are bound to an address. If the port is 0, take the sockets of the first
+    /// inherited address with the same IP address.
     fn claim(&mut self, wanted: SocketAddr) -> io::Result<Vec<StdListener>> {
         let fits = |found: &SocketAddr| found.ip() == wanted.ip() && [0, found.port()].contains(&wanted.port());
         let Some(address) = self.0.iter().filter_map(|socket| socket.local_addr().ok()).find(fits) else {
@@ -79,8 +79,8 @@ impl InheritedSockets {
         }
         for worker in 0..workers {
             if by_worker[worker].is_empty() {
-                // Binding fails if there is an inherited socket without SO_REUSEPORT. If binding fails, the workers
-                // share the inherited socket.
+                // Opening further sockets fails if the inherited socket lacks SO_REUSEPORT. The workers then share the
+                // inherited socket.
                 let socket = match (listen(address, true), by_worker[0].first()) {
                     (Err(_), Some(shared)) => shared.try_clone(),
                     (socket, _) => socket,
@@ -112,7 +112,7 @@ fn listen(address: SocketAddr, reuse_port: bool) -> io::Result<StdListener> {
 
 fn bind(address: SocketAddr, reuse_port: bool) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-    // A restart must not wait for connections of the previous process in TIME_WAIT.
+    // Set SO_REUSEADDR, so that a restart need not wait for connections of the previous process in TIME_WAIT.
     socket.set_reuse_address(true)?;
     socket.set_reuse_port(reuse_port)?;
     socket.set_nonblocking(true)?;

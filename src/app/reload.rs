@@ -1,5 +1,5 @@
 //! Configuration reload: the new configuration is compiled completely, and then replaces the active one. If the new
-//! configuration is invalid, the active configuration stays in force.
+//! configuration is invalid, the active configuration does not change.
 
 pub(crate) mod carry_over;
 pub(crate) mod file_watcher;
@@ -60,7 +60,7 @@ pub(super) struct Reloader {
 }
 
 impl WorkerGateways {
-    /// Create and add the gateway of a worker. The lock prevents a concurrent reload from missing the new gateway.
+    /// Create and add the gateway of a worker. The lock ensures that a concurrent reload also updates the new gateway.
     pub(super) fn register(
         &self,
         configuration: &ConfigHandle,
@@ -81,7 +81,7 @@ impl Reloader {
     /// Handle reload requests until all senders are dropped.
     pub(super) fn run(mut self) {
         while let Ok(first) = self.requests.recv() {
-            // One reload serves all requests that are already queued.
+            // Reload once for all requests that are already queued.
             let requests: Vec<_> = std::iter::once(first).chain(self.requests.try_iter()).collect();
             sd_notify::notify_reloading();
             let result = self.apply().map_err(|error| error.to_string());
@@ -92,8 +92,8 @@ impl Reloader {
                 Err(error) => {
                     self.config_handle.record_failure(error);
                     warn!(file = %path, %error, "cannot reload the configuration: the active configuration stays in force");
-                    // The new files may include other files. These files must be watched, so that a correction of the
-                    // error is detected.
+                    // Watch the files that the rejected configuration includes, so that the gateway detects a
+                    // correction of the error.
                     let directories = self.config_handle.last_attempt().directories;
                     if self.watcher.as_ref().is_some_and(|watcher| !watcher.watches(&directories)) {
                         self.watcher = watch_files(&self.config_handle);
@@ -105,7 +105,7 @@ impl Reloader {
                 }
             }
             for ReloadRequest { reply, .. } in requests {
-                // The receiver may have been dropped.
+                // Ignore the error of `send`, which means that the receiver was dropped.
                 let _ = reply.send(result.clone());
             }
         }

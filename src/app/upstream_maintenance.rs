@@ -20,8 +20,8 @@ use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::dns::{DnsCache, DnsResolver};
 use crate::upstream::health;
 
-/// Maximum time to wait for the first DNS lookup of new upstreams and for new key sets. After this time, an upstream
-/// without addresses responds with 503, and so does a route whose tokens cannot be verified.
+/// Maximum time to wait for the first DNS lookup of new upstreams and for new key sets. After this time, requests to an
+/// upstream without addresses get 503, and so do requests with tokens that cannot be verified yet.
 const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 
 type Clusters = Arc<[Arc<UpstreamCluster>]>;
@@ -66,8 +66,8 @@ impl MaintenanceThread {
     pub(super) fn set_config(&self, config: &Arc<CompiledConfig>, clusters: &Clusters) -> io::Result<()> {
         let (first, looked_up) = mpsc::channel();
         self.0.send((config.clone(), clusters.clone(), first)).map_err(|_| io::ErrorKind::BrokenPipe)?;
-        // No value is ever sent. `recv_timeout` returns when all senders are dropped. Each lookup drops its own sender
-        // when it is done.
+        // Wait until all senders are dropped: each lookup drops its clone of the sender when it is done. No value is
+        // ever sent.
         let _ = looked_up.recv_timeout(FIRST_LOOKUP_TIMEOUT);
         Ok(())
     }

@@ -83,7 +83,7 @@ impl Worker {
                 Gateway::new(active.config.clone(), limiter, &active.clusters, self.sinks, metrics)
             });
             let server = Server::new(gateway, self.connection_limits, listener_metrics, self.stop);
-            // The receiver may have been dropped.
+            // Ignore the error of `send`, which means that the receiver was dropped.
             let _ = ready_sender.send(());
             drop(ready_sender);
             server.run(listeners).await;

@@ -37,7 +37,7 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
     };
     if !arguments.offline {
         for (source, fetched) in doctor::fetch_key_sets(config)? {
-            // If this command cannot fetch a key set, the gateway may not have the keys either.
+            // Ignore a key set that cannot be fetched, because the gateway may not have its keys either.
             if let Ok(fetched) = fetched {
                 source.keys.store(fetched.keys, clock::unix_us());
             }
@@ -90,12 +90,12 @@ pub(in crate::cli) struct Arguments {
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     ip: String,
 
-    /// Assume a TLS connection, whatever the scheme of the URL is
+    /// Assume a TLS connection, regardless of the scheme of the URL
     #[arg(long)]
     tls: bool,
 
     /// Assume a connection to the listener with this name or address [default: the first listener with the scheme and
-    /// port of the URL, or else with its scheme]
+    /// port of the URL, or if there is none, the first with its scheme]
     #[arg(long, value_name = "NAME")]
     listener: Option<String>,
 
@@ -112,7 +112,7 @@ pub(in crate::cli) struct Arguments {
     pub(crate) json: bool,
 }
 
-/// A request, and the peer address that it comes from.
+/// The request to explain, and the peer address that it comes from.
 #[derive(Debug)]
 pub(crate) struct ClientRequest {
     pub(crate) request: Request<()>,
@@ -125,27 +125,29 @@ pub(crate) struct ClientRequest {
 pub(crate) enum ArgumentError {
     #[error("methods are in upper case: {}", .0.to_ascii_uppercase())]
     LowercaseMethod(String),
-    #[error("`{0}` is not a method; first the method, then the URL: explain GET {EXAMPLE_URL}")]
+    #[error("`{0}` is not a method; write the method before the URL: explain GET {EXAMPLE_URL}")]
     InvalidMethod(String),
     #[error("`{0}` has no host: give the whole URL, such as http://localhost{0}")]
     MissingHost(String),
     #[error("`{0}` has no scheme: http://{0} or https://{0}")]
     MissingScheme(String),
-    #[error("the scheme of a URL is http or https, not `{0}`")]
+    #[error("write http:// or https:// as the scheme of the URL, not `{0}`")]
     UnsupportedScheme(String),
     #[error("an IPv6 address needs brackets in a URL: http://[2001:db8::1]/")]
     MissingBrackets,
-    #[error("leave user and password out of the URL; clients send them as -H 'Authorization: Basic …'")]
+    #[error("remove user and password from the URL, and pass them as clients send them: -H 'Authorization: Basic …'")]
     UserInfo,
-    #[error("`{0}` is not a URL: spaces and letters beyond ASCII are percent-encoded there (%20)")]
+    #[error("`{0}` is not a URL: percent-encode spaces and non-ASCII characters (%20)")]
     InvalidUrl(String),
-    #[error("-H '{0}' is not a header: -H 'name: value'")]
+    #[error("-H '{0}' is not a header: write -H 'name: value'")]
     InvalidHeader(String),
     #[error("--body: read {0}: {1}")]
     UnreadableBody(String, String),
-    #[error("--ip {0} is not an address: 192.0.2.7 or 2001:db8::7, without port and prefix")]
+    #[error(
+        "--ip {0} is not an address: write an address such as 192.0.2.7 or 2001:db8::7, without port and prefix length"
+    )]
     InvalidAddress(String),
-    #[error("--listener {0} is not a listener of the configuration: {1}")]
+    #[error("--listener {0} is not a listener of the configuration, which has {1}")]
     UnknownListener(String, String),
 }
 

@@ -54,6 +54,6 @@ pub(super) fn run(config_path: &Path, options: &Options) -> anyhow::Result<()> {
 }
 
 fn parse_timeout(text: &str) -> anyhow::Result<Duration> {
-    let us = parse_duration_us(text).context("write a number with ms, s, m, h or d, such as 500ms")?;
+    let us = parse_duration_us(text).context("write a duration with ms, s, m, h or d, such as 500ms")?;
     Ok(Duration::from_micros(us))
 }

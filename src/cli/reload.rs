@@ -20,7 +20,7 @@ pub(super) fn run(config_path: &Path, admin: Option<&str>, json: bool) -> anyhow
         writeln!(stdout(), "{}", serde_json::to_string_pretty(&response)?)?;
     }
     if response["result"] != "ok" {
-        let error = response["error"].as_str().unwrap_or("the gateway did not say why").trim_end();
+        let error = response["error"].as_str().unwrap_or("the gateway gave no reason").trim_end();
         bail!("the gateway rejected the new configuration, and the active configuration stays in force:\n{error}");
     }
     if !json {
@@ -39,7 +39,7 @@ fn describe(response: &Value) -> String {
     let changes: Vec<_> = response["changes"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     let (Some(_), false) = (age, changes.is_empty()) else {
         return format!(
-            "{file}: reloaded; no key has another value. Environment variables, secrets and other files may have\n"
+            "{file}: reloaded; no key has changed. Environment variables, secrets and other files may have changed\n"
         );
     };
     let mut text = format!("{file}: reloaded; {}\n", pluralize(changes.len() as u64, "difference"));

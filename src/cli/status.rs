@@ -59,7 +59,7 @@ fn collect(client: &AdminClient) -> anyhow::Result<Value> {
     let get = |path: &str| client.request(Method::GET, path, None);
     let mut report = get("/api/status")?;
     let mut configuration = get("/api/config")?;
-    // The page shows which configuration was loaded, and when. `/api/config` returns the content of the configuration.
+    // Remove the content of the configuration from the output. The page shows only which file was loaded, and when.
     for key in ["configuration", "addresses"] {
         configuration.as_object_mut().and_then(|fields| fields.remove(key));
     }
@@ -83,7 +83,7 @@ fn terminal_width() -> Option<u16> {
     columns.or_else(|| tcgetwinsize(stdout()).ok().map(|size| size.ws_col)).filter(|columns| *columns > 0)
 }
 
-/// The page, and the stream to which it is written.
+/// The writer of the page.
 struct Page<'a, W> {
     report: &'a Value,
     /// Maximum width of a table in columns.

@@ -72,7 +72,7 @@ impl FileIssues {
         self.sorted_issues().into_iter().map(|issue| redact_issue(&redacted, issue)).collect()
     }
 
-    /// Return the issues in the order of their position in the file. The checks found them in another order.
+    /// Return the issues in the order of their position in the file. Validation finds the issues in a different order.
     pub fn sorted_issues(&self) -> Vec<&Issue> {
         let mut issues: Vec<_> = self.issues.iter().collect();
         issues.sort_by_key(|issue| issue.span.as_ref().map_or(0, |span| span.start));

@@ -23,8 +23,8 @@ impl RedactedText {
         let mut redacted = RedactedText { text: text.to_owned(), secrets: Vec::new() };
         match DeTable::parse(text) {
             Ok(table) => redacted.redact_table(text, table.get_ref(), &mut Vec::new()),
-            // A text that is not valid TOML is redacted line by line. The function may hide too much, but never too
-            // little.
+            // If the text is not valid TOML, redact it line by line. The result may hide more than the secrets, but
+            // never less.
             Err(_) => redacted.text = text.split_inclusive('\n').map(redact_line).collect(),
         }
         redacted
@@ -85,7 +85,7 @@ impl RedactedText {
         }
     }
 
-    /// Record a secret for `redact_message`. Shorter texts also occur in words that are not secret.
+    /// Record a secret for `redact_message`. Ignore short texts, because they also occur in words that are not secret.
     fn remember_secret(&mut self, secret: &str, min_length: usize) {
         if secret.len() >= min_length && !secret.contains("${") {
             self.secrets.push(secret.to_owned());

@@ -61,7 +61,7 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         return false;
     }
     if let ["notify", _, "webhook"] = path {
-        // Many webhooks have a secret in the path of their URL.
+        // The URL of a webhook is secret as a whole, because many webhooks have a secret in the path.
         return true;
     }
     if let ["limit", _, "cost", key] = path
@@ -85,9 +85,9 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         key != "socket" && FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2)
     };
     path.iter().enumerate().any(|(depth, key)| {
-        // A table that is no longer supported: the error about it shows its values.
+        // The former table `[api_key]` is not secret, because the error about it quotes its values.
         let is_table = depth == 0 && path.len() > 1 && *key == "api_key";
-        // In `cors`, this key is a boolean.
+        // `credentials` in `cors` is a boolean, not a secret.
         let is_cors = depth > 0 && path[depth - 1] == "cors" && *key == "credentials";
         let is_named = depth > 0 && NAMED_TABLES.contains(&path[depth - 1]) && path.len() > depth + 1;
         !is_table && !is_named && !is_cors && (is_secret_name(key) || misspelled(key))
@@ -98,8 +98,8 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
 pub(super) fn secret_ranges(text: &str) -> Vec<Range<usize>> {
     let mut found = Vec::new();
     let scheme = text.find("://").map(|at| at + "://".len());
-    // The credentials are everything before the last `@`: a password may contain any character, especially if this is
-    // the error.
+    // The credentials are everything before the last `@`: a password may contain any character, especially if the
+    // unescaped character is the error.
     if let Some(from) = scheme
         && let Some(at) = text[from..].rfind('@')
     {

@@ -45,7 +45,7 @@ pub struct CorsPolicy {
 pub enum AllowedOrigins {
     /// All origins, without credentials.
     Any,
-    /// The origins in this set.
+    /// Only the origins in this set.
     Listed {
         /// Origins in the form in which browsers serialize them.
         exact: HashSet<Box<[u8]>>,
@@ -59,7 +59,8 @@ pub enum AllowedOrigins {
 pub enum AllowedNames {
     /// The methods or headers that the preflight names.
     Requested,
-    /// These. `None` sends no header, so only requests that need no preflight are allowed.
+    /// The methods or headers in this list. With `None`, the gateway sends no header, so browsers send only requests
+    /// that need no preflight.
     Listed(Option<HeaderValue>),
 }
 
@@ -102,8 +103,8 @@ impl CorsPolicy {
     /// preflight.
     pub fn decide(&self, request: &HeaderMap, is_preflight: bool) -> CorsDecision<'_> {
         let allow_origin = match &self.origins {
-            // The header is set even without an origin, because a cache may use the response for a request with an
-            // origin.
+            // Set the header even if the request has no origin, because a cache may use the response for a request with
+            // an origin.
             AllowedOrigins::Any => Some(HeaderValue::from_static("*")),
             origins => single(request, &ORIGIN).filter(|origin| origins.contains(origin.as_bytes())).cloned(),
         };
@@ -242,7 +243,7 @@ pub enum OriginError {
     #[error("`null` is the origin of sandboxed documents and local files of any site: every site could use it")]
     Null,
     /// No scheme.
-    #[error("an origin begins with its scheme")]
+    #[error("begin the origin with its scheme")]
     MissingScheme,
     /// The text has a path, query or fragment. The variant contains the origin without it.
     #[error("an origin has no path: browsers send the scheme, the host and the port")]
@@ -251,7 +252,7 @@ pub enum OriginError {
     #[error("this is not an origin")]
     Malformed,
     /// `*` is not the first label.
-    #[error("`*` stands for the first labels of a host only")]
+    #[error("`*` may only replace the first labels of a host")]
     MisplacedWildcard,
     /// The host has characters other than ASCII.
     #[error("browsers send the host in ASCII (RFC 5890)")]

@@ -162,7 +162,7 @@ impl ValueTemplate {
                 }
             }
         }
-        // The literal parts were checked when they were compiled.
+        // The conversion cannot fail, because the literal parts were checked when they were compiled.
         HeaderValue::from_bytes(&value).ok()
     }
 }

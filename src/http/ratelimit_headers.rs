@@ -73,7 +73,7 @@ pub fn limit_status<'a>(result: &LimitResult<'a>) -> LimitStatus<'a> {
 pub fn ratelimit_policy<'a>(limits: impl Iterator<Item = LimitStatus<'a>>) -> Option<HeaderValue> {
     structured_list(limits, |out, limit| {
         write!(out, "\"{}\";q={}", limit.name, limit.quota.min(MAX_INTEGER))?;
-        // The default unit is `requests` (§3.1).
+        // Omit the default unit, which is `requests` (§3.1).
         if limit.unit != DEFAULT_UNIT {
             write!(out, ";qu=\"{}\"", limit.unit)?;
         }

@@ -93,7 +93,7 @@ fn merge<A: Copy + Ord + From<u8>>(
     let mut merged: Vec<AddressRange<A>> = Vec::with_capacity(ranges.len());
     for range in ranges {
         match merged.last_mut() {
-            // The range ends at the last address of the family, so it includes all later ranges.
+            // A range that ends at the last address of its family includes all later ranges.
             Some(last) if checked_add(last.last, A::from(1)).is_none_or(|next| range.first <= next) => {
                 last.last = last.last.max(range.last);
             }
@@ -312,7 +312,7 @@ mod tests {
         let rules = AccessRules { allow: None, deny: list(&["2001:db8::/32"]) };
         assert_eq!(rules.decide(address("10.1.1.1")), AccessDecision::NotDenied);
         assert!(!rules.decide(address("2001:db8::1")).is_allowed());
-        // An `allow` without networks, such as an empty file, allows no client.
+        // `allow` with no network, for example from an empty file, allows no client.
         let rules = AccessRules { allow: Some(list(&[])), deny: list(&[]) };
         assert_eq!(rules.decide(address("10.1.1.1")), AccessDecision::NotAllowed);
     }

@@ -133,8 +133,7 @@ pub struct ConsumerDirectory(pub Vec<Arc<Consumers>>);
 impl Consumers {
     /// Add a key.
     ///
-    /// # Errors
-    /// The key exists already. The error contains the consumer that has the key.
+    /// # Errors The key belongs to a consumer already. The error contains the consumer that has the key.
     pub fn insert(&mut self, key: ConsumerKey) -> Result<(), Arc<Consumer>> {
         match self.0.insert(hash_prefix(&key.hash), key) {
             None => Ok(()),
@@ -241,7 +240,7 @@ impl ApiKeyProvider {
             let (consumer, key) = (&*consumer.name, terms.name.as_deref());
             if terms.disabled {
                 debug!(consumer, key, "API key is disabled");
-                // The message does not reveal that the key exists.
+                // Use the message for unknown keys, so that a client does not learn that the disabled key exists.
                 return Verification::Invalid(AuthError::UnknownApiKey(presented.source));
             }
             if terms.expires_us.is_some_and(|expires| expires <= request.now_us) {

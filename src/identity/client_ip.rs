@@ -24,8 +24,8 @@ impl ClientIpResolver {
         self.trusted_proxies.iter().any(|net| net.contains(&address))
     }
 
-    /// Return the address of the client: from the right, the first hop that is not trusted. An invalid element ends the
-    /// search, and the hop that reported it is then the client.
+    /// Return the address of the client: from the right, the first hop that is not trusted. If an element is invalid,
+    /// the client is the hop to its right, which reported this element.
     pub fn client_address(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
         let mut client = peer;
         if !self.is_trusted(peer) {
@@ -51,7 +51,7 @@ impl ClientIpResolver {
 
     /// Return the client network of an address.
     pub fn network(&self, address: IpAddr) -> IpAddr {
-        // The loader has checked that the prefix lengths are valid.
+        // The prefix lengths are valid, because the configuration was validated.
         match address {
             IpAddr::V4(address) => Ipv4Net::new(address, self.ipv4_prefix).map_or(address, |net| net.network()).into(),
             IpAddr::V6(address) => Ipv6Net::new(address, self.ipv6_prefix).map_or(address, |net| net.network()).into(),
@@ -71,7 +71,7 @@ impl ClientIpResolver {
 
 /// Return the `for` parameter of a Forwarded element (RFC 7239 §4).
 fn forwarded_for(element: &str) -> Option<&str> {
-    // A quote is unbalanced, because splitting at commas has cut a quoted value, such as a host that the client chose.
+    // Reject an unbalanced quote: splitting at commas has cut a quoted value, such as a host that the client chose.
     if element.contains('\\') || !element.matches('"').count().is_multiple_of(2) {
         return None;
     }

@@ -70,7 +70,7 @@ pub enum TokenError {
     #[error("the bearer token is signed with an unknown key")]
     UnknownKey,
     /// The algorithm of the token differs from the algorithm of the key.
-    #[error("the bearer token is signed with another algorithm than that of its key")]
+    #[error("the algorithm of the bearer token differs from the algorithm of its key")]
     Algorithm,
     /// The signature is invalid.
     #[error("the signature of the bearer token is invalid")]
@@ -116,7 +116,7 @@ pub(super) fn has_bearer_token(headers: &HeaderMap) -> bool {
 /// Return whether a credential has the form of a JWT: three base64url parts, of which the first is a JSON object with
 /// `alg` (RFC 7515 §3.1).
 pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
-    // A fourth part means that the credential has more than three parts, so it is no JWT.
+    // A credential with a fourth part is not a JWT.
     let parts: Vec<_> = credential.splitn(4, |byte| *byte == b'.').collect();
     let is_base64url = |part: &&[u8]| part.iter().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(byte));
     let [header, payload, _] = &parts[..] else { return false };
@@ -128,7 +128,7 @@ pub(super) fn is_jwt_shaped(credential: &[u8]) -> bool {
     header.is_some_and(|header| header.contains_key("alg"))
 }
 
-/// The library reports this error if it cannot parse or decode a token.
+/// jsonwebtoken reports this error if it cannot parse or decode a token.
 impl From<jsonwebtoken::errors::Error> for TokenError {
     fn from(_: jsonwebtoken::errors::Error) -> Self {
         TokenError::Malformed
@@ -142,7 +142,7 @@ impl JwtVerifier {
             (Verification::Foreign(AuthError::Token(TokenError::UnknownKey)), Some(remote)) => {
                 match remote.may_refresh() {
                     true => Verification::Pending,
-                    // A refresh may have ended after the keys were read.
+                    // Verify the token again, because a refresh may have ended after the keys were read.
                     false => self.verify_with_current_keys(request),
                 }
             }
@@ -155,7 +155,8 @@ impl JwtVerifier {
         if let Some(remote) = &self.remote {
             let refreshes = async {
                 remote.refresh().await;
-                // A refresh that was running may have read the keys before the issuer published this one.
+                // Refresh a second time: the first refresh may have started before the issuer published the key of this
+                // token.
                 if let Verification::Pending = self.verify_request(request) {
                     remote.refresh().await;
                 }
@@ -182,7 +183,7 @@ impl JwtVerifier {
             }
             Err(TokenError::NoKeys) => Verification::Foreign(TokenError::Malformed.into()),
             Err(error) if !is_jwt_shaped(token) => Verification::Foreign(error.into()),
-            // The token may be for another provider of the route.
+            // These errors are not final, because another provider of the route may verify the token.
             Err(error @ (TokenError::UnknownKey | TokenError::Issuer | TokenError::Audience)) => {
                 Verification::Foreign(error.into())
             }
@@ -236,8 +237,8 @@ impl JwtVerifier {
             return Err(TokenError::Issuer);
         }
         verified?;
-        // The signature has been verified, so decoding without verification is safe here. The claim validation of the
-        // library would accept an `aud` that is a number.
+        // The signature has been verified, so decoding without verification is safe here. The claim validation of
+        // jsonwebtoken is not used, because it would accept an `aud` that is a number.
         Ok(insecure_decode_claims(token)?)
     }
 
@@ -311,7 +312,7 @@ const RSA_BITS: std::ops::RangeInclusive<usize> = 2048..=8192;
 /// Maximum total size in bytes of the verified tokens that are cached for each set of keys.
 const MAX_VERIFIED_BYTES: u64 = 4 << 20;
 
-/// Expected number of these tokens, for the initial size of the table.
+/// Expected number of cached tokens for each set of keys. It determines the initial size of the cache.
 const EXPECTED_VERIFIED: usize = 1024;
 
 /// The keys with which tokens may be signed.
@@ -366,7 +367,7 @@ pub enum KeySetError {
     #[error("keys[{0}] is symmetric (`oct`): a key that verifies tokens could also sign them")]
     Symmetric(usize),
     /// An RSA key has an unsupported size.
-    #[error("keys[{0}] has {1} bits: an RSA key needs 2048 to 8192")]
+    #[error("keys[{0}] has {1} bits, but an RSA key must have 2048 to 8192 bits")]
     KeySize(usize, usize),
     /// A key is malformed.
     #[error("keys[{0}] is malformed")]
@@ -415,7 +416,7 @@ impl KeySet {
         let mut keys: Vec<Key> = Vec::new();
         let mut skipped = Vec::new();
         for (index, jwk) in set.keys.into_iter().enumerate() {
-            // The library does not know these kinds of keys.
+            // Skip keys of a kind that jsonwebtoken does not know.
             let Ok(jwk) = serde_json::from_value::<Jwk>(jwk) else { continue };
             match Key::from_jwk(index, &jwk) {
                 Ok(Some(key)) => {
@@ -470,7 +471,7 @@ impl Key {
         }
         let decoding = DecodingKey::from_jwk(jwk).map_err(|_| KeySetError::Malformed(index))?;
         let malformed = |_| KeySetError::Malformed(index);
-        // The library would validate a key only on first use. Validate it now, so that errors appear when the
+        // jsonwebtoken would validate a key only on first use. Validate it now, so that errors appear when the
         // configuration is loaded.
         match decoding.kind() {
             DecodingKeyKind::RsaModulusExponent { n, e } => {
@@ -495,7 +496,7 @@ mod tests {
     use aws_lc_rs::signature::{Ed25519KeyPair, KeyPair};
     use serde_json::json;
 
-    /// A key pair, with the key set of its public key.
+    /// Return a new key pair, and a key set that contains its public key.
     fn issuer() -> (Ed25519KeyPair, KeySet) {
         let pair = Ed25519KeyPair::generate().unwrap();
         let jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": URL_SAFE_NO_PAD.encode(pair.public_key()) });

@@ -35,7 +35,7 @@ pub struct RemoteKeys {
 
 #[derive(Debug, Default)]
 struct RefreshState {
-    /// Whether an attempt is running or about to begin.
+    /// Whether an attempt to fetch the keys is running or about to begin.
     is_pending: bool,
     /// Time at which a token with an unknown key last caused a refresh.
     asked_at: Option<Instant>,
@@ -78,7 +78,7 @@ impl RemoteKeys {
                 self.wanted.notify_one();
             }
         }
-        // An error would mean that the sender is dropped, but `self` owns the sender.
+        // Ignore errors: waiting fails only if the sender is dropped, but `self` owns the sender.
         let _ = timeout(REFRESH_TIMEOUT, finished.changed()).await;
     }
 

@@ -101,7 +101,7 @@ impl LimiterAdmin {
             let mut redis_key = Vec::new();
             key.write(prefix, &mut redis_key);
             was_counted |= store.delete_state(identity, redis_key).await?;
-            // Also delete the state in the local share for outages.
+            // Also delete the state of the local share, which decides in outages.
             self.memory.remove(key.local_hash());
         }
         let (hash, field) = (overrides::hash_key(prefix), reset_field(limit, identity));
@@ -111,7 +111,7 @@ impl LimiterAdmin {
         let refreshed = self.overrides.refresh(store, &hash).await;
         let effective_within = match (written, refreshed) {
             (Ok((WriteStatus::Written, _)), Ok(())) => MAX_PROPAGATION,
-            // The other gateways were not notified, so their cached denials only expire.
+            // If the notification fails, cached denials on other gateways stay valid until they expire.
             _ => MAX_DENIAL_AGE,
         };
         Ok(ResetResult { was_counted, effective_within })
@@ -167,7 +167,7 @@ impl LimiterAdmin {
             // Apply the record at once: Redis may lose it before other gateways have read it.
             self.overrides.apply_snapshot(&written, asked_at, false);
         }
-        // If this read of the overrides fails, the next poll reads the other records.
+        // Ignore an error of this read, because the next poll reads the records again.
         let _ = self.overrides.refresh(store, &hash).await;
         Ok(status)
     }

@@ -92,7 +92,7 @@ impl IdentityEncoder {
 pub struct Key<'a> {
     /// The identity.
     pub identity: Identity,
-    /// The limit's part of the key.
+    /// The part of the key that belongs to the limit.
     pub state_name: &'a StateName,
 }
 

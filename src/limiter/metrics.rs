@@ -1,5 +1,5 @@
-//! Counters and histograms, and the metrics of the checks of one worker. Each worker has its own cells, so that workers do
-//! not contend for cache lines. Readers add up the cells of all workers.
+//! Counters and histograms, and the metrics of the checks of one worker. Each worker has its own cells, so that workers
+//! do not contend for cache lines. Readers add up the cells of all workers.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};

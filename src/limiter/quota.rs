@@ -54,7 +54,7 @@ pub enum QuotaError {
         count: u64,
     },
     /// A sliding log stores one timestamp for each token, and the quota has too many tokens.
-    #[error("a sliding log of {count} units is too long: at most {max} are kept")]
+    #[error("a sliding log has at most {max} entries, but the quota has {count}")]
     LongLog {
         /// Tokens per window.
         count: u64,
@@ -68,7 +68,7 @@ pub enum QuotaError {
         buckets: u64,
     },
     /// The algorithm requires a window of fixed length, but the quota is per month or year.
-    #[error("months and years have no fixed length: they are valid only for fixed-window")]
+    #[error("quotas per month and year are valid only for fixed-window, because months and years have no fixed length")]
     NoFixedWindow,
     /// The local share of one gateway needs integers of more than 64 bits.
     #[error("a quota that is divided among {gateway_count} gateways cannot be counted exactly")]
@@ -264,8 +264,8 @@ impl CalendarWindows {
     }
 
     /// Return the boundaries of the window that contains `now_us`: its start, the start of the next window, and the
-    /// start of the window after that, in µs since the Unix epoch. A store whose clock differs slightly also finds its
-    /// current window among these boundaries.
+    /// start of the window after that, in µs since the Unix epoch. Two windows are returned, so that a store whose
+    /// clock is slightly ahead also finds its current window.
     pub fn boundaries_around(&self, now_us: u64) -> [u64; 3] {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         if !(cached[0] <= now_us && now_us < cached[1]) {
@@ -372,7 +372,7 @@ mod tests {
             ("1_000 req/hr", Some("1000/hour")),
             ("0.5/s", Some("30/min")),
             ("1.5/min", Some("90/hour")),
-            // The quota is 86.4 per day.
+            // `0.001/s` is 86.4 per day.
             ("0.001/s", None),
             ("1.5/week", None),
             ("1/fortnight", None),
@@ -412,7 +412,7 @@ mod calendar_tests {
                 "2026-11-21T12:00:00Z",
                 ["2026-11-21T00:00:00Z", "2026-11-22T00:00:00Z", "2026-11-23T00:00:00Z"],
             ),
-            // A day of 23 hours, and one of 25.
+            // The test contains a day of 23 hours and a day of 25 hours.
             (
                 CalendarUnit::Day,
                 "Europe/Berlin",

@@ -100,7 +100,8 @@ impl RedisStore {
     ) -> Result<Verdict, StoreError> {
         match self {
             RedisStore::Single(server) => server.call(deadline, false, operation, charges).await,
-            // The future is boxed, because the futures of single servers would otherwise have the size of this future.
+            // Box the future of the cluster, because it is large and would otherwise determine the size of all store
+            // futures.
             RedisStore::Cluster(cluster) => Box::pin(cluster.call(deadline, operation, charges)).await,
         }
     }
@@ -205,8 +206,8 @@ impl RedisStore {
         Ok(fenced_hash::parse_number(reply)? == 1)
     }
 
-    /// Claim a quota event, and add it to a stream. Return whether no other event has the claim. The call may be
-    /// repeated without harm.
+    /// Claim a quota event, and add it to a stream. Return `false` if another event already has the claim. The call may
+    /// be repeated without harm.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -346,7 +347,7 @@ pub enum UsageError {
     TooMany(usize),
 }
 
-/// What made the decision: the store or this gateway.
+/// The component that made a decision: the store or this gateway.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DecidedBy {
     /// The store, for all gateways.
@@ -382,8 +383,7 @@ impl Store {
             | (Store::Memory(memory), DecidedBy::Store) => return Ok(memory.decide(operation, charges)),
             (Store::Redis { store, metrics, .. }, DecidedBy::Store) => (store, metrics),
         };
-        // The future is boxed, because the futures of checks that stay in this process would otherwise have the size of
-        // this future.
+        // Box the future of store calls, because it is large and checks in local memory do not need it.
         let result = Box::pin(store.call(started_at + store.timeout(), operation, charges)).await;
         match &result {
             Ok(_) => metrics.round_trips.observe(elapsed_since(started_at)),
@@ -416,7 +416,7 @@ impl Store {
         }
     }
 
-    /// Return whether one call can decide these charges.
+    /// Return whether one call to the store can decide these charges.
     pub fn is_one_call(&self, charges: &[Charge<'_>]) -> bool {
         match self {
             Store::Memory(_) | Store::Redis { store: RedisStore::Single(_), .. } => true,

@@ -86,7 +86,7 @@ impl UsageDays {
         let now = Timestamp::from_microsecond(now_us as i64).unwrap_or(Timestamp::UNIX_EPOCH);
         let mut date = self.zone.to_datetime(now).date();
         let mut end_us = start_of_day_us(next_day(date), &self.zone);
-        // A day that has begun continues even if the clock is set back over midnight.
+        // Move only forward: if the clock is set back over midnight, the day that has begun continues.
         if now_us >= end_us {
             date = next_day(date);
             end_us = start_of_day_us(next_day(date), &self.zone);
@@ -100,7 +100,7 @@ fn next_day(date: Date) -> Date {
 }
 
 impl UsageDay {
-    /// Return the same day without bounds, for changes of a day's total that may be made at any time.
+    /// Return the same day without bounds, for changes of its total that may be made on a later day, such as refunds.
     #[must_use]
     pub fn at_any_time(self) -> Self {
         UsageDay { start_us: 0, end_us: EXACT_INTEGER_LIMIT, ..self }
@@ -197,7 +197,7 @@ pub fn write_key(prefix: &str, limit: &str, identity: Identity, month: UsageMont
     out.extend_from_slice(b"}:");
     out.extend_from_slice(limit.as_bytes());
     out.extend_from_slice(KEY_PART.as_bytes());
-    // Writing to a vector cannot fail.
+    // Ignore the result, because writing to a vector cannot fail.
     let _ = write!(out, "{month}");
 }
 
@@ -287,7 +287,7 @@ pub struct UsageTable {
     rows: AtomicUsize,
     /// Cost that is in no total, because the table was full or the cost could not be sent to Redis.
     lost: AtomicU64,
-    /// Identifies this process in posts to Redis.
+    /// A random id that identifies this process in posts to Redis.
     poster: u64,
     posts: Mutex<Posts>,
     /// Whether a task sends the totals to Redis.
@@ -374,7 +374,7 @@ impl UsageTable {
         if let Some(total) = shard.total_mut(limit, identity.0, &at) {
             *total = total.saturating_add(amount);
         } else if at.1.is_some() && (shard.rows >= self.capacity || shard.has_max_models(limit, identity.0, &at)) {
-            // The total of the day contains this cost, so no cost is lost.
+            // Do not count the cost of the model as lost, because the total of the day contains it.
         } else if shard.rows < self.capacity {
             shard.insert(limit, identity.0, at, amount);
             self.rows.fetch_add(1, Ordering::Relaxed);
@@ -516,7 +516,7 @@ impl UsageTable {
                     let fields = if model.is_some() { UsageFields::Models } else { UsageFields::Days };
                     let key = UsageKey { limit: limit.into(), identity, month: UsageMonth::from(*date), fields };
                     let amount = UsageAmount { day: date.day(), model: model.clone(), cost: *cost };
-                    // Days and models of a month alternate.
+                    // In the order of the map, entries of days and of models of a month alternate.
                     match taken.iter_mut().rev().take(2).find(|post| post.key == key) {
                         Some(post) => post.amounts.push(amount),
                         None => {
@@ -543,7 +543,7 @@ impl UsageTable {
     /// Remove a post that cannot be sent.
     pub fn lose(&self, post: &UsagePost) {
         self.confirm(post);
-        // The totals of the days already contain the costs of the models.
+        // Count only the totals of days as lost, because they already contain the costs of the models.
         let days = post.amounts.iter().filter(|amount| amount.model.is_none());
         self.lost.fetch_add(days.map(|amount| amount.cost.unsigned_abs()).sum(), Ordering::Relaxed);
     }
@@ -575,7 +575,7 @@ mod tests {
             ("UTC", "2026-11-24T00:00:00Z", "2026-11-24", 24),
             ("Europe/Berlin", "2026-11-23T22:59:59.999999Z", "2026-11-23", 24),
             ("Europe/Berlin", "2026-11-23T23:00:00Z", "2026-11-24", 24),
-            // Daylight saving time begins and ends.
+            // The test covers the days on which daylight saving time begins and ends.
             ("Europe/Berlin", "2026-03-29T21:59:59.999999Z", "2026-03-29", 23),
             ("Europe/Berlin", "2026-03-29T22:00:00Z", "2026-03-30", 24),
             ("Europe/Berlin", "2026-10-24T22:00:00Z", "2026-10-25", 25),

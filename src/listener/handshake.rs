@@ -25,14 +25,14 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// fit into one packet, and the SNI extension can be anywhere in the ClientHello.
 const MAX_CLIENT_HELLO: usize = 4 << 10;
 
-/// This array has one element for each [`HandshakeFailure`].
+/// The log throttles, one for each [`HandshakeFailure`].
 static LOG_THROTTLES: [LogThrottle; HandshakeFailure::ALL.len()] =
     [const { LogThrottle::new() }; HandshakeFailure::ALL.len()];
 
 /// Return the first bytes of a connection without consuming them. The result is empty if the client has closed the
 /// connection.
 pub(super) async fn peek_client_hello(stream: &TcpStream) -> io::Result<Vec<u8>> {
-    // Allocate memory only when the client sends data.
+    // Wait until the client sends data before allocating the buffer.
     stream.readable().await?;
     let mut bytes = vec![0; MAX_CLIENT_HELLO];
     let count = stream.peek(&mut bytes).await?;
@@ -56,8 +56,7 @@ pub(super) fn plain_http_response() -> Vec<u8> {
 /// Accept the handshake of a client. For a CA that validates a name by TLS-ALPN-01 (RFC 8737), complete the validation
 /// and return `None`.
 ///
-/// # Errors
-/// An error if the handshake fails, or if there is no challenge for the name.
+/// # Errors An error if the handshake fails, or if there is no challenge for the name.
 pub(super) async fn accept_or_validate<S: AsyncRead + AsyncWrite + Unpin>(
     acceptor: &TlsAcceptor,
     challenges: &ManagedCertificates,
@@ -109,7 +108,7 @@ fn server_name(record: &[u8]) -> Option<&[u8]> {
     for prefix in [1, 2, 1] {
         take_vector(&mut rest, prefix)?;
     }
-    // The extensions may be truncated.
+    // Accept truncated extensions, because the record may not contain the whole ClientHello.
     rest = rest.get(2..)?;
     loop {
         let kind = rest.get(..2)?;
@@ -117,7 +116,7 @@ fn server_name(record: &[u8]) -> Option<&[u8]> {
         let mut extension = take_vector(&mut rest, 2)?;
         if kind == [0, 0] {
             let mut names = take_vector(&mut extension, 2)?;
-            // The name type is `host_name`.
+            // Skip the name type, which is `host_name`.
             names = names.strip_prefix(&[0])?;
             return take_vector(&mut names, 2);
         }

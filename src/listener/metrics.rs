@@ -33,7 +33,7 @@ pub enum HandshakeFailure {
 }
 
 impl HandshakeFailure {
-    /// All values, in the order of their counters.
+    /// All values of this enum. Their counters have the same order.
     pub const ALL: [HandshakeFailure; 10] = [
         HandshakeFailure::PlainHttp,
         HandshakeFailure::NotTls,

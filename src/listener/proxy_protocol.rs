@@ -56,7 +56,7 @@ pub enum ProxyError {
 
 /// Read the header, and no byte after the header.
 pub(super) async fn read_header(stream: &mut TcpStream) -> Result<ProxySource, ProxyError> {
-    // Headers of both versions are longer than this prefix.
+    // Read as many bytes as the version 2 prefix has, because headers of both versions are longer.
     let mut header = vec![0; v2::PROTOCOL_PREFIX.len()];
     stream.read_exact(&mut header).await?;
     if header == v2::PROTOCOL_PREFIX {
@@ -78,7 +78,7 @@ async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
         if room == 0 {
             return Err(ProxyError::TooLong);
         }
-        // Without a newline, all peeked bytes belong to the header.
+        // If the peeked bytes contain no newline, all of them belong to the header.
         let peeked_bytes = stream.peek(&mut peeked[..room]).await?;
         if peeked_bytes == 0 {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
@@ -91,7 +91,7 @@ async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
     Ok(())
 }
 
-/// Read as many bytes as the fixed part of the header declares.
+/// Read the variable part, whose length the fixed part of the header contains.
 async fn read_v2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     let start = header.len();
     header.resize(V2_FIXED_LENGTH, 0);
@@ -107,8 +107,7 @@ async fn read_v2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
 
 /// Parse a complete header.
 ///
-/// # Errors
-/// An error if the header is malformed.
+/// # Errors An error if the header is malformed.
 pub fn parse(header: &[u8]) -> Result<ProxySource, ProxyError> {
     if !header.starts_with(v2::PROTOCOL_PREFIX) {
         let header = v1::Header::try_from(header)?;
@@ -140,7 +139,7 @@ pub fn parse(header: &[u8]) -> Result<ProxySource, ProxyError> {
             (tcp.source_address, tcp.source_port),
             (tcp.destination_address, tcp.destination_port),
         )),
-        // The connection is not TCP over IP, so the address must be ignored (§2.2).
+        // Ignore the address if the connection is not TCP over IP (§2.2).
         (v2::Command::Proxy, _, _) => ProxySource::Unknown,
     })
 }

@@ -66,7 +66,7 @@ impl ReclaimableStream {
 impl Drop for ReclaimableStream {
     fn drop(&mut self) {
         if let (Some(stream), Some(return_sender)) = (self.stream.take(), self.return_sender.take()) {
-            // This fails if the receiver was dropped, which then does not need the stream.
+            // Ignore the error of `send`: if the receiver was dropped, the stream is not needed.
             let _ = return_sender.send(stream);
         }
     }
@@ -85,7 +85,7 @@ impl AsyncRead for ReclaimableStream {
             buffer.put_slice(&self.prefix.split_to(count));
             let read_before = buffer.filled().len();
             // Continue to read in the same call, because hyper allocates a larger buffer if headers arrive in pieces.
-            // The next read reports an error or the end.
+            // Ignore the result, because the next read reports an error or the end again.
             let _ = self.stream()?.poll_read(cx, buffer);
             self.metrics.record_received(buffer.filled().len() - read_before);
             self.bytes_read += buffer.filled().len() - before;
@@ -166,10 +166,11 @@ impl SelectiveWaker {
     pub(super) fn take_context(&mut self, cx: &Context<'_>) -> Option<Context<'_>> {
         if !self.task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
             self.task = Some(cx.waker().clone());
-            // The waker is stored before the flag is read, so that every later wake reaches this task.
+            // Store the waker before reading the flag, so that every later wake reaches this task.
             self.state.lock_task().clone_from(&self.task);
         }
-        // In most calls no future has woken the task, so a plain load first avoids the write to a shared cache line.
+        // Load the flag first: in most calls no future has woken the task, and the load avoids a write to a shared
+        // cache line.
         let woken = &self.state.woken;
         (woken.load(Ordering::Relaxed) && woken.swap(false, Ordering::AcqRel)).then(|| Context::from_waker(&self.waker))
     }
@@ -212,8 +213,8 @@ const FRAMES_PER_SECOND: u32 = 200;
 /// Control frames that a connection may send for each request: PRIORITY, WINDOW_UPDATE and RST_STREAM.
 const FRAMES_PER_REQUEST: u32 = 4;
 
-/// Two numbers in one: bytes to the client that add the credit for one control frame, and bytes of DATA from the client
-/// that add the credit for one short DATA frame.
+/// Number of bytes sent to the client that earn the credit for one control frame. The same number of DATA bytes from
+/// the client earns the credit for one short DATA frame.
 const BYTES_PER_FRAME: u32 = 256;
 
 /// Maximum number of received DATA bytes that are saved as credit for short frames.
@@ -310,7 +311,8 @@ impl FrameMonitor {
                 requests += u32::from(kind == HEADERS);
                 in_header_block = flags & u32::from(END_HEADERS) == 0;
             }
-            // Clients split uploads at buffer and window boundaries, which also produces short frames.
+            // Give credit for long DATA frames, because clients that split uploads at buffer and window boundaries also
+            // send short frames.
             DATA if length > 0 => match length.saturating_sub(if flags & PADDED == 0 { 0 } else { PADDING }) {
                 data @ SHORT.. => received = MOST_RECEIVED.min(received.saturating_add(data)),
                 _ if received >= BYTES_PER_FRAME => received -= BYTES_PER_FRAME,

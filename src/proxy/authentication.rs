@@ -14,7 +14,7 @@ use crate::proxy::target::RequestTarget;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 
-/// The reason why a request is not authenticated, with the challenges of its route.
+/// The error for a request that is not authenticated: the reason, and the challenges of the route.
 #[derive(Debug)]
 pub struct AuthRejection<'a> {
     /// The reason.
@@ -39,7 +39,7 @@ pub fn authenticate<'a>(
 }
 
 /// Continue an authentication for which the provider `pending` has to wait, as long as the caches of authentication
-/// servers have their admissions. All limits can then be checked in one call.
+/// servers contain an admission. If no provider is left to wait for, one call can check all limits.
 ///
 /// # Errors
 /// As for [`authenticate`].
@@ -92,7 +92,7 @@ pub(super) async fn finish<'a>(
     }
 }
 
-/// Return the result of a provider that has to wait, at the latest when the route timeout expires.
+/// Wait for the result of a provider, at most until the route timeout expires.
 async fn verify_pending(
     context: &mut RequestContext<'_>,
     route: &Route,
@@ -108,7 +108,7 @@ async fn verify_pending(
             ProviderKind::Jwt(verifier) => {
                 verifier.verify_with_new_keys(&auth_request(route, request.headers(), peer)).await
             }
-            // Providers of these kinds never wait.
+            // Not reached, because providers of these kinds never wait.
             ProviderKind::ApiKey(_) | ProviderKind::ClientCert => Verification::Absent,
         }
     };

@@ -66,9 +66,9 @@ pub(super) async fn verify(
     context.snapshot.metrics.record_forward_auth(index, counted);
     match result {
         Ok(admission) => Verification::Valid(Proof::Forward(admission)),
-        // Another alternative of `require` may still admit the request.
+        // Return the denial as an error, after which another alternative of `require` may still admit the request.
         Err(error @ AuthError::Denied(_)) => Verification::Foreign(error),
-        // The client may be able to cause an invalid response, and must not be admitted because of it.
+        // Ignore `on_error` for an invalid response, because the client may be able to cause it.
         Err(error @ AuthError::InvalidResponse) => Verification::Unavailable(error),
         Err(_) if provider.settings.fail_open => Verification::Valid(Proof::Forward(Arc::default())),
         Err(error) => Verification::Unavailable(error),
@@ -89,7 +89,7 @@ pub(super) fn verify_cached(
     Some(Verification::Valid(Proof::Forward(admission)))
 }
 
-/// Return the headers for the server, except `Host`. With a cache, they are the key.
+/// Return the headers for the server, except `Host`. With a cache, these headers are the cache key.
 fn told_headers(
     context: &mut RequestContext<'_>,
     provider: &ForwardProvider,
@@ -109,7 +109,7 @@ fn told_headers(
     // As for upstreams, a trusted proxy sends the host and the scheme that the client has used.
     let from_proxy = |name: &HeaderName| received.get(name).filter(|_| *trusted).cloned();
     if told.method {
-        // A method is a token, and therefore a valid header value.
+        // The conversion cannot fail, because a method is a token, and therefore a valid header value.
         let method = HeaderValue::from_str(request.method().as_str()).ok();
         headers.extend(method.map(|method| (X_FORWARDED_METHOD, method)));
     }
@@ -119,7 +119,7 @@ fn told_headers(
             Some(query) => HeaderValue::try_from(format!("{path}?{query}")),
             None => HeaderValue::from_str(path),
         };
-        // The parts come from a target that is valid.
+        // Building the target cannot fail, because its parts come from a valid target.
         headers.insert(X_FORWARDED_URI, uri.unwrap_or(HeaderValue::from_static("/")));
     }
     if told.host {
@@ -154,7 +154,7 @@ async fn ask_once(
             CacheRole::Ask(pending) => return (ask(context, index, provider, headers, pending).await, false),
             CacheRole::Wait(waiting) => waiting,
         };
-        // If the other request was cancelled, one of the waiting requests calls the server.
+        // Try again if the other request was cancelled: one of the waiting requests then calls the server.
         if waiting.changed().await.is_err() {
             continue;
         }
@@ -162,7 +162,8 @@ async fn ask_once(
         match shared {
             Some(SharedResult::Admitted(admission)) => return (Ok(admission), true),
             Some(SharedResult::Unavailable(error)) => return (Err(error), false),
-            // A denial may start a session, so it must be sent to only one client.
+            // Do not share a denial with other requests, because it may start a session and must be sent to only one
+            // client.
             Some(SharedResult::Private) => return (exchange(context, index, provider, headers).await.result, false),
             None => {}
         }
@@ -221,7 +222,7 @@ async fn exchange(
         return Exchange { result: Ok(Arc::new(admission)), response: parts.headers };
     }
     let mut headers = selected(&parts.headers, &DENIAL_HEADERS);
-    // The server has denied the request, whatever happens to the body.
+    // The denial is valid even if its body cannot be read.
     let body = match timeout_at(deadline, read(body, MAX_DENIAL_BODY)).await {
         Ok(Some(body)) => body,
         Ok(None) | Err(_) => {

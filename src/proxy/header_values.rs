@@ -12,7 +12,7 @@ use crate::identity::auth::Credentials;
 use crate::proxy::context::Peer;
 use crate::snapshot::routes::Route;
 
-/// A request of a route, as it was received.
+/// The received request and its route, from which variables take their content.
 #[derive(Debug)]
 pub struct RequestVariables<'a, B> {
     /// The route of the request.

@@ -69,7 +69,7 @@ pub enum LimitDecision {
 }
 
 impl LimitDecision {
-    /// All values, in the order of their counters.
+    /// All values of this enum. Their counters have the same order.
     pub const ALL: [LimitDecision; 6] = [
         LimitDecision::Allowed,
         LimitDecision::Denied,
@@ -133,7 +133,7 @@ pub enum AuthResult {
 }
 
 impl AuthResult {
-    /// All values, in the order of their counters.
+    /// All values of this enum. Their counters have the same order.
     pub const ALL: [AuthResult; 4] = [AuthResult::Admitted, AuthResult::Denied, AuthResult::Error, AuthResult::Cached];
 
     /// Return the value of the metric label.
@@ -150,7 +150,7 @@ impl AuthResult {
 /// Request metrics of the process.
 #[derive(Debug, Default)]
 pub struct RequestMetrics {
-    /// Responses by route. Responses to requests without a route have an empty name.
+    /// Responses by route. Responses to requests without a route are under the empty name.
     pub routes: MetricFamily<ResponseStats>,
     /// Responses by route and [`COUNTED_STATUSES`].
     pub statuses: MetricFamily<StatusCounter>,
@@ -208,7 +208,7 @@ pub type StatusCounter = Counter<{ COUNTED_STATUSES.len() }>;
 /// Responses by status class, and the time to the response headers.
 #[derive(Debug, Default)]
 pub struct ResponseStats {
-    /// Counters by [`STATUS_CLASSES`]. An additional counter is for requests without a response.
+    /// Counters by [`STATUS_CLASSES`], followed by a counter of requests without a response.
     pub status_classes: Counter<{ STATUS_CLASSES.len() + 1 }>,
     /// Time from the request to the response headers.
     pub latency: Histogram,
@@ -276,7 +276,7 @@ struct RouteMetrics {
     responses: (Arc<ResponseStats>, Arc<StatusCounter>),
     denied_requests: Arc<Counter<1>>,
     limits: Vec<(Arc<Counter<6>>, Arc<TopIdentities>)>,
-    /// The vector is indexed by limit. `None` for limits that count no tokens.
+    /// Metrics of the limits that count tokens, indexed by limit. `None` for all other limits.
     tokens: Vec<Option<TokenMetrics>>,
     mirror: Option<Arc<MirrorStats>>,
 }

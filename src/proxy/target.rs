@@ -24,7 +24,7 @@ const MAX_URI_BYTES: usize = 65_534;
 /// Return the rejection of a request that no route matches, or that is not routed because of its body.
 pub fn rejection(error: NoMatch) -> Rejection<'static> {
     match error {
-        // The caller has read the body before.
+        // Not reached, because the caller has read the body before.
         NoMatch::NotFound | NoMatch::NeedsBody => Rejection::NoRoute,
         NoMatch::MethodNotAllowed(allowed) => Rejection::MethodNotAllowed(allowed),
         NoMatch::Ambiguous(pointer) => Rejection::Inspect(InspectError::Ambiguous(pointer)),
@@ -49,7 +49,8 @@ impl<'a> RequestTarget<'a> {
     /// The target, the method, the headers or the transfer coding is not acceptable.
     pub fn from_request<B>(request: &'a Request<B>, settings: &ServerSettings) -> Result<Self, Rejection<'static>> {
         let uri = request.uri();
-        // This is checked first because it closes the connection: the bytes that follow may not be a request.
+        // Check the transfer coding first: its rejection closes the connection, because the following bytes may not be
+        // a request.
         let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
         let is_chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
         if !is_chunked || codings.next().is_some() {
@@ -62,7 +63,7 @@ impl<'a> RequestTarget<'a> {
         if request.method().as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
             return Err(Rejection::LowercaseMethod);
         }
-        // For HTTP/1.1, hyper itself enforces the maximum.
+        // Check only HTTP/2, because hyper enforces the maximum for HTTP/1.1.
         let (headers, max_headers) = (request.headers(), settings.max_headers);
         if request.version() == Version::HTTP_2
             && headers.len() > max_headers
@@ -83,7 +84,7 @@ impl<'a> RequestTarget<'a> {
             None
         };
         let target = RequestTarget { host, path, forwarded_path };
-        // Percent-encoding may make the target longer than the received target, and longer than the maximum.
+        // Check the length again, because percent-encoding may make the target longer than the received one.
         if length - uri.path().len().min(length) + target.forwarded_path().len() > settings.max_uri.min(MAX_URI_BYTES) {
             return Err(Rejection::UriTooLong);
         }
@@ -143,7 +144,7 @@ impl<'a> RequestTarget<'a> {
         listener: usize,
     ) -> Option<&'r Route> {
         let method = cors::requested_method(request.method(), request.headers())?;
-        // A preflight does not have the body of the request that follows it.
+        // Treat conditions on the body as met, because a preflight has no body.
         let body = RouteBody::Unknown;
         let route_request = RouteRequest { method: &method, body, ..self.route_request(request, listener) };
         let route = config.table.find(&route_request).ok()?;
@@ -157,7 +158,7 @@ impl<'a> RequestTarget<'a> {
     pub fn rewrite(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
         let Some(rewrite) = &route.rewrite else { return Ok(None) };
         let target = rewrite.apply(&route.path_pattern, self.forwarded_path(), query);
-        // The result is canonical as well, so it is a valid target unless it is too long.
+        // Building the target fails only if it is too long, because the result is in canonical form.
         let target = PathAndQuery::try_from(target.map_err(Rejection::InvalidPath)?);
         target.map(Some).map_err(|_| Rejection::UriTooLong)
     }
@@ -174,6 +175,6 @@ pub fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
         Some(query) => format!("{path}?{query}"),
         None => path.to_owned(),
     };
-    // A canonical path and an already parsed query form a valid target.
+    // The conversion cannot fail, because a canonical path and a parsed query form a valid target.
     Some(PathAndQuery::try_from(target).unwrap_or(PathAndQuery::from_static("/")))
 }

@@ -2,9 +2,9 @@
 //!
 //! Each minute has its own frequent-items sketch, a weighted Misra-Gries summary as in Apache DataSketches (Anderson,
 //! Bevin, Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm for Identifying Frequent Items in Data
-//! Streams", 2017). A sketch keeps at most 96 identities. The sum of an identity is at most 3.5 / 128 = 2.7 % of the
-//! sum of all identities of that minute too low, and it is never too high. The sketches of all workers and minutes are
-//! merged when the list is read.
+//! Streams", 2017). A sketch keeps at most 96 identities. The error of a sum is bounded: it is never too high, and too
+//! low by at most 3.5 / 128 = 2.7 % of the sum of all identities in that minute. The sketches of all workers and
+//! minutes are merged when the list is read.
 
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -53,7 +53,7 @@ type Sketch = FrequentItemsSketch<SketchKey>;
 #[derive(Debug)]
 pub struct TopIdentities {
     started_at: Instant,
-    /// The worker and readers of the top list lock this value.
+    /// The sketches of the last minutes. The worker and readers of the list lock them.
     sketches: Mutex<[Option<(u64, Sketch)>; WINDOW_MINUTES]>,
 }
 
@@ -118,7 +118,7 @@ impl TopIdentities {
 }
 
 fn new_sketch() -> Option<Sketch> {
-    // The constant capacity is valid.
+    // Creating the sketch cannot fail, because the constant capacity is valid.
     FrequentItemsSketch::new(SKETCH_CAPACITY).ok()
 }
 
@@ -177,7 +177,8 @@ mod tests {
     fn flood_of_identities_is_bounded_and_keeps_heavy_hitters() {
         let denied = [Arc::<TopIdentities>::default()];
         let (now, mut names) = (denied[0].started_at, 0);
-        // Of 1.1 million denials, one identity in the flood has 100,000, which is far more than the maximum error.
+        // One identity has 100,000 of 1.1 million denials, which is far more than the maximum error, so the list must
+        // contain it.
         for stranger in 0..1_000_000_u128 {
             denied[0].record(Identity(1 << 64 | stranger), now, 1, || name("stranger"));
             if stranger % 10 == 0 {

@@ -36,7 +36,7 @@ pub enum ConditionSource {
 pub enum RouteBody<'a> {
     /// The body was not read.
     Unread,
-    /// The body will not be known, so conditions on it count as met.
+    /// The body will never be known, so conditions on the body count as met.
     Unknown,
     /// The values that were read from the body. A request without a body has no values.
     Read(&'a JsonBody),
@@ -128,7 +128,7 @@ impl Condition {
     }
 }
 
-/// Return the condition as the object of "the route requires".
+/// Return the condition as text that completes "the route requires …".
 impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (kind, name, separator) = match &self.source {
@@ -186,7 +186,7 @@ pub fn query_values<'q>(query: &'q str, name: &str) -> impl Iterator<Item = Cow<
 }
 
 /// Decode a name or value of a query in the encoding of forms (WHATWG URL §5.1). Bytes that are not UTF-8 are kept.
-/// With replacement characters, different values would become equal.
+/// Replacing them with U+FFFD would make different values equal.
 fn form_decoded(text: &str) -> Cow<'_, [u8]> {
     if text.contains(['%', '+']) {
         Cow::Owned(percent_decode_str(&text.replace('+', " ")).collect())
@@ -274,7 +274,7 @@ mod tests {
         }
     }
 
-    /// The results of the two comparisons agree with the values that conditions accept.
+    /// The test checks that both comparisons of conditions agree with the values that the conditions accept.
     #[test]
     fn comparisons_agree_with_matches() {
         let values = ["gold", "free", "go", "golden", "x", ""];

@@ -58,7 +58,7 @@ impl<T> Candidate<'_, T> {
     }
 }
 
-/// State of the walk from the root to a node.
+/// State of a walk through the route tree, from the root to a node.
 #[derive(Clone, Copy)]
 struct SearchPath<'a> {
     host_matches: bool,
@@ -186,7 +186,7 @@ impl<T> RouteEntry<T> {
     }
 }
 
-// Unreachable routes are found here.
+// Detection of unreachable routes.
 
 /// The target of an unreachable route, the target of the route that takes precedence, and the affected methods.
 type UnreachableRoute<'t, T> = (&'t T, &'t T, &'t [Method]);
@@ -324,7 +324,7 @@ mod unreachable_tests {
                 table.insert(&pattern(path, methods, headers), &"early").unwrap();
                 let found: Vec<_> = table.unreachable_routes().map(|(late, early, _)| (*late, *early)).collect();
                 assert_eq!(found, vec![("late", "early"); expected], "{path} {methods:?} {headers:?}");
-                // The result of the lookup must agree.
+                // The lookup must give the same result as the explanation.
                 let headers = http::HeaderMap::from_iter([
                     ("a".parse().unwrap(), "1".parse().unwrap()),
                     ("c".parse::<http::HeaderName>().unwrap(), "1".parse().unwrap()),

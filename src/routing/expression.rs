@@ -53,8 +53,8 @@ impl Expression {
         if text.len() > MAX_LENGTH {
             return Err(ExpressionError::TooLong);
         }
-        // The expression is first compiled alone, so that its parentheses must be balanced: it must not close the group
-        // around it.
+        // The expression is first compiled alone, so that its parentheses must be balanced: an unbalanced parenthesis
+        // could close the group that is added around the expression.
         compile(text)?;
         let anchored = compile(&format!(r"\A(?:{text})\z"))?;
         Ok(Expression { text: text.into(), anchored })
@@ -83,7 +83,7 @@ impl Expression {
     }
 }
 
-/// Two expressions are equal if their texts are equal.
+/// Compare the texts: two expressions are equal if their texts are equal.
 impl PartialEq for Expression {
     fn eq(&self, other: &Self) -> bool {
         self.text == other.text
@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(error("("), ExpressionError::Syntax("unclosed group".to_owned()));
     }
 
-    /// The time is linear in the length of the text, whatever the expression and the text are.
+    /// The test checks that the time is linear in the length of the text.
     #[test]
     fn nested_repetitions_are_not_exponential() {
         let expression = Expression::new("(?:a|a|aa)+(?:a*)*b").unwrap();

@@ -35,7 +35,7 @@ pub(super) fn rules(
     }
     if let Some([]) = allow {
         let issue = Issue::new(span.clone(), "`allow` is empty: every client would be rejected");
-        reader.push_issue(issue.with_hint("leave out `allow` to allow all clients"));
+        reader.push_issue(issue.with_hint("remove `allow` to allow all clients"));
     }
     let allow = allow.map(|items| files.list(items, reader));
     let deny = files.list(deny.unwrap_or_default(), reader);
@@ -52,7 +52,9 @@ impl NetworkFiles {
                 (None, Some(network)) => networks.push(network),
                 (None, None) if item.ends_with(".txt") => {
                     let issue = Issue::new(text.span(), format!("`{item}` is not an address or a network"));
-                    reader.push_issue(issue.with_hint(format!("a file is \"{FILE_PREFIX}{item}\"")));
+                    reader.push_issue(
+                        issue.with_hint(format!("if this is the path of a file, write \"{FILE_PREFIX}{item}\"")),
+                    );
                 }
                 (None, None) => network_issue(item, text.span(), reader),
             }
@@ -94,11 +96,11 @@ fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
     parse_networks(&text).map_err(|(lines, further)| {
         let issue = |span: Range<usize>| {
             let line = &text[span.clone()];
-            // Such lines belong to other programs, for example `deny 10.0.0.1;` and `10.0.0.1, 10.0.0.2`.
+            // Give a hint for lines in the syntax of other programs, such as `deny 10.0.0.1;` and `10.0.0.1, 10.0.0.2`.
             let mut words = line.split(|c: char| c.is_whitespace() || "\"',;".contains(c));
             let hint = match words.find(|word| parse_network(word).is_some()) {
                 Some(network) => format!("write only the network in the line: {network}"),
-                None => "one network or address per line, such as 10.0.0.0/8; comments begin with `#`".to_owned(),
+                None => "write one network or address per line, such as 10.0.0.0/8; comments begin with `#`".to_owned(),
             };
             Issue::new(span, format!("`{line}` is not an address or a network")).with_hint(hint)
         };
@@ -113,15 +115,15 @@ fn parse(path: &Path, content: &[u8]) -> Result<NetworkSet, FileIssues> {
 impl CompiledConfig {
     /// Replace the networks of the file with this index by the networks in `content`.
     ///
-    /// # Errors
-    /// The errors are all errors of the file, or that the file is empty because it is being written. After an error,
-    /// the active networks do not change.
+    /// # Errors The file has errors, or is empty because a program is writing it. After an error, the active networks
+    /// do not change.
     pub fn reload_networks(&self, index: usize, content: &[u8]) -> Result<(), ConfigError> {
         let NetworkFile { file, networks, .. } = &*self.network_files[index];
         let parsed = match content.trim_ascii().is_empty() {
-            true => {
-                Err(FileIssues::from_message(&file.path, "the file is empty: a file without networks has a comment"))
-            }
+            true => Err(FileIssues::from_message(
+                &file.path,
+                "the file is empty: if it lists no networks intentionally, write a comment into it",
+            )),
             false => parse(&file.path, content),
         };
         networks.store(Arc::new(parsed.map_err(|faulty| ConfigError { files: vec![faulty] })?));

@@ -102,7 +102,7 @@ impl fmt::Debug for ExternalAccount {
 pub(super) struct AcmeListeners {
     /// The certificates. `None` if there is no `[acme]`.
     certificates: Option<Arc<ManagedCertificates>>,
-    /// Names of listeners without `names`, which are the hosts of all routes.
+    /// Default names, for listeners without `names`: the hosts of all routes.
     default_names: Vec<Box<str>>,
     /// Wildcard hosts of routes.
     wildcards: Vec<Box<str>>,
@@ -125,7 +125,7 @@ impl AcmeListeners {
             match host.strip_prefix("*.") {
                 Some(_) => wildcards.push(host),
                 None if is_dns_name(&host) => default_names.push(host),
-                // The host is an address, or an error that the route reports.
+                // Skip a host that is an IP address, and an invalid host, which the route reports.
                 None => {}
             }
         }
@@ -175,7 +175,7 @@ fn compile_names(names: &[Text], reader: &mut Validator<'_>) -> Vec<Box<str>> {
             Some(issue.with_hint("list the names, or use a certificate from files: tls.certificates"))
         } else if !is_dns_name(&name) {
             let issue = Issue::new(text.span(), format!("`{name}` is not a DNS name"));
-            Some(issue.with_hint("a name such as \"api.example.com\"; international names in their form with xn--"))
+            Some(issue.with_hint("write a name such as \"api.example.com\", and international names with xn--"))
         } else if compiled.iter().any(|other| **other == *name) {
             Some(Issue::new(text.span(), format!("`{name}` is in `names` twice")))
         } else {
@@ -214,10 +214,9 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
     if !acme.accept_terms.as_ref().is_some_and(|accept| *accept.get_ref()) {
         let span = acme.accept_terms.as_ref().map_or(span.clone(), |accept| accept.span());
         let issue = Issue::new(span, "CAs issue certificates only if you accept their terms of service");
-        reader
-            .push_issue(issue.with_hint(
-                "read them, for example https://letsencrypt.org/repository/, and write accept_terms = true",
-            ));
+        reader.push_issue(issue.with_hint(
+            "read the terms of service, for example https://letsencrypt.org/repository/, and write accept_terms = true",
+        ));
     }
     let email = acme.email.as_ref().filter(|email| {
         let is_valid = email.get_ref().split_once('@').is_some_and(|(user, host)| !user.is_empty() && !host.is_empty())
@@ -231,8 +230,8 @@ fn settings(acme: &Spanned<config::Acme>, config: &Config, reader: &mut Validato
     let is_staging = acme.staging.as_ref().is_some_and(|staging| *staging.get_ref());
     let directory = match (&acme.directory, is_staging) {
         (Some(directory), true) => {
-            let issue = Issue::new(directory.span(), "`directory` and `staging` exclude each other");
-            reader.push_issue(issue.with_hint("`staging` selects the directory of Let's Encrypt"));
+            let issue = Issue::new(directory.span(), "`directory` and `staging` cannot be combined");
+            reader.push_issue(issue.with_hint("`staging` always selects the staging directory of Let's Encrypt"));
             None
         }
         (Some(directory), false) => directory_url(directory, reader),
@@ -276,7 +275,11 @@ fn trust_roots(ca: Option<&Text>, span: std::ops::Range<usize>, reader: &mut Val
     let (roots, span, hint) = match ca {
         Some(ca) => {
             let file = reader.read_pem(ca)?;
-            (TrustRoots::from_pem(&file.content), ca.span(), "a PEM file with the CA certificates for the directory")
+            (
+                TrustRoots::from_pem(&file.content),
+                ca.span(),
+                "give the path of a PEM file with the CA certificates for the directory",
+            )
         }
         None => (TrustRoots::from_system(), span, "install the package ca-certificates, or set `ca`"),
     };
@@ -315,7 +318,7 @@ fn challenges(
     };
     if written.is_empty() {
         let issue = Issue::new(span.clone(), "`challenges` is empty: the CA could not validate any name");
-        reader.push_issue(issue.with_hint("leave out `challenges` to use http-01 and tls-alpn-01"));
+        reader.push_issue(issue.with_hint("remove `challenges` to use http-01 and tls-alpn-01"));
     }
     let mut kinds = Vec::new();
     for text in written {

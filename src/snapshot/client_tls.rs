@@ -55,7 +55,7 @@ impl TlsFiles {
             [Some(cert), Some(key)] => Some([reader.read_pem(cert), reader.read_pem(key)]),
             [None, None] => None,
             [Some(_), None] | [None, Some(_)] => {
-                reader.push_issue(Issue::new(span, "a client certificate needs `cert` and `key`"));
+                reader.push_issue(Issue::new(span, "a client certificate requires both `cert` and `key`"));
                 None
             }
         };
@@ -120,7 +120,7 @@ fn key_hint(key: &FileSnapshot) -> String {
     if has_kind("OPENSSH PRIVATE KEY") {
         return format!("convert a copy of the OpenSSH key: ssh-keygen -p -m PEM -f {path}");
     }
-    // A DER file begins with a SEQUENCE (0x30), which PEM files contain only in base64.
+    // Detect a DER file by its first byte, SEQUENCE (0x30). In PEM files, this byte occurs only in base64.
     if key.content.starts_with(&[0x30]) {
         return format!("convert DER to PEM: openssl pkey -inform DER -in {path} -out key.pem");
     }
@@ -171,7 +171,7 @@ pub(super) fn upstream_tls(
                 "install the package ca-certificates, or name the CA certificates: tls.ca = \"upstream-ca.pem\"",
             );
         }),
-        // `read_pem` has reported the error.
+        // Return `None` without an error, because `read_pem` has reported it.
         (None, Some(_)) => Err(()),
     };
     let server_name = written.and_then(|tls| tls.server_name.as_ref());

@@ -16,7 +16,7 @@ use crate::payload::llm::weights::{ModelWeights, NamePattern};
 /// Cost of a request for one limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Cost {
-    /// The same for each request.
+    /// A constant, which is the same for each request.
     Fixed(u64),
     /// The value of a request header, if a trusted proxy sent it.
     Request {
@@ -24,7 +24,7 @@ pub enum Cost {
         header: HeaderName,
         /// Maximum cost. A larger value counts as this maximum.
         max: u64,
-        /// Cost if the header is missing or the client is not trusted.
+        /// Cost if the header is missing, or if the peer is not a trusted proxy.
         default: u64,
     },
     /// The value of a response header. The cost is charged when the response arrives.
@@ -83,7 +83,7 @@ pub struct LlmCost {
 /// Maximum cost that Lua 5.1 computes exactly.
 const MAX_COST: u64 = EXACT_INTEGER_LIMIT - 1;
 
-/// Cost of a request to an LLM API that is rejected before its body is read.
+/// Cost that is charged for a request to an LLM API if it is rejected before its body is read.
 const UNREAD_LLM_COST: u64 = 1;
 
 /// A trusted proxy sent an invalid cost.

@@ -100,7 +100,8 @@ impl ConfigHandle {
     /// Request a reload. The returned receiver gets the result.
     pub fn reload(&self, cause: ReloadCause) -> oneshot::Receiver<ReloadResult> {
         let (reply, receiver) = oneshot::channel();
-        // If the reload thread has ended, the reply channel closes and the caller gets an error.
+        // Ignore the error of `send`: if the reload thread has ended, the reply channel closes, and the caller gets an
+        // error.
         let _ = self.requests.send(ReloadRequest { cause, reply });
         receiver
     }

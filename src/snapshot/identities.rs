@@ -70,7 +70,8 @@ pub(super) fn identity_spec(
         }
     }
     let on_missing = reader.one_of(limit.on_missing.as_ref(), OnMissing::Reject, &missing);
-    // MCP sessions have requests that call no tool, and the responses of clients have no method.
+    // Skip the limit by default, because MCP sessions have requests that call no tool, and responses of clients have no
+    // method.
     let skips_other_messages =
         limit.on_missing.is_none() && descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Rpc(_)));
     let exempt = exemptions(limit, &descriptors, on_missing, reader);
@@ -108,8 +109,8 @@ fn exemptions(
                 let issue =
                     Issue::new(text.span(), format!("`{written}` does not begin with a source that `by` lists"));
                 let hint = match &*examples {
-                    [] => "SOURCE=VALUE, the source as in `by`".to_owned(),
-                    words => format!("SOURCE=VALUE, the source as in `by`: {}", words.join(" or ")),
+                    [] => "write SOURCE=VALUE, with a source in `by`".to_owned(),
+                    words => format!("write SOURCE=VALUE, with one of the sources in `by`: {}", words.join(" or ")),
                 };
                 reader.push_issue(issue.with_hint(hint));
             }
@@ -120,9 +121,9 @@ fn exemptions(
                 Some(net) => exemptions.networks.push(net),
                 None => network_issue(value, text.span(), reader),
             },
-            // Hosts are compared in lower case, as in routing.
+            // Convert exempt hosts to lower case, as routing does.
             Some(Descriptor::Host) => exemptions.values.push((Descriptor::Host, value.to_ascii_lowercase().into())),
-            // Cookies are compared after decoding, as in requests.
+            // Decode exempt cookies in the same way as cookies of requests.
             Some(descriptor @ Descriptor::Cookie(_)) => {
                 let decoded = String::from_utf8_lossy(&cookie_value(value.as_bytes())).as_ref().into();
                 exemptions.values.push((descriptor.clone(), decoded));
@@ -321,7 +322,7 @@ fn compile_consumers(
             }
         }
         if limits.others.find_by_name(name).is_some() {
-            let issue = Issue::new(written_span, format!("another file has a consumer `{name}`"));
+            let issue = Issue::new(written_span, format!("another file already has a consumer `{name}`"));
             issues.push(issue.with_hint("consumer names must be unique in all files: choose another name"));
         }
         let consumer = Arc::new(Consumer {
@@ -341,7 +342,7 @@ fn compile_consumers(
                 },
             };
             let Some(hash) = parse_key_hash(hash) else {
-                // The text may be an API key that was pasted by mistake, so the message does not repeat it.
+                // Do not quote the text, because it may be an API key that was pasted by mistake.
                 issues.push(Issue::new(span, "this is not the hash of a key").with_hint(KEY_HASH_HINT));
                 continue;
             };
@@ -392,8 +393,9 @@ fn tier(text: Option<&config::Text>, limits: &KnownNames<'_>, issues: &mut Vec<I
     let text = text?;
     let known = || limits.tiers();
     if *limits.tier_source != TierSource::ApiKey {
-        let issue = Issue::new(text.span(), "the `tier` of a consumer has no effect: [tiers] names another source");
-        issues.push(issue.with_hint("leave out `tier`, or set [tiers] from = \"api-key\""));
+        let issue =
+            Issue::new(text.span(), "the `tier` of a consumer has no effect, because [tiers] selects another source");
+        issues.push(issue.with_hint("remove `tier`, or set [tiers] from = \"api-key\""));
     } else if !known().any(|tier| tier == text.get_ref()) {
         let issue = Issue::new(text.span(), format!("no limit has a tier `{}`", text.get_ref()));
         issues.push(match closest_name(text.get_ref(), known()) {

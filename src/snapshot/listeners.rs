@@ -84,7 +84,7 @@ pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
     if one.port() == 0 || one.port() != other.port() {
         return false;
     }
-    // IPv4-mapped addresses such as `::ffff:192.0.2.1` count as IPv4 addresses.
+    // Treat IPv4-mapped addresses such as `::ffff:192.0.2.1` as IPv4 addresses.
     let one = one.ip().to_canonical();
     let other = other.ip().to_canonical();
     let same_family = one.is_ipv4() == other.is_ipv4();
@@ -123,7 +123,9 @@ fn tls(
     for written in &tls.certificates {
         let config::Certificate { cert, key } = written.get_ref();
         let (Some(cert), Some(key)) = (cert, key) else {
-            reader.push_issue(Issue::new(written.span(), "a certificate needs `cert` and `key`").with_hint(EXAMPLE));
+            reader.push_issue(
+                Issue::new(written.span(), "a certificate requires both `cert` and `key`").with_hint(EXAMPLE),
+            );
             continue;
         };
         let (Some(cert), Some(key)) = (reader.read_pem(cert), reader.read_pem(key)) else { continue };
@@ -170,7 +172,7 @@ fn client_verifier(
         if let Some(auth) = &tls.client_auth {
             let issue = Issue::new(auth.span(), "`client_auth` requires `client_ca`");
             reader.push_issue(
-                issue.with_hint("tls.client_ca = \"certs/clients-ca.pem\": the CA certificates for clients"),
+                issue.with_hint("set the CA certificates for clients: tls.client_ca = \"certs/clients-ca.pem\""),
             );
         }
         return None;
@@ -257,7 +259,8 @@ impl CompiledConfig {
                 let by_certificate = compiled.identity_spec.descriptors.contains(&Descriptor::ClientCert);
                 if by_certificate && compiled.identity_spec.on_missing == OnMissing::Reject {
                     let text = format!(
-                        "`{}` is by client-cert, but {address} has no tls.client_ca: it rejects every request there",
+                        "`{}` is by client-cert, but {address} has no tls.client_ca: the limit rejects every request \
+                         on this listener",
                         compiled.limit.name
                     );
                     warnings.push((WarningSubject::Listener(index), text));

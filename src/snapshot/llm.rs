@@ -94,10 +94,10 @@ fn weights(written: &TokenWeights, standard: Weights, reader: &mut Validator<'_>
 fn weight(written: Option<&Spanned<f64>>, default: u64, reader: &mut Validator<'_>) -> u64 {
     let Some(written) = written else { return default };
     let thousandths = reader.fraction(Some(written), 0..=MAX_WEIGHT, 0.0) * 1000.0;
-    // A decimal fraction is not exact in binary.
+    // Round the product, because a decimal fraction is not exact in binary.
     if (thousandths - thousandths.round()).abs() > 1e-6 {
         let issue = Issue::new(written.span(), format!("{} has more than three decimal places", written.get_ref()));
-        reader.push_issue(issue.with_hint("choose a larger unit: weights are counted in thousandths"));
+        reader.push_issue(issue.with_hint("choose a larger unit, because weights have a resolution of 0.001"));
     }
     thousandths.round() as u64
 }

@@ -30,7 +30,7 @@ pub struct Mirror {
 
 impl Mirror {
     fn new(upstream: usize, percent: f64, max_body: usize, max_in_flight: usize) -> Self {
-        // 100 % is exactly 2^64, because multiplying by a power of two is exact.
+        // The product is exact, because 2^64 is a power of two, so 100 % gives exactly 2^64.
         let share = (percent / 100.0 * 2.0_f64.powi(64)) as u128;
         Mirror { upstream, percent, max_body, max_in_flight, share, counter: AtomicU64::new(0) }
     }
@@ -54,7 +54,7 @@ pub(super) fn mirror(
         let issue = Issue::new(span.clone(), "`mirror` requires an upstream");
         reader
             .push_issue(issue.with_hint(
-                "only forwarded requests are mirrored: leave out `mirror`, or give the route an `upstream`",
+                "only forwarded requests are mirrored: remove `mirror`, or set an `upstream` for the route",
             ));
     }
     let percent = reader.fraction(mirror.percent.as_ref(), 0..=100, 100.0);

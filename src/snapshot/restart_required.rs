@@ -33,7 +33,7 @@ impl RestartOnlyKeys {
             ("admin.address".to_owned(), admin.map_or(String::new(), |address| address.get_ref().clone())),
         ]);
         let socket = config.admin.as_ref().and_then(|admin| admin.get_ref().socket.as_ref());
-        // A key that is absent is omitted, as in `add_table`.
+        // Omit an absent key, as `add_table` does.
         fixed.extend(socket.map(|socket| ("admin.socket".to_owned(), socket.get_ref().clone())));
         add_table("acme", &config.acme.as_ref().map(|acme| acme.get_ref()), &mut fixed);
         add_table("store", &config.store, &mut fixed);
@@ -58,9 +58,9 @@ impl RestartOnlyKeys {
 
 /// Add all keys of a table, as they are written.
 fn add_table(name: &str, values: &impl Serialize, fixed: &mut BTreeMap<String, String>) {
-    // Serializing structs of strings and numbers to JSON cannot fail.
+    // Serialization cannot fail, because the structs have only strings and numbers.
     if let Ok(serde_json::Value::Object(keys)) = serde_json::to_value(values) {
-        // Absent keys are omitted, so that digests of versions without these keys are equal.
+        // Omit absent keys, so that a version of the gateway that does not have these keys computes the same digests.
         let keys = keys.into_iter().filter(|(_, value)| !value.is_null());
         fixed.extend(keys.map(|(key, value)| (format!("{name}.{key}"), value.to_string())));
     }

@@ -135,7 +135,7 @@ pub struct BodyUse {
 pub struct LlmInspection {
     /// Maximum length of a body in bytes.
     pub max_body: usize,
-    /// Whether a limit may deny requests, because it is not a shadow limit.
+    /// Whether one of these limits may deny requests. Shadow limits do not.
     pub is_enforced: bool,
     /// Whether requests whose body cannot be read are rejected.
     pub is_required: bool,
@@ -293,9 +293,8 @@ impl Redirect {
     /// Return the redirect for a request. `path` is the path of the request in its forwarded form. Neither this path
     /// nor an expanded template contains `//` or a backslash, so browsers cannot find a host name in them.
     ///
-    /// # Errors
-    /// The location needs a host, but the request has none. Or the named groups of a regular expression form a path
-    /// that is not canonical.
+    /// # Errors The location needs a host that the request does not have, or the named groups of a regular expression
+    /// form a path that is not canonical.
     pub fn response<B>(
         &self,
         request: &Request<B>,
@@ -308,7 +307,8 @@ impl Redirect {
                 (origin.to_string(), expanded(template, pattern, path, query).map_err(RedirectError::Path)?)
             }
             RedirectTarget::Scheme { scheme, port } => {
-                // The host was checked before the request was routed. The host contains no port and no user.
+                // The host is valid, because it was checked before the request was routed. It contains no port and no
+                // user.
                 let host = request_host(request.uri(), request.headers(), request.version());
                 let host = host.map_err(RedirectError::Host)?;
                 if host.is_empty() {
@@ -323,17 +323,17 @@ impl Redirect {
             }
         };
         for byte in target.bytes() {
-            // Clients may send characters in queries that are not valid in URIs (RFC 3986 §2).
+            // Encode characters that are not valid in URIs (RFC 3986 §2), because clients may send them in queries.
             if byte.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&byte) {
                 location.push(char::from(byte));
             } else {
-                // Writing to memory does not fail.
+                // Ignore the result, because writing to memory cannot fail.
                 let _ = write!(location, "%{byte:02X}");
             }
         }
         let mut response = Response::new(Body::full(""));
         *response.status_mut() = self.status;
-        // Graphic ASCII characters are valid in header values.
+        // The conversion cannot fail, because all characters are graphic ASCII characters.
         response.headers_mut().extend(HeaderValue::try_from(location).ok().map(|location| (LOCATION, location)));
         Ok(response)
     }
@@ -428,8 +428,7 @@ impl Route {
     }
 }
 
-/// Maximum number of limits of a route. The maximum limits the number of script arguments and the size of the RateLimit
-/// headers.
+/// Maximum number of limits of a route. It bounds the number of script arguments and the size of the RateLimit headers.
 const MAX_LIMITS: usize = 16;
 
 /// Compile all routes.
@@ -548,7 +547,7 @@ fn route_limits(
     for text in &route.limits {
         let limit_name = text.get_ref();
         let Some(compiled) = limits.get(limit_name) else {
-            // Errors in an existing limit are reported elsewhere.
+            // Skip a limit that exists but has errors, because these are already reported.
             if !config.limit.contains_key(limit_name) {
                 reader.unknown_name(text.span(), "limit", limit_name, config.limit.keys().map(String::as_str));
             }
@@ -621,7 +620,7 @@ fn route_limits(
         let units = Vec::from_iter(units);
         let names = header_styles.iter().map(|style| style.header_names(&units));
         let names: Vec<_> = names.filter(|names| !names.is_empty()).chain(["Retry-After".into()]).collect();
-        // Header names and commas form a valid header value.
+        // The conversion cannot fail, because the value consists of header names and commas.
         HeaderValue::from_str(&names.join(", ")).ok()
     });
     let expose = expose.flatten();

@@ -271,7 +271,7 @@ fn access_log(written: Option<&Spanned<AccessLog>>, reader: &mut Validator<'_>) 
     for (key, value, is_valid, destinations) in settings {
         if let Some(value) = value.as_ref().filter(|_| !is_valid) {
             let issue = Issue::new(value.span(), format!("`{key}` is valid only with to = {destinations}"));
-            reader.push_issue(issue.with_hint("leave out this key, or write another destination in `to`"));
+            reader.push_issue(issue.with_hint("remove this key, or write another destination in `to`"));
         }
     }
     let target = match to.as_str() {
@@ -296,7 +296,7 @@ fn log_socket(text: Option<&Text>, default: &str, span: &Range<usize>, reader: &
     let path = text.map_or_else(|| PathBuf::from(default), |text| reader.resolve_path(text));
     let span = text.map_or_else(|| span.clone(), |text| text.span());
     if path.as_os_str().len() > MAX_SOCKET_PATH {
-        let message = format!("the path of a unix socket has at most {MAX_SOCKET_PATH} bytes");
+        let message = format!("the path of a unix socket must have at most {MAX_SOCKET_PATH} bytes");
         reader.push_issue(Issue::new(span, message).with_hint(format!("such as \"{default}\"")));
     } else if path.metadata().is_ok_and(|found| !found.file_type().is_socket()) {
         let issue = Issue::new(span, format!("{} is not a socket", path.display()));
@@ -306,7 +306,8 @@ fn log_socket(text: Option<&Text>, default: &str, span: &Range<usize>, reader: &
     path
 }
 
-/// Return the tag of log messages. Daemons end a tag at the first character that cannot be in a program name.
+/// Return the tag of log messages. Only characters of program names are allowed, because daemons end a tag at any other
+/// character.
 fn syslog_tag(text: Option<&Text>, reader: &mut Validator<'_>) -> Box<str> {
     let Some(text) = text else { return DEFAULT_TAG.into() };
     let tag = text.get_ref().as_str();
@@ -340,7 +341,7 @@ fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     }
     let mut parts = uri.into_parts();
     parts.path_and_query = Some(PathAndQuery::from_static("/v1/traces"));
-    // A URI with scheme, authority and path is always valid.
+    // The conversion cannot fail, because a URI with scheme, authority and path is always valid.
     Uri::from_parts(parts).ok()
 }
 
@@ -364,8 +365,8 @@ pub enum AdminSocket {
     Path(PathBuf),
 }
 
-/// Maximum length of the path of the admin socket, bytes. The temporary name of the socket is longer than its path by
-/// the extension with the process id.
+/// Maximum length of the path of the admin socket, bytes. It is shorter than the maximum of the system, because the
+/// temporary name of the socket has an extension with the process id.
 const MAX_ADMIN_SOCKET_PATH: usize = MAX_SOCKET_PATH - ".4194304.new".len();
 
 /// Compile `socket` of `[admin]`.
@@ -375,13 +376,13 @@ pub(super) fn admin_socket(admin: Option<&Spanned<config::Admin>>, reader: &mut 
         "off" => AdminSocket::Off,
         "" => {
             let issue = Issue::new(text.span(), "`socket` is empty");
-            reader.push_issue(issue.with_hint("a path such as \"/run/sluicegate/admin.sock\", or \"off\""));
+            reader.push_issue(issue.with_hint("write a path such as \"/run/sluicegate/admin.sock\", or \"off\""));
             AdminSocket::Off
         }
         _ => {
             let path = reader.resolve_path(text);
             if path.as_os_str().len() > MAX_ADMIN_SOCKET_PATH {
-                let message = format!("the path of a unix socket has at most {MAX_ADMIN_SOCKET_PATH} bytes");
+                let message = format!("the path of the admin socket must have at most {MAX_ADMIN_SOCKET_PATH} bytes");
                 reader.push_issue(Issue::new(text.span(), message).with_hint("such as \"/run/sluicegate/admin.sock\""));
             }
             AdminSocket::Path(path)
@@ -441,7 +442,7 @@ pub fn hard_limit() -> u64 {
     getrlimit(Resource::Nofile).maximum.unwrap_or(ASSUMED_LIMIT)
 }
 
-/// Raise the soft limit on open files to the hard limit. The low default of shells exists for programs that use
+/// Raise the soft limit on open files to the hard limit. The soft limit is low by default only for programs that use
 /// select(2).
 pub fn raise_soft_limit() {
     let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);

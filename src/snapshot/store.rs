@@ -28,7 +28,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let max_memory_states = reader.number(store.max_memory_states.as_ref(), 1..1 << 40, 1_000_000) as usize;
     let prefix = store.prefix.as_ref().map_or(&*defaults.prefix, |prefix| prefix.get_ref()).to_owned();
     if let Some(text) = store.prefix.as_ref().filter(|_| prefix.is_empty() || prefix.contains(['{', '}'])) {
-        // Braces would change the cluster slot, which the identity must determine.
+        // Reject braces in the prefix, because they would change the hash tag, which must be the identity.
         reader.push_issue(Issue::new(text.span(), "`prefix` must not be empty and must not contain braces"));
     }
     let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
@@ -48,7 +48,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else { return settings };
     let certificates = tls.map(|tls| tls_certificates(tls, reader));
     if reader.is_unresolved(text) && !url.contains("://") {
-        // If there is no error, only `check --offline` reaches this code. That command needs no store.
+        // Without an error, only `check --offline` reaches this code, and it needs no store.
         settings.name = "unknown, because the URL is not set".to_owned();
         return settings;
     }

@@ -93,7 +93,7 @@ fn servers(
         (written.first(), servers.iter().all(|server| server.weight == 0) && !servers.is_empty())
     {
         let issue = Issue::new(first.span(), "all servers have weight 0");
-        reader.push_issue(issue.with_hint("leave out `weight`, or give one server a weight above 0"));
+        reader.push_issue(issue.with_hint("remove `weight`, or give one server a weight above 0"));
     }
     servers
 }
@@ -108,7 +108,7 @@ fn server(
     let Some((uri, host)) = uri.as_ref().and_then(|uri| Some((uri, uri.host()?))) else {
         let issue = Issue::new(server.span(), format!("`{url}` is not the URL of a server"));
         let hint = match url.split_once("://") {
-            Some((_, rest)) => format!("the scheme is http or https, such as \"https://{rest}\""),
+            Some((_, rest)) => format!("use the scheme http or https, such as \"https://{rest}\""),
             None if url.parse::<Authority>().is_ok() => format!("add the scheme: \"http://{url}\", or https for TLS"),
             None => "such as \"http://127.0.0.1:9000\"".to_owned(),
         };
@@ -116,7 +116,8 @@ fn server(
         return None;
     };
     if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
-        let issue = Issue::new(server.span(), "a server is a host and a port: its URL has no path");
+        let issue =
+            Issue::new(server.span(), "the URL of a server must consist of scheme, host and port, without a path");
         let end = url.find("://").and_then(|scheme| url[scheme + 3..].find(['/', '?']).map(|end| scheme + 3 + end));
         let server = &url[..end.unwrap_or(url.len())];
         reader.push_issue(
@@ -161,10 +162,11 @@ fn proxy_protocol(upstream: &config::tables::Upstream, protocol: Protocol, reade
     if sends_header && protocol == Protocol::Http2 {
         let issue = Issue::new(
             text.span(),
-            "`proxy_protocol` is not possible with HTTP/2: a connection has the requests of many clients",
+            "`proxy_protocol` is not possible with HTTP/2: an HTTP/2 connection carries the requests of many clients",
         );
         reader.push_issue(issue.with_hint(
-            "use protocol = \"http1\", or leave `proxy_protocol` out: X-Forwarded-For has the address of each request",
+            "use protocol = \"http1\", or remove `proxy_protocol`: X-Forwarded-For contains the client address of \
+             each request",
         ));
     }
     sends_header

@@ -20,7 +20,7 @@ use crate::telemetry::log_socket::{Journald, LogSocket, Syslog, SyslogHeader, pu
 use crate::telemetry::trace;
 use crate::telemetry::trace::{TraceContext, TraceExporter, TraceParent};
 
-/// Batch delay, and maximum number of queued bytes.
+/// Settings of the writer thread: the delay of a batch, and the maximum number of queued bytes.
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "access log", delay: Duration::from_millis(5), capacity: 8 << 20 };
 
@@ -128,7 +128,7 @@ pub struct LimitInfo {
     /// Keyed hash of the identity. The log has this hash as 32 hexadecimal digits.
     #[serde(serialize_with = "hex")]
     pub identity: u128,
-    /// Cost of the request. If the cost depends on the response, the cost that the response reports.
+    /// Cost of the request. If the cost depends on the response, this is the cost that the response reports.
     pub cost: u64,
     /// Decision of this limit, as in the metric `limit_decisions_total`. `None` if another limit denied the request.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -174,7 +174,7 @@ pub struct UpstreamInfo {
 
 /// Destination of the access log.
 pub enum LogDestination {
-    /// Lines for a file or a stream.
+    /// The records are lines, for a file or a stream.
     Stream(Box<dyn Write + Send>),
     /// Messages for a syslog daemon.
     Syslog(Syslog),
@@ -213,7 +213,7 @@ struct Sampler {
 impl Sampler {
     /// Return whether the next record is written. The written records are evenly distributed.
     fn picks_next(&self) -> bool {
-        // A multiplication by a power of two is exact.
+        // The product is exact, because 2^64 is a power of two.
         let share = (self.rate * 2.0_f64.powi(64)) as u64;
         self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO) < share
     }
@@ -223,8 +223,7 @@ impl AccessLog {
     /// Start the writer thread. `sample` is the share of the records of successes that are written: above 0, and 1
     /// means all. `format` does not apply to journald.
     ///
-    /// # Errors
-    /// An error if the destination cannot be used, or if the thread cannot be started.
+    /// # Errors An error if the destination cannot be used, or if the thread cannot be started.
     pub fn start(format: LogFormat, sample: f64, destination: LogDestination) -> io::Result<Self> {
         let (encoding, writer) = match destination {
             LogDestination::Stream(mut out) => {
@@ -248,7 +247,7 @@ impl AccessLog {
     /// Queue a record, unless it is the record of a success and the sample leaves it out.
     pub fn write(&self, record: &AccessRecord<'_>) {
         thread_local! {
-            // Format the record before `push` takes the lock that the workers share.
+            // Format the record here, outside of the lock that the workers share.
             static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
         let mut record = *record;
@@ -267,7 +266,7 @@ impl AccessLog {
                 }
                 Encoding::Syslog(format, header) => push_framed(text, |text| {
                     let written_at_us = record.time.saturating_add(record.duration_ms.as_micros() as u64);
-                    // Writing to a `Vec` cannot fail.
+                    // Ignore the result, because writing to a `Vec` cannot fail.
                     let _ = header.write(text, record.status, written_at_us);
                     record.write(*format, text);
                 }),
@@ -301,7 +300,7 @@ impl AccessRecord<'_> {
     }
 
     fn write(&self, format: LogFormat, out: &mut Vec<u8>) {
-        // Writing to a `Vec` cannot fail.
+        // Ignore the result, because writing to a `Vec` cannot fail.
         let _ = match format {
             LogFormat::Json => serde_json::to_writer(out, self).map_err(io::Error::from),
             LogFormat::Text => self.write_text(out),
@@ -310,7 +309,7 @@ impl AccessRecord<'_> {
 
     fn write_text(&self, out: &mut Vec<u8>) -> io::Result<()> {
         let AccessRecord { client, method, path, status, bytes, outcome, request_id, .. } = self;
-        // An `i64` of µs reaches about 290,000 years. A time out of this range becomes the epoch.
+        // Use the epoch for a time outside of the range of `i64` in µs, which is about 290,000 years.
         let time = Timestamp::from_microsecond(self.time as i64).unwrap_or_default();
         let route = self.route.unwrap_or("-");
         write!(
@@ -346,7 +345,8 @@ impl AccessRecord<'_> {
             }
         }
         if let Some(model) = self.model {
-            // The client chose this value. Without spaces and line breaks, the record stays one line of fields.
+            // Replace spaces and line breaks, because the client chose the value, and the record must stay one line of
+            // fields.
             write!(out, " model={}", model.replace(|c: char| c.is_whitespace() || c.is_control(), "_"))?;
         }
         if let Some(UpstreamInfo { upstream, server, upstream_status, duration, retries, .. }) = self.upstream {
@@ -384,7 +384,7 @@ fn milliseconds<S: Serializer>(time: &Duration, out: S) -> Result<S::Ok, S::Erro
     out.serialize_f64(to_milliseconds(*time))
 }
 
-/// Serialize a time in µs as seconds. An `f64` is exact to the µs until the year 2255.
+/// Serialize a time in µs as seconds. An `f64` of seconds is exact to the µs until the year 2255.
 fn seconds<S: Serializer>(us: &u64, out: S) -> Result<S::Ok, S::Error> {
     out.serialize_f64(*us as f64 / 1e6)
 }
@@ -398,7 +398,7 @@ fn hex<S: Serializer>(id: &u128, out: S) -> Result<S::Ok, S::Error> {
 }
 
 fn trace_id<S: Serializer>(id: &Option<u128>, out: S) -> Result<S::Ok, S::Error> {
-    // `skip_serializing_if` skips a field that is `None`.
+    // Not called for `None`, because `skip_serializing_if` skips such a field.
     hex(&id.unwrap_or_default(), out)
 }
 
@@ -561,7 +561,7 @@ impl RequestRecord {
 mod tests {
     use super::*;
 
-    /// Programs parse these formats, so they must not change by accident.
+    /// This test fixes the formats, because programs parse them.
     #[test]
     fn access_record_has_documented_json_and_text_formats() {
         let limit_info = |limit: &str, decision, remaining, settled: Option<u64>| LimitInfo {

@@ -63,8 +63,7 @@ impl<T: Send + 'static> BatchWriter<T> {
     /// Start the thread. The thread calls `deliver` with each batch. The result of `deliver` is the number of records
     /// that were lost.
     ///
-    /// # Errors
-    /// An error if the thread cannot be started.
+    /// # Errors An error if the thread cannot be started.
     pub fn start(
         config: BatchConfig,
         mut deliver: impl FnMut(&mut Vec<T>) -> u64 + Send + 'static,
@@ -87,7 +86,7 @@ impl<T: Send + 'static> BatchWriter<T> {
                 batch.clear();
                 batch.shrink_to(RETAINED_CAPACITY);
                 if let Command::Flush(done) = command {
-                    // The receiver may already have stopped waiting.
+                    // Ignore the error of `send`: the receiver may have stopped waiting.
                     let _ = done.send(());
                 }
             }
@@ -95,7 +94,8 @@ impl<T: Send + 'static> BatchWriter<T> {
         Ok(BatchWriter { inner, commands })
     }
 
-    /// Queue the items that `add` appends. They are one record. If the queue is full, drop the record and count it.
+    /// Queue the items that `add` appends. All items belong to one record. If the queue is full, drop the record and
+    /// count it.
     pub fn push(&self, add: impl FnOnce(&mut Vec<T>)) {
         let Inner { config, throttle, .. } = &*self.inner;
         let mut pending = self.inner.lock_pending();
@@ -112,7 +112,7 @@ impl<T: Send + 'static> BatchWriter<T> {
         add(&mut pending.items);
         drop(pending);
         if was_empty {
-            // This does not fail, because the thread runs as long as a sender exists.
+            // Sending cannot fail, because the thread runs as long as a sender exists.
             let _ = self.commands.send(Command::Deliver);
         }
     }

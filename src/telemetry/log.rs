@@ -35,8 +35,7 @@ pub enum LogFormat {
 
 /// Set up the process log. A second call has no effect.
 ///
-/// # Errors
-/// An error if the writer thread cannot be started.
+/// # Errors An error if the writer thread cannot be started.
 pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
     let writer = LogWriter::start(stderr())?;
     let filter = EnvFilter::new(format!("sluicegate={level},warn"));
@@ -45,7 +44,7 @@ pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
         LogFormat::Text => layer.with_ansi(stderr().is_terminal()).boxed(),
         LogFormat::Json => layer.json().flatten_event(true).boxed(),
     };
-    // This fails if a subscriber is already installed, as in tests. Keep the subscriber that is installed.
+    // Ignore the error: if a subscriber is already installed, as in tests, keep it.
     let _ = tracing_subscriber::registry().with(filter).with(lines).with(DependencyLogThrottle::default()).try_init();
     Ok(())
 }
@@ -79,7 +78,7 @@ impl LogWriter {
         let writer = LogWriter { sender: layer, state: state.clone() };
         thread::Builder::new().name("log".to_owned()).spawn(move || {
             while let Some(QueuedLine { bytes, written_sender }) = next_line(&receiver, &state) {
-                // Ignore errors, because a closed terminal does not reopen and there is no other place to report them.
+                // Ignore errors of standard error, because there is no other place to report them.
                 let _ = out.write_all(&bytes).and_then(|()| out.flush());
                 state.is_stalled.store(false, Ordering::Relaxed);
                 // The send fails if the waiting thread has timed out. The waiting thread has then set `is_stalled`, and
@@ -100,7 +99,7 @@ fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<Que
     }
     let lost = state.dropped.swap(0, Ordering::Relaxed);
     if lost > 0 {
-        // `is_stalled` keeps this thread from waiting for its own line of the `warn!` below.
+        // Set `is_stalled`, so that this thread does not wait for its own line of the `warn!` below.
         state.is_stalled.store(true, Ordering::Relaxed);
         warn!(dropped = lost, "standard error is not read in time: log lines are lost");
     }
@@ -144,8 +143,7 @@ pub struct LogFile {
 impl LogFile {
     /// Open or create the file for appending.
     ///
-    /// # Errors
-    /// An error if the file cannot be opened or created.
+    /// # Errors An error if the file cannot be opened or created.
     pub fn open(path: PathBuf) -> io::Result<Self> {
         let file = open_for_append(&path)?;
         let file_id = file_id(&file.metadata()?);
@@ -240,7 +238,7 @@ impl<S: Subscriber> Layer<S> for DependencyLogThrottle {
         }
         let (admitted, suppressed) = self.admit(library);
         if suppressed > 0 {
-            warn!(library, suppressed, "a library logged more than 10 lines a minute");
+            warn!(library, suppressed, "a library logged more than 10 lines within a minute: the rest was suppressed");
         }
         admitted
     }
@@ -252,7 +250,7 @@ mod tests {
 
     use super::*;
 
-    /// A writer whose writes each wait for a permit.
+    /// A writer for tests, in which each write waits for a permit.
     struct BlockedWriter(Receiver<()>, Sender<Vec<u8>>);
 
     impl Write for BlockedWriter {

@@ -102,7 +102,7 @@ pub(super) struct SyslogHeader {
     facility: u8,
     /// The part of the header after the timestamp.
     suffix: String,
-    /// Times of RFC 3164 are in the local time zone.
+    /// The local time zone, for timestamps of RFC 3164.
     time_zone: TimeZone,
 }
 
@@ -110,7 +110,7 @@ impl SyslogHeader {
     pub(super) fn new(Syslog { protocol, facility, tag, .. }: &Syslog) -> Self {
         let pid = process::id();
         let suffix = match protocol {
-            // The structured data is empty, because the message has the fields.
+            // Write `-` for the structured data, because the message contains the fields.
             SyslogProtocol::Rfc5424 => format!(" {} {tag} {pid} {MESSAGE_ID} - ", host_name()),
             SyslogProtocol::Rfc3164 => format!(" {tag}[{pid}]: "),
         };
@@ -119,7 +119,7 @@ impl SyslogHeader {
 
     /// Write the header of a record that was written at `time_us`, µs since the Unix epoch.
     pub(super) fn write(&self, out: &mut Vec<u8>, status: u16, time_us: u64) -> io::Result<()> {
-        // An `i64` of µs reaches about 290,000 years. A time out of this range becomes the epoch.
+        // Use the epoch for a time outside of the range of `i64` in µs, which is about 290,000 years.
         let time = Timestamp::from_microsecond(time_us as i64).unwrap_or_default();
         let priority = self.facility * 8 + severity(status.into());
         match self.protocol {
@@ -185,13 +185,13 @@ fn write_field(out: &mut Vec<u8>, name: &str, value: &str) {
 fn send_as_file(socket: &UnixDatagram, entry: &[u8]) -> io::Result<()> {
     let mut file = File::from(memfd_create("journal-entry", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?);
     file.write_all(entry)?;
-    // journald maps the file into memory, and refuses a file that could change.
+    // Seal the file: journald maps it into memory, and rejects a file that could change.
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL)?;
     let descriptors = [file.as_fd()];
     retry_on_intr(|| {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        // The space is enough for one descriptor.
+        // Reserve space for one file descriptor.
         control.push(SendAncillaryMessage::ScmRights(&descriptors));
         sendmsg(socket, &[IoSlice::new(&[])], &mut control, SendFlags::NOSIGNAL)
     })?;
@@ -216,7 +216,7 @@ pub(super) struct LogSocket {
     socket: Option<UnixDatagram>,
     /// For journald, the value of `SYSLOG_IDENTIFIER`.
     journal_tag: Option<Box<str>>,
-    /// Whether the last record was lost because no daemon listened on the socket.
+    /// Whether the daemon was absent when the last record was sent, so that the record was lost.
     is_failing: bool,
     throttle: LogThrottle,
 }
@@ -225,16 +225,14 @@ impl LogSocket {
     /// Connect to the socket of a syslog daemon. If the daemon does not run, this is only a warning, because the daemon
     /// may start later.
     ///
-    /// # Errors
-    /// An error if the path is not a datagram socket, or if the permission is missing.
+    /// # Errors An error if the path is not a datagram socket, or if the permission is missing.
     pub(super) fn syslog(syslog: &Syslog) -> io::Result<Self> {
         LogSocket::open(&syslog.socket, None)
     }
 
     /// Connect to the socket of journald, in the same way as [`LogSocket::syslog`].
     ///
-    /// # Errors
-    /// The errors are those of [`LogSocket::syslog`].
+    /// # Errors The errors of [`LogSocket::syslog`].
     pub(super) fn journald(journald: &Journald) -> io::Result<Self> {
         LogSocket::open(&journald.socket, Some(journald.tag.clone()))
     }
@@ -262,7 +260,7 @@ impl LogSocket {
                 None => record,
                 Some(tag) => {
                     entry.clear();
-                    // A record of the gateway is valid JSON.
+                    // Parsing cannot fail, because the gateway has written the record as JSON.
                     if write_journal_entry(record, tag, &mut entry).is_err() {
                         lost += 1;
                         continue;
@@ -270,7 +268,7 @@ impl LogSocket {
                     &entry
                 }
             };
-            // After a failure, the remaining records of the batch are not tried.
+            // Count the remaining records of the batch as lost, because the socket does not accept records.
             let result = if is_reachable { self.send(datagram) } else { Err(ErrorKind::NotConnected.into()) };
             let Err(error) = result else { continue };
             lost += 1;

@@ -26,7 +26,7 @@ const SELF_SIGNED_NAME: &str = "sluicegate: no certificate yet";
 /// reloaded.
 #[derive(Debug)]
 pub struct ManagedCertificates {
-    /// The keys of this map are server names in lower case.
+    /// The state of each name. The keys are server names in lower case.
     entries: ArcSwap<BTreeMap<Box<str>, ManagedCertificate>>,
     challenges: ArcSwap<Vec<Challenge>>,
     /// The certificate that is served while there is no other certificate.
@@ -87,8 +87,7 @@ impl ChallengeKind {
 impl Challenge {
     /// Create a challenge. For TLS-ALPN-01, also create its certificate (RFC 8737 §3).
     ///
-    /// # Errors
-    /// An error if the name is not a DNS name, or if rustls rejects the TLS configuration.
+    /// # Errors An error if the name is not a DNS name, or if rustls rejects the TLS configuration.
     pub fn new(kind: ChallengeKind, name: &str, token: &str, key_authorization: &str) -> Result<Self, TlsError> {
         let tls = match kind {
             ChallengeKind::Http01 => None,
@@ -119,7 +118,7 @@ fn self_sign(params: &CertificateParams) -> Result<Arc<CertifiedKey>, TlsError> 
     let certificate = params.self_signed(&key).map_err(TlsError::Generate)?;
     let key = PrivateKeyDer::Pkcs8(key.serialize_der().into());
     let key = default_provider().key_provider.load_private_key(key).map_err(TlsError::UnusableKey)?;
-    // `from_der` would reject the critical extension of a TLS-ALPN-01 certificate.
+    // Do not use `from_der`, which would reject the critical extension of a TLS-ALPN-01 certificate.
     Ok(Arc::new(CertifiedKey::new(vec![certificate.der().clone()], key)))
 }
 
@@ -127,8 +126,7 @@ impl ManagedCertificates {
     /// Create the state without certificates. A self-signed certificate is served until the first certificate is
     /// obtained.
     ///
-    /// # Errors
-    /// An error if the self-signed certificate cannot be generated.
+    /// # Errors An error if the self-signed certificate cannot be generated.
     pub fn new() -> Result<Self, TlsError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
@@ -143,8 +141,9 @@ impl ManagedCertificates {
         })
     }
 
-    /// Return the certificate for a server name. If it is one of `names`, this is its own certificate. Otherwise, this
-    /// is the certificate of the first of `names` that has one. If there is none, this is the self-signed certificate.
+    /// Return the certificate for a server name. If the server name is one of `names` and has a certificate, return
+    /// this certificate. Otherwise return the certificate of the first of `names` that has one, or else the self-signed
+    /// certificate.
     pub(super) fn resolve(&self, server_name: Option<&str>, names: &[Box<str>]) -> Arc<CertifiedKey> {
         let entries = self.entries.load();
         let find = |name: &str| entries.get(name)?.certificate.as_ref().map(|found| found.certified_key.clone());

@@ -1,5 +1,4 @@
-//! The explanation of a request. The explanation calls the functions that serve requests, but sends nothing and charges
-//! nothing.
+//! Explains a request: calls the functions that serve requests, but sends nothing and charges nothing.
 
 mod access;
 mod authentication;
@@ -117,7 +116,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         explanation
     }
 
-    /// Do what the gateway does with a request, and record each result in `explanation` and `found`.
+    /// Run the same steps as the gateway for a request, and record each result in `explanation` and `found`.
     fn evaluate<'c>(
         &'c self,
         (request, received): (&Request<()>, &HeaderMap),
@@ -147,7 +146,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         };
         found.route = route.as_ref().ok().copied();
         let is_preflight = preflight_route.is_some();
-        // A preflight matches the route of the method that it requests.
+        // Look up the route of a preflight by the method that it requests.
         let requested_method =
             preflight_route.and_then(|_| cors::requested_method(request.method(), request.headers()));
         let mut route_request = target.route_request(request, peer.listener);

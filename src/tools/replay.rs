@@ -25,10 +25,12 @@ pub enum ReplayError {
     #[error(transparent)]
     Format(#[from] FormatError),
     /// No format matches the first lines of this log.
-    #[error("{0}: the format of the lines is unknown; name it with --format")]
+    #[error("{0}: the format of the log is unknown; select it with --format")]
     UnknownFormat(String),
-    /// This log is an access log of the gateway in the text format, which is for people.
-    #[error("{0}: this is the text format of Sluicegate, which omits what a replay needs; set log.format = \"json\"")]
+    /// This log is an access log of the gateway in text format, which programs cannot read.
+    #[error(
+        "{0}: this is the text format of Sluicegate, which lacks fields that replay needs; set log.format = \"json\""
+    )]
     TextFormat(String),
     /// The options contradict the configuration.
     #[error(transparent)]
@@ -118,7 +120,7 @@ impl Replay {
                 let builtin_name = format::FORMAT_NAMES.into_iter().find(|name| name == text);
                 (builtin_name.unwrap_or("log_format"), Format::from_name(text)?)
             }
-            // If all logs are empty, any format fits.
+            // Use any format if all logs are empty.
             None if sample.is_empty() => ("combined", Format::from_name("combined")?),
             None => Format::detect(&sample).ok_or_else(|| {
                 let unknown = inputs.iter().find(|source| !source.sample_lines().is_empty());

@@ -70,7 +70,7 @@ impl Endpoint {
         let state = self.state.clone();
         state.max_requests.store(settings.max_requests, Ordering::Relaxed);
         if settings.health.is_none() {
-            // Without health checks, nothing would mark the endpoint as healthy again.
+            // Reset the health if health checks are removed, because nothing would mark the endpoint as healthy again.
             self.health_state().reset_checks();
         }
         Endpoint { server_index: index, server: settings.servers[index].clone(), address: self.address, state }
@@ -276,7 +276,8 @@ mod tests {
         let held = Endpoint::try_acquire(&endpoint).unwrap();
         assert!(Endpoint::try_acquire(&endpoint).is_none(), "one request at a time");
         let [mut ended, mut next, mut last] = [(); 3].map(|()| queue.enqueue().unwrap());
-        // The client disconnects on another worker after the release has taken its request from the queue.
+        // The test covers a client that disconnects on another worker after the release has taken its request from the
+        // queue.
         ended.permit.close();
         drop(held);
         let permit = next.permit.try_recv().expect("the next request gets the permit");

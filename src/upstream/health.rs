@@ -256,7 +256,7 @@ impl HealthState {
     pub(super) fn next_change(&self, now: Instant, slow_start: Duration) -> Option<Instant> {
         let steps = self.weight_steps(now, slow_start);
         let step = self.recovered_at.filter(|_| steps < SLOW_START_STEPS).map(|back| {
-            // The time is one millisecond later, so that the step has certainly been reached.
+            // Add one millisecond, so that the step has certainly been reached.
             back + slow_start * (steps - SLOW_START_FIRST_STEP + 1) / (SLOW_START_STEPS - SLOW_START_FIRST_STEP)
                 + Duration::from_millis(1)
         });
@@ -308,7 +308,7 @@ mod health_state_tests {
             now += time;
         }
         assert!(health_state.end_ejection_if_due(now) && !health_state.end_ejection_if_due(now));
-        // Three of ten ejections are no longer counted, and then this one is counted.
+        // The count decreases by three, and this ejection is then counted.
         assert_eq!(health_state.eject(now + 35 * S, 10 * S), Some(80 * S));
         assert_eq!(health_state.eject(now + 10_000 * S, 10 * S), Some(10 * S), "all ejections are forgotten");
     }

@@ -71,7 +71,7 @@ impl SharedConnection {
         if let Some(connection) = self.usable(&mut current) {
             return Ok((connection, true));
         }
-        // Requests in flight on the old connection continue.
+        // Replace the connection. Requests in flight on the old connection continue.
         *current = None;
         let connection = connect(endpoint).await?;
         *current = Some(connection.clone());
@@ -90,7 +90,7 @@ async fn connect(endpoint: &Endpoint) -> io::Result<Http2Connection> {
         .handshake(TokioIo::new(stream))
         .await
         .map_err(io::Error::other)?;
-    // The senders of the requests receive the error.
+    // Ignore the error of the connection task, because the senders of the requests receive it.
     tokio::spawn(async move { connection.await.ok() });
     Ok(Http2Connection { sender, is_draining: Arc::default(), last_used_at: monotonic(), scheme })
 }
@@ -107,7 +107,7 @@ impl Http2Connection {
         if request.uri().scheme() != Some(&self.scheme) {
             let mut uri = std::mem::take(request.uri_mut()).into_parts();
             uri.scheme = Some(self.scheme.clone());
-            // A URI with authority and path is valid with any scheme.
+            // The conversion cannot fail, because a URI with authority and path is valid with any scheme.
             *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
         }
         self.sender.try_send_request(request)
@@ -119,7 +119,7 @@ impl Http2Connection {
     }
 }
 
-/// What is known about a request whose stream ended with an error.
+/// The possible states of a request whose stream ended with an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StreamOutcome {
     /// The server has not processed the request (RFC 9113 §8.7): REFUSED_STREAM or GOAWAY.

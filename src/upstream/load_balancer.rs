@@ -74,7 +74,8 @@ impl LoadBalancer {
         };
         let ejected = counts(&|health| health == Health::Ejected);
         let is_in_panic_mode = ejected > 0 && counts(&|health| health != Health::Healthy) * 2 > counts(&|_| true);
-        // Failed health checks are respected even for the last endpoint. An ejection is only inferred from requests.
+        // Ignore only ejections, which are inferred from requests. Failed health checks are respected even for the last
+        // endpoint.
         let is_eligible = |health| health == Health::Healthy || (is_in_panic_mode && health == Health::Ejected);
         let any_reachable = healths
             .iter()
@@ -301,7 +302,7 @@ impl Rng {
         Rng(AtomicU64::new(seed))
     }
 
-    /// Use a different seed in each process and worker.
+    /// Use a random seed, which differs between processes and workers.
     pub(super) fn from_random_seed() -> Self {
         Rng::from_seed(Uuid::new_v4().as_u64_pair().0)
     }
@@ -356,7 +357,7 @@ mod tests {
         let rng = Rng::from_seed(7);
         let counts = counts(&slots, 3, (0..80_000).map(|_| rng.next_u64()));
         for (count, fair) in counts.into_iter().zip([10_000, 20_000, 50_000]) {
-            // The seed is fixed, so the result is deterministic.
+            // The test uses a fixed seed, so the result is deterministic.
             assert!(
                 f64::from(count).mul_add(1.0, -f64::from(fair)).abs() < 0.02 * f64::from(fair),
                 "{count} of {fair}"

@@ -52,7 +52,8 @@ pub(super) fn header(client: Option<&ProxiedConnection>) -> Vec<u8> {
                     addresses.extend_from_slice(&destination.octets());
                     TCP4
                 }
-                // Both addresses must have the same family, so an IPv4 address is mapped to IPv6, as in HAProxy.
+                // Map an IPv4 address to IPv6 if the other address is IPv6, as HAProxy does, because both must have the
+                // same family.
                 (source, destination) => {
                     addresses.extend_from_slice(&mapped(source).octets());
                     addresses.extend_from_slice(&mapped(destination).octets());
@@ -66,7 +67,7 @@ pub(super) fn header(client: Option<&ProxiedConnection>) -> Vec<u8> {
     };
     let mut header = PROTOCOL_PREFIX.to_vec();
     header.extend_from_slice(&[command, family]);
-    // The header has at most 36 bytes.
+    // The length is known: the header has at most 36 bytes.
     header.extend_from_slice(&(addresses.len() as u16).to_be_bytes());
     header.extend_from_slice(&addresses);
     header

@@ -112,7 +112,7 @@ impl Upstream {
             attempts.record_endpoint(permit.endpoint());
             let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
             let result = {
-                // The future is pinned here, because each future that awaits it would otherwise contain a copy.
+                // Pin the future here, because each future that awaits it would otherwise contain a copy.
                 let response = pin!(connection.send(*request, flow.reads(0)));
                 let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
                 match bounds.deadline {
@@ -146,7 +146,8 @@ impl Upstream {
             };
             let outcome = connection.classify_error(failure.error());
             let unsent = failure.take_message();
-            // A server may close an idle connection at any time, so this is not a failure of the endpoint.
+            // Do not count a closed idle connection as a failure of the endpoint, because a server may close it at any
+            // time.
             let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
                 || outcome == StreamOutcome::PeerError;
             let retry = retry_state.retry_target(unsent, copy, outcome, reused);
@@ -187,7 +188,7 @@ impl Upstream {
         progress: Option<&UploadProgress>,
     ) -> Result<Result<Response<Incoming>, SendError>, UpstreamError> {
         let mut last_frames = progress.map(UploadProgress::frame_count);
-        // With a request body, check its progress ten times per timeout, so that the timeout starts close to the end of
+        // Check the progress of a request body ten times per timeout, so that the timeout starts close to the end of
         // the upload.
         let polls = if progress.is_some() { 10 } else { 1 };
         let mut silent_polls = 0;
@@ -225,7 +226,7 @@ impl Upstream {
         if progress.is_some_and(UploadProgress::is_stalled) {
             return UpstreamError::ClientTimeout;
         }
-        // The body failed before its end, because the client aborted it.
+        // Return the error of the body: the client has aborted it before its end.
         let unfinished = progress.is_some_and(|progress| !progress.is_done());
         if unfinished && (error.is_user() || classify_error(&error).0 == StreamOutcome::LocalReset) {
             return UpstreamError::ClientAborted(error.into());
@@ -438,7 +439,7 @@ fn decode_headers(mut encoded: Bytes) -> HeaderMap {
         let (name, value) = (encoded.get_u32() as usize, encoded.get_u32() as usize);
         let secret = value % 2 == 1;
         let (name, value) = (encoded.split_to(name), encoded.split_to(value / 2));
-        // Name and value are valid, because they were encoded from a `HeaderMap`.
+        // Parsing cannot fail, because name and value were encoded from a `HeaderMap`.
         if let (Ok(name), Ok(mut value)) = (HeaderName::from_bytes(&name), HeaderValue::from_maybe_shared(value)) {
             value.set_sensitive(secret);
             headers.append(name, value);

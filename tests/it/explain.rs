@@ -499,7 +499,7 @@ fn invalid_arguments_are_reported() {
         (&["GET", "api.example.com/v1"], "has no scheme: http://api.example.com/v1 or https://api.example.com/v1"),
         (&["get", "http://a/"], "methods are in upper case: GET"),
         (&["http://a/", "GET"], "first the method, then the URL"),
-        (&["GET", "http://a/", "-H", "x-api-key"], "-H 'x-api-key' is not a header: -H 'name: value'"),
+        (&["GET", "http://a/", "-H", "x-api-key"], "-H 'x-api-key' is not a header: write -H 'name: value'"),
         (&["GET", "http://2001:db8::1/"], "an IPv6 address needs brackets in a URL"),
         (&["GET", "http://a/", "--ip", "192.0.2.7:80"], "--ip 192.0.2.7:80 is not an address: 192.0.2.7"),
         (&["GET", "http://a/", "--ip", "localhost"], "--ip localhost is not an address"),

@@ -321,7 +321,7 @@ fn invalid_arguments_are_reported() {
         (&["nothing.log"][..], "nothing.log: No such file"),
         (
             &["common.log", "--config", "nothing.toml"],
-            "without a configuration: replay LOG --by ip --limit per-ip=600/min",
+            "to replay without a configuration, use: replay LOG --by ip --limit per-ip=600/min",
         ),
         (&["common.log", "--limit", "per-ipp=1/s"], "there is no limit `per-ipp`; there are per-ip, per-key"),
         (&["common.log", "--limit", "per-ip=fast"], "`per-ip=fast`: `fast` is not a quota"),

@@ -21,7 +21,7 @@ struct CertificateView {
     names: Vec<String>,
     /// `file` or `acme`.
     source: &'static str,
-    /// The issuer. `None` before the first certificate.
+    /// The issuer of the certificate. `None` until the first certificate is obtained.
     issuer: Option<String>,
     not_before: Option<String>,
     not_after: Option<String>,
@@ -70,7 +70,7 @@ fn views(config: &CompiledConfig) -> Vec<CertificateView> {
     let tls = config.listeners.iter().filter_map(|listener| listener.tls.as_ref());
     let mut shown = Vec::new();
     let files = tls.flat_map(|tls| tls.tls.certificates()).filter(|certificate| {
-        // Several listeners may use the same file.
+        // List a certificate only once, even if several listeners use its file.
         let leaf = certificate.certified_key.cert.first().cloned();
         let is_new = !shown.contains(&leaf);
         shown.push(leaf);
@@ -95,7 +95,7 @@ pub(super) fn list(context: &ApiContext<'_>) -> AdminResponse {
     json_response(&CertificatesResponse { certificates: views(context.config) })
 }
 
-/// Request the renewal of a certificate by ACME. The log and the list show the result.
+/// Request the renewal of a certificate by ACME. The log and `GET /api/certificates` show the result.
 pub(super) fn renew(context: &ApiContext<'_>, request: &RenewRequest) -> Result<AdminResponse> {
     let name = request.name.to_ascii_lowercase();
     match context.config.acme.as_ref().filter(|acme| acme.names.iter().any(|known| **known == *name)) {

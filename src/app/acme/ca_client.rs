@@ -55,7 +55,7 @@ impl CaClient {
 
     async fn send(self, request: Request<BodyWrapper<Bytes>>) -> Result<Response<Bytes>, BoxError> {
         let (mut parts, body) = request.into_parts();
-        // All URLs come from the directory of the CA, so each of them is checked. Each URL must use https.
+        // Check that each URL uses https, because the URLs come from responses of the CA.
         if parts.uri.scheme_str() != Some("https") {
             return Err(format!("the CA sent the URL {}, which does not begin with https", parts.uri).into());
         }

@@ -28,12 +28,11 @@ pub(super) struct Directory {
 impl Directory {
     /// Open or create the directory for a CA.
     ///
-    /// # Errors
-    /// It cannot be created.
+    /// # Errors The directory cannot be created.
     pub(super) fn open(storage: &Path, ca: &Uri) -> io::Result<Self> {
         let path = storage.join(directory_name(ca));
         DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
-        // Fail early if the files cannot be written.
+        // Open the lock file once, so that the start fails if the directory is not writable.
         open_lock(&path)?;
         Ok(Directory { path })
     }
@@ -56,7 +55,7 @@ impl Directory {
             }
             match std::fs::read(self.path.join(&name)) {
                 Ok(content) => drop(records.insert(name, content)),
-                // The file was removed after the directory was listed.
+                // Skip a file that was removed after the directory was listed.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(error),
             }
@@ -70,7 +69,7 @@ impl Directory {
     /// The file cannot be written. The old content remains.
     pub(super) fn write(&self, name: &str, content: &[u8]) -> io::Result<()> {
         let temporary = self.path.join(format!("{name}{TEMPORARY_SUFFIX}"));
-        // A process that was killed may have left the file with another mode.
+        // Remove the temporary file of a process that was killed, because the file may have another mode.
         let _ = std::fs::remove_file(&temporary);
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
         file.write_all(content)?;
@@ -79,7 +78,7 @@ impl Directory {
         File::open(&self.path)?.sync_all()
     }
 
-    /// Write a copy of a record from the shared store. Log an error.
+    /// Write a local copy of a record from the shared store. If writing fails, only log the error.
     pub(super) fn keep_copy(&self, name: &str, content: &[u8]) {
         if let Err(error) = self.write(name, content) {
             let directory = self.path.display();
@@ -137,7 +136,7 @@ mod tests {
         let ca = Uri::from_static("https://ca.test:14000/Dir/x");
         let directory = Directory::open(&storage.path().join("new/acme"), &ca).unwrap();
         assert!(directory.path().ends_with("new/acme/ca.test-14000-dir-x"), "{directory:?}");
-        // A process that was killed while it wrote leaves such a file.
+        // The test creates the temporary file that a process leaves if it is killed while it writes.
         std::fs::write(directory.path().join("a.pem.tmp"), "half").unwrap();
         directory.write("a.pem", b"one").unwrap();
         directory.write("a.pem", b"two").unwrap();

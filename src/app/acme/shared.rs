@@ -43,7 +43,7 @@ impl LockKeeper {
         Ok(self.store.lock_fenced(&self.key, &self.owner, LOCK_TTL).await?)
     }
 
-    /// Renew the lock until the future is dropped. If the lock was lost, a write fails.
+    /// Renew the lock until the future is dropped. If another gateway has acquired the lock, writes fail.
     pub(super) async fn run(&self) {
         loop {
             sleep(RENEW_INTERVAL).await;

@@ -51,14 +51,15 @@ pub(super) enum StorageError {
 #[derive(Debug)]
 pub(super) struct Storage {
     directory: Directory,
-    /// The lock of the directory, which this process keeps once it has acquired it. This storage is not used if there
-    /// is a shared store.
+    /// The lock of the storage directory. A process that has acquired this lock keeps it until it ends. With a shared
+    /// store, the lock is not used.
     lock: Option<File>,
     /// The records of all gateways, if there is a shared store.
     shared: Option<SharedRecords>,
     /// All records as they were last read or written.
     records: Records,
-    /// Records that the shared store has lost, and certificates that are newer than those in the shared store.
+    /// Records to write back: records that the shared store has lost, and certificates that are newer than the stored
+    /// ones.
     unshared: Vec<String>,
 }
 
@@ -152,8 +153,8 @@ impl Storage {
         Ok(Storage { directory, lock: None, shared: None, records, unshared: Vec::new() })
     }
 
-    /// Share the records with other gateways through the store. From the records in the directory, only the
-    /// certificates are used.
+    /// Share the records with other gateways through the store. From now on, only the certificates are used from the
+    /// records in the directory.
     pub(super) fn share(&mut self, shared: SharedRecords) {
         self.shared = Some(shared);
         self.records.retain(|record, _| record.ends_with(CERTIFICATE));
@@ -188,7 +189,7 @@ impl Storage {
 
     async fn read(&mut self) -> Result<(), StorageError> {
         let Some(shared) = &mut self.shared else {
-            // While this process holds the lock, no other process writes.
+            // Read nothing while this process holds the lock, because no other process writes then.
             if self.lock.is_none() {
                 self.records = self.directory.read_all()?;
             }
@@ -200,7 +201,7 @@ impl Storage {
         let mut copied = Records::new();
         for (record, content) in std::mem::take(&mut self.records) {
             let is_certificate = record.ends_with(CERTIFICATE);
-            // Redis has lost all records, including the account.
+            // An empty result means that Redis has lost all records, including the account.
             let is_lost = has_lost_all && record == ACCOUNT;
             if is_lost || is_certificate && read.get(&record).is_none_or(|other| is_older(other, &content)) {
                 self.unshared.push(record.clone());
@@ -228,7 +229,7 @@ impl Storage {
             None if self.lock.is_some() => return Ok(true),
             None => {
                 let lock = self.directory.try_lock()?;
-                // Another process may have written records since they were last read.
+                // Read the records again, because another process may have written them since the last read.
                 self.records = self.directory.read_all()?;
                 self.lock = lock;
                 return Ok(self.lock.is_some());
@@ -283,8 +284,9 @@ impl Storage {
         })
     }
 
-    /// Write a record. With a shared store, also copy a certificate to the directory. If the store cannot be reached,
-    /// the certificate is copied and used nevertheless. If another gateway has acquired the lock, it is not.
+    /// Write a record. With a shared store, also copy a certificate to the directory, even if the store cannot be
+    /// reached: the gateway then uses the local copy. Do not copy the certificate if another gateway has acquired the
+    /// lock.
     ///
     /// # Errors
     /// The record cannot be written, or another gateway has acquired the lock.

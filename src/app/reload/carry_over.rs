@@ -14,7 +14,7 @@ use crate::upstream::UpstreamSettings;
 #[derive(Debug, thiserror::Error)]
 pub enum CarryOverError {
     /// These keys changed, but a change of these keys requires a restart.
-    #[error("{} cannot change while the gateway runs: restart it, or leave {} as before", .0.join(", "), pronoun(.0))]
+    #[error("{} cannot change while the gateway runs: restart it, or keep {} unchanged", .0.join(", "), pronoun(.0))]
     RestartRequired(Vec<String>),
     /// These new certificates have expired or are not valid yet. The variant contains the file and the reason.
     #[error("{}", .0.join("\n"))]
@@ -116,7 +116,7 @@ impl CompiledConfig {
             let Some(known) = previous.upstream_tls.iter().find(|known| tls.is_same_as(known)) else { continue };
             *tls = known.clone();
             let settings = self.upstreams.iter_mut().find(|settings| settings.name == tls.name);
-            // `get_mut` succeeds, because the new settings are not shared yet.
+            // `get_mut` cannot fail, because the new settings are not shared yet.
             if let Some(settings) = settings.and_then(Arc::get_mut) {
                 tls.attach_tls(settings);
             }

@@ -1,5 +1,5 @@
 //! Reload of changed files: the configuration, and the keys, consumers and certificates that it names. If a file is
-//! invalid, its previous content stays in force.
+//! invalid, the gateway keeps using its previous content.
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -25,8 +25,8 @@ pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatch
     watcher.ok()
 }
 
-/// Return the configuration file and the files that it includes. These files come first, because a successful reload
-/// reads the other files as well and ends this watch.
+/// Return the configuration file and the files that it includes. This group is the first one, because a successful
+/// reload also reads the other files and replaces this watcher.
 fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
     // The directories are part of the group: a new directory must be watched, even if it is empty.
     let all = |ConfigFiles { main, included, directories }| -> Vec<FileSnapshot> {
@@ -43,7 +43,7 @@ fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
     let configuration = configuration.clone();
     let reload = move |files: &[FileSnapshot]| {
         if all(configuration.last_attempt()) != files {
-            // The reload thread logs the result.
+            // Ignore the result, because the reload thread logs it.
             let _ = configuration.reload(ReloadCause::FileChanged).blocking_recv();
         }
     };

@@ -30,7 +30,8 @@ impl AdminCounters {
         let overrides = empty_overrides(config);
         let client = match &config.admin {
             None => Err(CountersUnavailable(
-                "the counters are in the memory of the running gateway; add [admin], so that explain can read them"
+                "the counters are in the memory of the running gateway; add the table [admin], so that explain can \
+                 read them"
                     .to_owned(),
             )),
             Some(_) => AdminClient::from_config(config_path, config)
@@ -50,7 +51,7 @@ impl AdminCounters {
 }
 
 fn counters_unavailable(error: &anyhow::Error) -> CountersUnavailable {
-    // Print only the outermost context of the error: the causes are errors of the operating system.
+    // Print only the outermost message of the error, because its causes are errors of the operating system.
     CountersUnavailable(format!("cannot read the counters in the memory of the running gateway: {error}"))
 }
 
@@ -77,7 +78,7 @@ impl Counters for AdminCounters {
         let client = self.client.as_ref().map_err(CountersUnavailable::clone)?;
         let (mut outcomes, mut granted) = (Vec::new(), 1);
         for check in checks {
-            // Limit names and identity hashes need no percent-encoding.
+            // Do not percent-encode limit names and identity hashes, whose characters are valid in queries.
             let cost = check.required().max(1);
             let target = format!("/api/identities?limit={}&identity={}&cost={cost}", check.limit.name, check.identity);
             let response = client.request(Method::GET, &target, None).map_err(|error| counters_unavailable(&error))?;

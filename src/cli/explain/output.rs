@@ -245,7 +245,7 @@ fn max_width<'a>(names: impl Iterator<Item = &'a str>) -> usize {
     names.map(|name| name.chars().count()).max().unwrap_or(0).min(MAX_NAME_WIDTH)
 }
 
-/// Write one item: the name in the left column and its lines in the right column.
+/// Write one item of the explanation: the name in the left column, and its lines in the right column.
 fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) -> io::Result<()> {
     let mut first = format!("  {name:width$}  ");
     for line in lines {

@@ -94,12 +94,13 @@ impl ClusterStore {
 
     /// Connect to all masters, so that the first request finds connections.
     pub async fn connect(&self) {
-        // Connecting to the queried node takes several round trips.
+        // Use the connect timeout, because discovering the cluster includes connecting, which takes several round
+        // trips.
         let discovered =
             timeout(self.0.settings.connect_timeout, self.0.cluster_map.slots_or_discover(|| self.discover())).await;
         let nodes = match &discovered {
             Ok(Ok(slots)) => slots.masters(),
-            // Nodes that cannot be reached are detected before the first request.
+            // Connect to all nodes, so that unreachable nodes are detected before the first request.
             Ok(Err(_)) | Err(_) => &self.0.seeds,
         };
         self.connect_to(nodes).await;
@@ -157,7 +158,8 @@ impl ClusterStore {
                 Ok(answer) => return Ok(answer),
                 Err(error) => error,
             };
-            // Even after another kind of error, another node may have become the master.
+            // After an error that is not a redirection, look up the owner of the slot again, because another node may
+            // have become the master.
             match parse_redirection(&error, &address) {
                 Some(Redirection::Moved(to)) => (address, asking) = (to, false),
                 Some(Redirection::Ask(to)) => {
@@ -241,7 +243,8 @@ impl ClusterStore {
         let mut known_nodes = self.lock_nodes();
         if known_nodes.slots.as_ref().map(Arc::as_ptr) != slots.as_ref().map(Arc::as_ptr) {
             let is_member = |address: &Address| slots.as_ref().is_none_or(|slots| slots.nodes().contains(address));
-            // A node that left and returned has a new circuit breaker, and the probes of the old one have ended.
+            // Keep a client only if it uses the current circuit breaker of its node. A node that left the cluster and
+            // returned has a new circuit breaker.
             known_nodes
                 .guards
                 .retain(|address, guard| is_member(address) && guard.uses_breaker(&cluster_map.breaker(address)));
@@ -274,7 +277,7 @@ impl ClusterStore {
             return self.scatter(deadline, operation, charges, is_same_identity).await;
         }
         match self.call_owner(deadline, operation, charges).await {
-            // The slot is being migrated, and its keys are on two nodes.
+            // Call the node for each key separately, because the slot is being migrated and its keys are on two nodes.
             Err(error) if is_try_again(&error) => self.scatter(deadline, operation, charges, |_, _| false).await,
             result => result,
         }

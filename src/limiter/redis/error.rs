@@ -8,7 +8,8 @@ use crate::limiter::clock::monotonic;
 use crate::limiter::redis::diagnosis;
 use crate::limiter::verdict::{ErrorReply, StoreError};
 
-/// Delay before a rejected call is sent again. Each further delay is twice as long, up to [`MAX_BACKOFF`].
+/// First delay before a call that Redis rejected is sent again. Each further delay is twice as long, up to
+/// [`MAX_BACKOFF`].
 const INITIAL_BACKOFF: Duration = Duration::from_millis(5);
 const MAX_BACKOFF: Duration = Duration::from_millis(100);
 
@@ -32,8 +33,8 @@ impl RedisErrorKind {
     pub fn from_error(error: &RedisError) -> Option<Self> {
         let (code, detail) = code_and_detail(error)?;
         Some(match code {
-            // Nothing was written: Redis does not stop a script that has written, and changes its role only between
-            // scripts.
+            // After these errors, nothing was written: Redis does not stop a script that has written, and changes its
+            // role only between scripts.
             "LOADING" | "BUSY" | "CLUSTERDOWN" | "MASTERDOWN" | "READONLY" => RedisErrorKind::Retryable,
             "MOVED" | "ASK" | "TRYAGAIN" => RedisErrorKind::Redirect,
             "OOM" | "MISCONF" | "NOREPLICAS" => RedisErrorKind::WritesRejected,
@@ -42,8 +43,7 @@ impl RedisErrorKind {
                 RedisErrorKind::Script
             }
             REDIS_6_CALL_ERROR => RedisErrorKind::Script,
-            // NOPERM, NOAUTH, WRONGPASS and unknown codes. Clients cannot cause these errors, so they are failures of
-            // the store.
+            // NOPERM, NOAUTH, WRONGPASS and unknown codes are failures of the store, because clients cannot cause them.
             _ => RedisErrorKind::Fatal,
         })
     }

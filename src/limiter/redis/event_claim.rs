@@ -22,7 +22,7 @@ pub struct EventClaim<'a> {
 /// An entry of a stream.
 #[derive(Debug)]
 pub struct StreamEntry<'a> {
-    /// Key of the stream. The whole name of the stream is the hash tag of the claim.
+    /// Key of the stream. The hash tag of the claim is the name of the stream, so both keys are in one slot.
     pub stream: &'a str,
     /// Approximate number of entries to keep.
     pub max_length: u64,

@@ -25,7 +25,8 @@ pub struct OverrideEntry {
     /// Instant until which the record is active, in µs since the Unix epoch by Redis' clock. For a removed override,
     /// the value is 0.
     pub expires_at_us: u64,
-    /// Instant until which the record is kept, so that no gateway restores a record that it replaced.
+    /// Instant until which the record is kept. Until then, no gateway can restore an older record that this record has
+    /// replaced.
     pub keep_until_us: u64,
 }
 
@@ -38,7 +39,7 @@ pub struct Snapshot {
     pub entries: Vec<OverrideEntry>,
 }
 
-/// The state of a field as the writing gateway knows it.
+/// The newest record of a field that the writing gateway knows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct KnownRevision {
     /// Revision of the record. 0: the revision is unknown.
@@ -120,7 +121,7 @@ fn overrides_command<'a>(
 pub enum WriteStatus {
     /// The record is written.
     Written,
-    /// No record had to be removed or restored.
+    /// Redis had no record to remove, or had the same or a newer record.
     Unchanged,
     /// The maximum number of records is reached.
     TooMany,

@@ -114,7 +114,7 @@ pub enum RedisEndpoint {
     Sentinel(Arc<Sentinels>),
     /// A node of a cluster.
     Node(Client),
-    /// Any of these, over streams that the redis crate does not open.
+    /// Any of the other endpoints, over streams that the redis crate does not open.
     Dialed {
         /// Address and login.
         client: Client,
@@ -175,7 +175,7 @@ impl RedisEndpoint {
             }
             RedisEndpoint::Sentinel(sentinels) => {
                 format!(
-                    "neither a Sentinel nor the master `{}` answers in time; are they stopped?",
+                    "neither a Sentinel nor the master `{}` answers in time; check whether they are running",
                     sentinels.master_name
                 )
             }
@@ -209,8 +209,8 @@ impl Sentinels {
     }
 
     /// Return the master after the latest failover. After a graceful failover, the previous master accepts writes for
-    /// about ten seconds. After these ten seconds, the Sentinels close all connections to the previous master.
-    /// Connections must move to the new master before that time.
+    /// about ten seconds. Then the Sentinels close all its connections, so connections must move to the new master
+    /// within these ten seconds.
     async fn current_master(&self, connect_timeout: Duration) -> Option<Address> {
         if self.is_due(monotonic()) {
             let replies = self.sentinels.iter().map(|sentinel| Box::pin(self.query_epoch(sentinel, connect_timeout)));
@@ -262,7 +262,8 @@ impl Sentinels {
                 self.login.client_for(&master).map_err(|error| ConnectError::new(&error.to_string()))
             }
             Ok((None, _)) => Err(ConnectError::new(&format!(
-                "the Sentinels know no master `{}`; the name after the `/` of store.url is that of `sentinel monitor`",
+                "the Sentinels know no master `{}`; the name after the `/` in store.url must be the name in \
+                 `sentinel monitor`",
                 self.master_name
             ))),
             Err(error) => Err(error),

@@ -116,7 +116,7 @@ impl ServerStore {
         let result = self.batcher.enqueue(deadline, purpose, operation, charges).await;
         breaker.record_write(operation, charges, &result);
         result.map_err(|error| {
-            // The batcher records calls without a reply.
+            // Record only replies here, because the batcher records calls without a reply.
             if self.batcher.is_failure_reply(&error) {
                 self.batcher.call_failed(epoch, &error, ProbeCall::from_charges(charges));
             }
@@ -160,7 +160,7 @@ impl ServerStore {
     }
 
     async fn query_slots(&self, address: &Address) -> Result<SlotMap, StoreError> {
-        // Connecting takes several round trips and has a separate timeout.
+        // Connect first, with the connect timeout, because connecting takes several round trips.
         let mut connection = checkout(&self.batcher.connections).await?;
         let mut command = redis::cmd("CLUSTER");
         command.arg("SLOTS");

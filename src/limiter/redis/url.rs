@@ -78,7 +78,7 @@ fn build_client(url: impl IntoConnectionInfo, certificates: Option<&TlsCertifica
 
 /// Parts of `//user:password@host:port,host:port/path?query`. A URL with one host is a special case of this form.
 struct UrlParts<'a> {
-    /// User and password, including the `@`.
+    /// User and password, with the `@` at the end.
     credentials: &'a str,
     hosts: Vec<&'a str>,
     path: &'a str,
@@ -142,8 +142,7 @@ fn sentinels(
         build_client(info, certificates).map_err(|error| unusable_url(&error))
     });
     let sentinels: Vec<_> = sentinels.collect::<Result<_, String>>()?;
-    // The Sentinels report the address of the master. In this template, the first host is a placeholder for the host of
-    // the master.
+    // Use the first host as a placeholder: the Sentinels report the address of the master later.
     let template = build_client(connection_info(tls, user, hosts[0], 6379, &database)?, certificates)
         .map_err(|error| unusable_url(&error))?;
     let name = percent_decode_str(path).decode_utf8_lossy().into_owned();

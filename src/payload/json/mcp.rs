@@ -67,7 +67,7 @@ fn mirrored_name(message: &Message) -> Option<&str> {
     match message.method.as_deref()? {
         TOOLS_CALL | "prompts/get" => message.name.as_deref(),
         "resources/read" => message.uri.as_deref(),
-        // These methods belong to the MCP extension for tasks (SEP-2663).
+        // The task methods are defined by the MCP extension for tasks (SEP-2663).
         "tasks/get" | "tasks/update" | "tasks/cancel" => message.task_id.as_deref(),
         _ => None,
     }
@@ -140,7 +140,7 @@ mod tests {
             (old, &[], ""),
             (old, &[("mcp-protocol-version", "2025-11-25")], ""),
             (old, &[V], "Mcp-Method header is missing"),
-            // A header that is not required must still match, because another server may trust it.
+            // Check a header even if it is not required, because another server may trust it.
             (old, &[("mcp-name", "b")], "Mcp-Name header does not match"),
             (old, &[("mcp-method", "tools/list")], "Mcp-Method header does not match"),
             (r#"{"method":"notifications/x"}"#, &[V], ""),

@@ -19,7 +19,7 @@ impl JsonPointer {
     pub fn parse(text: &str) -> Option<Self> {
         let mut segments = Vec::new();
         for segment in text.strip_prefix('/')?.split('/') {
-            // RFC 6901 §3: `~` is always followed by 0 or 1.
+            // Reject `~` that is not followed by 0 or 1 (RFC 6901 §3).
             let mut parts = segment.split('~').skip(1);
             if !parts.all(|part| part.starts_with(['0', '1'])) {
                 return None;

@@ -45,7 +45,7 @@ pub enum RpcError {
     /// The batch has too many messages.
     #[error("the JSON-RPC batch has more than {MAX_BATCH} messages")]
     LongBatch,
-    /// A member that determines the limit is invalid.
+    /// A member that determines the tool or method is invalid.
     #[error("`{0}` of the JSON-RPC message {1}")]
     Member(&'static str, String),
     /// An MCP header does not match the body.
@@ -133,7 +133,7 @@ pub(super) struct MessageReader {
 
 impl MessageReader {
     pub(super) fn found(&mut self, index: usize, value: JsonValue) {
-        // An ambiguous value stays ambiguous.
+        // Do not replace the value if it is already ambiguous.
         if !matches!(self.members[index], Some(JsonValue::Ambiguous(_))) {
             self.members[index] = Some(value);
         }
@@ -158,7 +158,8 @@ impl MessageReader {
 
     pub(super) fn end_batch(&mut self) {
         self.messages.is_batch = true;
-        // JSON-RPC 2.0 §6: a response to a whole batch has no id, because it belongs to no single message.
+        // Return no id for a batch, because an error for the whole batch belongs to no single message (JSON-RPC 2.0
+        // §6).
         self.messages.id = Value::Null;
         if self.messages.list.is_empty() {
             self.error.get_or_insert(RpcError::EmptyBatch);

@@ -19,8 +19,8 @@ pub enum Provider {
 }
 
 impl Provider {
-    /// Return the API that the canonical path of a request belongs to. `is_anthropic` is true if the request has the header
-    /// `anthropic-version`.
+    /// Return the API that the canonical path of a request belongs to. `is_anthropic` is true if the request has the
+    /// header `anthropic-version`.
     pub fn from_request(path: &str, is_anthropic: bool) -> Self {
         let last = operation(path);
         if is_anthropic || last == "messages" || path.contains("/messages/count_tokens") {
@@ -50,7 +50,7 @@ impl Provider {
                 }),
             ),
             Provider::OpenAi | Provider::Ollama => {
-                // The Completions API, which preceded Chat Completions.
+                // The older Completions API, whose events differ from Chat Completions.
                 let is_text = operation(path) == "completions" && !path.contains("/chat/completions");
                 let choice = |index| match is_text {
                     true => json!({ "index": index, "text": "", "finish_reason": "length" }),
@@ -74,8 +74,8 @@ impl Provider {
         }
     }
 
-    /// Return the body of an error response in the format of this provider. `limit_unit` is the quota unit of the exceeded
-    /// limit, if a limit is exceeded.
+    /// Return the body of an error response in the format of this provider. `limit_unit` is the quota unit of the
+    /// exceeded limit, if a limit is exceeded.
     pub fn error_body(self, status: u16, limit_unit: Option<&str>, message: &str) -> Vec<u8> {
         let body = match self {
             Provider::OpenAi => {

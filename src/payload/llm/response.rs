@@ -191,7 +191,7 @@ impl ResponseMeter {
             return None;
         }
         let mut usage = reported.unwrap_or_default();
-        // Every request has input tokens, so zero means that the provider did not report them.
+        // Use the estimate if the reported input is 0, because every request has input tokens.
         let has_input = usage.input > 0;
         if !has_input {
             usage.input = input;
@@ -248,7 +248,7 @@ impl JsonSink for Tally {
         }
         let Some(usage) = usage else { return };
         let reported = self.reported.unwrap_or_default();
-        // Gemini reports the output only with its last chunks. Anthropic sends a first count at the start.
+        // Compare with the text, because a report may be early: Anthropic sends a first count at the start of a stream.
         if usage.output > 0 && usage.output >= reported.output {
             self.unreported_output = 0;
         }
@@ -263,7 +263,7 @@ pub fn is_usage_event(event: &[u8]) -> bool {
         choices: Vec<IgnoredAny>,
         usage: Option<IgnoredAny>,
     }
-    // Most events have choices, and need not be parsed.
+    // Parse only events that contain `[]`, because most events have choices.
     if memmem::find(event, b"[]").is_none() {
         return false;
     }

@@ -69,7 +69,7 @@ struct UsageObject {
     input_tokens: Count,
     output_tokens: Count,
     input_tokens_details: Option<Details>,
-    // Anthropic, in addition to `input_tokens`.
+    // Anthropic reports these tokens in addition to `input_tokens`.
     cache_creation_input_tokens: Count,
     cache_read_input_tokens: Count,
     // Gemini.

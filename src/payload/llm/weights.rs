@@ -31,13 +31,13 @@ impl Weights {
     pub fn cost(&self, usage: TokenUsage) -> u64 {
         let cached = usage.cached_input.min(usage.input);
         let parts = [(usage.input - cached, self.input), (cached, self.cached_input), (usage.output, self.output)];
-        // Each product is less than 2^94: a count has 64 bits, and a weight has 30 bits.
+        // The sum cannot overflow: each product is less than 2^94, because a count has 64 bits and a weight has 30
+        // bits.
         let thousandths: u128 = parts.into_iter().map(|(tokens, weight)| u128::from(tokens) * u128::from(weight)).sum();
         u64::try_from(thousandths.div_ceil(1000)).map_or(MAX_COST, |cost| cost.min(MAX_COST))
     }
 
-    /// Return the cost of a request before its response. The function assumes that no input token is cheaper than
-    /// another.
+    /// Return the cost of a request before its response. The function assumes that no input token is cached.
     pub fn reservation(&self, input: u64, output: u64) -> u64 {
         let input_weight = self.input.max(self.cached_input);
         Weights { input: input_weight, ..*self }.cost(TokenUsage { input, cached_input: 0, output })
@@ -91,7 +91,7 @@ impl NamePattern {
         let Some(mut rest) = parts.next().and_then(|first| model.strip_prefix(first)) else { return false };
         let Some(last) = parts.next_back() else { return rest.is_empty() };
         for part in parts {
-            // Using the leftmost occurrence leaves the most text for the parts that follow.
+            // Use the leftmost occurrence, which leaves the most text for the following parts.
             let Some(at) = rest.find(part) else { return false };
             rest = &rest[at + part.len()..];
         }
@@ -118,7 +118,7 @@ mod tests {
         ] {
             assert_eq!(weights.cost(TokenUsage { input, cached_input, output }), expected, "{input} {cached_input}");
         }
-        // Three parts of one third each cost one, not three.
+        // The sum is rounded once: three costs of one third are 1, not 3.
         let thirds = Weights { input: 333, cached_input: 333, output: 334 };
         assert_eq!(thirds.cost(TokenUsage { input: 2, cached_input: 1, output: 1 }), 1);
     }

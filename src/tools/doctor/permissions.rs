@@ -77,7 +77,8 @@ pub(super) async fn check_permissions(
     eval.arg(ACL_CHECK_SCRIPT).arg(1).arg(server.probe_key(&requirements.prefix)).arg(&commands);
     let refused = match connection.call::<Value>(&eval).await {
         Err(CallError::ErrorReply(error)) => {
-            // The status is failed instead of skipped, because the gateway also needs EVAL.
+            // Report a failure instead of a skipped check if EVAL is not permitted, because the gateway needs EVAL as
+            // well.
             return Ok(Check::from_redis_error("permissions", &error)
                 .with_status(Status::Failed)
                 .with_advice(ACL_ADVICE));
@@ -88,7 +89,7 @@ pub(super) async fn check_permissions(
         return Ok(Check::skipped("permissions", "the server sent an unexpected reply"));
     };
     let Some(refused) = refused else {
-        return Ok(Check::skipped("permissions", "this server cannot check permissions; Redis can from 7.0 on"));
+        return Ok(Check::skipped("permissions", "this server cannot check permissions, which requires Redis 7.0"));
     };
     let missing: Vec<_> =
         refused.iter().filter_map(|position| commands.get(position - 1)).map(|words| acl_rule(words)).collect();
@@ -132,12 +133,12 @@ fn required_commands(rules: &[Rule], counts_usage: bool) -> Vec<&'static str> {
     commands
 }
 
-/// Write a command in the form of a rule of `ACL SETUSER`.
+/// Return a command in the syntax of `ACL SETUSER`, such as `+config|get`.
 fn acl_rule(command_words: &str) -> String {
     let mut command_words = command_words.split(' ');
     match (command_words.next().unwrap_or_default(), command_words.next()) {
         ("script", Some(subcommand)) => format!("+script|{subcommand}"),
-        // The user may lack the permission for the command or for the key.
+        // Name both permissions, because the user may lack the permission for the command or for the key.
         ("xadd", Some(stream)) => format!("+xadd ~{stream}"),
         (command, _) => format!("+{command}"),
     }
@@ -162,7 +163,7 @@ pub(super) async fn check_scripts(
                 .with_status(Status::Failed)
                 .with_advice("the server is not Redis, or does not use SHA-1"));
         }
-        // A script that is called without keys replies with the error RLARG and changes nothing.
+        // Call each script without keys: it then replies with the error RLARG and changes nothing.
         match connection.call::<Value>(redis::cmd("EVALSHA").arg(&sha).arg(0)).await {
             Err(CallError::ErrorReply(error)) if error.code() == Some("RLARG") => {}
             Err(failure) => return Err(failure),
@@ -172,7 +173,8 @@ pub(super) async fn check_scripts(
             }
         }
     }
-    // Redis loses all scripts at a restart. The gateway loads them again when it receives NOSCRIPT.
+    // NOSCRIPT is essential: Redis loses all scripts at a restart, and the gateway loads them again when it receives
+    // NOSCRIPT.
     match connection.call::<Value>(redis::cmd("EVALSHA").arg(UNKNOWN_SCRIPT_SHA).arg(0)).await {
         Err(CallError::ErrorReply(error)) if error.code() == Some("NOSCRIPT") => {}
         Err(failure) => return Err(failure),
@@ -184,7 +186,7 @@ pub(super) async fn check_scripts(
     Ok(Check::ok(
         "scripts",
         format!(
-            "{} loaded and replying; an unknown one gets NOSCRIPT",
+            "{} loaded and replying; an unknown script gets NOSCRIPT",
             pluralize(all_scripts(algorithms).count() as u64, "script")
         ),
     ))
@@ -201,7 +203,7 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
     };
-    // `run_checks` has verified that the server is of the configured kind.
+    // Not reached, because `run_checks` has verified that the server is of the configured kind.
     let store = ServerStore::new(&settings, server.endpoint.clone(), Arc::default(), Arc::default());
     let hasher = IdentityHasher::new("doctor");
     let identity = server.probe_identity;

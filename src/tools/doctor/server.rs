@@ -37,8 +37,8 @@ pub(super) async fn connect(client: &Client) -> Result<(DiagnosticConnection, Op
     let started_at = monotonic();
     let mut connection = DiagnosticConnection::open(client).await?;
     let elapsed = started_at.elapsed();
-    // A successful connection does not prove that the server is Redis, because without a password nothing has been
-    // exchanged.
+    // Send HELLO, because a successful connection does not prove that the server is Redis: without a password, nothing
+    // has been exchanged.
     let hello: Result<Value, _> = connection.call(&redis::cmd("HELLO")).await;
     let hello = match hello {
         Ok(reply) => HelloReply::read(&reply),
@@ -133,7 +133,7 @@ pub(super) async fn check_round_trip(
     );
     Ok(if median >= store_timeout {
         check.with_status(Status::Failed).with_advice(format!(
-            "Redis answers, but later than store.timeout: most checks follow on_store_error; {advised_timeout}"
+            "Redis replies later than store.timeout, so most checks follow on_store_error; {advised_timeout}"
         ))
     } else if store_timeout < median * TIMEOUT_HEADROOM {
         check
@@ -158,8 +158,8 @@ fn config_duration(duration: Duration) -> String {
     format!("{}ms", duration.as_micros().div_ceil(1000))
 }
 
-/// Compare the clock of Redis with the local clock. The result is never a warning, because limits use only the time of
-/// Redis.
+/// Compare the clock of Redis with the local clock. A difference is never a warning, because limits use only the time
+/// of Redis.
 pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let mut best: Option<(Duration, i64)> = None;
     for _ in 0..CLOCK_READINGS {
@@ -214,9 +214,10 @@ pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Resul
             let check =
                 Check::ok("memory", format!("{} of {} used ({percent} %)", format_mib(used), format_mib(max_bytes)));
             if percent >= 80 {
-                check
-                    .with_status(Status::Warning)
-                    .with_advice("raise maxmemory: a full Redis rejects every request whose state it must write")
+                check.with_status(Status::Warning).with_advice(
+                    "raise maxmemory, because a full Redis rejects writes, and requests that would be \
+                                  charged follow on_store_error",
+                )
             } else {
                 check
             }
@@ -251,7 +252,7 @@ fn assess_policy(policy: &str, max_bytes: u64) -> Check {
     }
     let advice = "use noeviction, on an instance for limits only: CONFIG SET maxmemory-policy noeviction";
     if max_bytes == 0 {
-        let found = format!("the policy {policy} evicts nothing while maxmemory is not set");
+        let found = format!("the policy {policy} evicts no keys while maxmemory is not set");
         return Check { message: found, ..check }.with_status(Status::Warning).with_advice(advice);
     }
     let effect = match policy {
@@ -274,7 +275,7 @@ pub(super) async fn check_evictions(connection: &mut DiagnosticConnection) -> Re
         format!("{} evicted since the start of the server or CONFIG RESETSTAT", pluralize(evicted, "key")),
     );
     Ok(if evicted > 0 {
-        let advice = "limits may have been among them: raise maxmemory or set noeviction, then CONFIG RESETSTAT";
+        let advice = "the evicted keys may contain limits: raise maxmemory or set noeviction, then CONFIG RESETSTAT";
         check.with_status(Status::Warning).with_advice(advice)
     } else {
         check
@@ -319,7 +320,7 @@ pub(super) async fn check_persistence(
         ));
     }
     let Some(overrides) = override_count(connection, prefix).await? else {
-        return Ok(Check::ok("persistence", "not needed: the overrides are on another node"));
+        return Ok(Check::ok("persistence", "not needed on this node, because another node stores the overrides"));
     };
     let check = Check::ok("persistence", format!("none; {} stored", pluralize(overrides, "override")));
     Ok(if can_set_overrides || overrides > 0 {
@@ -344,7 +345,8 @@ async fn override_count(connection: &mut DiagnosticConnection, prefix: &str) -> 
 
 /// Check the time after which the server replies BUSY while a script runs.
 pub(super) async fn check_script_time_limit(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
-    // Since Redis 7.0 the setting is called busy-reply-threshold, but all versions know the name used here.
+    // Use the older name of the setting, which all versions know. Since Redis 7.0, it is also called
+    // busy-reply-threshold.
     let limit = config_value(connection, "lua-time-limit").await?;
     Ok(match limit.parse() {
         Ok(limit_ms @ 1..SHORT_SCRIPT_LIMIT_MS) => {

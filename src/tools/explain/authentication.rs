@@ -51,7 +51,7 @@ pub(super) fn steps(config: &CompiledConfig, route: &Route, credentials: &Creden
     for index in &auth.providers {
         let provider = &config.auth.providers[*index];
         if !reports.iter().any(|report| *report.provider == *provider.name) {
-            let reason = "not checked: an earlier step decided".to_owned();
+            let reason = "not checked, because an earlier step decided".to_owned();
             reports.push(auth_report(provider, "not_checked", reason));
         }
     }
@@ -87,7 +87,7 @@ fn credential(provider: &AuthProvider) -> &'static str {
 
 fn pending_text(provider: &AuthProvider) -> String {
     match provider.kind {
-        ProviderKind::Forward(_) => "its server decides; explain does not call it",
+        ProviderKind::Forward(_) => "the authentication server decides, and explain does not call it",
         _ => "not verified",
     }
     .to_owned()

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use serde::Serialize;
 
-/// A report that says how the gateway would handle a request. The fields are those that `explain --json` prints.
+/// A report on how the gateway would handle a request. The fields are those that `explain --json` prints.
 #[derive(Debug, Serialize)]
 pub struct Explanation {
     /// The method of the request.
@@ -87,7 +87,7 @@ pub struct OtherRoute {
     /// The condition that does not match: `host`, `path`, `listener`, `method`, `header` or `query`. `specific` if the
     /// route matches, but another one is more specific.
     pub mismatch: &'static str,
-    /// The reason as text for people.
+    /// The reason, as text for users.
     pub reason: String,
 }
 
@@ -98,7 +98,7 @@ pub struct AccessReport {
     pub rule: &'static str,
     /// Whether the rule allows the client.
     pub allowed: bool,
-    /// The reason as text for people.
+    /// The reason, as text for users.
     pub reason: String,
 }
 
@@ -123,7 +123,7 @@ pub struct AuthReport {
     /// One of `absent`, `foreign` (the credential is not for this provider), `valid`, `invalid`, `forbidden`,
     /// `unavailable`, `pending` (an authentication server decides) and `not_checked`.
     pub result: &'static str,
-    /// The reason as text for people.
+    /// The reason, as text for users.
     pub reason: String,
 }
 

@@ -39,7 +39,7 @@ pub struct LogEntry<'l> {
     pub headers: Vec<(HeaderName, Cow<'l, [u8]>)>,
     /// Whether `client` is the address of the client instead of the address of the peer.
     pub is_client_resolved: bool,
-    /// The name of the route, if the log has it.
+    /// The name of the route, if the log contains it.
     pub route: Option<Cow<'l, str>>,
     /// The costs in the log, for each limit.
     pub costs: Vec<(Cow<'l, str>, u64)>,
@@ -139,8 +139,7 @@ pub const FORMAT_NAMES: [&str; 6] = ["common", "combined", "caddy", "alb", "clou
 impl Format {
     /// Return the format with this name, or parse the text as an nginx `log_format`.
     ///
-    /// # Errors
-    /// An error if the text is neither, or if the `log_format` lacks the time or the request.
+    /// # Errors An error if the text is neither, or if the `log_format` lacks the time or the request.
     pub fn from_name(name: &str) -> Result<Format, FormatError> {
         let template = |text| NginxFormat::new(text).map(|template| Format::Template(Box::new(template)));
         match name {
@@ -158,7 +157,7 @@ impl Format {
     /// Detect the format, which is the format that parses most of these lines and at least more than half of them. Also
     /// return the name of the format.
     pub fn detect(lines: &[&[u8]]) -> Option<(&'static str, Format)> {
-        // `combined` is before `common`, which also parses combined lines.
+        // Try `combined` before `common`, because the parser of `common` also accepts combined lines.
         let order = ["sluicegate", "caddy", "cloudfront", "alb", "combined", "common"];
         let try_format = |name: &'static str| {
             let mut format = Format::from_name(name).ok()?;
@@ -172,20 +171,19 @@ impl Format {
             }
             (read_count * 2 > total).then_some((read_count, name, format))
         };
-        // `max_by_key` returns the last maximum. In the reversed order, this is the first format.
+        // Reverse the order, because `max_by_key` returns the last maximum, and the first format must win.
         let best = order.into_iter().rev().filter_map(try_format).max_by_key(|(read_count, _, _)| *read_count);
         best.map(|(_, name, format)| (name, format))
     }
 
     /// Map log fields to request headers. `sample` is the first lines of the log.
     ///
-    /// # Errors
-    /// An error if the log has no field of this name. The error contains the name and the fields of the log.
+    /// # Errors An error if the log has no field of this name. The error contains the name and the fields of the log.
     pub fn map_fields(&mut self, mappings: &[FieldMapping], sample: &[&[u8]]) -> Result<(), (String, Vec<String>)> {
         match self {
             Format::Template(template) => template.map_fields(mappings),
             Format::CloudFront(cloudfront) => cloudfront.map_fields(mappings, sample),
-            // The lines of JSON logs may have different fields, so look up the fields in each line.
+            // Look up the fields in each line, because the lines of JSON logs may have different fields.
             Format::Caddy(CaddyFormat { mappings: own_mappings, .. })
             | Format::Native(NativeFormat { mappings: own_mappings, .. }) => {
                 own_mappings.extend_from_slice(mappings);
@@ -206,8 +204,7 @@ impl Format {
 
     /// Parse a line without its line ending. Return `None` if the line is a comment.
     ///
-    /// # Errors
-    /// An error if the line does not match the format.
+    /// # Errors An error if the line does not match the format.
     pub fn parse<'l>(&mut self, line: &'l [u8]) -> Result<Option<LogEntry<'l>>, LineError> {
         match self {
             Format::Template(template) => template.parse(line).map(Some),
@@ -228,8 +225,8 @@ impl<'l> LogEntry<'l> {
                 self.target = Cow::Borrowed(&line[target]);
             }
             Cow::Owned(mut line) => {
-                // Only the request target can contain escapes. The method must live longer than `line`, so only known
-                // methods are returned.
+                // Only the request target can contain escapes. Return only known methods, because the method must
+                // outlive `line`.
                 let Some(method) = known_method(&line[..method]) else { return };
                 self.method = method;
                 line.truncate(target.end);

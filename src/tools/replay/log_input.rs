@@ -75,8 +75,7 @@ impl std::fmt::Debug for LogInput {
 impl LogInput {
     /// Open a log file. The path `-` is standard input.
     ///
-    /// # Errors
-    /// An error if the file cannot be opened or read.
+    /// # Errors An error if the file cannot be opened or read.
     pub fn open(path: &Path, progress: &ReadProgress) -> io::Result<LogInput> {
         if path.as_os_str() == "-" {
             return LogInput::from_reader("stdin", Box::new(io::stdin().lock()), progress);
@@ -86,15 +85,14 @@ impl LogInput {
 
     /// Read a log from an open reader. Detect gzip by the first bytes.
     ///
-    /// # Errors
-    /// An error if the first read fails.
+    /// # Errors An error if the first read fails.
     pub fn from_reader(name: &str, input: Box<dyn Read>, progress: &ReadProgress) -> io::Result<LogInput> {
         let mut raw = BufReader::with_capacity(READ_BUFFER_BYTES, CountingReader(input, progress.clone()));
         let compressed = raw.fill_buf()?.starts_with(&GZIP_MAGIC);
         let input: Box<dyn Read> = if compressed { Box::new(MultiGzDecoder::new(raw)) } else { Box::new(raw) };
         let mut rest = BufReader::with_capacity(READ_BUFFER_BYTES, input);
         let mut sample = Vec::new();
-        // If a later read fails, the lines before the error are still read.
+        // Keep the error for later: the lines before it are still read.
         let failure = (&mut rest).take(READ_BUFFER_BYTES as u64).read_to_end(&mut sample).err();
         let reader = Box::new(Cursor::new(sample.clone()).chain(rest));
         Ok(LogInput { name: name.to_owned(), reader, sample, line_number: 0, line: Vec::new(), error: failure })
@@ -118,7 +116,7 @@ impl LogInput {
     /// Return the first non-empty lines of the log, without line endings.
     pub fn sample_lines(&self) -> Vec<&[u8]> {
         let mut lines: Vec<_> = self.sample.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii_end).collect();
-        // The sample may end in the middle of a line.
+        // Drop the last line, because the sample may end in the middle of it.
         if lines.len() > 1 {
             lines.pop();
         }
@@ -160,7 +158,8 @@ pub fn file_size(path: &Path) -> Option<u64> {
 // Merge of the requests of several logs in the order of time.
 //
 // Servers write a line at the end of a request, and each worker writes independently, so lines are out of order. Each
-// log is read ahead into a heap of `REORDER_WINDOW_LINES` requests. The earliest request of all heaps comes next.
+// log is read ahead into a heap of `REORDER_WINDOW_LINES` requests. The merge always returns the earliest request of
+// all heaps.
 
 /// Number of requests of each log that are sorted at a time. A request that is late by more lines than this is out of
 /// order.

@@ -191,7 +191,7 @@ pub(super) fn proposed_variant(
     let QuotaProposal { limit: name, quota: text, burst } = proposal;
     let standard = &compiled.limit.default_variant;
     let burst = match (&standard.rule, burst) {
-        // Keep a burst that is configured. If the burst equals the count of the quota, it follows the new quota.
+        // Keep a configured burst, unless it equals the count of the configured quota: it then follows the new quota.
         (Rule::TokenBucket(bucket), None) => Some(bucket.burst).filter(|burst| *burst != standard.quota.count),
         (Rule::TokenBucket(_), Some(burst)) => Some(*burst),
         (_, Some(_)) => return Err(ProposalError::NoBurst(name.clone())),

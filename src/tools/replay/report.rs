@@ -314,8 +314,8 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
         let sampled = format_count(statistics.sampled, "request stands", "requests stand");
         let total = format_count(statistics.sampled_total.round() as u64, "request", "requests");
         notes.push(format!(
-            "the log is a sample: {sampled} for about {total}; limits deny less in this replay than in the gateway. Replay a log \
-             without `sample`"
+            "the log is a sample: {sampled} for about {total}. In this replay, limits deny fewer requests than in the \
+             gateway. Replay a log without `sample`"
         ));
     }
     if statistics.out_of_order > 0 {
@@ -342,7 +342,8 @@ pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String
     });
     if has_short_window && !statistics.has_subsecond && statistics.requests > 0 {
         notes.push(
-            "times in this log are whole seconds: replay may deny requests in short windows that were allowed"
+            "times in this log are whole seconds: with short windows, the replay may deny requests that the gateway \
+             would allow"
                 .to_owned(),
         );
     }
@@ -365,8 +366,7 @@ const MAX_NAMED_IDENTITIES: usize = 5;
 
 /// Write a report to the terminal.
 ///
-/// # Errors
-/// An error if nothing can be written to `out`.
+/// # Errors An error if nothing can be written to `out`.
 pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()> {
     let logs = match &report.logs[..] {
         [one] => one.clone(),
@@ -492,7 +492,7 @@ fn write_chart(limit: &LimitSummary, out: &mut impl Write) -> io::Result<()> {
     let columns: Vec<u64> =
         limit.series.chunks(steps_per_column).map(|steps| steps.iter().map(|step| step.denied).sum()).collect();
     let highest = columns.iter().copied().max().unwrap_or(1).max(1);
-    // Round up, so that every bar for a count above 0 is visible.
+    // Round up, so that each count above 0 has a visible bar.
     let bar = |denied: &u64| CHART_BARS[(denied * 8).div_ceil(highest) as usize];
     let step = format_span(limit.step_seconds * steps_per_column as u64);
     writeln!(

@@ -114,7 +114,8 @@ impl<'a> Simulation<'a> {
         self.run_scheduled(now_us);
         self.advance_clock(now_us);
         self.sequence += 1;
-        // A permit id is `first_permit_id` plus the index of the limit. The lowest 8 bits are reserved for this index.
+        // Reserve the lowest 8 bits for the index of the limit, because a permit id is `first_permit_id` plus this
+        // index.
         let first_permit_id = self.sequence << 8;
         let checks: Vec<_> = replay_checks
             .iter()
@@ -132,7 +133,7 @@ impl<'a> Simulation<'a> {
             })
             .collect();
         let charges = checks.iter().map(|check| check.charge(DecidedBy::Store, first_permit_id));
-        // Usage totals do not influence any decision.
+        // Count no usage, because usage totals do not influence decisions.
         let charges: Vec<_> = charges.map(|charge| Charge { usage: None, ..charge }).collect();
         let verdict = self.store.decide(Operation::Check, &charges);
         let decision = Decision::new(verdict, DecidedBy::Store, checks.iter());
@@ -336,8 +337,7 @@ impl TimeSeries {
     pub fn points(&self) -> Vec<(u64, u64, u64)> {
         let ends = self.steps.first_key_value().zip(self.steps.last_key_value());
         let Some(((first, _), (last, _))) = ends else { return Vec::new() };
-        // With steps of the greatest length, `MAX_STEPS` does not limit their number, because log times may span
-        // centuries.
+        // Do not merge steps of the greatest length, even above `MAX_STEPS`, because log times may span centuries.
         let steps = (*first..=*last).take(2 * MAX_STEPS as usize);
         let point = |step: u64| {
             let (requests, denied) = self.steps.get(&step).copied().unwrap_or_default();

@@ -3,8 +3,8 @@
 //! First, all groups are read (peeked), and they are charged only if none denies. A denied request therefore rarely
 //! holds tokens of other limits. If two requests race for the last token, the loser refunds what other groups granted
 //! and reads the states again, so that its denial does not include its own charges. The loser may still be denied
-//! because of tokens that another request refunds one round trip later. Such a denial is never cached (see
-//! [`Verdict::decided_at_us`]).
+//! because of tokens that another request refunds one round trip later. For this reason, denials by several calls are
+//! never cached (see [`Verdict::decided_at_us`]).
 
 use std::ops::Range;
 use std::pin::pin;
@@ -89,7 +89,7 @@ impl ClusterStore {
                 None => groups.push(vec![indexed_charge]),
             }
         }
-        // Run a separate task, because a client that disconnects must not cancel refunds.
+        // Run the calls in a separate task, so that a client that disconnects does not cancel refunds.
         let cluster = self.clone();
         let charge_count = charges.len();
         let (result_sender, verdict) = oneshot::channel();
@@ -133,7 +133,7 @@ impl ClusterStore {
             let mut peeked = self.call_all(deadline, Operation::Peek, groups).await;
             if min_granted(&peeked) == 0 {
                 if peeked.iter().any(is_denial) {
-                    // The request is denied, whatever the failed groups would have replied.
+                    // One denial is sufficient: the request is denied even if other groups failed.
                     peeked.retain(|(_, answer)| answer.is_ok());
                 }
                 return drop(result_sender.send(merge(peeked, 0, charge_count)));
@@ -149,13 +149,13 @@ impl ClusterStore {
                 }
                 return;
             }
-            // The charges of this attempt must not deny the next attempt.
+            // Wait for the refunds, so that the charges of this attempt cannot cause the denial of the next one.
             if timeout_at(deadline.into(), refunds.as_mut()).await.is_err() {
                 let _ = result_sender.send(Err(StoreError::LateReply));
                 return refunds.await;
             }
         }
-        // Other requests have won each race. The remaining tokens change with each round trip.
+        // Deny the request, because other requests have taken the last token in each attempt.
         let mut asked = self.call_all(deadline, Operation::Peek, groups).await;
         asked.retain(|(_, answer)| answer.is_ok());
         let saturated = |verdict| self.saturated(verdict);
@@ -193,7 +193,8 @@ impl ClusterStore {
         groups: impl Iterator<Item = &'a [(usize, ShardCharge)]>,
     ) -> Vec<ShardResult<'a>> {
         let cost = |owned: &ShardCharge| match operation {
-            // A deferred cost needs only one token now. `TakeUpTo` can take any number of tokens.
+            // In these two cases the amount differs from the cost: a deferred cost charges nothing yet, and `TakeUpTo`
+            // can take fewer tokens.
             Operation::Peek if owned.mode.is_deferred() => 1,
             _ => owned.cost,
         };
@@ -299,13 +300,14 @@ fn merge(results: Vec<ShardResult<'_>>, granted: u64, charge_count: usize) -> Re
     let mut merged = Verdict { decided_at_us: vec![0; charge_count], ..verdict };
     for (group, answer) in results {
         let verdict = answer.map_err(|error| match error {
-            // This group was not executed, but other groups may have been.
+            // The merged error must not say that nothing was executed: this group was not executed, but other groups
+            // may have been.
             error if error.is_overload() => StoreError::LateReply,
             error if error.is_not_executed() => StoreError::Unreachable(error.to_string()),
             error => error,
         })?;
         merged.now_us = merged.now_us.max(verdict.now_us);
-        // The outcomes include the tokens that will be refunded.
+        // Add the surplus tokens that will be refunded, because the outcomes include their charge.
         merged.charged_later = merged.charged_later.max(verdict.granted.saturating_sub(granted));
         for ((charge_index, _), outcome) in group.iter().zip(verdict.outcomes) {
             merged.outcomes[*charge_index] = outcome;
@@ -323,7 +325,7 @@ mod tests {
     #[test]
     fn merged_error_never_reports_not_executed() {
         let refused = ErrorReply::new("OOM", "");
-        // The expected values of `is_overload` and `is_outage`.
+        // Each case has an error and the expected values of `is_overload` and `is_outage`.
         let cases = [
             (StoreError::Overloaded, true, false),
             (StoreError::LateReply, true, false),

@@ -122,7 +122,7 @@ impl CloudFrontFormat {
             let us = parse_iso8601(&second).ok_or(LineError::InvalidTime)?;
             self.last_second = (second, us);
         }
-        // CloudFront logs the time at which it finished the response.
+        // Subtract the duration, because CloudFront logs the time at which the response ended.
         entry.time_us = self.last_second.1.saturating_sub(entry.duration_us.unwrap_or(0));
         if let Some(query) = query {
             entry.target = Cow::Owned([&*entry.target, b"?", query].concat());
@@ -140,7 +140,7 @@ impl Column {
             "cs-method" => ColumnRole::Method,
             "cs-uri-stem" => ColumnRole::Path,
             "cs-uri-query" => ColumnRole::Query,
-            // `cs(Host)` is the domain name of the distribution, not the host that the client requested.
+            // Ignore `cs(Host)`, which is the domain name of the distribution, not the host that the client requested.
             "x-host-header" => ColumnRole::Host,
             "sc-status" => ColumnRole::Status,
             "time-taken" => ColumnRole::Duration,

@@ -130,7 +130,7 @@ impl NginxFormat {
         let headers = self.variables.iter().flat_map(|variable| &variable.headers).cloned().collect();
         FormatCapabilities {
             client: self.has(FieldRole::Client),
-            // ALB logs contain absolute URLs.
+            // Split absolute URLs, which ALB logs contain.
             host: self.has(FieldRole::Host) || self.variables.iter().any(|variable| variable.name == "elb"),
             query: self.has(FieldRole::Request) || self.has(FieldRole::Target) || self.has(FieldRole::Query),
             certificate_subject: self.has(FieldRole::Subject),
@@ -187,7 +187,7 @@ impl NginxFormat {
             (Some(start_time_us), _) => {
                 (entry.time_us, entry.duration_us) = (start_time_us, Some(at.saturating_sub(start_time_us)))
             }
-            // Servers write a line at the end of its request.
+            // Subtract the duration, because servers write a line at the end of the request.
             (None, Some(duration_us)) => entry.time_us = at.saturating_sub(duration_us),
             (None, None) => entry.time_us = at,
         }

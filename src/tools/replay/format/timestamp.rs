@@ -58,7 +58,7 @@ fn parse_local(text: &[u8]) -> Option<u64> {
     let (zone_hours, zone_minutes) =
         (parse_digits(&text[text.len() - 4..][..2])?, parse_digits(&text[text.len() - 2..])?);
     let day = parse_digits(&[*d0, *d1])?;
-    // jiff rejects second 60, so a leap second becomes second 59.
+    // Replace second 60 with 59, because jiff rejects leap seconds.
     let second = second.min(59);
     let civil = DateTime::new(year as i16, month as i8, day as i8, hour as i8, minute as i8, second as i8, 0).ok()?;
     let utc = civil.to_zoned(jiff::tz::TimeZone::UTC).ok()?.timestamp().as_second();

@@ -36,7 +36,7 @@ impl fmt::Display for Escaped<'_> {
 /// Render a report as an HTML page.
 pub fn render_page(report: &ReplayReport) -> String {
     let mut out = String::new();
-    // Writing to a String cannot fail.
+    // Ignore the result, because writing to a `String` cannot fail.
     let _ = write_page(report, &mut out);
     out
 }
@@ -166,7 +166,7 @@ fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
         }
         let height = |count: u64| CHART_HEIGHT * count as f64 / highest as f64;
         let (all, denied) = (height(point.requests), height(point.denied));
-        // Bars that are too narrow for a gap have no gap between them.
+        // Omit the gap between bars that are too narrow for it.
         let (left, bar_width) = (index as f64 * width, if width > 4.0 { width - 1.0 } else { width });
         writeln!(
             out,
