@@ -93,7 +93,7 @@ pub enum AppError {
     /// A thread or its tokio runtime cannot be started.
     #[error("cannot start a worker: {0}")]
     Worker(#[source] io::Error),
-    /// A thread panicked.
+    /// A thread of the gateway panicked.
     #[error("a worker thread panicked")]
     Panic,
 }

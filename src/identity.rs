@@ -48,7 +48,8 @@ pub struct IdentitySpec {
     pub descriptors: Vec<Descriptor>,
     /// Handling of requests that lack a part of the identity.
     pub on_missing: OnMissing,
-    /// Whether the limit does not apply to requests without a JSON-RPC message for the part, whatever `on_missing` is.
+    /// Whether the limit does not apply to requests without a JSON-RPC message for the part, regardless of
+    /// `on_missing`.
     pub skips_other_messages: bool,
     /// Methods to which the limit applies. An empty list means all methods.
     pub methods: Vec<Method>,
@@ -69,13 +70,13 @@ pub struct Exemptions {
 /// The attributes of a request from which identities are computed.
 #[derive(Debug)]
 pub struct RequestAttributes<'a> {
-    /// Method.
+    /// Method of the request.
     pub method: &'a Method,
     /// Host that was used for routing.
     pub host: &'a str,
-    /// Path in canonical form.
+    /// Path of the request in canonical form.
     pub path: &'a str,
-    /// Query.
+    /// Query of the request, without the `?`.
     pub query: Option<&'a str>,
     /// Request headers.
     pub headers: &'a HeaderMap,
@@ -89,7 +90,7 @@ pub struct RequestAttributes<'a> {
     pub client_cert_subject: Option<&'a str>,
     /// The credentials that the providers of the route have verified.
     pub credentials: &'a Credentials<'a>,
-    /// The source of the tier.
+    /// The source from which the gateway takes the tier of the client.
     pub tier_source: &'a TierSource,
     /// Name of the route.
     pub route_name: &'a str,
@@ -102,22 +103,22 @@ pub struct RequestAttributes<'a> {
 /// Reason why a request has no identity.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityError {
-    /// The request has no API key. The variant contains the text about the headers of the provider.
+    /// The request has no API key. The text names the headers in which the provider looks for a key.
     #[error("{0}")]
     MissingApiKey(Arc<str>),
-    /// The request has several values for the part.
+    /// The request has several values for one part of the identity.
     #[error("the {0} is present more than once")]
     Ambiguous(Descriptor),
-    /// The value has bytes that servers interpret differently.
+    /// The value of a part has bytes that servers interpret differently.
     #[error("the {0} contains bytes that servers interpret differently")]
     Malformed(Descriptor),
-    /// The value in the body cannot be an identity. The variant contains the reason.
+    /// The value in the body cannot be an identity, for this reason.
     #[error("the {0} {1}")]
     Unusable(Descriptor, &'static str),
     /// The messages of a JSON-RPC batch have several values for the part.
     #[error("the batch has messages with different values of the {0}: send them in separate requests")]
     Mixed(Descriptor),
-    /// The request lacks the part.
+    /// The request has no value for one part of the identity.
     #[error("the {0} is required")]
     Missing(Descriptor),
 }
@@ -145,7 +146,7 @@ pub enum IdentityLookup {
     OtherMethod,
     /// A part is missing, and the limit skips such requests.
     Missing(IdentityError),
-    /// The identity is exempt.
+    /// The identity is exempt from the limit.
     Exempt,
 }
 
@@ -269,35 +270,35 @@ fn octets(address: IpAddr) -> Vec<u8> {
 /// One part of an identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Descriptor {
-    /// Consumer of the API key.
+    /// `api-key`: consumer of the API key.
     ApiKey,
-    /// Client network.
+    /// `ip`: the client network, which contains the client address.
     Ip,
-    /// Header that trusted proxies set.
+    /// Value of a header that trusted proxies set.
     User(HeaderName),
-    /// Header that the client sends.
+    /// Value of a header that the client sends.
     Header(HeaderName),
-    /// Cookie.
+    /// Value of the cookie with this name.
     Cookie(Box<str>),
-    /// Query parameter, decoded.
+    /// Decoded value of the query parameter with this name.
     Query(Box<str>),
     /// Value of a path parameter of the route.
     Path(Box<str>),
-    /// Claim of the bearer token.
+    /// Value of the claim with this name in the bearer token.
     Jwt(Box<str>),
     /// Subject of the client certificate.
     ClientCert,
     /// Name of the user of Basic authentication.
     Basic,
-    /// Header of the authentication server.
+    /// Value of a header that the authentication server has sent.
     Forward(HeaderName),
     /// Host that was used for routing.
     Host,
-    /// Method.
+    /// Method of the request.
     Method,
-    /// Value of the JSON body.
+    /// Value at this pointer in the JSON body.
     Json(JsonPointer),
-    /// Part of a JSON-RPC message.
+    /// A part of the JSON-RPC message in the body.
     Rpc(RpcSource),
     /// One identity for all clients.
     Global,

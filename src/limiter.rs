@@ -132,7 +132,7 @@ impl Limiter {
     /// - The limit has no room in the memory store, and its `on_store_error` is not `"allow"`.
     pub async fn check<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         match checks.iter().find_map(|check| Some((check, check.limit.queue_policy?))) {
-            // Box the future, because only few requests need its memory.
+            // Box the future, because only the few requests that are queued need its memory.
             Some((queued_check, queue_policy)) => Box::pin(self.check_queued(checks, queued_check, queue_policy)).await,
             None => self.check_now(checks).await,
         }

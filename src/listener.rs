@@ -222,7 +222,7 @@ impl Server {
         let drain = self.drain.clone();
         let new_connection =
             |peer| HttpConnection { gateway, peer: Arc::new(peer), settings, activity, buffer_budget, drain };
-        // Box the future, because a task reserves space for its largest future.
+        // Box the future, because the task would otherwise reserve space for it until the connection is closed.
         let close_reason = match acceptor {
             None => {
                 let protocol = tokio::select! {
@@ -273,7 +273,7 @@ impl Server {
                 CloseReason::WriteStalled | CloseReason::TruncatedResponse => reset_on_close(&stream),
                 CloseReason::RequestUnread => {
                     if let Some(_permit) = connection_limits.try_acquire_lingering() {
-                        // Box the future, because few connections need a lingering close.
+                        // Box the future, because only few connections need space for a lingering close.
                         Box::pin(lingering_close(stream)).await;
                     }
                 }
@@ -305,7 +305,7 @@ impl Server {
         self.record_handshake_failure(HandshakeFailure::PlainHttp, None, client, &[]);
         timeout_at(deadline, stream.write_all(&handshake::plain_http_response())).await??;
         if let Some(_permit) = self.connection_limits.try_acquire_lingering() {
-            // Box the future, because few connections need a lingering close.
+            // Box the future, because only few connections need space for a lingering close.
             Box::pin(lingering_close(stream)).await;
         }
         Ok(())

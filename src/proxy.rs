@@ -69,7 +69,7 @@ pub struct Gateway {
     /// count, and workers must not contend for it.
     sinks: Arc<TelemetrySinks>,
     request_metrics: Arc<RequestMetrics>,
-    /// Index of the worker.
+    /// Index of the worker thread.
     worker: usize,
 }
 
@@ -181,7 +181,7 @@ impl Gateway {
                     // Check access before the body of a denied client is read.
                     access::check(context, &target, None, request)?;
                 }
-                // Box the future, because only few requests need space for it.
+                // Box the future, because only the few requests whose body is read need space for it.
                 Box::pin(inspection::read_for_route(context, request, body)).await?;
                 let no_values = JsonBody::default();
                 let values = context.body.as_ref().and_then(|body| body.json()).unwrap_or(&no_values);
@@ -211,7 +211,7 @@ impl Gateway {
                 authentication::resume_from_cache(context, route, &mut credentials, pending, &target, request);
         }
         if route.rate_limits.reads_body() && (authenticated.is_ok() || pending_provider(&authenticated).is_some()) {
-            // Box the future, because only few requests need space for it.
+            // Box the future, because only the few requests whose body is read need space for it.
             Box::pin(inspection::inspect(context, route, &target, request, body)).await?;
         }
         let decision = if let Some(pending) = pending_provider(&authenticated) {
@@ -353,7 +353,7 @@ struct ConfigSnapshot {
 }
 
 impl ConfigSnapshot {
-    /// Create the first snapshot.
+    /// Create the snapshot of the configuration with which the worker starts.
     pub(crate) fn new(
         config: Arc<CompiledConfig>,
         clusters: &[Arc<UpstreamCluster>],

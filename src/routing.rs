@@ -23,9 +23,9 @@ use crate::routing::pattern::{PathForm, PathPattern, Segment};
 pub struct RouteMatch {
     /// Hosts in lower case without port; `*.example.com` means all subdomains. An empty list means any host.
     pub hosts: Vec<String>,
-    /// Path pattern.
+    /// Path pattern that the path must match.
     pub path: PathPattern,
-    /// Methods. An empty list means all methods.
+    /// Methods of which the request must have one. An empty list means all methods.
     pub methods: Vec<Method>,
     /// Indices of the listeners. An empty list means all listeners.
     pub listeners: Vec<usize>,
@@ -45,17 +45,17 @@ impl RouteMatch {
 pub struct RouteRequest<'a> {
     /// Host in lower case without port.
     pub host: &'a str,
-    /// Path in canonical form.
+    /// Path of the request in canonical form.
     pub path: &'a str,
     /// The request target as it was received, of which only the query is used.
     pub uri: &'a Uri,
-    /// The method.
+    /// The method of the request.
     pub method: &'a Method,
-    /// The headers.
+    /// The headers of the request.
     pub headers: &'a HeaderMap,
     /// Index of the listener that accepted the connection.
     pub listener: usize,
-    /// The body, for conditions on it.
+    /// The body of the request, which conditions on the body test.
     pub body: RouteBody<'a>,
 }
 
@@ -76,7 +76,7 @@ pub enum NoMatch {
     Ambiguous(JsonPointer),
 }
 
-/// All routes.
+/// The routes of a configuration, indexed by host and path.
 #[derive(Debug)]
 pub struct RouteTable<T> {
     exact_hosts: HashMap<Box<str>, HostRoutes<T>>,
@@ -321,7 +321,7 @@ impl Search<'_> {
     }
 
     /// Return the best match below a node: literal segments come before parameters, and parameters before catch-all
-    /// patterns. The search visits each node at most once, whatever the path is.
+    /// patterns. The search visits each node at most once, regardless of the path.
     fn descend<'t, T>(&mut self, node: &'t Node<T>, remaining: Option<&str>) -> Option<&'t RouteEntry<T>> {
         let Some(remaining) = remaining else { return self.pick_entry(&node.terminal) };
         let (segment, next) = match remaining.split_once('/') {

@@ -121,7 +121,7 @@ pub struct CompiledConfig {
 /// The values that are read from request bodies for routes and limits, in one pass.
 #[derive(Debug, Default)]
 pub struct BodyInspection {
-    /// The values.
+    /// Pointers to the JSON values that are read.
     pub pointers: Arc<[JsonPointer]>,
     /// Whether a limit reads JSON-RPC messages.
     pub reads_messages: bool,
@@ -174,7 +174,7 @@ pub struct StoreSettings {
 /// A limit, with the identity and cost of its requests.
 #[derive(Debug, Clone)]
 pub struct CompiledLimit {
-    /// The limit.
+    /// The limit with its compiled rules.
     pub limit: Arc<LimitSpec>,
     /// Identity that the limit counts.
     pub identity_spec: IdentitySpec,

@@ -84,7 +84,7 @@ pub enum ClientAuth {
 #[derive(Debug)]
 pub struct ClientVerifier(Arc<dyn ClientCertVerifier>);
 
-/// TLS of one listener.
+/// TLS settings and certificates of one listener.
 #[derive(Debug)]
 pub struct DownstreamTls {
     certificates: Arc<SniResolver>,
@@ -188,7 +188,7 @@ impl DownstreamTls {
         }
     }
 
-    /// Take over the certificates of another configuration, if this listener has no certificate files.
+    /// Use the certificates of the previous configuration, unless this listener has certificate files.
     pub fn use_managed(&self, certificates: &Arc<ManagedCertificates>) {
         if let SniResolver::Managed(_, managed) = &*self.certificates {
             managed.store(certificates.clone());

@@ -48,7 +48,7 @@ pub enum Protocol {
 /// Error of a request that got no response from an upstream.
 #[derive(Debug, thiserror::Error)]
 pub enum UpstreamError {
-    /// No endpoint is usable.
+    /// No endpoint is healthy enough to receive requests.
     #[error("upstream `{upstream}` has no healthy server")]
     NoHealthyEndpoint {
         /// Name of the upstream.
@@ -81,10 +81,10 @@ pub enum UpstreamError {
     Reset {
         /// Name of the upstream.
         upstream: Box<str>,
-        /// Error of hyper.
+        /// The error that hyper reported.
         source: hyper::Error,
     },
-    /// The response is malformed.
+    /// The response of the upstream is malformed.
     #[error("invalid response from upstream `{upstream}`: {fault}")]
     InvalidResponse {
         /// Name of the upstream.
@@ -316,9 +316,9 @@ impl EndpointPools {
 /// Settings of one upstream (`[upstream.NAME]`).
 #[derive(Debug, PartialEq)]
 pub struct UpstreamSettings {
-    /// Name in the configuration.
+    /// Name of the upstream in the configuration.
     pub name: Box<str>,
-    /// Servers. Not empty.
+    /// Servers of the upstream. The list is not empty.
     pub servers: Vec<UpstreamServerSettings>,
     /// Protocol of all servers.
     pub protocol: Protocol,

@@ -262,9 +262,9 @@ fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Admin
 
 // === `/api/top`: the identities with the most denials, or the highest costs of LLM requests ===
 
-/// Default of `count`: number of identities per limit.
+/// Number of identities per limit in a response if the query has no `count`.
 const DEFAULT_COUNT: u64 = 10;
-/// Maximum of `count`.
+/// Maximum of the query parameter `count`.
 const MAX_COUNT: u64 = 96;
 
 #[derive(Serialize)]

@@ -30,7 +30,7 @@ pub(super) struct AdminConnections(Mutex<OpenConnections>);
 
 #[derive(Debug, Default)]
 struct OpenConnections {
-    /// In order of acceptance.
+    /// The open connections, in the order in which they were accepted.
     entries: BTreeMap<u64, ConnectionEntry>,
     accepted_count: u64,
 }

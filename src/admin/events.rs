@@ -569,7 +569,8 @@ mod history_tests {
     fn history_keeps_a_bounded_number_of_seconds() {
         let start = monotonic();
         let mut history = history(start);
-        // At the second snapshot, a denial is already counted and its response is not, so `allowed` is smaller by one.
+        // The number of allowed requests is the number of responses minus denials. At the second snapshot, a denial is
+        // counted before its response, so `allowed` is smaller by one.
         assert_eq!([9, 12].map(|allowed| history.add(snapshot(start, 0, allowed)).0.allowed), [0, 2]);
         for second in 0..HISTORY_SECONDS as u64 {
             history.add(snapshot(start, 1000 * second, 13 + second));

@@ -81,7 +81,7 @@ pub enum AcmeError {
     /// The storage directory cannot be used.
     #[error("cannot use acme.storage {}: {source}", path.display())]
     Storage {
-        /// The directory.
+        /// Path of the storage directory.
         path: PathBuf,
         /// The I/O error of the operating system.
         source: io::Error,

@@ -44,7 +44,7 @@ pub(crate) fn default_path() -> Option<PathBuf> {
 #[derive(Debug)]
 pub(super) struct AdminSocketFile {
     path: PathBuf,
-    /// Name of the file now.
+    /// Current path of the socket file, which changes when the socket is renamed.
     current: PathBuf,
     /// Device and inode of the file, because another process may have replaced it.
     id: (u64, u64),

@@ -40,7 +40,7 @@ const MAX_LOCATION: usize = 200;
 /// The reason why the keys of a URL cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum JwksError {
-    /// There is no response.
+    /// The key set server sent no response.
     #[error(transparent)]
     Fetch(#[from] FetchError),
     /// The request and its response took too long.
@@ -75,10 +75,10 @@ impl JwksError {
     }
 }
 
-/// A key set as it was fetched.
+/// A key set that the gateway has fetched from a URL.
 #[derive(Debug)]
 pub struct FetchedKeys {
-    /// The keys.
+    /// The keys with which tokens may be signed.
     pub keys: KeySet,
     /// The reasons why keys of the set were skipped.
     pub skipped: Vec<KeySetError>,

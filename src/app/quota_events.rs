@@ -111,7 +111,7 @@ pub(super) struct EventThread {
 /// The reason why an attempt failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DeliveryError {
-    /// There is no response.
+    /// The webhook sent no response.
     #[error(transparent)]
     Fetch(#[from] FetchError),
     /// The request and its response took too long.
@@ -120,7 +120,7 @@ pub enum DeliveryError {
     /// The status of the response is not 2xx.
     #[error("the server responded with status {0}")]
     Status(u16),
-    /// The stream cannot be written.
+    /// The event cannot be added to the Redis stream.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -139,7 +139,7 @@ impl EventThread {
                 let store = deps.connect();
                 run(Arc::new(Courier { deps, store, lanes: Mutex::default() }), events, stopped).await;
             });
-            // Do not wait for a DNS lookup that blocks a thread.
+            // Do not wait for a DNS lookup that still blocks a thread of the runtime.
             runtime.shutdown_background();
             Ok(())
         };
@@ -193,7 +193,7 @@ async fn run(courier: Arc<Courier>, mut events: Receiver<QuotaEvent>, stop: Canc
     }
 }
 
-/// Delivers events.
+/// Delivers quota events to their destinations.
 #[derive(Debug)]
 struct Courier {
     deps: EventDeps,

@@ -33,7 +33,7 @@ type Maintained = (Arc<CompiledConfig>, Clusters, mpsc::Sender<Infallible>);
 #[derive(Debug)]
 pub(super) struct MaintenanceThread(UnboundedSender<Maintained>);
 
-/// The running tasks.
+/// The running tasks: DNS lookups, health checks and refreshes of key sets.
 #[derive(Default)]
 struct MaintenanceTasks {
     /// Clusters with DNS names, and the task that resolves the names.

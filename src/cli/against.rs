@@ -99,7 +99,7 @@ struct KnownIdentity {
     is_anonymous: bool,
 }
 
-/// The usage of an identity.
+/// How much of a quota an identity has used in the running gateway.
 struct Usage {
     /// An identity in a response of `/api/identities`.
     status: Value,

@@ -277,12 +277,12 @@ fn check_store(
         }
         Ok(warnings)
     });
-    // Do not wait for a DNS lookup that blocks a thread.
+    // Do not wait for a DNS lookup that still blocks a thread of the runtime.
     tokio_runtime.shutdown_background();
     Ok(result.map_err(|error: ConnectError| error.to_string()))
 }
 
-// The guarantees of limits: the maximum cost that each quota admits, whatever clients send.
+// The guarantees of limits: the maximum cost that each quota admits, regardless of what clients send.
 
 /// Number of seconds in the shortest month.
 const SHORTEST_MONTH_SECONDS: f64 = 28.0 * 86_400.0;

@@ -67,7 +67,7 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
 
 // The command-line arguments, and the request that they describe.
 
-/// The arguments.
+/// The arguments of `sluicegate explain`.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
     /// Method of the request, such as GET
@@ -182,7 +182,7 @@ impl Arguments {
 }
 
 impl Arguments {
-    /// Return the body.
+    /// Return the request body that the arguments give.
     fn body(&self) -> Result<Vec<u8>, ArgumentError> {
         let Some(text) = &self.body else { return Ok(Vec::new()) };
         match text.strip_prefix('@') {

@@ -137,7 +137,7 @@ impl ReplayObserver for ProgressDisplay {
 
 // The arguments.
 
-/// The arguments.
+/// The arguments of `sluicegate replay`.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct Arguments {
     /// Read these access logs, plain or gzipped; `-` is standard input

@@ -15,7 +15,7 @@ pub struct Difference {
     pub name: Option<String>,
     /// The difference as text: `added`, `removed`, or each changed key with its old and its new value.
     pub text: String,
-    /// Whether both configurations have the entry.
+    /// Whether both configurations have the entry, with different values.
     pub is_change: bool,
 }
 

@@ -17,7 +17,7 @@ use crate::config::secrets::redact;
 pub struct Issue {
     /// Byte range in the file. `None` for an issue of the whole file.
     pub span: Option<Range<usize>>,
-    /// The error.
+    /// The text that describes the error or warning.
     pub message: String,
     /// What the operator can do about the error.
     pub hint: Option<String>,

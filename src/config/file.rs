@@ -30,7 +30,7 @@ use crate::config::{
 /// A parsed file, with the issues that were found while parsing it.
 #[derive(Debug)]
 pub struct ParsedFile<T> {
-    /// The deserialized values.
+    /// The values of the file, as the types of the configuration.
     pub value: T,
     /// Texts of the file and of the files that it includes.
     pub sources: Sources,
@@ -62,7 +62,7 @@ impl UnresolvedValue {
 /// How to report environment variables that are not set and have no default.
 #[derive(Debug, Clone, Copy)]
 pub enum UnsetVariables<'a> {
-    /// Report the variables as errors.
+    /// Report variables that are not set as errors.
     Error,
     /// Report the variables as warnings if any text would be valid in their place, such as a password.
     WarnIfValid,

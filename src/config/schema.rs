@@ -73,7 +73,7 @@ fn remove_null(object: &mut Map<String, Value>) {
         let only = only.take();
         object.remove("anyOf");
         for (key, value) in only.as_object().into_iter().flatten() {
-            // Keep attributes of the key, which take precedence over attributes of its type.
+            // Do not replace the attributes of the key, because they take precedence over the attributes of its type.
             object.entry(key).or_insert_with(|| value.clone());
         }
     }

@@ -33,7 +33,7 @@ const HEADER_RULE_KEYS: [&str; 2] = ["request_headers", "response_headers"];
 /// Tables whose keys are names that the administrator chooses.
 const NAMED_TABLES: [&str; 5] = ["auth", "limit", "upstream", "tiers", "notify"];
 
-/// Keys of `[auth.NAME]` that are not secret, whatever their names and the names below them are.
+/// Keys of `[auth.NAME]` that are not secret, regardless of their names and of the names below them.
 const PUBLIC_AUTH_KEYS: [&str; 5] = ["forward_credential", "claims", "request_headers", "response_headers", "cache"];
 
 /// Keys in `cost` of a limit that counts the tokens of an LLM API.
@@ -57,7 +57,7 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         return false;
     }
     if let ["limit", _, "cost", "models", ..] = path {
-        // Names of models.
+        // The keys of `models` are names of models, which are not secret.
         return false;
     }
     if let ["notify", _, "webhook"] = path {

@@ -205,7 +205,7 @@ impl HttpBody for Body {
         *bytes_sent += frame.data_ref().map_or(0, |data| data.len() as u64);
         if is_ended {
             if let BodyKind::Upstream(upstream) = kind {
-                // Set the same read limit as when the body is dropped.
+                // Limit further reads, as when the body is dropped, because the body has ended.
                 upstream.limit_reads(ReadLimit::Small);
             }
             *kind = BodyKind::Full(None);
@@ -247,7 +247,7 @@ impl HttpBody for Body {
 }
 
 impl BodyKind {
-    /// Return when the body must be aborted.
+    /// Return the time at which the gateway must abort the body.
     fn deadline(&self) -> Option<Instant> {
         match self {
             BodyKind::Upstream(upstream) => upstream.deadline.as_ref().map(|deadline| deadline.instant),

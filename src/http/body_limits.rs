@@ -57,7 +57,7 @@ impl Deadline {
         Deadline { instant, timer: LazyTimer::default() }
     }
 
-    /// Return ready when the deadline has passed.
+    /// Return `Poll::Ready` when the deadline has passed.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.timer.poll(self.instant, cx)
     }
@@ -116,7 +116,7 @@ pub(super) struct MinRateTimer {
     limits: UploadLimits,
     credit: Duration,
     waiting_since: Option<Instant>,
-    /// Time at which the total time ends.
+    /// Time at which `total_timeout` expires. `None` before the first wait for the client.
     end: Option<Instant>,
     timer: LazyTimer,
 }
@@ -127,7 +127,7 @@ impl MinRateTimer {
         MinRateTimer { limits, credit, waiting_since: None, end: None, timer: LazyTimer::default() }
     }
 
-    /// Record received bytes.
+    /// Count received bytes towards the minimum rate.
     pub(super) fn received(&mut self, bytes: usize) {
         let waited = self.waiting_since.take().map_or(Duration::ZERO, |since| since.elapsed());
         if let Some(credit_us) = (bytes as u64 * 1_000_000).checked_div(self.limits.min_rate) {
@@ -331,7 +331,7 @@ pub struct ReadBound(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     most: AtomicU64,
-    /// Task of the connection, while its reads are paused.
+    /// Waker of the connection's task, while reads from the connection are paused.
     paused: AtomicWaker,
 }
 
@@ -343,7 +343,7 @@ pub struct ReadLimitedStream<S> {
 }
 
 impl ReadBound {
-    /// Limit all reads from now on.
+    /// Apply this limit to all later reads from the connection.
     pub fn set(&self, reads: ReadLimit) {
         let Shared { most, paused } = &*self.0;
         let reads = reads as u64;

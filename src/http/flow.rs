@@ -122,7 +122,7 @@ impl InFlightRequest {
         InFlightRequest { activity: self.activity.clone(), flow: self.flow.clone() }
     }
 
-    /// Return the flow of the request.
+    /// Return the flow of the HTTP/1.x connection or HTTP/2 stream of the request.
     pub fn flow(&self) -> &Arc<StreamFlow> {
         &self.flow
     }
@@ -176,7 +176,7 @@ pub struct StreamFlow {
     is_multiplexed: bool,
     /// Buffered bytes of the response.
     buffered: AtomicUsize,
-    /// Woken when buffered bytes are written.
+    /// Waker of the task that waits until buffered bytes are written.
     written_waker: AtomicWaker,
     /// Twice the number of chunks that were passed to hyper, plus one while the last chunk prevents hyper from taking
     /// the next one.
@@ -369,7 +369,7 @@ impl WriteWatchdog {
         WriteWatchdog { flow, timeout, seen_counter: 0, deadline: *EPOCH, timer: LazyTimer::default() }
     }
 
-    /// Return the flow.
+    /// Return the flow that the watchdog observes.
     pub fn flow(&self) -> &StreamFlow {
         &self.flow
     }

@@ -7,7 +7,7 @@ use http::HeaderValue;
 /// A variable in the value of a header rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Variable {
-    /// Address of the client.
+    /// `{client_ip}`: IP address of the client.
     ClientIp,
     /// Request id.
     RequestId,
@@ -17,7 +17,7 @@ pub enum Variable {
     Route,
     /// Host that was used for routing.
     Host,
-    /// Method.
+    /// Method of the request.
     Method,
     /// Path in canonical form, without the query and before a rewrite.
     Path,

@@ -108,7 +108,7 @@ impl HeaderAliases {
         aliases
     }
 
-    /// Return whether the set has no names.
+    /// Return whether the set contains no header names.
     pub fn is_empty(&self) -> bool {
         self.folded.is_empty()
     }
@@ -344,7 +344,7 @@ fn append_element(headers: &mut HeaderMap, name: HeaderName, element: HeaderValu
 pub fn join_cookies(headers: &mut HeaderMap) {
     let name = http::header::COOKIE;
     if headers.len() == headers.keys_len() {
-        // Each header has a single line.
+        // If no header has several lines, there is at most one `Cookie` line.
         return;
     }
     if headers.get_all(&name).iter().nth(1).is_some() {
@@ -403,13 +403,13 @@ pub enum Direction {
 /// Headers to remove, and headers to set to a single value that replaces existing values.
 #[derive(Debug, Default)]
 pub struct HeaderMutations {
-    /// Names and values to set.
+    /// Headers to set, with their values.
     pub set: Vec<(HeaderName, HeaderValue)>,
-    /// Names to set, with values that depend on the request.
+    /// Headers to set, with values that depend on the request.
     pub templates: Vec<(HeaderName, ValueTemplate)>,
-    /// Names to remove.
+    /// Names of the headers to remove.
     pub remove: Vec<HeaderName>,
-    /// Aliases of the headers above, which are also removed from requests.
+    /// Aliases of the headers to set and to remove, which are also removed from requests.
     pub aliases: HeaderAliases,
     /// Whether the changes apply to responses with which the gateway rejects a request.
     pub on_errors: bool,
@@ -443,7 +443,7 @@ impl HeaderMutations {
         RenderedValues(self.templates.iter().map(|(_, template)| render(template)).collect())
     }
 
-    /// Remove and set the headers.
+    /// Apply the changes to the headers of a message: remove headers, then set headers.
     pub fn apply(&self, headers: &mut HeaderMap, values: &RenderedValues) {
         for name in &self.remove {
             headers.remove(name);

@@ -25,7 +25,7 @@ use crate::http::headers::has_padding;
 /// moved often.
 pub struct RequestBody(Option<Box<RequestBodyInner>>);
 
-/// A body that is not empty.
+/// The state of a request body that is not empty.
 struct RequestBodyInner {
     source: BodySource,
     progress: Arc<UploadProgress>,
@@ -51,7 +51,7 @@ struct RequestBodyInner {
 /// A body that was read before it is sent to an upstream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReadBody {
-    /// The whole body.
+    /// The body was read to its end.
     Whole(Bytes),
     /// The body is longer than the maximum that may be read.
     TooLong,
@@ -426,7 +426,7 @@ type OnTeeEnd = Box<dyn FnOnce(Result<RequestBody, TeeError>) + Send + Sync>;
 /// read into.
 pub struct BodyTee {
     content: Vec<u8>,
-    /// Maximum length, for which memory is reserved.
+    /// Maximum length of the copy in bytes. The gateway reserves memory for this length.
     max: usize,
     reservation: Option<BufferReservation>,
     /// `None` after the hook was called.
@@ -537,7 +537,7 @@ impl HttpBody for RequestBody {
 
 impl Drop for RequestBodyInner {
     fn drop(&mut self) {
-        // Poll the body: whether a chunked body has ended is unknown before.
+        // Poll the body, because the end of a chunked body is unknown until the body is polled.
         if let Some(flow) = self.flow.as_ref().filter(|_| !self.progress.is_done()) {
             flow.abandon_request();
         }
@@ -550,7 +550,7 @@ impl Drop for RequestBodyInner {
 /// Maximum length in bytes of a request body that is read to its end so that the connection can be reused.
 const MAX_DRAINED_BODY: u64 = 64 << 10;
 
-/// Maximum time to read such a body.
+/// Maximum time to read and discard the rest of a request body after an early response.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Return whether the response may be sent before the request has been read, so that the connection must then be

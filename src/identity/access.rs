@@ -206,12 +206,12 @@ pub enum AccessDecision<'r> {
     NotAllowed,
 }
 
-/// The source of a network.
+/// Where the configuration lists a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ListSource<'r> {
-    /// The configuration file.
+    /// The network is written in the configuration file.
     Inline,
-    /// This file of networks.
+    /// The network is in this file of networks.
     File(&'r str),
 }
 
@@ -223,7 +223,7 @@ impl AccessDecision<'_> {
 }
 
 impl AccessRules {
-    /// Decide about a client address.
+    /// Decide whether the rules allow a client address.
     pub fn decide(&self, client: IpAddr) -> AccessDecision<'_> {
         if let Some(source) = self.deny.find(client) {
             return AccessDecision::Denied(source);

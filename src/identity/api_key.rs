@@ -77,13 +77,13 @@ pub struct Consumers(HashMap<[u8; 8], ConsumerKey>);
 pub struct ConsumerKey {
     /// Hash of the key.
     pub hash: KeyHash,
-    /// The consumer.
+    /// The consumer that owns the key.
     pub consumer: Arc<Consumer>,
     /// Restrictions of the key. `None` if the key is valid on all routes and never expires.
     pub terms: Option<Box<KeyTerms>>,
 }
 
-/// Restrictions of a key.
+/// Restrictions that apply to an API key, such as its expiry and routes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct KeyTerms {
     /// Name of the key, for logs.
@@ -141,7 +141,7 @@ impl Consumers {
         }
     }
 
-    /// Return the keys.
+    /// Return the keys of all consumers.
     pub fn keys(&self) -> impl Iterator<Item = &ConsumerKey> {
         self.0.values()
     }
@@ -151,7 +151,7 @@ impl Consumers {
         self.0.values().map(|key| &key.consumer)
     }
 
-    /// Return whether there are no keys.
+    /// Return whether no consumer has a key.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

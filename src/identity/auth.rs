@@ -26,15 +26,15 @@ pub struct AuthProvider {
 /// The kind of a provider, with its settings.
 #[derive(Debug)]
 pub enum ProviderKind {
-    /// API keys.
+    /// `api-key`: the provider verifies API keys.
     ApiKey(ApiKeyProvider),
-    /// Bearer tokens (JWT).
+    /// `jwt`: the provider verifies bearer tokens (JWT).
     Jwt(JwtVerifier),
-    /// The verified client certificate of the connection.
+    /// `client-cert`: the provider requires a verified client certificate.
     ClientCert,
-    /// User names and passwords.
+    /// `basic`: the provider verifies user names and passwords.
     Basic(BasicProvider),
-    /// A server that decides about each request.
+    /// `forward`: the provider asks a server about each request.
     Forward(ForwardProvider),
 }
 
@@ -142,7 +142,7 @@ pub enum AuthError {
     /// The API key has expired.
     #[error("the API key has expired")]
     ExpiredApiKey(KeySource),
-    /// The API key is not for this route.
+    /// The API key is restricted to other routes.
     #[error("the API key is not valid for this route")]
     ApiKeyRoute,
     /// The headers have different API keys.
@@ -182,9 +182,9 @@ pub enum AuthError {
 /// The form in which a client sent an API key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeySource {
-    /// As a bearer token.
+    /// The client sent the key as a bearer token.
     Bearer,
-    /// The header has another scheme, or no scheme.
+    /// The client sent the key with another scheme, or without a scheme.
     Other,
 }
 
@@ -202,7 +202,7 @@ impl ProviderKind {
 }
 
 impl AuthProvider {
-    /// Return the headers that the provider reads.
+    /// Return the request headers in which the provider looks for credentials.
     pub fn headers(&self) -> impl Iterator<Item = &HeaderName> {
         let (places, names): (&[KeyPlace], &[HeaderName]) = match &self.kind {
             ProviderKind::ApiKey(keys) => (&keys.places, &[]),

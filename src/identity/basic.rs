@@ -143,7 +143,7 @@ type Fingerprint = [u8; 32];
 pub enum BasicLookup {
     /// The credentials belong to this user.
     Verified(Box<str>),
-    /// The password must be hashed.
+    /// The password must be hashed and compared with the stored hash.
     Unverified(UnverifiedUser),
 }
 
@@ -386,7 +386,7 @@ impl HtpasswdError {
 }
 
 impl Htpasswd {
-    /// Return whether there are no users.
+    /// Return whether the file lists no users.
     pub fn is_empty(&self) -> bool {
         self.hashes.is_empty()
     }
@@ -481,7 +481,7 @@ impl PasswordHash {
 
 // === apr1: the MD5 of Apache's htpasswd, a variant of FreeBSD's crypt ===
 
-/// Length of an encoded digest.
+/// Length of an apr1 digest in its text form.
 const APR1_LENGTH: usize = 22;
 
 /// Digits of the encoding, in the order of their values.

@@ -10,7 +10,7 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 pub struct ClientIpResolver {
     /// Networks of trusted proxies.
     pub trusted_proxies: Vec<IpNet>,
-    /// Header with the hops.
+    /// Header in which proxies list the addresses of the client and of earlier proxies.
     pub header: HeaderName,
     /// Prefix length of an IPv4 client network.
     pub ipv4_prefix: u8,

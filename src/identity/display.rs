@@ -52,7 +52,7 @@ pub struct ResolvedIdentity {
 /// Error in an identity named by an administrator.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IdentityInputError {
-    /// A part is missing.
+    /// The administrator gave no value for a part of the identity.
     #[error("`{0}` is missing")]
     Missing(Cow<'static, str>),
     /// No consumer has this name.

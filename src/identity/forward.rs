@@ -21,7 +21,7 @@ use crate::limiter::clock::monotonic;
 /// A provider of kind `forward`.
 #[derive(Debug)]
 pub struct ForwardProvider {
-    /// The settings.
+    /// Settings of the provider.
     pub settings: ForwardSettings,
     /// The cache of admissions, for which the server is not called again. `None` if the server is called for each
     /// request.
@@ -41,7 +41,7 @@ pub struct ForwardSettings {
     pub request_headers: Vec<HeaderName>,
     /// Headers of the server that the upstream gets. If clients send headers with these names, they are always removed.
     pub response_headers: Vec<HeaderName>,
-    /// Maximum time for the whole exchange.
+    /// Maximum time for the request to the authentication server and its response.
     pub timeout: Duration,
     /// Whether requests are admitted while the server does not respond.
     pub fail_open: bool,
@@ -66,7 +66,7 @@ pub struct ToldParts {
 }
 
 impl ToldParts {
-    /// All parts.
+    /// The server receives all parts of the request.
     pub const ALL: ToldParts = ToldParts { method: true, host: true, uri: true, ip: true };
 }
 

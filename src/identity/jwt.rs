@@ -40,7 +40,7 @@ pub struct JwtVerifier {
     pub issuer: Option<Box<str>>,
     /// Required value in `aud`. `None` rejects tokens with an `aud`.
     pub audience: Option<Box<str>>,
-    /// Required claims.
+    /// Claims that each token must have, with their required values.
     pub claims: Vec<RequiredClaim>,
 }
 
@@ -72,7 +72,7 @@ pub enum TokenError {
     /// The algorithm of the token differs from the algorithm of the key.
     #[error("the algorithm of the bearer token differs from the algorithm of its key")]
     Algorithm,
-    /// The signature is invalid.
+    /// The signature of the token is invalid.
     #[error("the signature of the bearer token is invalid")]
     Signature,
     /// The claim `exp` is missing.
@@ -331,7 +331,7 @@ struct VerifiedToken {
     length: u64,
 }
 
-/// The weight of a token in the cache.
+/// Weighs each cached token by its length.
 #[derive(Debug, Clone)]
 struct TokenLength;
 
@@ -437,7 +437,7 @@ impl KeySet {
         self.keys.len()
     }
 
-    /// Return whether there are no keys.
+    /// Return whether the set has no keys.
     pub fn is_empty(&self) -> bool {
         self.keys.is_empty()
     }

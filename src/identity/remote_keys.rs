@@ -23,11 +23,11 @@ pub const REFRESH_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct RemoteKeys {
     keys: Arc<ArcSwapOption<KeySet>>,
     state: Mutex<RefreshState>,
-    /// Number of finished attempts.
+    /// Number of finished attempts to fetch the keys.
     finished: watch::Sender<u64>,
     /// Wakes the task that fetches the keys.
     wanted: Notify,
-    /// Number of successful and of failed attempts.
+    /// Number of successful and of failed attempts to fetch the keys.
     counts: [AtomicU64; 2],
     /// Time of the last success in µs since the Unix epoch; 0 before the first.
     last_success_us: AtomicU64,
@@ -87,7 +87,7 @@ impl RemoteKeys {
         self.wanted.notified().await;
     }
 
-    /// Begin an attempt, or a task that makes attempts.
+    /// Begin an attempt to fetch the keys, or a task that makes several attempts.
     pub fn begin(&self) -> RefreshAttempt<'_> {
         self.lock().is_pending = true;
         RefreshAttempt(self)
@@ -98,7 +98,7 @@ impl RemoteKeys {
         RefreshAttempt(self)
     }
 
-    /// Record a successful attempt that returned the same keys.
+    /// Record a successful attempt in which the server returned the known keys.
     pub fn record_unchanged(&self, now_us: u64) {
         self.last_success_us.store(now_us, Ordering::Relaxed);
         self.counts[0].fetch_add(1, Ordering::Relaxed);
@@ -126,7 +126,7 @@ impl RemoteKeys {
         self.counts[1].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Return the number of successful and of failed attempts.
+    /// Return the number of successful and of failed attempts to fetch the keys.
     pub fn counts(&self) -> [u64; 2] {
         self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
     }

@@ -21,7 +21,7 @@ use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict
 /// Time for which the other gateways can read the record of a reset. All gateways poll more often than that.
 const RESET_BROADCAST_TTL: Duration = Duration::from_secs(5);
 
-/// Administration of the limits of a process.
+/// Operations of administrators on the limits of this process, such as resets and overrides.
 #[derive(Debug)]
 pub struct LimiterAdmin {
     /// States in this process: all states, or the local shares for outages of Redis.

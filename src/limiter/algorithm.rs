@@ -145,7 +145,7 @@ impl Rule {
     /// Parse a quota in the syntax of this algorithm.
     ///
     /// # Errors
-    /// The text is not a quota in this syntax.
+    /// The text is not a valid quota.
     pub fn parse_quota(&self, text: &str) -> Result<Quota, QuotaError> {
         if let Rule::Concurrency(_) = self { Quota::parse_concurrency(text) } else { text.parse() }
     }
@@ -244,7 +244,7 @@ pub enum State {
         updated_at: u64,
         /// Debt of the bucket, in parts of a token.
         debt: u64,
-        /// Number of parts of a token.
+        /// Number of parts into which the bucket divides a token.
         parts: u64,
         /// Time at which the key of the state expires in Redis, µs. The time is between 0.5 s and 1.001 s after the
         /// debt is repaid.
@@ -282,7 +282,7 @@ pub enum State {
 /// The kind of step for one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepKind {
-    /// Admit the cost if it fits.
+    /// Charge the cost if the remaining quota allows it.
     Check,
     /// Charge the cost even if it exceeds the remaining tokens.
     Charge,
@@ -290,17 +290,17 @@ pub enum StepKind {
     Refund {
         /// Time of the admitting verdict, µs.
         charged_at: u64,
-        /// See [`Rule::debt_before_us`](Rule::debt_before_us).
+        /// Time in which a token bucket repays the debt from before the charge ([`Rule::debt_before_us`]).
         debt_before_us: u64,
     },
     /// Renew a concurrency permit.
     Renew,
 }
 
-/// The charge fits into the limit.
+/// Whether a charge fits into the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
-    /// It fits.
+    /// The charge fits.
     Ok,
     /// The limit is exceeded. The charge fits after exactly `retry_us`.
     Exceeded,
@@ -327,16 +327,16 @@ pub struct Outcome {
 /// The change of the state that is made when the whole request has been decided.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// No change.
+    /// The state does not change.
     None,
     /// Delete the state, because it is empty.
     Delete,
     /// Replace the state. The second value is the time in µs after which the new state has the same meaning as no
     /// state.
     Put(State, u64),
-    /// Edit the sliding log.
+    /// Change the entries of the sliding log.
     Log(LogEdit),
-    /// Edit the concurrency permits.
+    /// Change the set of concurrency permits.
     Permits(PermitEdit),
 }
 
@@ -357,14 +357,14 @@ pub struct LogEdit {
     pub window: u64,
 }
 
-/// An edit of a set of concurrency permits.
+/// A change of a set of concurrency permits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PermitEdit {
-    /// Time of the edit, µs.
+    /// Time of the change, µs.
     pub now: u64,
     /// Permit TTL, µs.
     pub ttl: u64,
-    /// The action.
+    /// The action on the set of permits.
     pub action: PermitAction,
 }
 

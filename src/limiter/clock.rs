@@ -18,7 +18,7 @@ pub enum Clock {
     Store,
     /// Decisions use the `TIME` of Redis, and the clock of this process is wrong by this number of µs, for tests.
     Skewed(i64),
-    /// An instant set by hand, in µs since the Unix epoch.
+    /// An instant that tests set, in µs since the Unix epoch.
     Manual(Arc<AtomicU64>),
     /// The `TIME` of Redis is used for decisions. The clock of this process showed this number of µs since the Unix
     /// epoch at this instant, and has run with [`monotonic`] since then.

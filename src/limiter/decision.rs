@@ -18,7 +18,7 @@ use crate::limiter::verdict::{Charge, ChargeMode, StoreError, Verdict};
 pub struct LimitCheck<'a, 'p> {
     /// Index of the limit on the route.
     pub limit_index: usize,
-    /// The limit.
+    /// The limit that is checked.
     pub limit: &'a LimitSpec,
     /// The variant of the limit that applies to this request.
     pub variant: &'p Arc<LimitVariant>,
@@ -35,11 +35,11 @@ pub struct LimitCheck<'a, 'p> {
 pub struct LimitResult<'a> {
     /// Index of the limit on the route.
     pub limit_index: usize,
-    /// The limit.
+    /// The limit that is checked.
     pub limit: &'a LimitSpec,
     /// The quota that applied to the request.
     pub quota: Quota,
-    /// The outcome of the check.
+    /// The outcome of the check of this limit.
     pub outcome: Outcome,
 }
 
@@ -80,7 +80,7 @@ impl<'a> LimitCheck<'a, 'a> {
 }
 
 impl<'a> LimitCheck<'a, '_> {
-    /// Return the key of the state.
+    /// Return the key of the state that the check reads and changes.
     pub fn key(&self) -> Key<'_> {
         Key { identity: self.identity, state_name: &self.variant.state_name }
     }

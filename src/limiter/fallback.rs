@@ -17,13 +17,13 @@ use crate::limiter::verdict::{Operation, StoreError, Verdict};
 #[error("the limits cannot be checked: {0}")]
 pub struct StoreUnavailable(#[source] pub StoreError);
 
-/// Interval for logging states that cannot be used, whatever the number of requests is.
+/// Interval for logging states that cannot be used, regardless of the number of requests.
 const CORRUPT_STATE_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Interval for logging that checks are rejected because of overload.
 const OVERLOAD_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Reject checks that a working store did not decide in time, whatever `on_store_error` is. Otherwise a client could
+/// Reject checks that a working store did not decide in time, regardless of `on_store_error`. Otherwise a client could
 /// exceed a limit by sending more requests. Shadow limits never reject.
 pub(super) fn decide_overloaded<'a>(
     checks: &[LimitCheck<'a, '_>],

@@ -212,7 +212,7 @@ fn decide_locked(
     }
 }
 
-/// Return the share of the quota that is used if this number of tokens remains, in units of 1/255.
+/// Return the share of the quota that is used if `remaining` tokens remain, from 0 (nothing) to 255 (the whole quota).
 fn used_share(charge: &Charge<'_>, remaining: u64) -> u8 {
     let capacity = u128::from(charge.rule.capacity().max(1));
     let remaining_share = u128::from(remaining) * 255 / capacity;
@@ -291,7 +291,7 @@ struct LimitStates {
 struct Entry {
     state: State,
     expires_at_us: u64,
-    /// Share of the quota that was used at the last change, in units of 1/255.
+    /// Share of the quota that was used at the last change, from 0 (nothing) to 255 (the whole quota).
     used_share: u8,
 }
 
@@ -302,7 +302,7 @@ pub(crate) struct StateWrite {
     pub(crate) permit_id: u64,
     /// Time of the charge, µs.
     pub(crate) now_us: u64,
-    /// Share of the quota that is used after the charge, in units of 1/255.
+    /// Share of the quota that is used after the charge, from 0 (nothing) to 255 (the whole quota).
     pub(crate) used_share: u8,
 }
 

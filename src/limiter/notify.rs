@@ -50,13 +50,13 @@ pub enum EventPeriod {
 pub struct LimitUsage {
     /// The thresholds of the limit.
     pub notify: Arc<Notify>,
-    /// The identity.
+    /// The identity whose usage is reported.
     pub identity: Identity,
-    /// The quota that applied.
+    /// The quota that applied to the identity.
     pub quota: Quota,
     /// Capacity of the rule that made the decision.
     pub capacity: u64,
-    /// Tokens remaining.
+    /// Tokens that remain after the charge.
     pub remaining: u64,
     /// Whether the limit denied the request, or would have denied it without shadow mode.
     pub is_denied: bool,
@@ -73,7 +73,7 @@ pub struct LimitUsage {
 /// An event, which means that the usage has reached a threshold.
 #[derive(Debug, Clone)]
 pub struct QuotaEvent {
-    /// The usage.
+    /// The usage that reached the threshold.
     pub usage: LimitUsage,
     /// The threshold, in percent.
     pub threshold: u8,
@@ -140,7 +140,7 @@ impl LimitUsage {
 /// The events of a limit, by identity and threshold.
 type RememberedEvents = HashMap<(Identity, u8), Remembered, RandomState>;
 
-/// The end of a period.
+/// The time until which an event is remembered: the end of its period.
 #[derive(Debug, Clone, Copy)]
 struct Remembered {
     period: EventPeriod,
@@ -152,7 +152,7 @@ struct Remembered {
 #[derive(Debug)]
 pub struct EventQueue {
     sender: Sender<QuotaEvent>,
-    /// By limit.
+    /// Events that were already sent, by limit.
     remembered: Mutex<HashMap<Box<str>, RememberedEvents, RandomState>>,
     dropped: AtomicU64,
 }
@@ -253,7 +253,7 @@ pub enum DeliveryResult {
 }
 
 impl DeliveryResult {
-    /// All values of this enum. Their counters have the same order.
+    /// All values of this enum. The counters of the values are stored in the same order.
     pub const ALL: [DeliveryResult; 4] =
         [DeliveryResult::Delivered, DeliveryResult::Claimed, DeliveryResult::Failed, DeliveryResult::Dropped];
 

@@ -57,9 +57,9 @@ pub struct OverrideQuota {
 /// A temporary quota of one identity.
 #[derive(Debug)]
 pub struct Override {
-    /// The limit.
+    /// The limit to which the override applies.
     pub limit: Arc<LimitSpec>,
-    /// The identity.
+    /// The identity to which the override applies.
     pub identity: Identity,
     /// The quota as the administrator has written it.
     pub quota: OverrideQuota,

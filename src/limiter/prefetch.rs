@@ -43,9 +43,9 @@ struct PrefetchedTokens {
     states: Arc<[u128]>,
     /// Time from which the tokens must not be used.
     expires_at: Instant,
-    /// Time at which the verdict arrived.
+    /// Time at which the verdict of the store arrived.
     decided_at: Instant,
-    /// The verdict after all tokens were charged.
+    /// The verdict of the store after it charged all prefetched tokens.
     verdict: Verdict,
 }
 
@@ -62,7 +62,7 @@ pub struct PrefetchReservation {
 /// Unused tokens to refund, with the time of their charge.
 #[derive(Debug, PartialEq, Eq)]
 pub struct UnusedTokens {
-    /// Number of tokens.
+    /// Number of prefetched tokens that were not used.
     pub tokens: u64,
     /// Time of the charge by the store's clock, in µs since the Unix epoch.
     pub charged_at: u64,
@@ -393,7 +393,7 @@ mod tests {
         fn state_never_exceeds_its_prefetch(
             steps in proptest::collection::vec((0u128..6, 0u64..40, 0u8..5), 1..200)
         ) {
-            // Groups of one to three of four states, each state with a different prefetch.
+            // There are four states, each with a different prefetch. Each group has one to three of them.
             let prefetch = [10, 25, 40, 7];
             let states = |set: u128| (0..4).filter(move |state| (set + 2) >> state & 1 == 1).map(|state| state as usize);
             let advances = Arc::<PrefetchPool>::default();

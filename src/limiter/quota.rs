@@ -22,9 +22,9 @@ pub struct Quota {
 /// Units of time whose windows follow the calendar with `fixed-window`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CalendarUnit {
-    /// From midnight to midnight.
+    /// A calendar day, from midnight to midnight.
     Day,
-    /// From Monday to Sunday (ISO 8601).
+    /// A calendar week, from Monday to Sunday (ISO 8601).
     Week,
     /// A calendar month.
     Month,
@@ -35,16 +35,16 @@ pub enum CalendarUnit {
 /// The reason why a quota is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum QuotaError {
-    /// The text does not have the form `COUNT/UNIT`. The variant contains the text.
+    /// This text does not have the form `COUNT/UNIT`.
     #[error("`{0}` is not a quota")]
     Syntax(String),
-    /// The count is not a positive integer. The variant contains the text.
+    /// The count, which is this text, is not a positive integer.
     #[error("`{0}` is not a whole number of at least 1")]
     Count(String),
-    /// The unit is neither a unit of time nor a duration. The variant contains the text.
+    /// The unit, which is this text, is neither a unit of time nor a duration.
     #[error("`{0}` is not a unit of time")]
     Unit(String),
-    /// A parameter is 0. The variant contains the name of the parameter.
+    /// The parameter with this name is 0.
     #[error("a {0} of zero would deny every request")]
     Zero(&'static str),
     /// The algorithm would need integers of 2^53 or more, which are not exact in Redis' Lua.
@@ -84,7 +84,7 @@ pub enum QuotaError {
         /// Capacity of the variant.
         capacity: u64,
     },
-    /// The IANA time zone database has no such zone. The variant contains the name of the time zone.
+    /// The IANA time zone database has no zone with this name.
     #[error("there is no time zone `{0}`")]
     TimeZone(String),
 }

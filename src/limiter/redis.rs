@@ -64,11 +64,11 @@ impl Default for RedisSettings {
 /// A single Redis server or a Redis Cluster.
 #[derive(Debug, Clone)]
 pub enum RedisDeployment {
-    /// One server keeps all states.
+    /// One Redis server keeps the states of all limits.
     Single(RedisEndpoint),
     /// The masters of a cluster, each of which keeps the states of some identities.
     Cluster {
-        /// The nodes that are queried to discover the cluster.
+        /// The nodes from which a worker learns the other nodes of the cluster.
         seeds: Vec<Address>,
         /// The credentials for each node.
         login: Login,

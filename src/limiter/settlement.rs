@@ -54,9 +54,9 @@ const LAST_DELIVERY_TIMEOUT: Duration = Duration::from_secs(1);
 /// The operation on a limit that is deferred until the response is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deferred {
-    /// Nothing.
+    /// The response causes no charge and no refund.
     Nothing,
-    /// Charge the cost.
+    /// Charge the cost after the response.
     Charge,
     /// Refund the cost if the response requires it.
     Refund,
@@ -72,10 +72,10 @@ impl Deferred {
     }
 }
 
-/// The action that the response requires for a limit.
+/// What the gateway charges or refunds on a limit after the response has arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SettleAction {
-    /// No action.
+    /// Charge and refund nothing.
     Nothing,
     /// Charge this cost, even if it exceeds the remaining tokens.
     Charge(u64),
@@ -141,7 +141,7 @@ enum Settlement {
         is_certain: bool,
         max_ttl: Duration,
     },
-    /// Charge or refund.
+    /// Charge the cost of a response, or refund a charge.
     Deliver { decided_by: DecidedBy, operation: Operation, charges: Vec<OwnedCharge> },
 }
 
@@ -362,7 +362,7 @@ impl Drop for PostingClaim<'_> {
 }
 
 impl OwnedCharge {
-    /// Return the key of the state.
+    /// Return the key of the state that the charge changes.
     pub fn key(&self) -> Key<'_> {
         Key { identity: self.identity, state_name: &self.variant.state_name }
     }
@@ -571,7 +571,7 @@ pub struct DeferredCharge {
     pub decided_by: DecidedBy,
     /// Time of the check in µs, by the clock of the store or of the local share that decided.
     pub charged_at: u64,
-    /// The charge.
+    /// The charge to which the operation applies.
     pub charge: OwnedCharge,
 }
 

@@ -44,7 +44,7 @@ type CheckResult = Result<Verdict, StoreError>;
 /// The states of a request whose checks can be coalesced.
 #[derive(Debug, Clone, Copy)]
 pub struct CheckGroup {
-    /// Identifies the group.
+    /// Id of the group of checks that share store calls.
     pub id: u128,
     /// Maximum number of tokens to prefetch while the group has many requests. 0 disables prefetching.
     pub prefetch: u64,
@@ -193,8 +193,8 @@ impl Singleflight {
     }
 }
 
-/// Marks the end of the leader's check when it is dropped: the check has its verdict, or its client has disconnected.
-/// Dropping the value only signals the task of the group, which owns the waiters and makes their calls.
+/// Dropping the guard signals that the leader's check has ended, because the check has its verdict or its client has
+/// disconnected. The task of the group, which owns the waiters, then makes the calls for them.
 struct FlightGuard<'a> {
     singleflight: &'a Singleflight,
     group: u128,

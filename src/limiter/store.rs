@@ -26,7 +26,7 @@ use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 /// The store for the counters of one worker.
 #[derive(Debug)]
 pub enum Store {
-    /// Counters in this process.
+    /// Counters in the memory of this process.
     Memory(Arc<MemoryStore>),
     /// Counters in Redis, with counters in this process for outages.
     Redis {
@@ -261,7 +261,7 @@ impl RedisStore {
         Ok(rows)
     }
 
-    /// Return the keys of a query, each once.
+    /// Search Redis for the keys of the totals that a query selects. Return each key once.
     async fn scan_usage(&self, query: &UsageQuery) -> Result<Vec<UsageKey>, UsageError> {
         let (from, to) = (UsageMonth::from(query.from), UsageMonth::from(query.to));
         let mut keys = BTreeSet::new();
@@ -313,7 +313,7 @@ impl RedisStore {
     }
 }
 
-/// Return the keys of known identities.
+/// Return the keys of the totals of these identities.
 fn usage_keys(query: &UsageQuery, identities: &[Identity]) -> Vec<UsageKey> {
     let last = UsageMonth::from(query.to);
     let kinds = if query.with_models { &[UsageFields::Days, UsageFields::Models][..] } else { &[UsageFields::Days] };
@@ -342,7 +342,7 @@ pub enum UsageError {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// There are more totals than the query allows. The variant contains that number.
+    /// There are more totals than this number, which the query allows.
     #[error("there are more than {0} totals")]
     TooMany(usize),
 }
@@ -350,9 +350,9 @@ pub enum UsageError {
 /// The component that made a decision: the store or this gateway.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DecidedBy {
-    /// The store, for all gateways.
+    /// The store decided, on behalf of all gateways.
     Store,
-    /// This gateway alone, because the store was unavailable.
+    /// The gateway decided with its local share, because the store was unavailable.
     Local,
 }
 

@@ -49,7 +49,7 @@ pub struct UsageDays {
 /// A calendar day and its bounds. Days on which daylight saving time begins or ends have 23 or 25 hours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UsageDay {
-    /// The date.
+    /// The calendar date.
     pub date: Date,
     /// The first instant of the day, µs since the Unix epoch.
     pub start_us: u64,
@@ -125,7 +125,7 @@ impl UsageMonth {
         Date::new(self.year, self.month, day).ok()
     }
 
-    /// Return the first day.
+    /// Return the first day of the month.
     pub fn first_day(self) -> Date {
         self.day(1).unwrap_or(Date::ZERO)
     }
@@ -163,9 +163,9 @@ impl FromStr for UsageMonth {
 /// What the fields of a hash with totals stand for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum UsageFields {
-    /// Days.
+    /// Each field of the hash stands for one day.
     Days,
-    /// A day and a model each.
+    /// Each field of the hash stands for one day and one model.
     Models,
 }
 
@@ -174,9 +174,9 @@ pub enum UsageFields {
 pub struct UsageKey {
     /// Name of the limit.
     pub limit: Box<str>,
-    /// The identity.
+    /// Hash of the identity.
     pub identity: u128,
-    /// The month.
+    /// The month of the totals.
     pub month: UsageMonth,
     /// What the fields of the hash stand for.
     pub fields: UsageFields,
@@ -235,7 +235,7 @@ pub struct UsageRow {
     pub limit: Box<str>,
     /// Hash of the identity.
     pub identity: u128,
-    /// The day.
+    /// The day of the total.
     pub date: Date,
     /// The model. `None` for the total of the day, which includes the costs of all models.
     pub model: Option<Box<str>>,
@@ -250,9 +250,9 @@ pub struct UsageQuery {
     pub limits: Vec<Box<str>>,
     /// The identities, by limit in the order of `limits`. `None`: all.
     pub identities: Option<Vec<Identity>>,
-    /// First day.
+    /// First day of the period to read.
     pub from: Date,
-    /// Last day.
+    /// Last day of the period to read.
     pub to: Date,
     /// Whether the totals by model are read as well.
     pub with_models: bool,
@@ -300,7 +300,7 @@ pub struct UsageTable {
 struct UsageShard {
     limits: BTreeMap<Box<str>, LimitTotals>,
     rows: usize,
-    /// The newest day.
+    /// The newest day for which this process has totals.
     newest: Option<Date>,
 }
 
@@ -315,7 +315,7 @@ struct Posts {
 /// sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UsagePost {
-    /// The totals.
+    /// The key of the totals to which the amounts are added.
     pub key: UsageKey,
     /// The amounts to add, none of which is 0.
     pub amounts: Vec<UsageAmount>,
@@ -423,7 +423,7 @@ impl UsageTable {
         self.len() == 0
     }
 
-    /// Return the cost that is in no total.
+    /// Return the cost that was lost, because no total could count it.
     pub fn lost(&self) -> u64 {
         self.lost.load(Ordering::Relaxed)
     }
@@ -535,12 +535,12 @@ impl UsageTable {
         taken
     }
 
-    /// Remove a post that Redis has confirmed.
+    /// Remove the sent amounts after Redis has confirmed them.
     pub fn confirm(&self, post: &UsagePost) {
         self.rows.fetch_sub(post.amounts.len(), Ordering::Relaxed);
     }
 
-    /// Remove a post that cannot be sent.
+    /// Remove amounts that cannot be sent to Redis, and count them as lost.
     pub fn lose(&self, post: &UsagePost) {
         self.confirm(post);
         // Count only the totals of days as lost, because they already contain the costs of the models.
@@ -548,7 +548,7 @@ impl UsageTable {
         self.lost.fetch_add(days.map(|amount| amount.cost.unsigned_abs()).sum(), Ordering::Relaxed);
     }
 
-    /// Keep a post that Redis may not have executed.
+    /// Keep the sent amounts for the next attempt, because Redis may not have added them.
     pub fn put_back(&self, post: UsagePost) {
         self.posts.lock().unwrap_or_else(PoisonError::into_inner).unconfirmed.push(post);
     }

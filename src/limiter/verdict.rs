@@ -12,7 +12,7 @@ use crate::limiter::usage::{UsageDay, UsageDays};
 pub enum Operation {
     /// Check all charges, then make all of them or none.
     Check,
-    /// Return the outcomes without writing.
+    /// Return the outcomes without a change of the states.
     Peek,
     /// Charge the cost even if it exceeds the remaining tokens.
     Charge,
@@ -222,7 +222,7 @@ pub enum StoreError {
     /// The memory store is full: a limit has no room for another identity. Nothing was charged.
     #[error("the memory store is full: a limit cannot count another identity (`store.max_memory_states`)")]
     CapacityExceeded,
-    /// The reply is not a verdict.
+    /// The reply of the store is not a verdict.
     #[error("the reply of the store is malformed")]
     MalformedReply,
 }

@@ -143,9 +143,9 @@ const ALPN_H2: &[u8] = b"h2";
 /// HTTP version of a downstream connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Protocol {
-    /// HTTP/1.0 or HTTP/1.1.
+    /// The client uses HTTP/1.0 or HTTP/1.1.
     Http1,
-    /// HTTP/2.
+    /// The client uses HTTP/2.
     Http2,
 }
 

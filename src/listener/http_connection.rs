@@ -95,7 +95,8 @@ pub(super) struct HttpConnection {
     pub(super) drain: CancellationToken,
 }
 
-/// Spawns the streams of an HTTP/2 connection, each with the watchdog of its flow.
+/// Spawns a task for each stream of an HTTP/2 connection. Each task has a watchdog that observes whether the client
+/// reads the response.
 #[derive(Debug, Clone)]
 struct StreamExecutor {
     body_idle_timeout: Duration,
@@ -109,7 +110,7 @@ struct StreamExecutor {
 }
 
 impl HttpConnection {
-    /// Serve the connection to its end.
+    /// Serve requests until the connection is closed.
     pub(super) async fn run<S>(self, stream: S, protocol: Protocol) -> Result<CloseReason, BoxError>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -242,7 +243,7 @@ impl HttpConnection {
             waker.mark_ready();
         }
         if let Some(tunnel) = self.activity.take_tunnel() {
-            // Box the future, because few connections become tunnels.
+            // Box the future, because only few connections need space for a tunnel.
             Box::pin(tunnel.run_tunnel()).await;
         }
         Ok(if watchdog.flow().is_request_abandoned() { CloseReason::RequestUnread } else { CloseReason::Complete })

@@ -67,7 +67,7 @@ pub(super) async fn read_header(stream: &mut TcpStream) -> Result<ProxySource, P
     parse(&header)
 }
 
-/// Read to the end of the line.
+/// Read a version 1 header, which ends with its line.
 async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     if !header.starts_with(b"PROXY ") {
         return Err(ProxyError::NoHeader);

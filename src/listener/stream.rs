@@ -53,7 +53,7 @@ impl ReclaimableStream {
         )
     }
 
-    /// Put bytes back that were already read.
+    /// Put back bytes that were already read, so that the next read returns them.
     pub(super) fn rewind(&mut self, bytes: Bytes) {
         self.prefix = bytes;
     }
@@ -162,7 +162,7 @@ impl SelectiveWaker {
         SelectiveWaker { waker: state.clone().into(), state, task: None }
     }
 
-    /// Return a context to poll the futures with if one of them has woken the task since the last call.
+    /// If one of the futures has woken the task since the last call, return the context with which to poll them all.
     pub(super) fn take_context(&mut self, cx: &Context<'_>) -> Option<Context<'_>> {
         if !self.task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
             self.task = Some(cx.waker().clone());
@@ -423,7 +423,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
                 let response = error.response(self.proxy_status);
                 return self.poll_write_parser_error(cx, response, bytes.len());
             }
-            // The end of an earlier response comes first.
+            // Write the bytes before the error response first, because they belong to an earlier response.
             written_now = &bytes[..error.start];
         }
         let polled = Pin::new(&mut self.stream).poll_write(cx, written_now);
@@ -460,19 +460,19 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for MonitoredStream<S> {
 
 // === Errors of the HTTP/1 parser: hyper responds to requests that it cannot parse ===
 
-/// A response of hyper to a request that it cannot parse. The response has no body and no `Cache-Control`, and it is the
-/// last one of its connection. The gateway sends a problem document instead.
+/// A response of hyper to a request that it cannot parse. The response has no body and no `Cache-Control`, and it is
+/// the last one of its connection. The gateway sends a problem document instead.
 ///
-/// The response is recognized by its bytes, but only if the client has sent bytes after its last request: content that
-/// contains the same bytes is not changed. Malformed requests that are pipelined, in one packet with the request before
-/// them, keep the response of hyper.
+/// The gateway recognizes the response of hyper by its bytes, but only if the client has sent bytes after its last
+/// request. Content that contains the same bytes is therefore not changed. If a malformed request arrives in one packet
+/// with the request before it (pipelining), its client gets the response of hyper.
 #[derive(Debug)]
 struct ParserError<'a> {
-    /// Position of the response in the written bytes.
+    /// Position of the error response of hyper in the written bytes.
     start: usize,
     status: StatusCode,
     detail: &'static str,
-    /// Value of `Date`.
+    /// Value of the header `Date` in the error response.
     date: &'a str,
 }
 
@@ -499,7 +499,7 @@ const PARSER_ERRORS: [(&[u8], StatusCode, &str); 3] = [
 const DATE_LENGTH: usize = "Sun, 06 Nov 1994 08:49:37 GMT".len();
 
 impl<'a> ParserError<'a> {
-    /// Find the response at the end of these bytes.
+    /// Find an error response of hyper at the end of these bytes.
     fn find(bytes: &'a [u8]) -> Option<Self> {
         let head = bytes.strip_suffix(b"\r\n\r\n")?;
         let (head, date) = head.split_at_checked(head.len().checked_sub(DATE_LENGTH)?)?;
@@ -508,7 +508,7 @@ impl<'a> ParserError<'a> {
         Some(ParserError { start: head.len() - known.len(), status: *status, detail, date })
     }
 
-    /// Return the response with a problem document.
+    /// Return the error response that has a problem document as its body.
     fn response(&self, proxy_status: bool) -> Bytes {
         let mut headers = format!("date: {}\r\n", self.date);
         if proxy_status {

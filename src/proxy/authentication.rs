@@ -17,7 +17,7 @@ use crate::snapshot::routes::Route;
 /// The error for a request that is not authenticated: the reason, and the challenges of the route.
 #[derive(Debug)]
 pub struct AuthRejection<'a> {
-    /// The reason.
+    /// The reason why authentication failed.
     pub error: AuthError,
     /// Challenges of the response if its status is 401.
     pub challenges: &'a [Challenge],
@@ -108,7 +108,7 @@ async fn verify_pending(
             ProviderKind::Jwt(verifier) => {
                 verifier.verify_with_new_keys(&auth_request(route, request.headers(), peer)).await
             }
-            // Not reached, because providers of these kinds never wait.
+            // This code is not reached, because providers of these kinds never wait.
             ProviderKind::ApiKey(_) | ProviderKind::ClientCert => Verification::Absent,
         }
     };

@@ -84,7 +84,7 @@ pub enum BodyContent {
 pub struct InspectedBody {
     /// Length of the body in bytes.
     pub length: usize,
-    /// Values and JSON-RPC messages.
+    /// Values and JSON-RPC messages that were read from the body.
     pub json: JsonBody,
     /// The maximum token usage of a request to an LLM API. `None` if no limit counts tokens.
     pub llm: Option<Result<RequestInfo, RequestError>>,

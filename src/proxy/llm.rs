@@ -52,11 +52,11 @@ pub enum LlmError {
     TooLarge {
         /// Name of the limit.
         limit: Box<str>,
-        /// Unit of the limit.
+        /// Quota unit of the limit.
         unit: Box<str>,
         /// The cost that the request reserves.
         cost: u64,
-        /// The maximum that the limit can have.
+        /// The largest cost that the limit can admit.
         capacity: u64,
     },
 }

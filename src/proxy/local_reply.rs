@@ -82,9 +82,9 @@ pub enum Rejection<'a> {
     Inspect(InspectError),
     /// A request to an LLM API reserves more tokens than a limit can have, or its body contains no readable maximum.
     Llm {
-        /// The reason of the rejection.
+        /// The reason why the request is rejected.
         error: LlmError,
-        /// The format of the response.
+        /// The LLM API whose error format the response has.
         provider: Provider,
     },
     /// The limits cannot be checked because the store failed.

@@ -69,7 +69,7 @@ pub enum LimitDecision {
 }
 
 impl LimitDecision {
-    /// All values of this enum. Their counters have the same order.
+    /// All values of this enum. The counters of the values are stored in the same order.
     pub const ALL: [LimitDecision; 6] = [
         LimitDecision::Allowed,
         LimitDecision::Denied,
@@ -133,7 +133,7 @@ pub enum AuthResult {
 }
 
 impl AuthResult {
-    /// All values of this enum. Their counters have the same order.
+    /// All values of this enum. The counters of the values are stored in the same order.
     pub const ALL: [AuthResult; 4] = [AuthResult::Admitted, AuthResult::Denied, AuthResult::Error, AuthResult::Cached];
 
     /// Return the value of the metric label.
@@ -197,12 +197,12 @@ fn token_counter_name(route: &str, limit: &str) -> String {
     format!("{route} {limit}")
 }
 
-/// Return the route and the limit that such a name contains.
+/// Return the route and the limit in the result of [`token_counter_name`].
 pub fn split_token_counter_name(name: &str) -> (&str, &str) {
     name.split_once(' ').unwrap_or((name, ""))
 }
 
-/// Responses by [`COUNTED_STATUSES`].
+/// Number of responses, for each entry of [`COUNTED_STATUSES`].
 pub type StatusCounter = Counter<{ COUNTED_STATUSES.len() }>;
 
 /// Responses by status class, and the time to the response headers.

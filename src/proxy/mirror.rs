@@ -43,7 +43,7 @@ pub enum CopyResult {
 }
 
 impl CopyResult {
-    /// All values of this enum. Their counters have the same order.
+    /// All values of this enum. The counters of the values are stored in the same order.
     pub const ALL: [CopyResult; 2] = [CopyResult::Responded, CopyResult::Failed];
 
     /// Return the value of the metric label.
@@ -73,7 +73,7 @@ pub enum DropReason {
 }
 
 impl DropReason {
-    /// All values of this enum. Their counters have the same order.
+    /// All values of this enum. The counters of the values are stored in the same order.
     pub const ALL: [DropReason; 6] = [
         DropReason::MaxInFlight,
         DropReason::MaxBody,
@@ -121,7 +121,7 @@ impl MirrorStats {
 struct InFlight(Arc<MirrorStats>);
 
 impl InFlight {
-    /// Return `None` if `max` copies are in flight.
+    /// Acquire a permit to send a copy. Return `None` if `max` copies are in flight.
     fn try_acquire(stats: &Arc<MirrorStats>, max: usize) -> Option<Self> {
         let one_more = |now: usize| (now < max).then_some(now + 1);
         stats.in_flight.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).ok()?;

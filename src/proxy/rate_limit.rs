@@ -259,7 +259,7 @@ pub struct LimitContext<'a, B> {
     pub request: &'a Request<B>,
     /// Host that was used for routing.
     pub host: &'a str,
-    /// Path in canonical form.
+    /// Path of the request in canonical form.
     pub path: &'a str,
     /// Whether the peer is a trusted proxy.
     pub trusted: bool,

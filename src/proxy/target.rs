@@ -24,7 +24,7 @@ const MAX_URI_BYTES: usize = 65_534;
 /// Return the rejection of a request that no route matches, or that is not routed because of its body.
 pub fn rejection(error: NoMatch) -> Rejection<'static> {
     match error {
-        // Not reached, because the caller has read the body before.
+        // This code is not reached, because the caller has read the body before.
         NoMatch::NotFound | NoMatch::NeedsBody => Rejection::NoRoute,
         NoMatch::MethodNotAllowed(allowed) => Rejection::MethodNotAllowed(allowed),
         NoMatch::Ambiguous(pointer) => Rejection::Inspect(InspectError::Ambiguous(pointer)),
@@ -36,7 +36,7 @@ pub fn rejection(error: NoMatch) -> Rejection<'static> {
 pub struct RequestTarget<'a> {
     /// Host in lower case without port; empty if the request has none.
     pub host: Cow<'a, str>,
-    /// Path in canonical form.
+    /// Path of the request in canonical form.
     pub path: Cow<'a, str>,
     /// Path to forward, if it differs from the canonical path: delimiters keep their received encoding.
     pub forwarded_path: Option<Box<str>>,
@@ -106,7 +106,8 @@ impl<'a> RequestTarget<'a> {
         Ok(Cow::Owned(path.into_owned()))
     }
 
-    /// Return the parts of the request that routes match. `listener` is the index of the listener.
+    /// Return the parts of the request that routes match. `listener` is the index of the listener that accepted the
+    /// connection.
     pub fn route_request<'r, B>(&'r self, request: &'r Request<B>, listener: usize) -> RouteRequest<'r> {
         RouteRequest {
             host: &self.host,

@@ -64,9 +64,9 @@ pub struct HeavyHitter {
     pub identity: Identity,
     /// Display name of the identity.
     pub name: IdentityDisplay,
-    /// Minimum of the identity's sum.
+    /// Lower bound of the identity's sum.
     pub lower_bound: u64,
-    /// Maximum of the identity's sum.
+    /// Upper bound of the identity's sum.
     pub upper_bound: u64,
 }
 

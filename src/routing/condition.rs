@@ -13,7 +13,7 @@ use crate::routing::expression::Expression;
 /// A condition on the values of a header or of a query parameter, or on a value of the body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Condition {
-    /// The source of the values.
+    /// The part of the request that contains the values.
     pub source: ConditionSource,
     /// The requirement on the values.
     pub test: ValueTest,
@@ -67,9 +67,9 @@ pub enum ValueTest {
     Prefix(Box<[u8]>),
     /// The header, parameter or pointer has exactly one value, and the expression matches the whole value.
     Regex(Expression),
-    /// At least one value.
+    /// The request has at least one value.
     Present,
-    /// No value.
+    /// The request has no value.
     Absent,
 }
 
@@ -98,7 +98,8 @@ impl Condition {
         matches!(self.source, ConditionSource::Json(_))
     }
 
-    /// Return whether no request can meet both conditions. Return `false` if this is unknown, as for two expressions.
+    /// Return whether no request can meet both conditions. Return `false` if this is unknown, as for two regular
+    /// expressions.
     pub fn excludes(&self, other: &Condition) -> bool {
         use ValueTest::{Absent, Exact, Prefix, Present, Regex};
         self.source == other.source

@@ -30,13 +30,13 @@ pub struct Candidate<'t, T> {
 /// The condition that a request does not meet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MismatchReason<'t> {
-    /// The host.
+    /// The host of the request does not match.
     Host,
-    /// The path.
+    /// The path of the request does not match.
     Path,
-    /// The listener.
+    /// The route belongs to another listener.
     Listener,
-    /// The method.
+    /// The method of the request does not match.
     Method,
     /// This condition on a header, a query parameter or the body.
     Condition(&'t Condition),
@@ -62,7 +62,7 @@ impl<T> Candidate<'_, T> {
 #[derive(Clone, Copy)]
 struct SearchPath<'a> {
     host_matches: bool,
-    /// Rest of the path. `None` if no segment remains.
+    /// The part of the path that was not compared yet. `None` if no segment remains.
     remaining: Option<&'a str>,
     path_matches: bool,
     matched_segments: usize,

@@ -28,7 +28,7 @@ pub enum PathPatternError {
     /// The path does not start with `/`.
     #[error("a path starts with `/`")]
     NoSlash,
-    /// A segment follows the catch-all parameter.
+    /// The path has a segment after the catch-all parameter, which must be last.
     #[error("`{{*{0}}}` matches the rest of the path: nothing may follow it")]
     RestNotLast(String),
     /// A segment has braces but is not a valid parameter.

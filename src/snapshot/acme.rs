@@ -23,7 +23,7 @@ use crate::tls::managed::{ChallengeKind, ManagedCertificates};
 const CHALLENGES: [(&str, ChallengeKind); 2] =
     [("http-01", ChallengeKind::Http01), ("tls-alpn-01", ChallengeKind::TlsAlpn01)];
 
-/// Certificates by ACME.
+/// The certificates that the gateway obtains with ACME, and their settings.
 #[derive(Debug)]
 pub struct Acme {
     /// The keys of `[acme]`.
@@ -86,9 +86,9 @@ impl fmt::Debug for StoreSecret {
 
 /// Account at the CA outside of ACME (RFC 8555 §7.3.4). The `Debug` implementation does not print the key.
 pub struct ExternalAccount {
-    /// Key identifier.
+    /// Identifier of the external account key, from the CA.
     pub key_id: String,
-    /// MAC key.
+    /// MAC key of the external account, from the CA.
     pub mac_key: Vec<u8>,
 }
 
@@ -278,7 +278,7 @@ fn trust_roots(ca: Option<&Text>, span: std::ops::Range<usize>, reader: &mut Val
             (
                 TrustRoots::from_pem(&file.content),
                 ca.span(),
-                "give the path of a PEM file with the CA certificates for the directory",
+                "give the path of a PEM file with the CA certificates that verify the ACME server",
             )
         }
         None => (TrustRoots::from_system(), span, "install the package ca-certificates, or set `ca`"),

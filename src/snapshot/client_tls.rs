@@ -19,7 +19,7 @@ use crate::upstream::{Protocol, UpstreamSettings};
 /// The files of a client TLS table.
 #[derive(Debug, Default)]
 pub(super) struct TlsFiles {
-    /// CA certificates.
+    /// File of the CA certificates that verify servers.
     pub(super) ca: Option<FileSnapshot>,
     /// The client certificate and its key.
     pub(super) gateway_certificate: Option<[FileSnapshot; 2]>,
@@ -171,7 +171,7 @@ pub(super) fn upstream_tls(
                 "install the package ca-certificates, or name the CA certificates: tls.ca = \"upstream-ca.pem\"",
             );
         }),
-        // Return `None` without an error, because `read_pem` has reported it.
+        // Return `None` without an error, because `read_pem` has reported the error.
         (None, Some(_)) => Err(()),
     };
     let server_name = written.and_then(|tls| tls.server_name.as_ref());

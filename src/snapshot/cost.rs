@@ -55,7 +55,7 @@ impl ToolCosts {
         tool.copied().unwrap_or(self.default)
     }
 
-    /// Return the largest cost of a message.
+    /// Return the cost of the most expensive message.
     pub fn max(&self) -> u64 {
         self.tools.iter().map(|(_, cost)| *cost).chain([self.default]).max().unwrap_or(0)
     }
@@ -64,9 +64,9 @@ impl ToolCosts {
 /// How the tokens of LLM APIs are counted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LlmCost {
-    /// Cost of a token.
+    /// Cost of a token, by kind of token and model.
     pub weights: ModelWeights,
-    /// Estimates before the response.
+    /// Estimates that determine the reserved cost before the response arrives.
     pub estimate: InputEstimate,
     /// Maximum length in bytes of a body that is read.
     pub max_body: usize,

@@ -51,11 +51,11 @@ pub enum ReloadCause {
 pub struct ReloadRequest {
     /// Cause of the reload.
     pub cause: ReloadCause,
-    /// Receives the result.
+    /// Channel that receives the result of the reload.
     pub reply: oneshot::Sender<ReloadResult>,
 }
 
-/// The failure of the last reload, if it failed.
+/// The failure of a reload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReloadFailure {
     /// The complete error report.

@@ -47,20 +47,20 @@ pub enum EventDestination {
 /// A webhook.
 #[derive(Debug)]
 pub struct Webhook {
-    /// The URL.
+    /// URL that receives the events.
     pub url: Uri,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,
-    /// Key of the signatures.
+    /// Key with which the gateway signs the events.
     pub key: Key,
-    /// Maximum time for a request and its response.
+    /// Maximum time for a request to the webhook and its response.
     pub timeout: Duration,
 }
 
 /// A Redis stream.
 #[derive(Debug)]
 pub struct EventStream {
-    /// The Redis key.
+    /// Redis key of the stream.
     pub key: Box<str>,
     /// Approximate number of entries that Redis keeps.
     pub max_length: u64,

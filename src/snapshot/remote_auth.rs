@@ -54,11 +54,11 @@ pub(super) struct InternalUpstreams {
 /// A JWK Set that is fetched from a URL.
 #[derive(Debug)]
 pub struct KeyUrl {
-    /// Index of the provider.
+    /// Index of the authentication provider.
     pub provider: usize,
-    /// Name of the provider.
+    /// Name of the authentication provider.
     pub name: Box<str>,
-    /// The URL.
+    /// URL of the key set.
     pub url: Uri,
     /// TLS settings. `None` for plaintext.
     pub tls: Option<EndpointTls>,

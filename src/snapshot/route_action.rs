@@ -127,7 +127,7 @@ fn redirect(
         }
         *status.get_ref()
     });
-    // Not reached, because `route_action` has reported all other statuses.
+    // This code is not reached, because `route_action` has reported all other statuses.
     let status = StatusCode::from_u16(status as u16).unwrap_or(StatusCode::PERMANENT_REDIRECT);
     let to = match (&redirect.to, &redirect.scheme) {
         (Some(to), None) => {

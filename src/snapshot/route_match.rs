@@ -21,11 +21,11 @@ use crate::snapshot::validator::Validator;
 /// The treatment of requests whose path differs from the path of the route only in the trailing slash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TrailingSlash {
-    /// The route does not match such requests.
+    /// The route does not match requests whose path differs in the trailing slash.
     Strict,
-    /// The route matches such requests.
+    /// The route also matches requests whose path differs in the trailing slash.
     Same,
-    /// Such requests are redirected to the path of the route.
+    /// Requests whose path differs in the trailing slash are redirected to the path of the route.
     Redirect,
 }
 

@@ -49,7 +49,7 @@ use crate::upstream::UpstreamSettings;
 /// A compiled route.
 #[derive(Debug)]
 pub struct Route {
-    /// Index among all routes.
+    /// Index of the route in the order of the configuration.
     pub index: usize,
     /// Name of the route.
     pub name: Arc<str>,
@@ -86,7 +86,7 @@ pub struct Route {
 /// A limit in the form in which a route uses it.
 #[derive(Debug, Clone)]
 pub struct RouteLimit {
-    /// The limit.
+    /// The limit that applies to requests of the route.
     pub limit: Arc<LimitSpec>,
     /// Index into [`RouteLimits::identities`].
     pub identity_index: usize,
@@ -103,7 +103,7 @@ pub struct RouteLimit {
 pub struct RouteLimits {
     /// The identities of the limits, without duplicates.
     pub identities: Vec<IdentitySpec>,
-    /// The limits.
+    /// The limits of the route.
     pub limits: Vec<RouteLimit>,
     /// Number of limits that can deny a request: all except shadow limits.
     pub enforced: usize,
@@ -122,11 +122,11 @@ pub struct RouteLimits {
 /// What the limits of a route read from a body, in addition to tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct BodyUse {
-    /// Values or messages.
+    /// Whether the limits read JSON values or messages.
     pub values: bool,
-    /// JSON-RPC messages.
+    /// Whether the limits read JSON-RPC messages.
     pub messages: bool,
-    /// MCP messages, whose headers must match the body.
+    /// Whether the messages are MCP messages, whose headers must match the body.
     pub is_mcp: bool,
 }
 
@@ -228,9 +228,9 @@ pub enum RouteAction {
 /// Change of the path that the upstream gets.
 #[derive(Debug)]
 pub enum Rewrite {
-    /// Remove a prefix.
+    /// Remove a prefix of the path.
     StripPrefix(Box<str>),
-    /// Replace the path.
+    /// Replace the path by a template.
     Template(RewriteTemplate),
 }
 
@@ -246,7 +246,7 @@ pub struct Redirect {
 /// The target of a redirect.
 #[derive(Debug)]
 pub enum RedirectTarget {
-    /// Another path.
+    /// Another path, which a template describes.
     Template {
         /// Scheme and host. Empty if the redirect is relative to the request.
         origin: Box<str>,
@@ -276,7 +276,7 @@ pub struct DirectResponse {
 }
 
 impl DirectResponse {
-    /// Return the response.
+    /// Return the response to a request of the route.
     pub fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::full(self.body.clone()));
         *response.status_mut() = self.status;

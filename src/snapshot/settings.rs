@@ -67,11 +67,11 @@ pub struct ServerSettings {
     pub header_timeout: Duration,
     /// Maximum time between two requests on a connection.
     pub idle_timeout: Duration,
-    /// Maximum time without progress on a body.
+    /// Maximum time without received or sent bytes of a body.
     pub body_idle_timeout: Duration,
     /// Minimum rate of a request body in bytes per second. 0 = no minimum.
     pub min_body_rate: u64,
-    /// Maximum time for a request body.
+    /// Maximum time to receive a request body.
     pub body_timeout: Option<Duration>,
     /// Maximum size of a request body that is buffered before forwarding. 0 = no buffering.
     pub request_buffer: u64,
@@ -359,9 +359,9 @@ pub struct AdminSettings {
 pub enum AdminSocket {
     /// `admin.sock` in the runtime directory of the service, if there is one.
     Default,
-    /// No admin socket.
+    /// The gateway has no admin socket.
     Off,
-    /// This path.
+    /// The gateway listens on a socket at this path.
     Path(PathBuf),
 }
 

@@ -51,7 +51,7 @@ pub struct AccessRecord<'a> {
     pub status: u16,
     /// Number of bytes of the response body that were sent.
     pub bytes: u64,
-    /// Whether the whole body was sent.
+    /// Whether the whole response body was sent.
     pub complete: bool,
     /// Time from the start of the request to the end of its response. The log has this time in ms.
     #[serde(serialize_with = "milliseconds")]
@@ -120,7 +120,7 @@ pub struct EffectiveLimit {
     pub identity: u128,
 }
 
-/// Check of one limit.
+/// The check of one limit, as the log shows it.
 #[derive(Debug, Serialize)]
 pub struct LimitInfo {
     /// Name of the limit.
@@ -164,7 +164,7 @@ pub struct UpstreamInfo {
     /// Time from the start of the first attempt to the response headers. The log has this time in ms.
     #[serde(rename = "upstream_ms", serialize_with = "milliseconds")]
     pub duration: Duration,
-    /// Number of retries.
+    /// Number of retries of the upstream request.
     #[serde(skip_serializing_if = "is_zero")]
     pub retries: u64,
     /// Time from the start of the request to the first attempt. This time is only in traces.
@@ -194,9 +194,9 @@ pub struct AccessLog {
 /// Form of the records in the queue.
 #[derive(Debug, Clone)]
 enum Encoding {
-    /// Lines.
+    /// Each record is a line.
     Line(LogFormat),
-    /// Framed syslog messages.
+    /// Each record is a framed syslog message.
     Syslog(LogFormat, Arc<SyslogHeader>),
     /// Framed JSON. The writer thread converts this JSON to journal entries.
     Journald,
@@ -375,7 +375,7 @@ impl AccessRecord<'_> {
     }
 }
 
-/// Convert to ms, with a resolution of 1 µs.
+/// Return a duration in ms, with a resolution of 1 µs.
 fn to_milliseconds(time: Duration) -> f64 {
     time.as_micros() as f64 / 1000.0
 }
@@ -408,7 +408,7 @@ fn is_zero(count: &u64) -> bool {
 
 // === Request record: collected during a request, written to the access log and the trace exporter at its end ===
 
-/// Destinations of the records of requests.
+/// The access log and the trace exporter, which receive a record of each request.
 #[derive(Debug, Clone, Default)]
 pub struct TelemetrySinks {
     /// The access log, unless it is off.
@@ -677,7 +677,7 @@ mod tests {
             (AccessRecord { status: 400, ..ok }, false),
             (AccessRecord { complete: false, ..ok }, false),
             (AccessRecord { decision: Some(&shadow_denied), ..ok }, false),
-            // gRPC has a separate status.
+            // gRPC reports errors in a separate status, with the HTTP status 200.
             (AccessRecord { outcome: "rate-limited", ..ok }, false),
         ] {
             assert_eq!(record.is_success(), expected, "{record:?}");

@@ -176,7 +176,7 @@ impl Write for LogFile {
         self.file.write(lines)
     }
 
-    /// Write whole lines, all to one file.
+    /// Write complete lines to one file. If log rotation replaces the file, later calls use the new file.
     fn write_all(&mut self, lines: &[u8]) -> io::Result<()> {
         self.reopen_if_rotated();
         self.file.write_all(lines)
@@ -200,7 +200,7 @@ fn file_id(metadata: &Metadata) -> (u64, u64) {
 /// Maximum number of lines of each library within [`PERIOD`].
 const MAX_LINES_PER_PERIOD: u64 = 10;
 
-/// Length of a period.
+/// Length of the period in which the lines of a library are counted.
 const PERIOD: Duration = Duration::from_secs(60);
 
 /// A filter that admits all lines of the gateway, and at most [`MAX_LINES_PER_PERIOD`] of each library.

@@ -63,18 +63,18 @@ const LENGTH_BYTES: usize = size_of::<u32>();
 pub struct Syslog {
     /// Path of the socket of the daemon.
     pub socket: PathBuf,
-    /// Form of the header.
+    /// Format of the message header.
     pub protocol: SyslogProtocol,
-    /// Code of the facility.
+    /// Number of the syslog facility.
     pub facility: u8,
     /// The field APP-NAME of RFC 5424, or TAG of RFC 3164.
     pub tag: Box<str>,
 }
 
-/// Form of the header of a syslog message.
+/// Format of the header of a syslog message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SyslogProtocol {
-    /// RFC 5424.
+    /// The header has the format of RFC 5424.
     Rfc5424,
     /// RFC 3164 without the host name, the form that syslog(3) writes.
     Rfc3164,
@@ -117,7 +117,7 @@ impl SyslogHeader {
         SyslogHeader { protocol: *protocol, facility: *facility, suffix, time_zone: TimeZone::system() }
     }
 
-    /// Write the header of a record that was written at `time_us`, µs since the Unix epoch.
+    /// Write the header of a record that was written at `time_us` (in µs since the Unix epoch).
     pub(super) fn write(&self, out: &mut Vec<u8>, status: u16, time_us: u64) -> io::Result<()> {
         // Use the epoch for a time outside of the range of `i64` in µs, which is about 290,000 years.
         let time = Timestamp::from_microsecond(time_us as i64).unwrap_or_default();

@@ -43,7 +43,7 @@ impl ExpositionFormat {
         }
     }
 
-    /// Return the media type.
+    /// Return the media type of the output.
     pub fn content_type(self) -> &'static str {
         match self {
             ExpositionFormat::PrometheusText => "text/plain; version=0.0.4; charset=utf-8",

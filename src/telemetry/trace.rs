@@ -144,7 +144,7 @@ pub struct TraceExporter(BatchWriter<SpanData>);
 /// The spans of a request: its access log record, and the data that the record does not contain.
 #[derive(Debug)]
 pub struct RequestTrace<'a> {
-    /// Ids of the spans.
+    /// Ids of the trace and of its spans.
     pub trace: &'a TraceContext,
     /// The access log record.
     pub record: &'a AccessRecord<'a>,
@@ -217,7 +217,7 @@ impl RequestTrace<'_> {
         )
     }
 
-    /// The internal span, which covers the rate limit check.
+    /// Return the internal span that covers the rate limit check.
     fn decision_span(&self, decision: &DecisionInfo) -> SpanData {
         let mut attributes = vec![string_attribute("sluicegate.decision", decision.decision)];
         attributes.extend(decision.decided_by.map(|decided_by| string_attribute("sluicegate.decided_by", decided_by)));

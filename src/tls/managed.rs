@@ -61,7 +61,7 @@ pub enum ChallengeKind {
     TlsAlpn01,
 }
 
-/// A pending challenge.
+/// A challenge of the CA that the gateway must answer.
 #[derive(Debug, Clone)]
 pub struct Challenge {
     /// The name to validate, in lower case.
@@ -168,7 +168,7 @@ impl ManagedCertificates {
         });
     }
 
-    /// Replace the pending challenges.
+    /// Replace the list of pending challenges.
     pub fn set_challenges(&self, challenges: Vec<Challenge>) {
         self.challenges.store(Arc::new(challenges));
     }

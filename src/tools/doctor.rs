@@ -98,7 +98,7 @@ pub struct ServerReport {
 pub struct Check {
     /// Name of the check.
     pub name: &'static str,
-    /// The status.
+    /// The status of the check.
     pub status: Status,
     /// What the check has found, with units.
     pub message: String,
@@ -171,7 +171,7 @@ impl ServerReport {
     }
 }
 
-/// End the checks, because the connection is lost.
+/// Signal that the remaining checks are skipped, because the connection is lost.
 struct Abort;
 
 /// Run all checks on one server. Every call may take [`CALL_TIMEOUT`], and no check follows the first timeout.

@@ -38,7 +38,7 @@ use crate::tools::explain::report::{ClientReport, Explanation, ResponseReport};
 /// A configuration and the counters of its limits.
 #[derive(Debug)]
 pub struct Explainer<'a, C: ?Sized> {
-    /// The configuration.
+    /// The configuration that the explanation applies.
     pub config: &'a CompiledConfig,
     /// Read access to the counters of the limits.
     pub counters: &'a C,

@@ -120,7 +120,7 @@ impl Replay {
                 let builtin_name = format::FORMAT_NAMES.into_iter().find(|name| name == text);
                 (builtin_name.unwrap_or("log_format"), Format::from_name(text)?)
             }
-            // Use any format if all logs are empty.
+            // If all logs are empty, the format does not matter.
             None if sample.is_empty() => ("combined", Format::from_name("combined")?),
             None => Format::detect(&sample).ok_or_else(|| {
                 let unknown = inputs.iter().find(|source| !source.sample_lines().is_empty());

@@ -240,7 +240,7 @@ pub struct UpstreamTlsConfig {
 /// TLS settings of one server.
 #[derive(Debug, Clone)]
 pub struct EndpointTls {
-    /// Configuration of the upstream.
+    /// TLS configuration of the upstream.
     pub tls: Arc<UpstreamTlsConfig>,
     /// Name or IP address for which the certificate must be valid. A name is sent as SNI (RFC 6066 §3).
     pub server_name: ServerName<'static>,
@@ -340,7 +340,7 @@ pub enum TlsFailure {
     Certificate,
     /// The server sent an alert.
     Alert,
-    /// Any other error.
+    /// The handshake failed with any other error.
     Protocol,
 }
 
@@ -416,7 +416,7 @@ fn describe_error(error: &Error) -> String {
 
 /// Describe why the server certificate was rejected.
 fn describe_certificate_error(error: &CertificateError) -> String {
-    // Omit times that are out of range.
+    // Omit times that are out of the range of the date type.
     let date = |s: u64| ASN1Time::from_timestamp(s as i64).map_or(String::new(), |time| time.to_string());
     match error {
         CertificateError::NotValidForNameContext { expected, presented } => {

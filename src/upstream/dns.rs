@@ -24,7 +24,7 @@ use crate::upstream::cluster::UpstreamCluster;
 /// Minimum time between lookups of a host, and the delay after the first failure.
 const MIN_TTL: Duration = Duration::from_secs(1);
 
-/// Maximum time between lookups of a host, whatever its TTL is.
+/// Maximum time between lookups of a host, even if the TTL is longer.
 const MAX_TTL: Duration = Duration::from_secs(300);
 
 /// Maximum delay after a failed lookup. The delay starts at `MIN_TTL` and doubles with each failure.
@@ -90,8 +90,8 @@ impl DnsCache {
         self.0.is_empty()
     }
 
-    /// Resolve the hosts until the future is dropped. All clones of `first` are dropped when each host has been looked
-    /// up once.
+    /// Resolve the hosts until the future is dropped. When each host has been looked up once, drop all clones of
+    /// `first`, so that its receiver is notified.
     pub async fn run(self, resolver: DnsResolver, first: Sender<Infallible>) {
         let mut tasks = JoinSet::new();
         for name in self.0 {

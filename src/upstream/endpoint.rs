@@ -165,7 +165,7 @@ pub(super) struct Waiter {
     queue: Arc<PendingQueue>,
     id: u64,
     permit: oneshot::Receiver<RequestPermit>,
-    /// Whether the queue was empty before.
+    /// Whether the queue was empty before this request joined it.
     pub(super) is_first: bool,
 }
 
@@ -247,7 +247,7 @@ impl PendingQueue {
 }
 
 impl Waiter {
-    /// Wait for the permit.
+    /// Wait for a permit to send a request to an endpoint.
     pub(super) async fn ready(&mut self) -> Option<RequestPermit> {
         (&mut self.permit).await.ok()
     }

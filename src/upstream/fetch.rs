@@ -33,9 +33,9 @@ pub enum FetchError {
     /// The response body is longer than the maximum.
     #[error("the response is longer than {max} bytes")]
     TooLarge {
-        /// The maximum in bytes.
+        /// The maximum length of the body in bytes.
         max: usize,
-        /// The status of the response.
+        /// The HTTP status of the response.
         status: StatusCode,
     },
 }

@@ -9,11 +9,11 @@ use ppp::v2::PROTOCOL_PREFIX;
 const LOCAL: u8 = 0x20;
 /// Version 2, for a connection on behalf of a client (`PROXY`).
 const PROXY: u8 = 0x21;
-/// No addresses.
+/// Code of a header without addresses.
 const UNSPECIFIED: u8 = 0x00;
-/// TCP over IPv4.
+/// Code of a header with the addresses of TCP over IPv4.
 const TCP4: u8 = 0x11;
-/// TCP over IPv6.
+/// Code of a header with the addresses of TCP over IPv6.
 const TCP6: u8 = 0x21;
 
 /// The connection of a client in the form in which it is sent to the upstream.

@@ -88,7 +88,7 @@ impl Upstream {
         if let Some(retry_budget) = self.cluster.retry_budget.as_ref().filter(|_| may_retry) {
             retry_budget.deposit();
         }
-        // Queued requests come first.
+        // Requests that already wait in the queue take precedence.
         let picked = if self.cluster.queue.is_empty() { self.pick(pick_state.hash_key, &[]) } else { None };
         let mut target = match picked {
             Some(target) => target,
@@ -281,9 +281,9 @@ const MIN_RETRIES_PER_SEC: f64 = 10.0;
 /// Retry budget of an upstream.
 #[derive(Debug)]
 pub(super) struct RetryBudget {
-    /// Number of requests that have not been used for a retry.
+    /// Number of requests that still count towards future retries.
     deposits: AtomicU64,
-    /// Tokens of the minimum rate, and the time of their last refill.
+    /// Number of retries that the minimum rate still allows, and the time at which this number was last increased.
     min_retries: Mutex<(f64, std::time::Instant)>,
 }
 
@@ -407,7 +407,7 @@ pub(super) struct ReplayableRequest {
 const HEADER_CAPACITY: usize = 48;
 
 impl ReplayableRequest {
-    /// Copy a request.
+    /// Create a copy of a request.
     pub(super) fn from_request(request: &Request<RequestBody>) -> Self {
         let headers = request.headers();
         let mut encoded = Vec::with_capacity(headers.len() * HEADER_CAPACITY);
@@ -422,7 +422,7 @@ impl ReplayableRequest {
         ReplayableRequest { method, uri, version, encoded_headers: encoded }
     }
 
-    /// Restore the request.
+    /// Return the request that the copy describes.
     pub(super) fn into_request(self) -> Request<RequestBody> {
         let mut request = Request::new(RequestBody::empty());
         *request.method_mut() = self.method;

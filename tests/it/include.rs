@@ -175,7 +175,7 @@ fn errors_name_the_included_file_with_its_line() {
         ),
         (
             vec![("gateway.toml", main.clone()), ("routes/a.toml", "\n[[route]]\nname = 7\n".to_owned())],
-            vec!["invalid type: integer `7`, expected a string", "routes/a.toml:3:8", "put it in quotes"],
+            vec!["invalid type: integer `7`, expected a string", "routes/a.toml:3:8", "put the value in quotes"],
         ),
         (
             vec![
@@ -196,7 +196,7 @@ fn errors_name_the_included_file_with_its_line() {
             vec![("gateway.toml", main.replace(MAIN, "include = [\"*/a.toml\", \"routes/\"]\n"))],
             vec![
                 "`*/a.toml` has a wildcard in the name of a directory",
-                "in the file name only",
+                "only in the file name",
                 "`routes/` is not a file",
             ],
         ),

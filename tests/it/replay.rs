@@ -338,7 +338,7 @@ fn invalid_arguments_are_reported() {
         (&["common.log", "--by", "ip"], "--limit"),
         (&["common.log", "--by", "up", "--limit", "a=1/s"], "`up`"),
         (&["common.log", "--target", "200%"], "a share is a number from 0 % to 100 %"),
-        (&["gateway.toml"], "the format of the lines is unknown"),
+        (&["gateway.toml"], "the format of the log is unknown"),
         (&["gateway.toml", "--format", "common"], "no line of the logs could be read"),
     ] {
         let said = replay(arguments);

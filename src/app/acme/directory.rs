@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use http::Uri;
 use tracing::warn;
 
-/// Contents by file name.
+/// The contents of the stored files, by file name.
 pub(super) type Records = BTreeMap<String, Vec<u8>>;
 
 /// Name of the file that is locked by the process that places orders.

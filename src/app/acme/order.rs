@@ -41,7 +41,7 @@ pub(super) enum OrderError {
         /// The error of the CA or of the connection.
         error: Error,
     },
-    /// The CA could not validate the name.
+    /// The CA could not verify that the gateway controls the DNS name.
     #[error("the CA could not validate the name: {0}")]
     Invalid(String),
     /// The CA offers none of the configured kinds of challenges.
@@ -182,7 +182,7 @@ pub(super) async fn suggested_renewal(
     Ok(SuggestedRenewal { window: (start, end), explanation_url, retry_after })
 }
 
-/// The inputs of an order.
+/// The settings and handles that the order of a certificate needs.
 pub(super) struct OrderContext<'a> {
     pub(super) account: &'a Account,
     pub(super) storage: &'a mut Storage,

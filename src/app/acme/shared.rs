@@ -28,11 +28,11 @@ pub(super) struct SharedRecords {
     token: Option<u64>,
 }
 
-/// Acquires and renews the lock.
+/// Acquires and renews the lock of the records of one CA.
 #[derive(Debug, Clone)]
 pub(super) struct LockKeeper {
     store: RedisStore,
-    /// Key of the hash.
+    /// Redis key of the hash that contains the records and the lock.
     key: String,
     /// Name of this process as the owner of the lock.
     owner: String,

@@ -77,7 +77,7 @@ pub(super) struct Attempts {
 /// An order that has been placed and has not led to a certificate yet.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct PendingOrder {
-    /// URL of the order.
+    /// URL of the ACME order at the CA.
     pub(super) url: String,
     /// Private key for the certificate, PEM.
     pub(super) key: String,
@@ -90,7 +90,7 @@ pub(super) struct StoredChallenge {
     pub(super) kind: String,
     /// The token of the CA.
     pub(super) token: String,
-    /// The response to the token.
+    /// The value with which the gateway proves that it controls the name (RFC 8555 §8.1).
     pub(super) key_authorization: String,
 }
 
@@ -260,14 +260,14 @@ impl Storage {
         }
     }
 
-    /// Wait until all gateways know the records.
+    /// If gateways share the records, wait until all gateways have read the last change.
     pub(super) async fn settle(&self) {
         if self.shared.is_some() {
             sleep(SETTLE_TIME).await;
         }
     }
 
-    /// Return a record.
+    /// Return the content of a record, if the record exists.
     pub(super) fn get(&self, record: &str) -> Option<&[u8]> {
         self.records.get(record).map(Vec::as_slice)
     }

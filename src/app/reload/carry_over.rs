@@ -16,7 +16,7 @@ pub enum CarryOverError {
     /// These keys changed, but a change of these keys requires a restart.
     #[error("{} cannot change while the gateway runs: restart it, or keep {} unchanged", .0.join(", "), pronoun(.0))]
     RestartRequired(Vec<String>),
-    /// These new certificates have expired or are not valid yet. The variant contains the file and the reason.
+    /// New certificates have expired or are not valid yet. The text names the file and the reason.
     #[error("{}", .0.join("\n"))]
     InvalidCertificates(Vec<String>),
 }

@@ -104,7 +104,7 @@ impl KeyRow {
     }
 }
 
-/// Return the first digits of a hash.
+/// Return the fingerprint of a key: the first hex digits of its hash.
 fn fingerprint_of(hash: &str) -> String {
     let digits = hash.strip_prefix("sha256:").unwrap_or(hash);
     digits.get(..FINGERPRINT_DIGITS).unwrap_or(digits).to_owned()

@@ -12,21 +12,21 @@ pub struct FixedWindow {
     pub limit: u64,
     /// Length of the window in µs, or 0 for calendar windows, whose lengths differ.
     pub window: u64,
-    /// Start of the windows.
+    /// The rule that determines when windows start.
     pub start: WindowStart,
 }
 
-/// The start of a window.
+/// The rule that determines when a window starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WindowStart {
-    /// At every multiple of the window length since the Unix epoch, shifted by `phase` µs.
+    /// Windows start at every multiple of the window length since the Unix epoch, shifted by `phase` µs.
     Aligned {
-        /// Shift, µs.
+        /// Offset of the window start from multiples of the window length, µs.
         phase: u64,
     },
-    /// With the first request after the last window has ended.
+    /// A window starts with the first request after the last window has ended.
     FirstRequest,
-    /// By the calendar: days, weeks, months or years in a time zone.
+    /// Windows follow the calendar: days, weeks, months or years in a time zone.
     Calendar(Arc<CalendarWindows>),
 }
 

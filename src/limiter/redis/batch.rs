@@ -48,7 +48,8 @@ pub(super) struct Batch {
     probe_call: Option<ProbeCall>,
 }
 
-/// A sample of the calls that failed. A probe with the same properties fails in the same way.
+/// One of the calls that failed. A probe repeats this call, because it fails for the same reason until the cause is
+/// removed.
 #[derive(Debug, Clone)]
 pub(super) struct ProbeCall {
     pub(super) identity: Identity,
@@ -301,7 +302,7 @@ impl Batch {
         command
     }
 
-    /// Fail all requests.
+    /// Send this error to all requests of the batch.
     pub(super) fn fail(self, error: &BatchError) {
         for waiter in self.groups.into_iter().flat_map(|group| group.waiters) {
             let _ = waiter.send(Err(error.clone()));

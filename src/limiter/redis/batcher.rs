@@ -181,7 +181,7 @@ impl Batcher {
             Ok(verdict) => Ok(verdict),
             Err(BatchError::Store(error)) => Err(error),
             Err(BatchError::ErrorReply(error)) => {
-                // Box the future, because only few checks are retried.
+                // Box the future, because only few checks need space for a retry.
                 let retried = timeout_at(deadline.into(), Box::pin(self.retry(item, error)));
                 retried.await.unwrap_or(Err(StoreError::LateReply))
             }
@@ -578,7 +578,7 @@ mod tests {
     use crate::limiter::spec::LimitSpec;
     use crate::limiter::verdict::ChargeMode;
 
-    /// Return a batcher for a server that does not exist, and a limit for checks.
+    /// Return a batcher whose server does not exist, and a limit with which tests can queue checks.
     fn batcher(settings: &RedisSettings) -> (Arc<Batcher>, LimitSpec) {
         let server = RedisEndpoint::Single(redis::Client::open("redis://127.0.0.1:1").unwrap());
         let limit = LimitSpec::token_bucket(&IdentityHasher::new(""), "limit", "10/s".parse().unwrap()).unwrap();

@@ -31,7 +31,7 @@ impl Default for RecoverySignal {
 }
 
 impl RecoverySignal {
-    /// Wait for the next recovery.
+    /// Wait until the store is available again after an outage.
     pub async fn recovered(&self) {
         self.notify.notified().await;
     }
@@ -67,7 +67,7 @@ pub struct CircuitBreaker {
 pub(super) enum Assessment {
     /// The call has no effect on the circuit breaker, which has changed since the call was sent.
     Outdated,
-    /// The store may be failing.
+    /// The failure is a sign that the store may be unavailable.
     Suspect,
     /// Too many calls failed, so the circuit breaker must open.
     Failing,
@@ -107,7 +107,7 @@ impl CircuitBreaker {
         &self.recovery
     }
 
-    /// Return the epoch.
+    /// Return the epoch, which changes whenever the breaker opens or closes.
     pub(super) fn epoch(&self) -> u32 {
         self.epoch.load(Ordering::Acquire)
     }

@@ -203,7 +203,7 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
 /// Connect once without a pool, and send a PING.
 ///
 /// # Errors
-/// The reason why a pool would have no connections.
+/// The connection cannot be opened, or the server does not reply to PING. A pool would fail in the same way.
 pub async fn try_connect(
     server: RedisEndpoint,
     algorithms: AlgorithmSet,
@@ -464,9 +464,9 @@ pub struct HelloReply {
     pub server: String,
     /// Version, such as `7.0.15`.
     pub version: String,
-    /// Mode.
+    /// Mode of the server.
     pub mode: ServerMode,
-    /// Role. A Sentinel has no role.
+    /// Replication role of the server. A Sentinel has no role.
     pub role: Option<ServerRole>,
 }
 

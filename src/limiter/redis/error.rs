@@ -13,7 +13,7 @@ use crate::limiter::verdict::{ErrorReply, StoreError};
 const INITIAL_BACKOFF: Duration = Duration::from_millis(5);
 const MAX_BACKOFF: Duration = Duration::from_millis(100);
 
-/// The meaning of an error reply.
+/// What an error reply says about the state of the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RedisErrorKind {
     /// The call was not executed, and may succeed soon.

@@ -6,7 +6,7 @@ use redis::Cmd;
 
 const SCRIPT: &str = include_str!("../../../lua/event_claim.lua");
 
-/// The claim of an event.
+/// The claim with which one of several gateways gets the right to send an event.
 #[derive(Debug)]
 pub struct EventClaim<'a> {
     /// Key of the claim, without the prefix of the store.

@@ -10,7 +10,7 @@ use crate::limiter::verdict::StoreError;
 
 const SCRIPT: &str = include_str!("../../../lua/fenced_hash.lua");
 
-/// Fields and their values.
+/// The fields of a Redis hash and their values.
 pub type Fields = BTreeMap<String, Vec<u8>>;
 
 /// Return the command that reads all fields if the version is not `known_version`. 0: no version is known.

@@ -12,7 +12,7 @@ const OVERRIDES_SCRIPT: &str = include_str!("../../../lua/overrides.lua");
 /// Arguments of the script for each record.
 type EntryArguments<'a> = (&'a str, u64, u64, u64, &'a str);
 
-/// One field of the hash.
+/// One field of the Redis hash of overrides.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OverrideEntry {
     /// Limit, identity and kind of the record.
@@ -44,7 +44,7 @@ pub struct Snapshot {
 pub struct KnownRevision {
     /// Revision of the record. 0: the revision is unknown.
     pub revision: u64,
-    /// See [`OverrideEntry::keep_until_us`].
+    /// Time until which Redis keeps the record, as in [`OverrideEntry::keep_until_us`].
     pub keep_until_us: u64,
     /// Whether the record is active.
     pub is_in_force: bool,
@@ -116,7 +116,7 @@ fn overrides_command<'a>(
     command
 }
 
-/// Result of a write.
+/// Result of writing an override.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WriteStatus {
     /// The record is written.

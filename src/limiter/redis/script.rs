@@ -71,7 +71,7 @@ pub enum ScriptVariant {
 }
 
 impl ScriptVariant {
-    /// All variants.
+    /// All variants of the script.
     pub const ALL: [ScriptVariant; 5] = [
         ScriptVariant::Generic,
         ScriptVariant::Single,
@@ -273,7 +273,7 @@ const GROUP_BYTES: usize = 3 * NUMBER_BYTES + 1;
 /// Number of bytes of a limit in the argument: five numbers, the kind and the flag.
 const LIMIT_BYTES: usize = 5 * NUMBER_BYTES + 2;
 
-/// Number of bytes of a limit in the argument for usage: three numbers.
+/// Number of bytes that the argument for usage has for each limit: three packed numbers.
 const USAGE_BYTES: usize = 3 * NUMBER_BYTES;
 
 /// Number of values in a reply for each limit.
@@ -327,7 +327,7 @@ impl LimitArgs {
         LimitArgs { cost, last_parameter, usage: self.usage.map(UsageDay::at_any_time), ..self }
     }
 
-    /// Return the cost.
+    /// Return the cost that the request charges to the limit.
     pub fn cost(&self) -> u64 {
         self.cost
     }

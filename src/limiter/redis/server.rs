@@ -17,12 +17,12 @@ use crate::limiter::redis::diagnosis::{diagnose_connect, diagnose_timeout};
 /// Interval for asking the Sentinels whether another server has become the master.
 const SENTINEL_QUERY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Host and port.
+/// Host and port of a Redis server.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Address {
     /// DNS name or IP address, without brackets.
     pub host: Arc<str>,
-    /// Port.
+    /// TCP port.
     pub port: u16,
 }
 
@@ -51,7 +51,7 @@ impl fmt::Display for Address {
 pub struct ConnectError(Arc<str>);
 
 impl ConnectError {
-    /// Create an error with this reason.
+    /// Create a connection error with this reason.
     pub fn new(reason: &str) -> Self {
         ConnectError(reason.into())
     }
@@ -116,11 +116,11 @@ pub enum RedisEndpoint {
     Node(Client),
     /// Any of the other endpoints, over streams that the redis crate does not open.
     Dialed {
-        /// Address and login.
+        /// Address of the server, and the login for it.
         client: Client,
         /// The mode that the server must have.
         mode: ServerMode,
-        /// Opens the streams.
+        /// Opens the byte streams of connections.
         dial: Arc<dyn Dial>,
     },
 }

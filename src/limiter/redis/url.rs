@@ -24,9 +24,9 @@ const CLUSTER_FORM: &str = "\"redis+cluster://user:password@host1:6379,host2:637
 #[derive(Debug, thiserror::Error)]
 #[error("{message}; expected {hint}")]
 pub struct UrlError {
-    /// The reason.
+    /// The reason why the URL is invalid.
     pub message: String,
-    /// The expected form.
+    /// The form that the URL must have.
     pub hint: &'static str,
 }
 

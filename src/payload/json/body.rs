@@ -27,7 +27,7 @@ pub enum JsonValue {
     Integer(i128),
     /// `true` or `false`.
     Bool(bool),
-    /// Another number.
+    /// A number that is not an integer of 64 bits.
     Fraction,
     /// `null`.
     Null,
@@ -35,7 +35,7 @@ pub enum JsonValue {
     Compound,
     /// A string longer than [`MAX_VALUE`] bytes.
     TooLong,
-    /// Servers may read different values. The variant contains the name of the ambiguous member.
+    /// Servers may read different values, because the member with this name occurs more than once.
     Ambiguous(Box<str>),
 }
 

@@ -73,7 +73,7 @@ fn mirrored_name(message: &Message) -> Option<&str> {
     }
 }
 
-/// Return the value of a header.
+/// Return the value of a header that may occur only once.
 fn single<'h>(headers: &'h HeaderMap, name: &HeaderName, shown: &str) -> Result<Option<&'h str>, RpcError> {
     let mut lines = headers.get_all(name).iter();
     let Some(first) = lines.next() else { return Ok(None) };

@@ -9,7 +9,7 @@ pub const MAX_SEGMENTS: usize = 16;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JsonPointer {
     text: Box<str>,
-    /// Without escapes.
+    /// The segments of the pointer, with escape sequences decoded.
     segments: Box<[Box<str>]>,
 }
 

@@ -65,7 +65,7 @@ impl RpcError {
     }
 }
 
-/// A message.
+/// A JSON-RPC message.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Message {
     /// The method. `None` if the message is a response to a request of the server.
@@ -92,7 +92,7 @@ impl Message {
 /// The messages of a body.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Messages {
-    /// At least one message.
+    /// The messages. The list is not empty.
     pub list: Vec<Message>,
     /// Whether the messages are a batch.
     pub is_batch: bool,
@@ -103,11 +103,11 @@ pub struct Messages {
 /// Which messages of a request a limit counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CountedMessages {
-    /// Calls of tools.
+    /// The limit counts calls of MCP tools.
     ToolCalls,
-    /// Messages with a method.
+    /// The limit counts messages with a method.
     Methods,
-    /// All messages.
+    /// The limit counts all messages.
     All,
 }
 
@@ -222,7 +222,7 @@ fn message(mut members: [Option<JsonValue>; 6]) -> Result<(Message, Value), RpcE
 pub fn error_body(id: &Value, code: i32, message: &str, data: &Value) -> Vec<u8> {
     let error = serde_json::json!({ "code": code, "message": message, "data": data });
     let mut body = serde_json::json!({ "jsonrpc": "2.0", "id": id, "error": error }).to_string().into_bytes();
-    // For terminals.
+    // End the body with a line break for users who read it in a terminal.
     body.push(b'\n');
     body
 }

@@ -99,13 +99,13 @@ pub struct JsonScanner {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Token {
-    /// Between two tokens.
+    /// The scanner is between two JSON tokens.
     Between,
     Key,
     KeyEscape,
     Text,
     TextEscape,
-    /// A number, `true`, `false` or `null`.
+    /// The scanner is within a number, `true`, `false` or `null`.
     Scalar,
     /// The text is not JSON, or is nested too deeply.
     Malformed,

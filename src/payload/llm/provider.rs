@@ -10,11 +10,11 @@ const MAX_FINAL_CHOICES: u64 = 128;
 pub enum Provider {
     /// OpenAI, and the many APIs that are compatible with it.
     OpenAi,
-    /// Anthropic Messages.
+    /// The Messages API of Anthropic.
     Anthropic,
-    /// Gemini.
+    /// The API of Google Gemini.
     Gemini,
-    /// Ollama.
+    /// The API of Ollama.
     Ollama,
 }
 
@@ -98,7 +98,7 @@ impl Provider {
             Provider::Ollama => json!({ "error": message }),
         };
         let mut bytes = body.to_string().into_bytes();
-        // For terminals.
+        // End the body with a line break for users who read it in a terminal.
         bytes.push(b'\n');
         bytes
     }

@@ -31,7 +31,7 @@ pub struct RequestInfo {
     pub is_background: bool,
     /// Maxima of output tokens of each choice.
     pub bounds: OutputBounds,
-    /// Number of choices.
+    /// Number of alternative outputs (choices) that the client requests.
     pub choices: u64,
     /// Length of the body in bytes, without images and audio.
     pub text_bytes: u64,
@@ -80,9 +80,9 @@ pub enum RequestError {
 pub struct InputEstimate {
     /// Number of bytes of text per token.
     pub bytes_per_token: u64,
-    /// Tokens of an image.
+    /// Estimated tokens of an image.
     pub image: u64,
-    /// Tokens of an audio part.
+    /// Estimated tokens of an audio part.
     pub audio: u64,
     /// Output tokens of a choice if the request has no maximum.
     pub default_output: u64,
@@ -238,7 +238,7 @@ struct Reader {
     media_bytes: u64,
     /// Number of prompts of a request to Completions.
     prompts: u64,
-    /// Keys that have been read, as bits by [`Known`].
+    /// Bit set of the keys that have been read. Each [`Known`] key has one bit.
     seen: u32,
     /// The first error in a key that determines the cost.
     error: Option<String>,
@@ -377,7 +377,7 @@ enum Found<'de> {
     Bool(bool),
     /// An integer, which saturates at the maximum of its type. `None` if the integer is negative.
     Count(Option<u64>),
-    /// Another number.
+    /// A number that is not a count.
     Fraction,
     Text(Cow<'de, str>),
     /// A string without spaces that may be an image or audio, with its length.

@@ -12,9 +12,9 @@ use crate::payload::llm::usage::{TokenUsage, parse_count, parse_usage};
 /// Where a response reports its usage.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum UsageFormat {
-    /// The formats of all supported providers.
+    /// The usage has the format of any supported provider.
     Auto,
-    /// Paths that the configuration sets.
+    /// The usage is at paths that the configuration sets.
     Paths {
         /// Paths of the token counts.
         paths: Arc<[JsonPath]>,
@@ -60,7 +60,7 @@ static AUTO_PATHS: LazyLock<Arc<[JsonPath]>> = LazyLock::new(|| {
 /// The usage of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MeasuredUsage {
-    /// The tokens.
+    /// The numbers of tokens.
     pub usage: TokenUsage,
     /// Whether a count was estimated because the provider did not report it.
     pub is_estimated: bool,
@@ -83,7 +83,7 @@ pub struct ResponseMeter {
     tally: Tally,
 }
 
-/// The usage that was counted so far.
+/// The token usage that was found in the response so far.
 #[derive(Debug)]
 struct Tally {
     format: UsageFormat,
@@ -299,7 +299,7 @@ enum Line {
     /// In the data, after its first byte, which may be a space to skip.
     Data,
     DataStart,
-    /// Another field, or a comment.
+    /// The line is another field of an event, or a comment.
     Other,
 }
 

@@ -58,21 +58,21 @@ pub fn parse_count(json: &[u8]) -> Option<u64> {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct UsageObject {
-    // OpenAI Chat Completions.
+    // Fields of OpenAI Chat Completions.
     prompt_tokens: Count,
     completion_tokens: Count,
     total_tokens: Count,
     prompt_tokens_details: Option<Details>,
-    // DeepSeek.
+    // Field of DeepSeek.
     prompt_cache_hit_tokens: Count,
-    // OpenAI Responses, Anthropic.
+    // Fields of OpenAI Responses and Anthropic.
     input_tokens: Count,
     output_tokens: Count,
     input_tokens_details: Option<Details>,
     // Anthropic reports these tokens in addition to `input_tokens`.
     cache_creation_input_tokens: Count,
     cache_read_input_tokens: Count,
-    // Gemini.
+    // Fields of Gemini.
     #[serde(rename = "promptTokenCount")]
     prompt_token_count: Count,
     #[serde(rename = "toolUsePromptTokenCount")]
@@ -83,7 +83,7 @@ struct UsageObject {
     candidates_token_count: Count,
     #[serde(rename = "thoughtsTokenCount")]
     thoughts_token_count: Count,
-    // Cohere.
+    // Fields of Cohere.
     billed_units: Option<Units>,
     tokens: Option<Units>,
 }

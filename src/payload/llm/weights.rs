@@ -15,7 +15,7 @@ pub struct Weights {
     pub input: u64,
     /// An input token that was read from the provider's cache.
     pub cached_input: u64,
-    /// A token of the output.
+    /// Weight of an output token.
     pub output: u64,
 }
 
@@ -68,7 +68,7 @@ impl ModelWeights {
 pub struct NamePattern(Box<str>);
 
 impl NamePattern {
-    /// Create a pattern.
+    /// Create a pattern for names of models.
     pub fn new(text: &str) -> Self {
         NamePattern(text.into())
     }

@@ -168,7 +168,7 @@ fn found_routes<'r>(config: &'r CompiledConfig, candidate: &RouteCandidate<'_>, 
 enum Protection<'r> {
     /// The route has a limit that denies requests.
     Limit(&'r str),
-    /// The route has `require`.
+    /// The route requires credentials with `require`.
     Credential,
 }
 

@@ -203,7 +203,7 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
     };
-    // Not reached, because `run_checks` has verified that the server is of the configured kind.
+    // This code is not reached, because `run_checks` has verified that the server is of the configured kind.
     let store = ServerStore::new(&settings, server.endpoint.clone(), Arc::default(), Arc::default());
     let hasher = IdentityHasher::new("doctor");
     let identity = server.probe_identity;

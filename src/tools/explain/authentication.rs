@@ -87,7 +87,7 @@ fn credential(provider: &AuthProvider) -> &'static str {
 
 fn pending_text(provider: &AuthProvider) -> String {
     match provider.kind {
-        ProviderKind::Forward(_) => "the authentication server decides, and explain does not call it",
+        ProviderKind::Forward(_) => "the provider's server decides; explain does not call it",
         _ => "not verified",
     }
     .to_owned()

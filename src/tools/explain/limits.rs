@@ -150,7 +150,7 @@ fn identity_part_reports(
     identity_spec.descriptors.iter().zip(&*name.0).map(to_report).collect()
 }
 
-/// Return the header that contained the API key.
+/// Return a text that names the header with the API key.
 fn api_key_source(attributes: &RequestAttributes<'_>) -> String {
     match attributes.credentials.api_key_header() {
         Some(header) => format!("the header `{header}`"),

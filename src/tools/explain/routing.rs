@@ -32,7 +32,7 @@ type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
 /// The comparison of all routes with a request.
 pub(super) struct Comparison<'r> {
     config: &'r CompiledConfig,
-    /// The chosen route, if there is one.
+    /// The route that the request uses, if any route matches.
     winner: Option<RouteCandidate<'r>>,
     /// The other routes, the closest match first.
     others: Vec<RouteCandidate<'r>>,
@@ -231,7 +231,7 @@ pub(super) fn upstream_report(
     }
 }
 
-// Functions for the response.
+// Functions that explain the response.
 
 /// Return whether the header changes set a header to a value of the configuration, which may be a secret.
 fn is_configured(mutations: &HeaderMutations, name: &str) -> bool {

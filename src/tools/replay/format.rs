@@ -45,7 +45,7 @@ pub struct LogEntry<'l> {
     pub costs: Vec<(Cow<'l, str>, u64)>,
     /// Whether the gateway responded without a check of limits.
     pub is_unchecked: bool,
-    /// Share of such requests that the gateway logged. `None` means all requests.
+    /// Share of the successful requests that the gateway logged. `None` means all requests.
     pub sample_rate: Option<f64>,
 }
 
@@ -58,35 +58,35 @@ pub struct FieldMapping {
     pub header: HeaderName,
 }
 
-/// The parts of a request that a log contains.
+/// The parts of a request that logs of a format contain.
 #[derive(Debug, Clone)]
 pub struct FormatCapabilities {
     /// The address of the client, or of the last proxy before the gateway.
     pub client: bool,
-    /// The host that the client requested.
+    /// Whether logs contain the host that the client requested.
     pub host: bool,
-    /// The query string.
+    /// Whether logs contain the query string.
     pub query: bool,
-    /// The subject of the client certificate.
+    /// Whether logs contain the subject of the client certificate.
     pub certificate_subject: bool,
-    /// The duration of the request.
+    /// Whether logs contain the duration of the request.
     pub duration: bool,
-    /// The status of the response.
+    /// Whether logs contain the status of the response.
     pub status: bool,
-    /// The request headers.
+    /// The request headers that logs contain.
     pub headers: LoggedHeaders,
-    /// The matched route.
+    /// Whether logs contain the matched route.
     pub route: bool,
-    /// The identity hashes of each limit.
+    /// Whether logs contain the identity hashes of each limit.
     pub identity_hashes: bool,
 }
 
 /// The request headers that a log may contain.
 #[derive(Debug, Clone)]
 pub enum LoggedHeaders {
-    /// Only these headers.
+    /// A log contains only these headers.
     Listed(Vec<HeaderName>),
-    /// All headers except those that carry credentials.
+    /// A log contains all headers except those that carry credentials.
     NonSecret,
 }
 
@@ -113,7 +113,7 @@ pub enum LineError {
     #[error("missing or invalid time")]
     InvalidTime,
     /// A line of a CloudFront log before the `#Fields` line.
-    #[error("a `#Fields` line is missing before it")]
+    #[error("no `#Fields` line precedes this line")]
     MissingFieldsLine,
     /// The line is longer than 1 MiB.
     #[error("longer than 1 MiB")]
@@ -123,7 +123,7 @@ pub enum LineError {
 /// A log format, with the state of its parser.
 #[derive(Debug, Clone)]
 pub enum Format {
-    /// Common, combined, ALB, or an nginx `log_format`.
+    /// The common or combined format, AWS ALB logs, or an nginx `log_format`.
     Template(Box<NginxFormat>),
     /// CloudFront standard logs.
     CloudFront(CloudFrontFormat),

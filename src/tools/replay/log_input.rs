@@ -44,7 +44,7 @@ impl<R: Read> Read for CountingReader<R> {
     }
 }
 
-/// An open log.
+/// A log that is open for reading.
 pub struct LogInput {
     name: String,
     reader: Box<dyn BufRead>,
@@ -138,7 +138,7 @@ impl LogInput {
                 }
             }
             if self.line.len() as u64 == MAX_LINE_BYTES && self.line.last() != Some(&b'\n') {
-                // Skip the rest of the line.
+                // Skip the rest of a line that is too long.
                 let _ = self.reader.skip_until(b'\n');
                 return NextLine::TooLong;
             }
@@ -236,7 +236,7 @@ impl HeapEntry {
 /// Merge of the requests of all logs that limits apply to, in the order of time.
 pub struct KWayMerge {
     streams: Vec<LogStream>,
-    /// The statistics so far.
+    /// Statistics about the lines that were read so far.
     pub statistics: LogStatistics,
     now_us: u64,
 }

@@ -16,11 +16,11 @@ use crate::tools::replay::simulator::{LimitStats, ReplayDecision, RequestMeta, S
 pub struct Recording {
     /// For each request, the end index of its checks in `checks`.
     pub requests: Vec<(RequestMeta, usize)>,
-    /// The checks of all requests.
+    /// The checks of all limits, for all requests of the logs.
     pub checks: Vec<ReplayCheck>,
 }
 
-/// The result of a search.
+/// The result of the search for a quota.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Suggestion {
     /// The smallest quota below the target, with all other limits unchanged.
@@ -32,7 +32,7 @@ pub enum Suggestion {
         /// Number of requests that the quota denies.
         denied: u64,
     },
-    /// Every quota of this kind denies at least the target share.
+    /// Every quota in the same time unit denies at least the target share of the requests.
     None,
 }
 
@@ -50,7 +50,7 @@ fn count_at(number: u64) -> u64 {
     }
 }
 
-/// Return the index of the smallest such count that is at least `min_count`.
+/// Return the index of the smallest count in the list of candidates that is at least `min_count`.
 fn index_of_count(min_count: u64) -> u64 {
     let (mut below, mut above) = (0, MAX_COUNT_INDEX);
     while above - below > 1 {

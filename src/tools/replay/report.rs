@@ -26,7 +26,7 @@ pub struct ReplayReport {
     pub from: Option<String>,
     /// Time of the last request, in the format of RFC 3339.
     pub to: Option<String>,
-    /// Counts of lines.
+    /// Numbers of log lines.
     pub lines: LineCounts,
     /// Notes about the whole replay.
     pub notes: Vec<String>,
@@ -36,7 +36,7 @@ pub struct ReplayReport {
     pub limits: LimitSummaries,
 }
 
-/// Counts of lines by their result.
+/// Numbers of log lines, by the effect of each line on the limits.
 #[derive(Debug, Serialize)]
 pub struct LineCounts {
     /// Number of lines with a request.
@@ -79,7 +79,7 @@ pub struct LimitSummary {
     /// The name of the limit.
     #[serde(skip)]
     pub name: String,
-    /// The quota in the replay.
+    /// The quota that the replay applied.
     pub quota: String,
     /// The burst, if it differs from the count of the quota.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -100,7 +100,7 @@ pub struct LimitSummary {
     pub denied: u64,
     /// Number of requests that only other limits denied.
     pub denied_by_others: u64,
-    /// Number of identities.
+    /// Number of identities with requests.
     pub identities: usize,
     /// Number of identities with denials.
     pub identities_denied: usize,
@@ -481,7 +481,11 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut impl Write
                 &format!("The smallest quota that denies fewer than {goal}: {quota_text} ({denies})."),
             )
         }
-        None => write_wrapped(out, "  ", &format!("No quota of this kind denies fewer than {goal}.")),
+        None => write_wrapped(
+            out,
+            "  ",
+            &format!("Every quota in the same time unit denies at least {goal} of the requests."),
+        ),
     }
 }
 

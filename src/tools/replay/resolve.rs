@@ -86,7 +86,7 @@ pub enum RejectReason {
 #[derive(Debug, Default)]
 pub struct SeenIdentities {
     indices: HashMap<Identity, u32>,
-    /// The identities, by index.
+    /// The hashes of the identities, by index.
     pub identities: Vec<Identity>,
     /// The labels of the identities, by index.
     pub labels: Vec<IdentityLabel>,
@@ -155,7 +155,7 @@ impl<'v> LineResolver<'v> {
                 Err(NoMatch::NotFound | NoMatch::MethodNotAllowed(_)) => {
                     return ResolvedLine::Rejected(RejectReason::NoRoute);
                 }
-                // Logs contain no bodies.
+                // The route depends on the body, which logs do not contain.
                 Err(NoMatch::NeedsBody | NoMatch::Ambiguous(_)) => {
                     return ResolvedLine::Rejected(RejectReason::RouteByBody);
                 }
@@ -315,7 +315,7 @@ pub enum ReplayConfigError {
     /// An option names a limit that does not exist in the configuration.
     #[error("there is no limit `{name}`; there are {}", all.join(", "))]
     UnknownLimit {
-        /// The name in the option.
+        /// The name of a limit in the option.
         name: String,
         /// The names of the configured limits.
         all: Vec<String>,

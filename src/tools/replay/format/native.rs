@@ -37,7 +37,7 @@ struct NativeLine<'l> {
     outcome: Option<Cow<'l, str>>,
     #[serde(borrow, default)]
     limits: Vec<NativeLimit<'l>>,
-    /// Share of such requests that the gateway logged. `None` means all requests.
+    /// Share of the successful requests that the gateway logged. `None` means all requests.
     sample_rate: Option<f64>,
 }
 

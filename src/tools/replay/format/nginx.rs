@@ -21,7 +21,7 @@ pub(super) const COMBINED: &str = r#"$remote_addr $ident $remote_user [$time_loc
 /// the remaining fields, because AWS adds new fields at the end.
 pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_port $request_processing_time $target_processing_time $response_processing_time $elb_status_code $target_status_code $received_bytes $sent_bytes "$request" "$http_user_agent" $ssl_cipher $ssl_protocol $target_group_arn "$trace_id" "$domain_name" "$chosen_cert_arn" $matched_rule_priority $request_creation_time $rest"#;
 
-/// The reason why a text is not a format.
+/// The reason why a text is not a valid `log_format`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
     /// The text is neither the name of a format nor a template with variables.

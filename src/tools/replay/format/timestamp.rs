@@ -6,11 +6,11 @@ use jiff::civil::DateTime;
 /// Formats of times, from the least to the most precise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum TimestampFormat {
-    /// For example `10/Oct/2000:13:55:36 -0700`.
+    /// Time of the common log format, such as `10/Oct/2000:13:55:36 -0700`.
     Local,
-    /// For example `2000-10-10T13:55:36.123-07:00`.
+    /// ISO 8601 time, such as `2000-10-10T13:55:36.123-07:00`.
     Iso8601,
-    /// For example `971211336.123`.
+    /// Seconds since the Unix epoch, such as `971211336.123`.
     Unix,
 }
 

@@ -114,12 +114,12 @@ fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut String) ->
         match suggestion {
             Some(quota) => writeln!(
                 out,
-                "<p>The smallest quota that denies fewer than {goal}: <strong>{}</strong>; it denies {} of {}.</p>",
+                "<p>The smallest quota that denies fewer than {goal} of the requests: <strong>{}</strong>. It denies {} of {}.</p>",
                 format_quota(&quota.quota, quota.burst),
                 group_digits(quota.denied),
                 group_digits(limit.requests)
             )?,
-            None => writeln!(out, "<p>No quota of this kind denies fewer than {goal}.</p>")?,
+            None => writeln!(out, "<p>Every quota in the same time unit denies at least {goal} of the requests.</p>")?,
         }
     }
     write_chart(limit, out)?;
